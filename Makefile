@@ -1,0 +1,31 @@
+# make demo | test | check. Everything installs into .venv on the way; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check install clean
+
+install: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model demo --dataset demo \
+		--rank_group 0 1 --results results/demo.jsonl $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build

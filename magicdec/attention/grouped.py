@@ -1,0 +1,126 @@
+"""The portable fast backend: two batched matrix products around a softmax, query heads of a KV head
+packed together.
+
+Reads the cache in place where a row's visible tokens are one run of memory (full view), and gathers
+them into a small buffer where they are not (a budgeted view). Long chunks (prefill) go through
+torch's fused kernel instead: there scores would be large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from magicdec.kv.policy import KVView
+
+FUSED_FROM = 32  # new tokens from which the fused kernel is used: it never writes the scores out
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows `first` to `last` of a batch that are read with one call. `slots` is None where they are
+    read in place."""
+
+    first: int
+    last: int
+    block: int
+    num_keys: int
+    slots: Tensor | None
+    num_unmasked: int  # leading keys that every new token of every row sees
+    mask: Tensor | None  # bool [rows, T, num_keys - num_unmasked]; None where all see all
+
+
+class GroupedBackend:
+    """One block holds a row, so that a row's cache is one strided matrix for the GEMM."""
+
+    def __init__(self) -> None:
+        self._new: Tensor | None = None
+        self._runs: list[Run] = []
+
+    def block_size(self, max_tokens: int) -> int:
+        return max_tokens
+
+    def plan(self, view: KVView) -> None:
+        self._new = view.cache.slots(view.row_index, view.query_positions())
+        self._runs = list(_dense_runs(view)) if view.is_full else [_gathered_run(view)]
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
+        assert self._new is not None, "plan before run"
+        view.cache.write(layer, self._new, k, v)
+        outputs = [_attend(layer, q[r.first : r.last], r, view) for r in self._runs]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _dense_runs(view: KVView) -> Iterator[Run]:
+    """Batch rows whose blocks follow each other in the pool, as stretches read in place."""
+    blocks = [view.cache.blocks[row] for row in view.rows]
+    assert all(len(owned) == 1 for owned in blocks), "one block a row"
+    first = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i][0] != blocks[i - 1][0] + 1:
+            lengths = view.lengths[first:i]
+            num_keys = max(lengths) + view.num_new
+            positions = torch.arange(num_keys, device=view.seq_lens.device).expand(i - first, -1)
+            unmasked, mask = _tail_mask(view, first, i, positions, min(lengths), max(lengths))
+            yield Run(first, i, blocks[first][0], num_keys, None, unmasked, mask)
+            first = i
+
+
+def _gathered_run(view: KVView) -> Run:
+    """The visible keys of all rows, to be copied together; shorter rows are padded and the padding
+    masked."""
+    keys = view.key_positions()  # [B, N]
+    least, most = min(view.num_visible), max(view.num_visible)
+    unmasked, mask = _tail_mask(view, 0, len(view.rows), keys, least, most)
+    slots = view.cache.slots(view.row_index, keys.clamp(min=0))
+    return Run(0, len(view.rows), 0, keys.shape[1], slots, unmasked, mask)
+
+
+def _tail_mask(
+    view: KVView, first: int, last: int, keys: Tensor, least: int, most: int
+) -> tuple[int, Tensor | None]:
+    """Only the last columns can be hidden from some token: those past the shortest row's old
+    tokens."""
+    if view.num_new == 1 and least == most:
+        return keys.shape[1], None
+    tail = keys[:, least:].unsqueeze(1)
+    queries = view.query_positions()[first:last].unsqueeze(2)
+    return least, (tail >= 0) & (tail <= queries)
+
+
+def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
+    """q [rows, T, H, D] -> [rows, T, H, D] over the keys of one run."""
+    cache = view.cache
+    if run.slots is None:
+        place = slice(run.block, run.block + run.last - run.first)
+        k, v = cache.k[layer, place, :, : run.num_keys], cache.v[layer, place, :, : run.num_keys]
+    else:
+        k, v = cache.read(layer, run.slots)
+    if q.shape[1] >= FUSED_FROM:
+        return _fused(q, k, v, run)
+    rows, num_new, num_heads, size = q.shape
+    groups = k.shape[1]
+    packed = (q * size**-0.5).view(rows, num_new, groups, -1, size).permute(0, 2, 3, 1, 4)
+    packed = packed.reshape(rows, groups, -1, size)  # [rows, G, H/G * T, D]
+    scores = torch.matmul(packed, k.transpose(-1, -2))
+    if run.mask is not None:
+        tail = scores.view(rows, groups, -1, num_new, run.num_keys)[..., run.num_unmasked :]
+        tail.masked_fill_(~run.mask[:, None, None], float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    out = torch.matmul(weights, v).view(rows, groups, -1, num_new, size)
+    return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads, size)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
+    """torch's scaled_dot_product_attention with the mask widened to all keys."""
+    mask = None
+    if run.mask is not None:
+        mask = torch.ones(*run.mask.shape[:2], run.num_keys, dtype=torch.bool, device=q.device)
+        mask[..., run.num_unmasked :] = run.mask
+        mask = mask.unsqueeze(1)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)

@@ -1,0 +1,147 @@
+"""The command line: flags made from the config's dataclasses, one-line refusals, exit codes.
+
+Exit codes: 0 done and correct; 1 outputs diverged, a regression, or the run failed; 2 the user can
+mend it; 130 interrupted. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import time
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch, read_launch
+
+LEADER_FIRST_S = 20.0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def build_parser(config: RunConfig, description: str) -> Parser:
+    """One flag for each field of each section that carries one; defaults are the config's own."""
+    parser = Parser(description=description, allow_abbrev=False)
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        group = parser.add_argument_group(section.name)
+        types = typing.get_type_hints(type(values))
+        for field in dataclasses.fields(values):
+            if field.metadata:
+                _add_flag(
+                    group,
+                    field,
+                    types[field.name],
+                    f"{section.name}.{field.name}",
+                    getattr(values, field.name),
+                )
+    return parser
+
+
+def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> None:
+    flags, text = field.metadata["flags"], field.metadata["help"]
+    if kind is bool:
+        # A flag of a field that is on by default turns it off (--no_baseline).
+        group.add_argument(
+            *flags, dest=dest, help=text, action="store_const", const=not default, default=default
+        )
+        return
+    options: dict[str, Any] = {"dest": dest, "help": f"{text} [{default}]", "default": default}
+    if kind == tuple[int, ...] | None:
+        group.add_argument(*flags, nargs="+", type=int, **options)
+        return
+    base = next((t for t in typing.get_args(kind) if t is not type(None)), kind)
+    group.add_argument(*flags, type=base, choices=field.metadata["choices"], **options)
+
+
+def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:
+    """Flags over `config`. Raises ValueError, one line, for flags that do not exist or hold what
+    they cannot."""
+    parser = build_parser(config, description)
+    parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [o for action in parser._actions for o in action.option_strings]
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose from {' '.join(known)}"
+        raise ValueError(f"unknown argument {unknown[0]}; {hint}")
+    sections: dict[str, dict[str, Any]] = {}
+    for dest, value in vars(parsed).items():
+        section, _, name = dest.partition(".")
+        sections.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
+    changed = {
+        n: dataclasses.replace(getattr(config, n), **fields) for n, fields in sections.items()
+    }
+    return dataclasses.replace(config, **changed)
+
+
+def main(config: RunConfig, description: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """A driver: `config` carries its strategy; everything else comes from the command line."""
+    launch = read_launch()
+    try:
+        parsed = parse(config, sys.argv[1:] if argv is None else argv, description)
+        parsed.check(launch.world_size)
+        with _announced("preparing", launch):
+            from magicdec.bench.prepare import prepare
+
+            prepared = prepare(parsed, launch)
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    from magicdec.bench.report import conclude
+
+    sys.exit(conclude(prepared))
+
+
+def refuse(error: ValueError, launch: Launch) -> NoReturn:
+    """One line from rank 0, exit code 2. The others wait to be ended by torchrun, so that the line
+    comes before its summary."""
+    if launch.rank == 0:
+        print(
+            f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True
+        )
+    else:
+        time.sleep(LEADER_FIRST_S)
+    sys.exit(2)
+
+
+def _announced(what: str, launch: Launch) -> Any:
+    """A spinner on a terminal while books are tokenised and headers read; nothing elsewhere."""
+    from contextlib import nullcontext
+
+    if launch.rank != 0 or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
+
+
+def console() -> NoReturn:
+    """`magicdec <command>`: the same drivers without a checkout, and the tools that read
+    records."""
+    from magicdec.bench.commands import COMMANDS
+
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print("usage: magicdec <command> [flags]; magicdec <command> --help\n")
+        print("\n".join(f"  {n:<10} {text}" for n, (text, _) in COMMANDS.items()))
+        sys.exit(0)
+    if name not in COMMANDS:
+        print(
+            f"magicdec: unknown command {name!r}; choose from {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    sys.argv = [f"magicdec {name}", *sys.argv[2:]]
+    COMMANDS[name][1]()
+    sys.exit(0)

@@ -1,0 +1,30 @@
+"""The drivers and tools by name: what `magicdec <command>` and the scripts in tests/ start. Imports
+no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from magicdec.analysis.compare import main as compare
+from magicdec.analysis.table import main as table
+from magicdec.bench.cli import main
+from magicdec.config import DecodingSection, RunConfig
+
+
+def baseline() -> None:
+    """Autoregressive decoding of long book prefixes: the baseline of every comparison."""
+    main(RunConfig(decoding=DecodingSection(strategy="autoregressive")), baseline.__doc__ or "")
+
+
+def selfspec() -> None:
+    """Self-speculation: the target drafts for itself on a budgeted view of its own KV cache."""
+    decoding = DecodingSection(strategy="speculative", drafter="self")
+    main(RunConfig(decoding=decoding), selfspec.__doc__ or "")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
+    "baseline": ("autoregressive decoding", baseline),
+    "selfspec": ("self-speculation, checked against the baseline of the same run", selfspec),
+    "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
+    "table": ("print records as tables", table),
+}

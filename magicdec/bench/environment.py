@@ -1,0 +1,63 @@
+"""What a record says of the machine and the software, and what `RunConfig.resolve` needs to know.
+Host names are left out."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from magicdec.config import Machine
+from magicdec.distributed.groups import Launch
+
+
+def probe_machine(launch: Launch) -> Machine:
+    """Facts that decide what `auto` means here."""
+    import torch
+
+    flags = _cpu_field("flags").split()
+    return Machine(
+        num_cpus=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+        has_cuda=torch.cuda.is_available(),
+        has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
+    )
+
+
+def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> dict[str, Any]:
+    import torch
+
+    return {
+        "time_utc": started.isoformat(timespec="seconds"),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "magicdec": version("magicdec"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_field("model name"),
+        "num_cpus": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "world_size": launch.world_size,
+        "collectives": None if launch.world_size == 1 else ("nccl" if device == "cuda" else "gloo"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_field(name: str) -> str:
+    """A field of the first CPU in /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return ""
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""

@@ -1,0 +1,81 @@
+"""Everything that can be refused is refused here, before any process group starts.
+
+Owns the order of the checks. Every rank prepares by itself and comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from magicdec.bench.environment import probe_machine
+from magicdec.bench.workload import Workload, build_workload
+from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint import ModelSource, find_model
+from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that nothing in the user's hands can break any more."""
+
+    config: RunConfig
+    launch: Launch
+    source: ModelSource
+    tokenizer: Tokenizer
+    tokenizer_name: str
+    workload: Workload
+
+    def describe_workload(self) -> dict[str, Any]:
+        """For the record: what was decoded, by which model, from which tokenizer."""
+        return {
+            "model": self.source.name,
+            "random_weights": self.source.is_random,
+            "tokenizer": self.tokenizer_name,
+            **self.workload.describe(),
+        }
+
+
+def prepare(config: RunConfig, launch: Launch) -> Prepared:
+    """Resolve and check everything. Raises ValueError, one line naming the flag, for what a user
+    can mend."""
+    config.check(launch.world_size)
+    config = config.resolve(probe_machine(launch))
+    source = find_model("--model", config.model.model)
+    check_fits(config, source, launch.world_size)
+    # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
+    # large.
+    described = find_model("--model", "demo") if source.tokenizer_directory is None else source
+    directory = described.tokenizer_directory
+    assert directory is not None
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.vocab_size > source.config.vocab_size:
+        raise ValueError(
+            f"--model {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
+            f"its embedding {source.config.vocab_size}"
+        )
+    w = config.workload
+    workload = build_workload(
+        w.dataset, tokenizer, source.config.bos_token_id, w.prefix_len, w.num_prompts, w.seed
+    )
+    return Prepared(config, launch, source, tokenizer, described.name, workload)
+
+
+def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
+    """The model must reach as far as the run, and must be divisible over the ranks."""
+    model, w = source.config, config.workload
+    length = w.prefix_len + w.num_new_tokens
+    asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
+    if length > model.max_position_embeddings:
+        raise ValueError(
+            f"{asked} exceeds the {model.max_position_embeddings} positions "
+            f"of --model {source.name}"
+        )
+    if model.sliding_window is not None and length > model.sliding_window:
+        raise ValueError(
+            f"{asked} exceeds the sliding window of --model {source.name} "
+            f"({model.sliding_window}), which is not implemented; keep within it"
+        )
+    Shard(0, world_size).heads(model.num_heads, model.num_kv_heads)

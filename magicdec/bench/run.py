@@ -1,0 +1,238 @@
+"""One run on one rank: build, measure, check, record. All ranks of the group go through it in
+lockstep.
+
+Owns the order of a run: one prefill a batch, then every pass from the same state, then the check of
+one against the other. Must not know how a strategy decodes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from magicdec.bench.check import WIDER, check_outputs
+from magicdec.bench.environment import describe_environment
+from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
+from magicdec.bench.prepare import Prepared
+from magicdec.bench.progress import Progress, make_progress
+from magicdec.bench.record import Correctness, RunRecord
+from magicdec.bench.roofline import bytes_read
+from magicdec.bench.timing import (
+    PhaseTimer,
+    peak_memory_bytes,
+    read_bandwidth,
+    reset_peak_memory,
+)
+from magicdec.config import ATTENTION_BACKENDS, load_named
+from magicdec.decoding.strategy import DecodingStrategy, make_strategy
+from magicdec.distributed.groups import ParallelGroups, close_groups, make_groups
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine import Engine
+from magicdec.model.checkpoint import load_transformer
+from magicdec.request import Request, SamplingParams
+from magicdec.runner import ModelRunner
+
+BASELINE = "autoregressive"
+
+
+@dataclass
+class Outcome:
+    """What `execute` gives the leader: the record and the finished requests, in prompt order."""
+
+    record: RunRecord
+    requests: list[Request] = field(default_factory=list)
+
+
+class Run:
+    """One rank's part of a run: the runner it decodes with and what it measured."""
+
+    def __init__(self, prepared: Prepared, groups: ParallelGroups, progress: Progress) -> None:
+        self.prepared, self.groups, self.progress = prepared, groups, progress
+        self.config = prepared.config
+        self.shard = Shard(groups.target.index, groups.target.size)
+        w, d = self.config.workload, self.config.decoding
+        # The newest token is never cached, but a verification holds its draft tokens on top.
+        drafted = 0 if d.strategy == BASELINE else d.num_draft_tokens
+        self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
+        self.device = rank_device(prepared)
+        self.runner = self.make_runner(self.config.model.dtype, w.batch_size)
+        self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
+        self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
+        if d.baseline and d.strategy != BASELINE:
+            self.passes.insert(0, BASELINE)
+        self.samples = {name: PassSamples() for name in self.passes}
+        self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
+        self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
+
+    def make_runner(self, dtype: str, num_rows: int) -> ModelRunner:
+        source = self.prepared.source
+        backend = load_named(ATTENTION_BACKENDS, self.config.attention.backend)()
+        model = load_transformer(
+            source.config, source.weights, self.shard, None, getattr(torch, dtype), self.device
+        )
+        return ModelRunner(model, backend, self.groups.target, num_rows, self.max_tokens)
+
+    def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
+        return make_strategy(name, self.runner, self.config.decoding, self.config.kv, timer)
+
+    def _times_phases(self) -> bool:
+        return self.device.type == "cpu" or self.config.output.benchmark
+
+    def make_requests(self, batch: int) -> list[Request]:
+        w = self.config.workload
+        eos = () if self.config.decoding.ignore_eos else self.prepared.source.config.eos_token_ids
+        sampling = SamplingParams(w.num_new_tokens, eos)
+        first = batch * w.batch_size
+        prompts = self.prepared.workload.prompts[first : first + w.batch_size]
+        return [Request(first + i, prompt, sampling) for i, prompt in enumerate(prompts)]
+
+    def measure(self) -> dict[str, Any]:
+        """Every batch: one prefill, then every pass from the same state; returns the prefill's
+        metrics."""
+        w, ttft, seconds = self.config.workload, [], 0.0
+        for batch in range(w.num_batches):
+            requests = self.make_requests(batch)
+            name = f"prefill, batch {batch + 1} of {w.num_batches}"
+            started = time.perf_counter()
+            with self.progress.task(name, w.batch_size * w.prefix_len) as advance:
+                snapshots = self.engine.prefill(requests, advance)
+            seconds += time.perf_counter() - started
+            ttft += [
+                r.first_token_s - r.arrived_s for r in snapshots if r.first_token_s is not None
+            ]
+            if batch == 0:
+                self.warm_up(snapshots)
+            # Alternate which pass goes first, so that drift of the machine favours none.
+            for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+                self.measure_pass(name, snapshots)
+        return prefill_metrics(ttft, w.num_prompts * w.prefix_len, seconds)
+
+    def warm_up(self, snapshots: list[Request]) -> None:
+        for _ in range(self.config.workload.warmup_batches):
+            for name in self.passes:
+                self.engine.rewind(snapshots)
+                self.engine.decode(self.make_strategy(name, PhaseTimer(self.device, enabled=False)))
+
+    def measure_pass(self, name: str, snapshots: list[Request]) -> None:
+        samples, w = self.samples[name], self.config.workload
+        self.engine.rewind(snapshots)
+        strategy = self.make_strategy(name, self.timers[name])
+        before = self.runner.counts.copy()
+        self.groups.target.barrier()
+        reset_peak_memory(self.device)
+        samples.begin_batch()
+        started = time.perf_counter()
+        with self.progress.task(name, w.batch_size * w.num_new_tokens) as advance:
+
+            def observe(output: Any, seconds: float) -> None:
+                samples.observe(output, seconds)
+                advance(sum(map(len, output.token_ids)))
+
+            finished = self.engine.decode(strategy, observe)
+        samples.end_batch(finished, started)
+        self.finished[name] += [r.snapshot() for r in finished]
+        read = bytes_read(self.runner.model, self.runner.counts.minus(before))
+        totals = self.groups.target.all_gather_object((read, peak_memory_bytes(self.device)))
+        samples.bytes_read += sum(t[0] for t in totals)
+        samples.peak_memory_bytes = max(samples.peak_memory_bytes, sum(t[1] for t in totals))
+
+    def check(self) -> Correctness:
+        """The pass that was asked for against the baseline of the same run."""
+        asked, dtype = self.passes[-1], self.config.model.dtype
+        num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
+        if BASELINE not in self.passes[:-1]:
+            return Correctness(None, num_tokens=num_tokens)
+        return check_outputs(
+            BASELINE,
+            self.finished[BASELINE],
+            self.finished[asked],
+            dtype,
+            lambda: self.make_runner(WIDER[dtype], num_rows=1),
+            self.config.attention.prefill_chunk,
+        )
+
+
+def execute(prepared: Prepared, is_leader: bool) -> Outcome:
+    """Run on this rank. Errors of the run itself propagate; the caller records them."""
+    config = prepared.config
+    torch.set_num_threads(config.parallel.threads or 1)
+    started = datetime.datetime.now(datetime.timezone.utc)
+    device = torch.device(config.parallel.device)
+    assert config.parallel.rank_group is not None, "resolved"
+    groups = make_groups(prepared.launch, config.parallel.rank_group, device)
+    try:
+        run = Run(prepared, groups, make_progress(is_leader))
+        bandwidth = read_bandwidth(groups.target, run.device)
+        prefill = run.measure()
+        correctness = run.check()
+    finally:
+        close_groups()
+    environment = describe_environment(prepared.launch, config.parallel.device, started)
+    environment["read_bandwidth_bytes_per_s"] = bandwidth
+    record = make_record(run, prefill, correctness, environment)
+    return Outcome(record, run.finished[run.passes[-1]])
+
+
+def rank_device(prepared: Prepared) -> torch.device:
+    """This rank's device: on CUDA, the one of its local rank."""
+    kind = prepared.config.parallel.device
+    return torch.device(kind, prepared.launch.local_rank) if kind == "cuda" else torch.device(kind)
+
+
+def make_record(
+    run: Run, prefill: dict[str, Any], correctness: Correctness, environment: dict[str, Any]
+) -> RunRecord:
+    """Metrics enter the record only if the check passed."""
+    asked, d = run.passes[-1], run.config.decoding
+    bandwidth = environment["read_bandwidth_bytes_per_s"]
+    for name in run.passes:
+        timer = run.timers[name]
+        run.samples[name].phase_ms = {n: timer.mean_ms(n) for n in ("decode", "draft", "verify")}
+    metrics: dict[str, dict[str, Any]] = {}
+    for name in run.passes:
+        drafted = d.num_draft_tokens if name != BASELINE else None
+        metrics[name] = prefill | decode_metrics(run.samples[name], bandwidth, drafted)
+    if BASELINE in run.passes[:-1]:
+        values = speedups(run.samples[BASELINE], run.samples[asked])
+        metrics[asked] |= {
+            "speedup": statistics.median(values) if values else None,
+            "speedup_per_batch": values,
+        }
+    if run.prepared.source.is_random:
+        withhold_acceptance(metrics[asked])
+    passed = correctness.passed
+    return RunRecord(
+        status="ok" if passed else "diverged",
+        config=run.config.to_dict(),
+        environment=environment,
+        workload=run.prepared.describe_workload(),
+        correctness=correctness,
+        metrics=metrics[asked] if passed else None,
+        baseline_metrics=metrics.get(BASELINE) if passed and asked != BASELINE else None,
+        samples=describe_samples(run),
+    )
+
+
+def withhold_acceptance(metrics: dict[str, Any]) -> None:
+    """Random weights agree with themselves by chance: times count, acceptance and what follows from
+    it do not."""
+    for key in metrics:
+        if key.startswith(("acceptance", "speedup")):
+            metrics[key] = None
+
+
+def describe_samples(run: Run) -> dict[str, Any]:
+    """Raw step times (ms) and accepted counts of each pass, by batch."""
+    return {
+        name: {
+            "step_ms": [[round(1e3 * s, 4) for s in batch] for batch in samples.step_s],
+            "num_tokens": samples.num_tokens,
+            "num_accepted": samples.num_accepted if name != BASELINE else None,
+        }
+        for name, samples in run.samples.items()
+    }

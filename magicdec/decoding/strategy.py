@@ -1,0 +1,68 @@
+"""DecodingStrategy: the protocol every way of decoding follows. The name table is
+`config.STRATEGIES`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from magicdec.config import STRATEGIES, DecodingSection, KVSection, load_named
+from magicdec.decoding.sampling import greedy
+from magicdec.request import Batch, StepOutput
+from magicdec.runner import ModelRunner
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Called with a phase's name ("draft", "verify", ...), gives a context that may time it."""
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class DecodingStrategy(Protocol):
+    @classmethod
+    def build(
+        cls, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase
+    ) -> DecodingStrategy: ...
+
+    def step(self, batch: Batch) -> StepOutput:
+        """Advance every request of `batch` by at least one token."""
+        ...
+
+
+def make_strategy(
+    name: str, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase = untimed
+) -> DecodingStrategy:
+    """The strategy of that name, set up from its sections."""
+    strategy: DecodingStrategy = load_named(STRATEGIES, name).build(runner, decoding, kv, phase)
+    return strategy
+
+
+def choose(runner: ModelRunner, logits: Tensor) -> Tensor:
+    """Greedy ids [B, T] of this rank's logits [B, T, V], agreed by the runner's group."""
+    return greedy(logits, runner.model.head_rows[0], runner.group)
+
+
+def prefill(
+    runner: ModelRunner, batch: Batch, chunk: int, progress: Callable[[int], None] = lambda n: None
+) -> StepOutput:
+    """Take the prompts of `batch` into the cache, one after the other, and emit each request's
+    first token.
+
+    `progress` is told how many prompt tokens were taken.
+    """
+    tokens, times = [], []
+    for request, row in zip(batch.requests, batch.rows, strict=True):
+        runner.cache.allocate(row, runner.max_tokens)
+        prompt = torch.tensor([request.prompt_ids], device=runner.device)
+        for part in prompt.split(chunk, dim=1):
+            logits = runner.forward(part, [row], last_only=True)
+            progress(part.shape[1])
+        tokens.append(choose(runner, logits)[0].tolist())
+        times.append(time.perf_counter())
+    return StepOutput(tokens, emitted_s=times)

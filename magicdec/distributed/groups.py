@@ -1,0 +1,123 @@
+"""ParallelGroups: who is who among the ranks, passed explicitly. The only reader of torchrun's
+environment.
+
+Imports torch only when a group is made, so that a command line can be refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place as torchrun launched it; a plain `python` is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def read_launch() -> Launch:
+    env = os.environ
+    return Launch(
+        rank=int(env.get("RANK", 0)),
+        world_size=int(env.get("WORLD_SIZE", 1)),
+        local_rank=int(env.get("LOCAL_RANK", 0)),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+    )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that compute together. `ranks` is in shard order; `handle` is None for a group of
+    one."""
+
+    ranks: tuple[int, ...]
+    index: int
+    handle: ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the group, in place."""
+        if self.handle is not None:
+            import torch.distributed as dist
+
+            dist.all_reduce(x, group=self.handle)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, stacked in front: [size, ...], in the process group's own order."""
+        if self.handle is None:
+            return x.unsqueeze(0)
+        import torch
+        import torch.distributed as dist
+
+        out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self.handle)
+        return out
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value (small, picklable, from our own ranks)."""
+        if self.handle is None:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def barrier(self) -> None:
+        if self.handle is not None:
+            import torch.distributed as dist
+
+            dist.barrier(group=self.handle)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The layout of a run: this rank, and the group that holds the target model."""
+
+    rank: int
+    world_size: int
+    target: Group
+
+    @property
+    def is_leader(self) -> bool:
+        """The rank that prints and writes records."""
+        return self.rank == 0
+
+
+def make_groups(
+    launch: Launch, rank_group: tuple[int, ...], device: torch.device
+) -> ParallelGroups:
+    """Start torch.distributed if there are several ranks, and build the groups in the same order on
+    every rank."""
+    handle = None
+    if launch.world_size > 1:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        handle = dist.new_group(sorted(rank_group))
+    target = Group(rank_group, rank_group.index(launch.rank), handle)
+    return ParallelGroups(launch.rank, launch.world_size, target)
+
+
+def close_groups() -> None:
+    """Leave torch.distributed, if it was started."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

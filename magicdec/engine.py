@@ -1,0 +1,56 @@
+"""Engine: schedule, step, commit, until no request is left.
+
+Owns the loop. Must not know how a strategy decodes or what is measured: strategies are given to it,
+time is read once a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from magicdec.decoding.strategy import DecodingStrategy, prefill
+from magicdec.request import Request, StepOutput
+from magicdec.runner import ModelRunner
+from magicdec.scheduler import Scheduler
+
+Observer = Callable[[StepOutput, float], None]
+"""Told of every decode step: its output and how long it took, in seconds."""
+
+
+class Engine:
+    def __init__(self, runner: ModelRunner, prefill_chunk: int) -> None:
+        self.runner, self.prefill_chunk = runner, prefill_chunk
+        self.scheduler = Scheduler(runner.num_rows)
+
+    def prefill(
+        self, requests: Sequence[Request], progress: Callable[[int], None] = lambda n: None
+    ) -> list[Request]:
+        """Admit `requests`, take their prompts, emit first tokens; returns the state to rewind
+        to."""
+        for row in range(self.runner.num_rows):
+            self.runner.cache.release(row)
+        self.scheduler.add(requests, time.perf_counter())
+        while (batch := self.scheduler.schedule()) is not None and batch.is_prefill:
+            output = prefill(self.runner, batch, self.prefill_chunk, progress)
+            self.scheduler.commit(batch, output, time.perf_counter())
+        return [request.snapshot() for request in self.scheduler.requests]
+
+    def decode(
+        self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
+    ) -> list[Request]:
+        """Run `strategy` until every request has ended; the requests as they ended."""
+        while (batch := self.scheduler.schedule()) is not None:
+            started = time.perf_counter()
+            output = strategy.step(batch)
+            now = time.perf_counter()
+            self.scheduler.commit(batch, output, now)
+            observe(output, now - started)
+        return self.scheduler.requests
+
+    def rewind(self, snapshots: Sequence[Request]) -> None:
+        """Back to just after prefill: another strategy decodes the same prompts without a second
+        prefill."""
+        self.scheduler.rewind(snapshots)
+        rows = [r.row for r in snapshots if r.row is not None]
+        self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])

@@ -1,0 +1,119 @@
+"""KVCache: a pool of KV blocks, a block table and a length per row. `append` and `truncate` are all
+that changes it.
+
+Owns storage and its addressing. Must not know who reads it (a policy says what is visible, a
+backend reads it) nor why. Source: PagedAttention (Kwon et al. 2023), section 4.
+
+Shapes: B rows of a forward, T new tokens, G KV heads on this rank, D head size. A *slot* is an
+index into the pool seen as [num_blocks * G * block_size, D], the address of one token of one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes of a rank's cache. `block_size` is the attention backend's choice."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+
+
+class KVCache:
+    """Per layer K and V pools [num_blocks, G, block_size, D]; rows own blocks through
+    `block_table`."""
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_rows: int,
+        blocks_per_row: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        pool = (
+            shape.num_layers,
+            shape.num_blocks,
+            shape.num_kv_heads,
+            shape.block_size,
+            shape.head_dim,
+        )
+        # Zeros, not empty: a kernel may read a masked slot that was never written, and 0 * nan is
+        # nan.
+        self.k = torch.zeros(pool, dtype=dtype, device=device)
+        self.v = torch.zeros(pool, dtype=dtype, device=device)
+        self.block_table = torch.zeros(num_rows, blocks_per_row, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.lengths = [
+            0
+        ] * num_rows  # the same on the host: bounds for slicing without asking the device
+        self.blocks: list[list[int]] = [[] for _ in range(num_rows)]
+        self._free = list(range(shape.num_blocks - 1, -1, -1))
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.k.numel() * self.k.element_size()
+
+    def allocate(self, row: int, num_tokens: int) -> None:
+        """Give `row` enough blocks for `num_tokens`. Raises ValueError when the pool is
+        exhausted."""
+        needed = -(-num_tokens // self.shape.block_size) - len(self.blocks[row])
+        if needed > len(self._free):
+            raise ValueError(
+                f"KV cache exhausted: row {row} needs {needed} more blocks, "
+                f"{len(self._free)} are free"
+            )
+        for _ in range(needed):
+            self.block_table[row, len(self.blocks[row])] = self._free[-1]
+            self.blocks[row].append(self._free.pop())
+
+    def release(self, row: int) -> None:
+        """Return all blocks of `row` to the pool."""
+        self._free.extend(reversed(self.blocks[row]))
+        self.blocks[row].clear()
+        self.truncate([row], [0])
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget what `rows` hold past `lengths` tokens. The only undo; it moves no data."""
+        for row, length in zip(rows, lengths, strict=True):
+            assert 0 <= length <= self.lengths[row], "truncate cannot lengthen a row"
+            self.lengths[row] = length
+        self.seq_lens[list(rows)] = torch.tensor(lengths, device=self.seq_lens.device)
+
+    def advance(self, rows: Sequence[int], num_tokens: int) -> None:
+        """Count `num_tokens` just written to each of `rows`."""
+        for row in rows:
+            self.lengths[row] += num_tokens
+        self.seq_lens[list(rows)] += num_tokens
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Slots of token positions [B, N] of `rows` [B]: int64 [B, G, N]."""
+        size, heads = self.shape.block_size, self.shape.num_kv_heads
+        blocks = self.block_table[rows.unsqueeze(1), positions // size]  # [B, N]
+        head = torch.arange(heads, device=positions.device).view(1, heads, 1)
+        return (blocks.unsqueeze(1) * heads + head) * size + (positions % size).unsqueeze(1)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [B, T, G, D] at `slots` [B, G, T]."""
+        flat = slots.transpose(1, 2).reshape(-1)
+        for pool, new in ((self.k[layer], k), (self.v[layer], v)):
+            pool.view(-1, self.shape.head_dim).index_copy_(
+                0, flat, new.reshape(-1, self.shape.head_dim)
+            )
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
+        flat, shape = slots.reshape(-1), (*slots.shape, self.shape.head_dim)
+        pools = (self.k[layer], self.v[layer])
+        k, v = (p.view(-1, self.shape.head_dim).index_select(0, flat).view(shape) for p in pools)
+        return k, v

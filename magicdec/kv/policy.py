@@ -1,0 +1,117 @@
+"""KVPolicy: which cached tokens a forward may read, as arithmetic on lengths; and KVView, the
+answer for one batch.
+
+A policy names at most a few half-open ranges of the committed context; the uncommitted tail (draft
+tokens in flight and the forward's own tokens) is always visible on top of them. What a policy
+leaves out is not read; nothing is masked away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from magicdec.config import KV_POLICIES, KVSection, load_named
+from magicdec.kv.cache import KVCache
+
+
+class KVPolicy(Protocol):
+    """Implementations are dataclasses: their repr goes into the record."""
+
+    @classmethod
+    def build(cls, kv: KVSection) -> KVPolicy: ...
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        """Visible token ranges [B, R, 2] (start, stop) of rows with `committed` [B] tokens;
+        disjoint and ascending."""
+        ...
+
+    def num_visible(self, committed: int) -> int:
+        """Committed tokens a row of that length reads: the sum of its ranges, computed on the
+        host."""
+        ...
+
+
+def make_policy(kv: KVSection) -> KVPolicy:
+    """The policy that a run's KV section names."""
+    policy: KVPolicy = load_named(KV_POLICIES, kv.policy).build(kv)
+    return policy
+
+
+@dataclass(frozen=True)
+class KVView:
+    """What attention reads for one forward of T new tokens over `rows`.
+
+    Rows hold `seq_lens` tokens before the forward, the first `committed` of them settled. New token
+    t of a row stands at position seq_lens + t and sees the policy's ranges of the committed tokens
+    and every tail token up to itself.
+    """
+
+    cache: KVCache
+    rows: tuple[int, ...]
+    row_index: Tensor  # [B]
+    seq_lens: Tensor  # [B]
+    committed: Tensor  # [B]
+    ranges: Tensor  # [B, R, 2]
+    lengths: tuple[int, ...]  # seq_lens on the host
+    num_visible: tuple[int, ...]  # policy tokens plus tail before this forward, on the host
+    num_new: int
+
+    @property
+    def is_full(self) -> bool:
+        """Every cached token is visible in every row."""
+        return self.num_visible == self.lengths
+
+    def query_positions(self) -> Tensor:
+        """Positions of the new tokens, [B, T]."""
+        return self.seq_lens.unsqueeze(1) + torch.arange(self.num_new, device=self.seq_lens.device)
+
+    def key_positions(self) -> Tensor:
+        """Positions of all visible keys, new tokens included, ascending: [B, N], padded with -1 to
+        the longest row."""
+        size = max(self.num_visible) + self.num_new
+        tail = torch.stack([self.committed, self.seq_lens + self.num_new], dim=1).unsqueeze(1)
+        ranges = torch.cat([self.ranges, tail], dim=1)  # [B, R+1, 2]
+        stops = (ranges[..., 1] - ranges[..., 0]).cumsum(
+            1
+        )  # [B, R+1] where each range ends among the keys
+        index = torch.arange(size, device=stops.device).expand(len(self.rows), size).contiguous()
+        which = torch.searchsorted(stops, index, right=True)  # the range that key i falls in
+        inside = which < ranges.shape[1]
+        which = which.clamp(max=ranges.shape[1] - 1)
+        before = torch.cat([torch.zeros_like(stops[:, :1]), stops[:, :-1]], dim=1)
+        position = ranges[..., 0].gather(1, which) + index - before.gather(1, which)
+        return torch.where(inside, position, -1)
+
+
+def make_view(
+    cache: KVCache,
+    rows: Sequence[int],
+    policy: KVPolicy,
+    num_new: int,
+    committed: Sequence[int] | None = None,
+) -> KVView:
+    """The view of `rows` under `policy`. `committed` defaults to all that the rows hold."""
+    lengths = tuple(cache.lengths[row] for row in rows)
+    settled = lengths if committed is None else tuple(committed)
+    device = cache.seq_lens.device
+    row_index = torch.tensor(rows, device=device)
+    settled_tensor = torch.tensor(settled, device=device)
+    visible = tuple(
+        policy.num_visible(c) + length - c for c, length in zip(settled, lengths, strict=True)
+    )
+    return KVView(
+        cache=cache,
+        rows=tuple(rows),
+        row_index=row_index,
+        seq_lens=cache.seq_lens[row_index],
+        committed=settled_tensor,
+        ranges=policy.ranges(settled_tensor),
+        lengths=lengths,
+        num_visible=visible,
+        num_new=num_new,
+    )

@@ -1,0 +1,42 @@
+"""StreamingLLM: the first tokens (attention sinks) and a window of the newest.
+
+Source: Xiao et al. 2023, section 3.2; as a self-speculation draft: MagicDec (Chen et al. 2024),
+section 4. Here keys keep their original positions, since the draft reads the target's own cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.config import KVSection
+
+
+@dataclass(frozen=True)
+class StreamingLLM:
+    """At most `budget` committed tokens: `num_sink_tokens` sinks and the newest `budget -
+    num_sink_tokens`."""
+
+    num_sink_tokens: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_sink_tokens < self.budget:
+            raise ValueError(
+                f"KV budget {self.budget} must be larger than {self.num_sink_tokens} sink tokens"
+            )
+
+    @classmethod
+    def build(cls, kv: KVSection) -> StreamingLLM:
+        return cls(kv.num_sink_tokens, kv.budget)
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        sinks = committed.clamp(max=self.num_sink_tokens)
+        start = torch.maximum(sinks, committed - (self.budget - self.num_sink_tokens))
+        zero = torch.zeros_like(committed)
+        return torch.stack([torch.stack([zero, sinks], 1), torch.stack([start, committed], 1)], 1)
+
+    def num_visible(self, committed: int) -> int:
+        return min(committed, self.budget)

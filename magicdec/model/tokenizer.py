@@ -1,0 +1,247 @@
+"""Tokenizers: text to token ids and back, whichever of three file formats a checkpoint carries.
+
+Owns the choice of format by what a directory holds, and the promise that all formats behave alike:
+text is always plain text, nothing is added to it. Must not know of models, devices or datasets,
+and imports no tokenizer library until a file of its kind is opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import sentencepiece
+    import tiktoken
+    import tokenizers
+
+# Llama 3's published split pattern and the names that its 256 special tokens begin with.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIAL_TOKENS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(4)),
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
+)
+# The pattern's look-ahead overflows the regex engine's stack on about a million blanks in a row;
+# Llama 3's own code cuts such runs at this length.
+LONGEST_BLANK_RUN = re.compile(r"\s{25000}(?=\s)")
+RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(?:\n|\Z)")
+
+
+class Tokenizer(Protocol):
+    """What the suite needs of a tokenizer. Special tokens are ids only: no text encodes to one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id (a model's own vocabulary may be padded beyond it)."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the whole text, without BOS or EOS; a special token's name is plain text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens give none. ValueError for an id that has no piece."""
+
+    def vocabulary_hash(self) -> str:
+        """sha256 (hex) of the id -> piece map: equal for two formats of one vocabulary."""
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`, run by the `tokenizers` library."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, source: str) -> None:
+        # A file may ask for truncation or padding, made for short prompts, and lets the names of
+        # special tokens in the text become these tokens. A book is neither.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self._source = source
+        self._pieces = {i: p for p, i in backend.get_vocab(with_added_tokens=True).items()}
+        self._vocab_size = max(self._pieces, default=-1) + 1
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        # The "fast" call skips character offsets: half the time or less on a whole book.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(_checked_ids(ids, self.vocab_size, self._source))
+
+    def vocabulary_hash(self) -> str:
+        return _hash_pieces(self._pieces)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `tokenizer.model` (Llama 2, Mistral)."""
+
+    def __init__(self, backend: sentencepiece.SentencePieceProcessor, source: str) -> None:
+        self._backend = backend
+        self._source = source
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_piece_size())
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, out_type=int, add_bos=False, add_eos=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(_checked_ids(ids, self.vocab_size, self._source)))
+
+    def vocabulary_hash(self) -> str:
+        return _hash_pieces({i: self._backend.id_to_piece(i) for i in range(self.vocab_size)})
+
+
+class TiktokenTokenizer:
+    """Llama 3's `tokenizer.model`: a rank file, followed by 256 special tokens that it omits."""
+
+    def __init__(self, backend: tiktoken.Encoding, ranks: dict[bytes, int], source: str) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self._source = source
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._ranks) + len(LLAMA3_SPECIAL_TOKENS)
+
+    def encode(self, text: str) -> list[int]:
+        cuts = [0, *(run.end() for run in LONGEST_BLANK_RUN.finditer(text)), len(text)]
+        parts = [text[a:b] for a, b in itertools.pairwise(cuts)]
+        return [i for part in parts for i in self._backend.encode_ordinary(part)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        checked = _checked_ids(ids, self.vocab_size, self._source)
+        return self._backend.decode([i for i in checked if i < len(self._ranks)])
+
+    def vocabulary_hash(self) -> str:
+        # Written in the byte alphabet of `tokenizer.json`, so that the two formats compare equal.
+        alphabet = _byte_alphabet()
+        pieces = {i: "".join(alphabet[b] for b in piece) for piece, i in self._ranks.items()}
+        return _hash_pieces(pieces | dict(enumerate(LLAMA3_SPECIAL_TOKENS, len(self._ranks))))
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint directory, from the first file of LOADERS that it holds.
+
+    ValueError when it holds none of them, or when that first one cannot be read or is corrupt
+    (the next one is not tried: it might be another vocabulary).
+    """
+    for name, load in LOADERS:
+        path = directory / name
+        if path.is_file():
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+            return load(path, data)
+    looked_for = ", ".join(name for name, _ in LOADERS)
+    state = "holds no tokenizer" if directory.is_dir() else "is not a directory"
+    raise ValueError(f"{directory}: {state}; looked for {looked_for}")
+
+
+def _load_json(path: Path, data: bytes) -> Tokenizer:
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path}: is not a `tokenizers` file ({error})") from error
+    return JsonTokenizer(backend, str(path))
+
+
+def _load_model_file(path: Path, data: bytes) -> Tokenizer:
+    """Two formats share the name `tokenizer.model`; a rank file's first line tells them apart."""
+    if RANK_LINE.match(data):
+        return _load_ranks(path, data)
+    return _load_sentencepiece(path, data)
+
+
+def _load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
+    import sentencepiece
+
+    try:
+        # The library takes no bytes at all for "nothing to load yet".
+        backend = sentencepiece.SentencePieceProcessor(model_proto=data) if data else None
+    except RuntimeError:
+        backend = None
+    if backend is None:
+        raise ValueError(f"{path}: is neither a SentencePiece model nor a tiktoken rank file")
+    return SentencePieceTokenizer(backend, str(path))
+
+
+def _load_ranks(path: Path, data: bytes) -> Tokenizer:
+    import tiktoken
+
+    ranks = _parse_ranks(path, data)
+    backend = tiktoken.Encoding(
+        name="llama3",
+        pat_str=LLAMA3_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS)},
+    )
+    return TiktokenTokenizer(backend, ranks, str(path))
+
+
+def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
+    """Piece -> rank of each "base64 rank" line (tiktoken's own reader would cache by path)."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            piece, rank = line.split()
+            ranks[base64.b64decode(piece, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: line {number} is not a piece in base64 and a rank"
+            ) from error
+    if sorted(ranks.values()) != list(range(number)):
+        raise ValueError(f"{path}: the ranks of its {number} lines are not 0 to {number - 1}")
+    missing = [b for b in range(256) if bytes([b]) not in ranks]
+    if missing:
+        raise ValueError(f"{path}: has no piece for byte {missing[0]}; all 256 are needed")
+    return ranks
+
+
+LOADERS: tuple[tuple[str, Callable[[Path, bytes], Tokenizer]], ...] = (
+    ("tokenizer.json", _load_json),
+    ("tokenizer.model", _load_model_file),
+    ("original/tokenizer.model", _load_model_file),
+)
+
+
+def _checked_ids(ids: Sequence[int], vocab_size: int, source: str) -> list[int]:
+    """The ids as a list: out of range, one library skips them, one raises and one panics."""
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise ValueError(f"{source}: token id {i} has no piece; ids are 0 to {vocab_size - 1}")
+    return list(ids)
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2's table)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
+
+
+def _hash_pieces(pieces: dict[int, str]) -> str:
+    listing = json.dumps(sorted(pieces.items()), separators=(",", ":"))
+    return hashlib.sha256(listing.encode("ascii")).hexdigest()

@@ -1,0 +1,259 @@
+"""Train the packaged demo models from one command, reproducibly (fixed seed).
+
+    python scripts/train_demo.py --train ../shared/data/pg19/train.jsonl --out magicdec/demo
+
+Stages, in order, each skipped when its output stands: `tokenizer` (SentencePiece BPE, vocabulary
+2048), `target` and `draft` (see SIZES and PHASES). Weights are written as Hugging Face directories
+in bfloat16. `scripts/demo_card.py` measures the result and samples the demo text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from demo_windows import IGNORE, WindowSource
+from safetensors.torch import save_file
+from torch import Tensor
+
+from magicdec.model.config import ModelConfig, to_hf_config
+from magicdec.model.transformer import Transformer, weight_map
+
+VOCAB_SIZE, MAX_POSITIONS, SEED = 2048, 20480, 1
+BOS, EOS, FIRST_WORD = 1, 2, 259
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`steps` optimizer steps of `rows` windows of `length` tokens; the learning rate goes from
+    `lr[0]` to `lr[1]` (relative)."""
+
+    steps: int
+    rows: int
+    length: int
+    lr: tuple[float, float]
+
+
+def llama(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        name, VOCAB_SIZE, layers, hidden, ffn, heads, heads, hidden // heads, MAX_POSITIONS,
+        tie_word_embeddings=True, bos_token_id=BOS, eos_token_ids=(EOS,),
+    )  # fmt: skip
+
+
+SIZES = {"target": llama("demo", 6, 256, 704, 4), "draft": llama("demo-draft", 2, 128, 352, 2)}
+# The last phase is what makes 16384 tokens of context in distribution: before it, loss grows beyond
+# the longest window seen.
+PHASES = {
+    "target": [
+        Phase(450, 6, 1024, (1.0, 1.0)),
+        Phase(400, 6, 1024, (1.0, 0.3)),
+        Phase(100, 2, 4096, (0.3, 0.12)),
+        Phase(20, 1, 16384, (0.12, 0.0)),
+    ],
+    "draft": [
+        Phase(400, 6, 1024, (1.0, 1.0)),
+        Phase(300, 6, 1024, (1.0, 0.3)),
+        Phase(60, 2, 4096, (0.3, 0.12)),
+        Phase(12, 1, 16384, (0.12, 0.0)),
+    ],
+}
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised by Newton-Schulz (Jordan 2024), for the matrices of the blocks. In
+    float32 throughout: `torch.optim.Muon` iterates in bfloat16, which CPUs without bfloat16 units
+    emulate."""
+
+    def __init__(
+        self, params: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.01
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonalize(p.grad.lerp(buffer, group["momentum"]))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrix, roughly: five quintic Newton-Schulz iterations."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.mT if tall else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def train_tokenizer(books: list[str], directory: Path) -> None:
+    """Lossless BPE: no normalisation, newline a piece of its own, bytes for what is rare."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line + "\n" for book in books for line in book.split("\n")),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=VOCAB_SIZE,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["\n"],
+        character_coverage=0.9995,
+        input_sentence_size=200_000,
+        shuffle_input_sentence=True,
+        num_threads=2,
+        minloglevel=1,
+    )
+    (directory / "tokenizer.vocab").unlink()
+
+
+def train_model(
+    config: ModelConfig, phases: list[Phase], source: WindowSource, log: Path, device: str
+) -> Transformer:
+    torch.manual_seed(SEED)
+    rng = np.random.default_rng(SEED)
+    model = initialise(Transformer(config)).to(device)
+    model.set_positions(MAX_POSITIONS, torch.device(device))
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers = [
+        Muon(matrices, lr=0.02),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    base = [o.param_groups[0]["lr"] for o in optimizers]
+    started, step, tokens = time.monotonic(), 0, 0
+    for phase, lr in schedule(phases):
+        for optimizer, base_lr in zip(optimizers, base, strict=True):
+            optimizer.param_groups[0]["lr"] = base_lr * lr
+        loss = 0.0
+        for _ in range(
+            phase.rows
+        ):  # one window at a time: activations stay in cache, gradients add up
+            ids, positions, targets = (
+                torch.from_numpy(a)[None].to(device) for a in source.draw(rng, phase.length)
+            )
+            logits = model(ids, positions, causal, lambda t: t)
+            row_loss = (
+                F.cross_entropy(
+                    logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE
+                )
+                / phase.rows
+            )
+            row_loss.backward()
+            loss += row_loss.item()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step, tokens = step + 1, tokens + phase.rows * phase.length
+        with log.open("a") as file:
+            entry = {
+                "step": step,
+                "tokens": tokens,
+                "length": phase.length,
+                "loss": round(loss, 4),
+                "lr": round(lr, 4),
+            }
+            file.write(json.dumps(entry | {"seconds": round(time.monotonic() - started, 1)}) + "\n")
+        if step % 50 == 0:
+            torch.save(model.state_dict(), log.with_suffix(".pt"))
+    return model
+
+
+def initialise(model: Transformer) -> Transformer:
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.02 if "embedding" in name else 1 / math.sqrt(p.shape[1]))
+        if name.endswith(("output.weight", "down.weight")):
+            torch.nn.init.zeros_(p)
+    return model
+
+
+def schedule(phases: list[Phase]) -> Iterator[tuple[Phase, float]]:
+    warmup, step = 20, 0
+    for phase in phases:
+        for i in range(phase.steps):
+            step += 1
+            lr = phase.lr[0] + (phase.lr[1] - phase.lr[0]) * (i + 0.5) / phase.steps
+            yield phase, lr * min(1.0, step / warmup)
+
+
+def export(model: Transformer, tokenizer: Path, directory: Path) -> None:
+    """Write a Hugging Face directory in bfloat16: the inverse of the loader's weight map."""
+    config, state, tensors = model.config, model.state_dict(), {}
+    for parameter, pieces in weight_map(config, model.shard, model.layers).items():
+        rows = [p.rows[1] - p.rows[0] for p in pieces]
+        for piece, part in zip(pieces, state[parameter].split(rows), strict=True):
+            tensors[piece.name] = part.to("cpu", torch.bfloat16).contiguous().clone()
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(to_hf_config(config), indent=2) + "\n")
+    shutil.copyfile(tokenizer, directory / "tokenizer.model")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--train", type=Path, required=True, help="book text, JSON lines with a `text` field"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("magicdec/demo"),
+        help="where target/ and draft/ are written",
+    )
+    parser.add_argument(
+        "--work_dir",
+        type=Path,
+        default=Path("build/demo"),
+        help="tokenizer, logs, unfinished weights",
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    books = [json.loads(line)["text"] for line in args.train.open(encoding="utf-8")]
+    tokenizer = args.work_dir / "tokenizer.model"
+    if not tokenizer.exists():
+        train_tokenizer(books, args.work_dir)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    encoded = [np.array(ids, dtype=np.int64) for ids in processor.encode(books)]
+    print(f"{len(books)} books, {sum(map(len, encoded))} tokens", flush=True)
+    source = WindowSource(
+        encoded, BOS, processor.piece_to_id("\n"), FIRST_WORD, VOCAB_SIZE, MAX_POSITIONS
+    )
+    for name, config in SIZES.items():
+        directory = args.out / name
+        if not (directory / "model.safetensors").exists():
+            log = args.work_dir / f"{name}.jsonl"
+            log.unlink(missing_ok=True)
+            export(
+                train_model(config, PHASES[name], source, log, args.device), tokenizer, directory
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Tiny models, runners on them, and a torchrun helper. CPU and gloo; nothing outlives its test."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.config import DecodingSection, KVSection
+from magicdec.decoding.strategy import make_strategy
+from magicdec.distributed.groups import Group
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine import Engine
+from magicdec.model.config import ModelConfig, to_hf_config
+from magicdec.model.transformer import Transformer, weight_map
+from magicdec.request import Request, SamplingParams
+from magicdec.runner import ModelRunner
+
+ROOT = Path(__file__).parents[1]
+TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def tiny_transformer(
+    config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    """Random weights large enough that logits are far apart and output does not settle on one
+    token."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(config)
+    for name, p in model.named_parameters():
+        p.requires_grad_(False)
+        if p.ndim == 2:
+            std = 1.0 if "embedding" in name else 2.0 * p.shape[1] ** -0.5
+            p.copy_(torch.randn(p.shape, generator=generator) * std)
+        else:
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + ("norm" in name))
+    return model.to(dtype).eval()
+
+
+def make_runner(
+    model: Transformer,
+    num_rows: int,
+    max_tokens: int,
+    backend: AttentionBackend | None = None,
+) -> ModelRunner:
+    return ModelRunner(model, backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens)
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        tuple(torch.randint(3, vocab_size, (n,), generator=generator).tolist()) for n in lengths
+    ]
+
+
+def make_requests(
+    prompts: Sequence[tuple[int, ...]], num_new: int | Sequence[int], eos: tuple[int, ...] = ()
+) -> list[Request]:
+    each = [num_new] * len(prompts) if isinstance(num_new, int) else list(num_new)
+    return [
+        Request(i, prompt, SamplingParams(n, eos))
+        for i, (prompt, n) in enumerate(zip(prompts, each, strict=True))
+    ]
+
+
+def decode_both(
+    runner: ModelRunner,
+    requests: list[Request],
+    kv: KVSection,
+    num_draft_tokens: int,
+    chunk: int = 64,
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill."""
+    engine = Engine(runner, chunk)
+    snapshots = engine.prefill(requests)
+    decoding = DecodingSection("speculative", "self", num_draft_tokens)
+    accepted: list[list[int]] = []
+    outputs = []
+    for name in ("autoregressive", "speculative"):
+        engine.rewind(snapshots)
+        strategy = make_strategy(name, runner, decoding, kv)
+        finished = engine.decode(strategy, lambda out, s: accepted.append(out.num_accepted or []))
+        outputs.append([list(r.output_ids) for r in finished])
+    return outputs[0], outputs[1], [a for a in accepted if a]
+
+
+def save_checkpoint(model: Transformer, directory: Path) -> Path:
+    """A Hugging Face directory with the demo's tokenizer."""
+    assert model.shard == Shard()
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for parameter, pieces in weight_map(model.config, model.shard, model.layers).items():
+        rows = [p.rows[1] - p.rows[0] for p in pieces]
+        parts = model.state_dict()[parameter].split(rows)
+        tensors |= {p.name: t.contiguous().clone() for p, t in zip(pieces, parts, strict=True)}
+    save_file(tensors, directory / "model.safetensors")
+    config = replace(model.config, dtype=str(next(model.parameters()).dtype).split(".")[1])
+    (directory / "config.json").write_text(json.dumps(to_hf_config(config)))
+    shutil.copy(ROOT / "magicdec" / "demo" / "target" / "tokenizer.model", directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GQA 6:3, an odd vocabulary on top of the demo tokenizer's ids: uneven shards for 2 and 3
+    ranks."""
+    config = replace(TINY, vocab_size=2051, eos_token_ids=(2, 5))
+    return save_checkpoint(tiny_transformer(config), tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One made-up book, long enough for a dozen prefixes past the skipped front matter."""
+    generator = torch.Generator().manual_seed(0)
+    words = [
+        "".join(chr(97 + int(c)) for c in torch.randint(0, 26, (4,), generator=generator))
+        for _ in range(500)
+    ]
+    picks = torch.randint(0, len(words), (9000,), generator=generator).tolist()
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text(" ".join(words[i] for i in picks))
+    return path
+
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Run a script of tests/ with `num_ranks` ranks (1: plain python); the whole process group is
+    gone after."""
+
+    def run(
+        script: str, *args: object, num_ranks: int = 1, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable]
+        if num_ranks > 1:
+            program += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={num_ranks}",
+            ]
+        command = [*program, str(ROOT / "tests" / script), *map(str, args)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            cwd=tmp_path, start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    return run

@@ -1,0 +1,115 @@
+"""Every attention backend against attention written out in float64. A new backend is one row in
+BACKENDS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.full import FullKV
+from magicdec.kv.policy import KVPolicy, make_view
+from magicdec.kv.streaming_llm import StreamingLLM
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "sdpa, blocks of 4": lambda: SDPABackend(4),
+    "sdpa, blocks of 64": SDPABackend,
+    "grouped": GroupedBackend,
+}
+HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 8)]
+POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(0, 1), StreamingLLM(2, 500)]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+MAX_TOKENS = 120
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int) -> Tensor:
+    """One row: q [T, H, D] at positions first.. over k, v [S, G, D] at `keys`, causal, in
+    float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for t in range(q.shape[0]):
+        seen = [s for s in keys if s <= first + t]
+        for h in range(q.shape[1]):
+            scores = k[seen, h // group] @ q[t, h] / q.shape[2] ** 0.5
+            out[t, h] = torch.softmax(scores, 0) @ v[seen, h // group]
+    return out
+
+
+def fill(
+    backend: AttentionBackend, kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype
+) -> tuple[KVCache, Tensor, Tensor]:
+    """A cache whose rows hold random tokens, with the same tokens as plain tensors [B, S, G, D]."""
+    block = backend.block_size(MAX_TOKENS)
+    per_row = -(-MAX_TOKENS // block)
+    shape = CacheShape(2, kv_heads, size, block, len(lengths) * per_row)
+    cache = KVCache(shape, len(lengths), per_row, dtype, torch.device("cpu"))
+    for tokens in (MAX_TOKENS // 2, MAX_TOKENS):  # in two turns: the blocks of rows interleave
+        for row in range(len(lengths)):
+            cache.allocate(row, tokens)
+    k, v = (torch.randn(len(lengths), MAX_TOKENS, kv_heads, size).to(dtype) for _ in range(2))
+    rows = torch.arange(len(lengths))
+    slots = cache.slots(rows, torch.arange(MAX_TOKENS).expand(len(lengths), -1))
+    cache.write(
+        1, slots, k * float("inf"), v * 1e4
+    )  # what lies past a row's length must not matter
+    for row, length in enumerate(lengths):
+        cache.write(
+            1,
+            slots[row : row + 1, :, :length],
+            k[row : row + 1, :length],
+            v[row : row + 1, :length],
+        )
+        cache.advance([row], length)
+    return cache, k, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backend_equals_attention_written_out(
+    name: str, heads: tuple[int, int, int], policy: KVPolicy, dtype: torch.dtype
+) -> None:
+    num_heads, kv_heads, size = heads
+    torch.manual_seed(0)
+    lengths, committed = [37, 3, 70, 0], [35, 3, 66, 0]
+    for num_new, rows in ((1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (40, [2]), (33, [0, 3])):
+        backend = BACKENDS[name]()
+        cache, k, v = fill(backend, kv_heads, size, lengths, dtype)
+        view = make_view(cache, rows, policy, num_new, [committed[r] for r in rows])
+        q = torch.randn(len(rows), num_new, num_heads, size).to(dtype)
+        new = [slice(lengths[r], lengths[r] + num_new) for r in rows]
+        new_k = torch.stack([k[r, s] for r, s in zip(rows, new, strict=True)])
+        new_v = torch.stack([v[r, s] for r, s in zip(rows, new, strict=True)])
+        backend.plan(view)
+        out = backend.run(1, q, new_k, new_v, view)
+        for i, (r, keys) in enumerate(zip(rows, view.key_positions().tolist(), strict=True)):
+            seen = [s for s in keys if s >= 0]
+            expected = written_out(q[i], k[r], v[r], seen, lengths[r])
+            assert (out[i].double() - expected).abs().max() < TOLERANCE[dtype], (num_new, r)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_forward_sees_neither_the_future_nor_another_row(name: str) -> None:
+    """Changing a later token, or another row, must not change an output by a single bit."""
+    torch.manual_seed(0)
+    backend = BACKENDS[name]()
+    cache, k, v = fill(backend, 2, 16, [30, 30], torch.float32)
+    q, new = torch.randn(2, 4, 4, 16), slice(30, 34)
+    outputs = []
+    for change in (0.0, 3.0):
+        cache.truncate([0, 1], [30, 30])
+        k[0, 33], v[0, 33] = k[0, 33] + change, v[0, 33] + change  # row 0, its last new token
+        view = make_view(cache, [0, 1], FullKV(), 4)
+        backend.plan(view)
+        outputs.append(backend.run(1, q, k[:, new], v[:, new], view).clone())
+    assert torch.equal(outputs[0][0, :3], outputs[1][0, :3])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+    assert not torch.equal(outputs[0][0, 3], outputs[1][0, 3])

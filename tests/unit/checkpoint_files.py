@@ -1,0 +1,83 @@
+"""Small checkpoints for the tests of finding, checking and loading them; holds no tests itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint import expected_shapes, find_model, load_transformer
+from magicdec.model.config import ModelConfig, to_hf_config
+from magicdec.model.transformer import Piece, weight_map
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(
+    "tiny", 50, 2, 32, 40, 4, 2, 8, 64, qkv_bias=True, architecture="Qwen2ForCausalLM",
+    bos_token_id=1, eos_token_ids=(2,), dtype="float32",
+)  # fmt: skip
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+Tensors = dict[str, Tensor]
+
+
+def make_tensors(config: ModelConfig = CONFIG) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in expected_shapes(config).items()
+    }
+
+
+def write(directory: Path, tensors: Tensors, config: ModelConfig = CONFIG) -> Path:
+    (directory / "config.json").write_text(json.dumps(to_hf_config(config)))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_sharded(directory: Path, tensors: Tensors) -> Path:
+    write(directory, tensors).joinpath("model.safetensors").unlink()
+    files: dict[str, Tensors] = {"a.safetensors": {}, "b.safetensors": {}}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        files["ab"[index % 2] + ".safetensors"][name] = tensor
+    for file, part in files.items():
+        save_file(part, directory / file)
+    table = {name: file for file, part in files.items() for name in part}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    return directory
+
+
+def write_pth(directory: Path, value: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps(to_hf_config(CONFIG)))
+    torch.save(value, directory / "model.pth")
+    return directory
+
+
+def load(name: str | Path, shard: Shard = Shard(), dtype: torch.dtype = torch.float32) -> Tensors:
+    source = find_model("--model", str(name))
+    model = load_transformer(source.config, source.weights, shard, None, dtype, CPU)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    return dict(model.state_dict())
+
+
+def expected_shard(tensors: Tensors, shard: Shard, config: ModelConfig = CONFIG) -> Tensors:
+    def cut(piece: Piece) -> Tensor:
+        rows = tensors[piece.name][slice(*piece.rows)]
+        return rows if piece.columns is None else rows[:, slice(*piece.columns)]
+
+    table = weight_map(config, shard, range(config.num_layers))
+    return {name: torch.cat([cut(piece) for piece in pieces]) for name, pieces in table.items()}
+
+
+def refuse(name: str | Path, *parts: str) -> None:
+    """`find_model` fails with one line that has all `parts`."""
+    with pytest.raises(ValueError) as caught:
+        find_model("--model", str(name))
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text, text

@@ -1,0 +1,110 @@
+"""Finding and loading checkpoints: round trips, names, and how much of a file a rank reads."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import (
+    CONFIG,
+    CPU,
+    Q_PROJ,
+    expected_shard,
+    load,
+    make_tensors,
+    write,
+    write_pth,
+    write_sharded,
+)
+from torch import Tensor
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model import checkpoint
+from magicdec.model.checkpoint import WeightSource, find_model, load_transformer
+from magicdec.model.config import to_hf_config
+from magicdec.model.random_weights import TILE_ROWS
+from magicdec.model.transformer import Piece
+from magicdec.model.weight_files import PthWeights
+
+
+@pytest.mark.parametrize("writer", [write, write_sharded, write_pth])
+@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2), Shard(2, 3)], ids=str)
+def test_round_trip(tmp_path: Path, writer: Callable[..., Path], shard: Shard) -> None:
+    tensors = make_tensors()
+    loaded = load(writer(tmp_path, tensors), shard)
+    torch.testing.assert_close(loaded, expected_shard(tensors, shard), atol=0, rtol=0)
+
+
+def test_dtype_and_files_by_name(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    write(tmp_path, tensors)
+    write_pth(tmp_path, tensors)
+    expected = {k: v.bfloat16() for k, v in expected_shard(tensors, Shard()).items()}
+    for name in (tmp_path, tmp_path / "model.safetensors", tmp_path / "model.pth"):
+        torch.testing.assert_close(load(name, dtype=torch.bfloat16), expected, atol=0, rtol=0)
+        source = find_model("--model", str(name))
+        assert source.tokenizer_directory == tmp_path and not source.is_random
+        assert source.name == tmp_path.name
+        copied = pickle.loads(pickle.dumps(source))  # what starting another process does
+        assert copied.weights.shapes() == source.weights.shapes()
+
+
+def test_packaged_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.resources, "files", lambda package: tmp_path)
+    with pytest.raises(ValueError, match=r"--draft 'demo-draft': this installation lacks"):
+        find_model("--draft", "demo-draft")
+    (tmp_path / "demo" / "target").mkdir(parents=True)
+    write(tmp_path / "demo" / "target", make_tensors())
+    source = find_model("--model", "demo")
+    assert source.name == source.config.name == "demo"
+    assert source.tokenizer_directory == tmp_path / "demo" / "target"
+
+
+class Recorder:
+    """Passes reads on and counts what was asked for."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source, self.elements, self.largest = source, 0, 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.source.shapes()
+
+    def where(self, name: str) -> Path | None:
+        return self.source.where(name)
+
+    def read(self, piece: Piece) -> Tensor:
+        tensor = self.source.read(piece)
+        self.elements += tensor.numel()
+        self.largest = max(self.largest, tensor.numel())
+        return tensor
+
+
+@pytest.mark.parametrize("writer", [write, write_pth])
+def test_a_rank_reads_its_own_share_in_small_parts(
+    tmp_path: Path, writer: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, vocab_size=3000)
+    writer(tmp_path, make_tensors(config))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(config)))
+    monkeypatch.setattr(checkpoint, "READ_ELEMENTS", 1)  # the smallest part: one tile's rows
+    source = Recorder(find_model("--model", str(tmp_path)).weights)
+    model = load_transformer(config, source, Shard(0, 2), None, torch.float32, CPU)
+    assert source.elements == sum(p.numel() for p in model.parameters())
+    assert source.largest == TILE_ROWS * config.hidden_size
+
+
+def test_slices_are_lazy(tmp_path: Path) -> None:
+    piece = Piece(Q_PROJ, (4, 6), (3, 9), (32, 32))
+    for source in (
+        find_model("--model", str(write(tmp_path, make_tensors()))).weights,
+        PthWeights(write_pth(tmp_path, make_tensors()) / "model.pth"),
+    ):
+        part = source.read(piece)
+        assert torch.equal(part, make_tensors()[Q_PROJ][4:6, 3:9])
+        # The view shares the mapping of the file or tensor: nothing was copied to cut it.
+        assert part.untyped_storage().nbytes() >= 32 * 32 * 4

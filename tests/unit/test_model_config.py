@@ -1,0 +1,166 @@
+"""Reading `config.json`: both generations of Hugging Face fields, and the ways it can be wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from magicdec.model.config import (
+    ModelConfig,
+    RopeConfig,
+    load_model_config,
+    parse_hf_config,
+    to_hf_config,
+)
+from magicdec.model.presets import PRESETS
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
+MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"]}
+QWEN = SIZES | {"architectures": ["Qwen2ForCausalLM"]}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def parse(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    return parse_hf_config(raw, "test", generation)
+
+
+def write(directory: Path, config: Any, generation: Any = None) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_transformers_4_rope(key: str) -> None:
+    raw = LLAMA | {"rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 8.0}}
+    assert parse(raw).rope == RopeConfig(5e5, "linear", 8.0)
+
+
+def test_transformers_5_rope() -> None:
+    table = {"rope_theta": 5e5, "rope_type": "llama3"} | LLAMA3_ROPE
+    assert parse(LLAMA | {"rope_parameters": table}).rope == RopeConfig(
+        5e5, "llama3", 8.0, 1.0, 4.0, 64
+    )
+
+
+def test_both_generations_agree() -> None:
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3_ROPE}
+    new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3_ROPE}
+    assert parse(old | {"torch_dtype": "bfloat16"}) == parse(new | {"dtype": "bfloat16"})
+
+
+def test_defaults_of_missing_fields() -> None:
+    raw = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    config = parse(raw)
+    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
+    assert config.rms_norm_eps == 1e-6 and not config.tie_word_embeddings
+    assert config.bos_token_id is None and config.eos_token_ids == ()
+
+
+def test_generation_config_wins(tmp_path: Path) -> None:
+    raw = LLAMA | {"bos_token_id": 1, "eos_token_id": 2}
+    write(tmp_path, raw, {"eos_token_id": [5, 6, 7], "bos_token_id": None})
+    config = load_model_config(tmp_path)
+    assert config.eos_token_ids == (5, 6, 7) and config.bos_token_id == 1
+    assert config.name == tmp_path.name
+
+
+def test_biases_follow_the_architecture() -> None:
+    def biases(raw: dict[str, Any]) -> tuple[bool, bool, bool]:
+        config = parse(raw)
+        return config.qkv_bias, config.output_bias, config.mlp_bias
+
+    assert biases(LLAMA) == (False, False, False)
+    assert biases(LLAMA | {"attention_bias": True, "mlp_bias": True}) == (True, True, True)
+    assert biases(QWEN) == (True, False, False)
+    assert biases(MISTRAL) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("raw", "window"),
+    [
+        (MISTRAL | {"sliding_window": 16}, 16),
+        (MISTRAL | {"sliding_window": None}, None),
+        (MISTRAL, 4096),
+        (QWEN | {"sliding_window": 16}, None),
+        (QWEN | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
+        (QWEN | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, None),
+        (LLAMA | {"sliding_window": 16}, None),
+    ],
+)
+def test_sliding_window(raw: dict[str, Any], window: int | None) -> None:
+    assert parse(raw).sliding_window == window
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_round_trip_of_presets(name: str) -> None:
+    config = PRESETS[name].config
+    written = json.loads(json.dumps(to_hf_config(config)))
+    assert parse_hf_config(written, name) == config
+
+
+def test_round_trip_of_rare_fields() -> None:
+    base = parse(LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "dtype": "x"})
+    qwen = parse(QWEN | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0})
+    for config in (base, qwen, replace(base, tie_word_embeddings=True, eos_token_ids=(3, 4))):
+        assert parse_hf_config(to_hf_config(config), "test") == config
+
+
+BAD = [
+    (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported"),
+    ({k: v for k, v in LLAMA.items() if k != "architectures"}, "'unknown' is not supported"),
+    ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "'vocab_size' is missing"),
+    (LLAMA | {"hidden_size": "big"}, "hidden_size 'big'"),
+    (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers None"),
+    (LLAMA | {"num_attention_heads": 0}, "num_attention_heads 0"),
+    (LLAMA | {"num_key_value_heads": -2}, "num_key_value_heads -2"),
+    (LLAMA | {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+    (LLAMA | {"head_dim": 7}, "head_dim 7 is odd"),
+    (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    (LLAMA | {"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+    (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor'"),
+    (LLAMA | {"rope_scaling": 8}, "config.json"),
+    (LLAMA | {"eos_token_id": "</s>"}, "</s>"),
+    (
+        QWEN | {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 4},
+        "max_window_layers 2 is not supported",
+    ),
+    ([1, 2], "expected a JSON object, found list"),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), BAD)
+def test_bad_fields_name_file_and_value(tmp_path: Path, raw: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_model_config(write(tmp_path, raw))
+    text = str(caught.value)
+    assert text.startswith(str(tmp_path / "config.json")) and message in text
+    assert "\n" not in text
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        load_model_config(tmp_path)
