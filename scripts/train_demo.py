@@ -76,7 +76,11 @@ class Muon(torch.optim.Optimizer):
     emulate."""
 
     def __init__(
-        self, params: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.01
+        self,
+        params: list[torch.nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 

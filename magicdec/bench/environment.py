@@ -48,6 +48,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         "world_size": launch.world_size,
         "collectives": None if launch.world_size == 1 else ("nccl" if device == "cuda" else "gloo"),
         "threads": torch.get_num_threads(),
+        "read_bandwidth_bytes_per_s": None,  # measured in a run, which fills it in
     }
 
 

@@ -12,7 +12,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "diverged", "failed")
@@ -47,6 +47,7 @@ class RunRecord:
     metrics: dict[str, Any] | None = None
     baseline_metrics: dict[str, Any] | None = None
     samples: dict[str, Any] | None = None
+    tolerance: dict[str, float] | None = None  # committed baselines: metric -> allowed drop
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -83,20 +84,31 @@ def append_record(path: Path, record: RunRecord) -> None:
 def load_records(path: Path) -> list[dict[str, Any]]:
     """All records of a file. Raises ValueError naming file and line for what is not a record of
     this schema."""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a file of records (JSON lines)")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
+    required = [f.name for f in dataclasses.fields(RunRecord) if f.name != "tolerance"]
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = json.loads(line, parse_constant=_refuse_constant)
+        except ValueError as error:
             raise ValueError(f"{path}:{number}: not a JSON record ({error})") from None
         version = record.get("schema_version") if isinstance(record, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(
                 f"{path}:{number}: schema_version is {version}, this program reads {SCHEMA_VERSION}"
             )
+        missing = [name for name in required if name not in record]
+        if missing:
+            raise ValueError(f"{path}:{number}: not a record; it has no {missing[0]}")
         records.append(record)
     return records
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -201,7 +201,7 @@ def make_record(
         values = speedups(run.samples[BASELINE], run.samples[asked])
         metrics[asked] |= {
             "speedup": statistics.median(values) if values else None,
-            "speedup_per_batch": values,
+            "speedup_per_batch": values or None,
         }
     if run.prepared.source.is_random:
         withhold_acceptance(metrics[asked])

@@ -75,8 +75,8 @@ class PthWeights:
     """Tensors of a `.pth` file: a dict from Hugging Face names to tensors, memory-mapped.
 
     Pages that were read count as resident, but are file cache that the system may drop. Raises
-    ValueError naming the file when it is unreadable, holds anything but tensors, or has the gpt-fast
-    layout.
+    ValueError naming the file when it is unreadable, holds anything but tensors, or has the
+    gpt-fast layout.
     """
 
     def __init__(self, path: Path) -> None:

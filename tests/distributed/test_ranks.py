@@ -1,0 +1,109 @@
+"""The drivers from the command line, over 1, 2 and 3 ranks: same tokens, right records, whatever
+the order of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Launch
+
+FLAGS = (
+    *("--B", 3, "--prefix_len", 80, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
+    *("--threads", 1),
+)
+SPECULATION = ("--gamma", 3, "--streamingllm_budget", 24, "--num_sink_tokens", 4)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """Output tokens of one rank, filled by the first test that needs them."""
+    return {}
+
+
+@pytest.mark.parametrize("ranks", ["0", "0 1", "1 0", "0 1 2", "2 0 1"])
+def test_every_rank_count_and_order_emits_the_same_tokens(
+    ranks: str,
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    single: dict[str, list[list[int]]],
+) -> None:
+    group = ranks.split()
+    done = launch(
+        "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
+        *SPECULATION, "--rank_group", *group, "--results", "r.jsonl", "--save_tokens", "t.jsonl",
+        num_ranks=len(group),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "r.jsonl")
+    saved = lines(tmp_path / "t.jsonl")
+    assert record["status"] == "ok" and record["correctness"]["identical"] is True
+    assert record["correctness"]["num_tokens"] == 6 * 40
+    assert record["config"]["parallel"]["rank_group"] == list(map(int, group))
+    assert record["environment"]["world_size"] == len(group)
+    assert 0 < record["metrics"]["acceptance_rate"] < 1
+    assert [len(s["prompt_ids"]) for s in saved] == [80] * 6
+    outputs = [s["output_ids"] for s in saved]
+    assert outputs == single.setdefault("tokens", outputs)
+
+
+def test_kv_heads_are_replicated_when_there_are_more_ranks(
+    launch: Launch, text_file: Path, tmp_path: Path
+) -> None:
+    """MQA: three ranks, one KV head, which each of them holds."""
+    from dataclasses import replace
+
+    from conftest import TINY, save_checkpoint, tiny_transformer
+
+    config = replace(TINY, vocab_size=2051, num_kv_heads=1, qkv_bias=True, output_bias=True)
+    directory = save_checkpoint(tiny_transformer(config), tmp_path / "mqa")
+    outputs = []
+    for num_ranks in (1, 3):
+        name = f"t{num_ranks}.jsonl"
+        done = launch(
+            "selfspec_benchmark.py", "--model", directory, "--dataset", text_file, *FLAGS,
+            *SPECULATION, "--save_tokens", name, num_ranks=num_ranks,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outputs.append([s["output_ids"] for s in lines(tmp_path / name)])
+    assert outputs[0] == outputs[1]
+
+
+def test_the_baseline_driver_and_its_text(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    done = launch(
+        "baseline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, "--B", 2,
+        "--prefix_len", 50, "--max_len", 60, "--num_batches", 1, "--printoutput", "--threads", 1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--- sequence 0" in done.stdout and "--- sequence 1" in done.stdout
+    (record,) = lines(tmp_path / "results" / "runs.jsonl")
+    assert record["correctness"]["reference"] is None and record["baseline_metrics"] is None
+    assert record["metrics"]["acceptance_rate"] is None
+    assert record["config"]["workload"]["gen_len"] == 10
+
+
+def test_random_weights_make_no_acceptance_claim(
+    launch: Launch, text_file: Path, tmp_path: Path
+) -> None:
+    done = launch(
+        "selfspec_benchmark.py", "--model", "random:llama-68m", "--dataset", text_file, "--B", 1,
+        "--prefix_len", 40, "--gen_len", 8, "--num_batches", 1, "--no_baseline",
+        "--dtype", "float32", "--threads", 1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "results" / "runs.jsonl")
+    assert record["workload"]["random_weights"] is True
+    metrics = record["metrics"]
+    assert metrics["acceptance_rate"] is None and metrics["acceptance_per_position"] is None
+    assert metrics["verify_ms"] > 0
+    assert record["correctness"]["reference"] is None
