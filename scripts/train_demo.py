@@ -26,7 +26,8 @@ from demo_windows import IGNORE, WindowSource
 from safetensors.torch import save_file
 from torch import Tensor
 
-from magicdec.model.config import ModelConfig, to_hf_config
+from magicdec.model.config import ModelConfig
+from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
 
 VOCAB_SIZE, MAX_POSITIONS, SEED = 2048, 20480, 1

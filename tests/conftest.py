@@ -23,7 +23,8 @@ from magicdec.decoding.strategy import make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
-from magicdec.model.config import ModelConfig, to_hf_config
+from magicdec.model.config import ModelConfig
+from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
 from magicdec.request import Request, SamplingParams
 from magicdec.runner import ModelRunner

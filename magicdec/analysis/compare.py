@@ -65,6 +65,8 @@ def compare(new: dict[str, Any], baselines: dict[Key, dict[str, Any]]) -> Compar
     baseline = baselines.get(key)
     if baseline is None:
         return Comparison(name, {}, "not comparable: the baseline has no such record")
+    if baseline["status"] != "ok":
+        return Comparison(name, {}, f"not comparable: the baseline's run {baseline['status']}")
     ours, theirs = conditions(new), conditions(baseline)
     for condition, value in theirs.items():
         if ours[condition] != value:
@@ -73,9 +75,10 @@ def compare(new: dict[str, Any], baselines: dict[Key, dict[str, Any]]) -> Compar
             )
     differences, problem = {}, None
     for metric, tolerance in (baseline.get("tolerance") or DEFAULT_TOLERANCE).items():
-        before, after = baseline["metrics"][metric], new["metrics"][metric]
-        if after is None:
-            return Comparison(name, {}, f"not comparable: the new record has no {metric}")
+        before, after = baseline["metrics"].get(metric), new["metrics"].get(metric)
+        if before is None or after is None:
+            where = "new record" if after is None else "baseline"
+            return Comparison(name, {}, f"not comparable: the {where} has no {metric}")
         differences[metric] = (before, after)
         if after < before - tolerance:
             problem = f"regression: {metric} fell by {before - after:.4f}, tolerance {tolerance}"

@@ -48,10 +48,9 @@ ROWS: tuple[tuple[str, str, Show], ...] = (
 
 def print_record(record: dict[str, Any]) -> None:
     """One run: the baseline and the strategy side by side, and the verdict."""
-    from rich.console import Console
     from rich.table import Table
 
-    console, decoding = Console(highlight=False), record["config"]["decoding"]
+    console, decoding = _console(), record["config"]["decoding"]
     console.print(_verdict(record), style="bold" if record["status"] == "ok" else "bold red")
     if record["metrics"] is None:
         return
@@ -70,7 +69,6 @@ def print_record(record: dict[str, Any]) -> None:
 
 def print_records(records: list[dict[str, Any]]) -> None:
     """Many runs, a line each."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table()
@@ -86,7 +84,9 @@ def print_records(records: list[dict[str, Any]]) -> None:
         "roofline",
         "status",
     ):
-        table.add_column(label, justify="right")
+        # On a narrow page texts fold; a number is never cut.
+        is_text = label in ("model", "strategy")
+        table.add_column(label, justify="right", overflow="fold", no_wrap=not is_text)
     for r in records:
         w, metrics = r["config"]["workload"], r["metrics"] or {}
         table.add_row(
@@ -106,7 +106,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
             ),
             r["status"],
         )
-    Console(highlight=False).print(table)
+    _console().print(table)
 
 
 def main() -> None:
@@ -121,6 +121,13 @@ def main() -> None:
     except ValueError as error:
         print(f"magicdec table: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _console() -> Any:
+    """Prints text as it is: a path or an error message may hold [brackets] and :colons:."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def _name(decoding: dict[str, Any], kv: dict[str, Any]) -> str:
@@ -153,8 +160,12 @@ def _verdict(record: dict[str, Any]) -> str:
     first = correctness["first_divergence"]
     where = (
         f"worst at sequence {first['sequence']}, token {first['index']} "
-        f"(margin {first['margin']:.2g})"
+        f"({_margin(first['margin'])})"
     )
     if status == "ok":
         return f"equal up to {correctness['num_excused']} settled tie(s): {compared}; {where}"
     return f"DIVERGED: {compared}; {where}; no performance is reported"
+
+
+def _margin(margin: float | None) -> str:
+    return "it ends elsewhere" if margin is None else f"margin {margin:.2g}"

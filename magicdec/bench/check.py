@@ -7,6 +7,7 @@ beyond it is a divergence. Nothing is excused unseen.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,28 +65,27 @@ def check_outputs(
     num_tokens = sum(len(r.output_ids) for r in found)
     if not differences:
         return Correctness(reference, True, num_tokens, None, 0, MARGIN_BOUND[dtype])
-    wider, excused, worst = make_wider(), 0, []
-    for d in differences:
-        pair = (expected[d.sequence], found[d.sequence])
-        deficits = [deficit(wider, r.prompt_ids, r.output_ids, chunk) for r in pair]
-        worst.append(max(deficits))
-        excused += max(deficits) <= MARGIN_BOUND[dtype]
-    at = max(range(len(differences)), key=lambda i: worst[i])
-    d = differences[at]
-    return Correctness(
-        reference,
-        False,
-        num_tokens,
-        {
-            "sequence": d.sequence,
-            "index": d.index,
-            "expected": d.expected,
-            "found": d.found,
-            "margin": worst[at],
-        },
-        excused if excused == len(differences) else 0,
-        MARGIN_BOUND[dtype],
-    )
+    wider = make_wider()
+    margins = [
+        max(margin(wider, request, chunk) for request in (expected[d.sequence], found[d.sequence]))
+        for d in differences
+    ]
+    at = max(range(len(differences)), key=lambda i: margins[i])
+    settled = margins[at] <= MARGIN_BOUND[dtype]
+    shown = dataclasses.asdict(differences[at])
+    shown["margin"] = None if margins[at] == float("inf") else margins[at]
+    excused = len(differences) if settled else 0
+    return Correctness(reference, False, num_tokens, shown, excused, MARGIN_BOUND[dtype])
+
+
+def margin(wider: ModelRunner, request: Request, chunk: int) -> float:
+    """How far from a greedy output of `wider` this is: see `deficit`; infinite if it does not end
+    where its sampling parameters say."""
+    output, ends = request.output_ids, request.sampling.ends
+    ended = [n for n, token in enumerate(output, 1) if ends(n, token)]
+    if ended != [len(output)]:
+        return float("inf")
+    return deficit(wider, request.prompt_ids, output, chunk)
 
 
 @torch.inference_mode()

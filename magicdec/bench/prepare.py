@@ -5,6 +5,7 @@ Owns the order of the checks. Every rank prepares by itself and comes to the sam
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import ModelSource, find_model
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.model.transformer import weight_map
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,21 @@ class Prepared:
         return {
             "model": self.source.name,
             "random_weights": self.source.is_random,
+            "model_sha256": fingerprint(self.source),
             "tokenizer": self.tokenizer_name,
             **self.workload.describe(),
         }
+
+
+def fingerprint(source: ModelSource) -> str:
+    """Tells two sets of weights of one shape apart at the price of reading a few small tensors."""
+    digest = hashlib.sha256(repr(sorted(source.weights.shapes().items())).encode())
+    config = source.config
+    for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
+        for piece in pieces:
+            if len(piece.full_shape) == 1:
+                digest.update(source.weights.read(piece).float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def prepare(config: RunConfig, launch: Launch) -> Prepared:

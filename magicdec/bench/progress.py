@@ -64,6 +64,7 @@ class Bar:
         bar = RichProgress(console=Console(stderr=True), auto_refresh=False, transient=True)
         with bar:
             task, last = bar.add_task(name, total=total), 0.0
+            bar.refresh()
 
             def advance(amount: int = 1) -> None:
                 nonlocal last

@@ -72,9 +72,11 @@ class Run:
     def make_runner(self, dtype: str, num_rows: int) -> ModelRunner:
         source = self.prepared.source
         backend = load_named(ATTENTION_BACKENDS, self.config.attention.backend)()
-        model = load_transformer(
-            source.config, source.weights, self.shard, None, getattr(torch, dtype), self.device
-        )
+        with self.progress.task(f"loading {source.name} as {dtype}", 1) as advance:
+            model = load_transformer(
+                source.config, source.weights, self.shard, None, getattr(torch, dtype), self.device
+            )
+            advance()
         return ModelRunner(model, backend, self.groups.target, num_rows, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
@@ -113,10 +115,13 @@ class Run:
         return prefill_metrics(ttft, w.num_prompts * w.prefix_len, seconds)
 
     def warm_up(self, snapshots: list[Request]) -> None:
-        for _ in range(self.config.workload.warmup_batches):
-            for name in self.passes:
+        rounds = self.config.workload.warmup_batches
+        with self.progress.task("warm-up", rounds * len(self.passes)) as advance:
+            for name in self.passes * rounds:
                 self.engine.rewind(snapshots)
-                self.engine.decode(self.make_strategy(name, PhaseTimer(self.device, enabled=False)))
+                untimed = PhaseTimer(self.device, enabled=False)
+                self.engine.decode(self.make_strategy(name, untimed))
+                advance()
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w = self.samples[name], self.config.workload
@@ -162,9 +167,8 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
     config = prepared.config
     torch.set_num_threads(config.parallel.threads or 1)
     started = datetime.datetime.now(datetime.timezone.utc)
-    device = torch.device(config.parallel.device)
     assert config.parallel.rank_group is not None, "resolved"
-    groups = make_groups(prepared.launch, config.parallel.rank_group, device)
+    groups = make_groups(prepared.launch, config.parallel.rank_group, rank_device(prepared))
     try:
         run = Run(prepared, groups, make_progress(is_leader))
         bandwidth = read_bandwidth(groups.target, run.device)

@@ -108,6 +108,10 @@ def make_groups(
     if launch.world_size > 1:
         import torch.distributed as dist
 
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(device)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         handle = dist.new_group(sorted(rank_group))

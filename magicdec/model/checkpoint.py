@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.config import ModelConfig, load_model_config
+from magicdec.model.config import ModelConfig
+from magicdec.model.hf_config import load_model_config
 from magicdec.model.presets import PRESETS
 from magicdec.model.random_weights import TILE_ROWS, RandomWeights
 from magicdec.model.transformer import Piece, Transformer, weight_map

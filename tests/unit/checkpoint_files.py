@@ -13,7 +13,8 @@ from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import expected_shapes, find_model, load_transformer
-from magicdec.model.config import ModelConfig, to_hf_config
+from magicdec.model.config import ModelConfig
+from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Piece, weight_map
 
 CPU = torch.device("cpu")

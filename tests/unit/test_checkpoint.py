@@ -26,7 +26,7 @@ from torch import Tensor
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model import checkpoint
 from magicdec.model.checkpoint import WeightSource, find_model, load_transformer
-from magicdec.model.config import to_hf_config
+from magicdec.model.hf_config import to_hf_config
 from magicdec.model.random_weights import TILE_ROWS
 from magicdec.model.transformer import Piece
 from magicdec.model.weight_files import PthWeights

@@ -22,7 +22,7 @@ from checkpoint_files import (
 )
 
 from magicdec.model.checkpoint import check_weights, find_model
-from magicdec.model.config import to_hf_config
+from magicdec.model.hf_config import to_hf_config
 
 
 def test_unknown_names(tmp_path: Path) -> None:

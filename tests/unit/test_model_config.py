@@ -9,13 +9,8 @@ from typing import Any
 
 import pytest
 
-from magicdec.model.config import (
-    ModelConfig,
-    RopeConfig,
-    load_model_config,
-    parse_hf_config,
-    to_hf_config,
-)
+from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.hf_config import load_model_config, parse_hf_config, to_hf_config
 from magicdec.model.presets import PRESETS
 
 SIZES: dict[str, Any] = {

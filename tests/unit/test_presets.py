@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from magicdec.model.config import parse_hf_config, to_hf_config
+from magicdec.model.hf_config import parse_hf_config, to_hf_config
 from magicdec.model.presets import PRESETS
 
 # Published config.json texts, without the fields that do not describe the model.
