@@ -55,20 +55,24 @@ def conditions(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare(new: dict[str, Any], baselines: dict[Key, dict[str, Any]]) -> Comparison:
+def compare(new: dict[str, Any], baselines: list[dict[str, Any]]) -> Comparison:
+    """`new` against the baseline of the same thing under the same conditions; where there is none
+    of those, the problem names what differs from the nearest."""
     key = measured_thing(new)
     name = " ".join(f"{k}={v}" for k, v in key if v is not None)
     if new["status"] != "ok":
         return Comparison(
             name, {}, f"the new run {new['status']}: {new.get('error') or 'outputs differ'}"
         )
-    baseline = baselines.get(key)
+    ours = conditions(new)
+    same = [b for b in baselines if measured_thing(b) == key]
+    alike = [b for b in same if b["status"] == "ok" and conditions(b) == ours]
+    baseline = next(iter(alike + same), None)
     if baseline is None:
         return Comparison(name, {}, "not comparable: the baseline has no such record")
     if baseline["status"] != "ok":
         return Comparison(name, {}, f"not comparable: the baseline's run {baseline['status']}")
-    ours, theirs = conditions(new), conditions(baseline)
-    for condition, value in theirs.items():
+    for condition, value in conditions(baseline).items():
         if ours[condition] != value:
             return Comparison(
                 name, {}, f"not comparable: {condition} is {ours[condition]}, was {value}"
@@ -103,8 +107,7 @@ def main() -> None:
     except ValueError as error:
         print(f"magicdec compare: {error}", file=sys.stderr)
         sys.exit(2)
-    baselines = {measured_thing(r): r for r in old}
-    comparisons = [compare(record, baselines) for record in new]
+    comparisons = [compare(record, old) for record in new]
     for c in comparisons:
         for metric, (before, after) in c.differences.items():
             print(f"{c.name}: {metric} {before:.4f} -> {after:.4f} ({after - before:+.4f})")

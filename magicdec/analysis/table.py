@@ -22,6 +22,8 @@ def _list(values: Any) -> str:
     return " ".join(f"{v:.2f}" for v in values)
 
 
+FILE_WIDTH = 160
+
 # What the table shows, in order: record key, label, how to print it.
 ROWS: tuple[tuple[str, str, Show], ...] = (
     ("decode_tokens_per_s", "decode, tokens/s", _number(1)),
@@ -124,10 +126,12 @@ def main() -> None:
 
 
 def _console() -> Any:
-    """Prints text as it is: a path or an error message may hold [brackets] and :colons:."""
+    """Prints text as it is (a path or an error message may hold [brackets] and :colons:), and whole
+    lines into files and pipes."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False)
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def _name(decoding: dict[str, Any], kv: dict[str, Any]) -> str:
@@ -159,7 +163,7 @@ def _verdict(record: dict[str, Any]) -> str:
         return f"identical: {compared}, no difference"
     first = correctness["first_divergence"]
     where = (
-        f"worst at sequence {first['sequence']}, token {first['index']} "
+        f"first at sequence {first['sequence']}, token {first['index']} "
         f"({_margin(first['margin'])})"
     )
     if status == "ok":

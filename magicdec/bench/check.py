@@ -64,18 +64,26 @@ def check_outputs(
     ]
     num_tokens = sum(len(r.output_ids) for r in found)
     if not differences:
-        return Correctness(reference, True, num_tokens, None, 0, MARGIN_BOUND[dtype])
+        return Correctness(reference, True, num_tokens, None, 0, 0, MARGIN_BOUND[dtype])
     wider = make_wider()
     margins = [
         max(margin(wider, request, chunk) for request in (expected[d.sequence], found[d.sequence]))
         for d in differences
     ]
-    at = max(range(len(differences)), key=lambda i: margins[i])
-    settled = margins[at] <= MARGIN_BOUND[dtype]
+    bound = MARGIN_BOUND[dtype]
+    diverged = [i for i, value in enumerate(margins) if value > bound]
+    at = diverged[0] if diverged else 0
     shown = dataclasses.asdict(differences[at])
     shown["margin"] = None if margins[at] == float("inf") else margins[at]
-    excused = len(differences) if settled else 0
-    return Correctness(reference, False, num_tokens, shown, excused, MARGIN_BOUND[dtype])
+    return Correctness(
+        reference,
+        identical=False,
+        num_tokens=num_tokens,
+        first_divergence=shown,
+        num_excused=len(differences) - len(diverged),
+        num_diverged=len(diverged),
+        margin_bound=bound,
+    )
 
 
 def margin(wider: ModelRunner, request: Request, chunk: int) -> float:
@@ -107,6 +115,6 @@ def deficit(runner: ModelRunner, prompt: Sequence[int], output: Sequence[int], c
         value = logits.gather(1, local.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
         value = value.masked_fill(~ours, float("-inf"))
         best, value = group.all_gather(torch.stack([logits.max(1).values, value])).amax(0).unbind(0)
-        short = (best - value)[wanted >= 0]
+        short = (best - value)[wanted >= 0].nan_to_num(nan=float("inf"))
         worst = max([worst, *short.tolist()])
     return worst

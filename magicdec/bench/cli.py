@@ -56,12 +56,20 @@ def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> Non
             *flags, dest=dest, help=text, action="store_const", const=not default, default=default
         )
         return
-    options: dict[str, Any] = {"dest": dest, "help": f"{text} [{default}]", "default": default}
+    options: dict[str, Any] = {
+        "dest": dest,
+        "help": text if default is None else f"{text} [{default}]",
+        "default": default,
+    }
     if kind == tuple[int, ...] | None:
-        group.add_argument(*flags, nargs="+", type=int, **options)
+        group.add_argument(*flags, nargs="+", type=int, metavar="N", **options)
         return
     base = next((t for t in typing.get_args(kind) if t is not type(None)), kind)
-    group.add_argument(*flags, type=base, choices=field.metadata["choices"], **options)
+    if field.metadata["choices"]:
+        options["choices"] = field.metadata["choices"]
+    else:
+        options["metavar"] = "N" if base is int else "NAME"
+    group.add_argument(*flags, type=base, **options)
 
 
 def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:
@@ -124,24 +132,3 @@ def _announced(what: str, launch: Launch) -> Any:
     from rich.console import Console
 
     return Console(stderr=True).status(what)
-
-
-def console() -> NoReturn:
-    """`magicdec <command>`: the same drivers without a checkout, and the tools that read
-    records."""
-    from magicdec.bench.commands import COMMANDS
-
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name in ("-h", "--help"):
-        print("usage: magicdec <command> [flags]; magicdec <command> --help\n")
-        print("\n".join(f"  {n:<10} {text}" for n, (text, _) in COMMANDS.items()))
-        sys.exit(0)
-    if name not in COMMANDS:
-        print(
-            f"magicdec: unknown command {name!r}; choose from {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    sys.argv = [f"magicdec {name}", *sys.argv[2:]]
-    COMMANDS[name][1]()
-    sys.exit(0)

@@ -3,7 +3,9 @@ no torch."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from magicdec.analysis.compare import main as compare
 from magicdec.analysis.table import main as table
@@ -28,3 +30,22 @@ COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
     "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
     "table": ("print records as tables", table),
 }
+
+
+def console() -> NoReturn:
+    """`magicdec <command>`: the same drivers without a checkout, and the tools that read
+    records."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print("usage: magicdec <command> [flags]; magicdec <command> --help\n")
+        print("\n".join(f"  {n:<10} {text}" for n, (text, _) in COMMANDS.items()))
+        sys.exit(0)
+    if name not in COMMANDS:
+        print(
+            f"magicdec: unknown command {name!r}; choose from {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    sys.argv = [f"magicdec {name}", *sys.argv[2:]]
+    COMMANDS[name][1]()
+    sys.exit(0)

@@ -28,12 +28,13 @@ class Correctness:
     num_tokens: int | None = None
     first_divergence: dict[str, Any] | None = None
     num_excused: int | None = None
+    num_diverged: int | None = None
     margin_bound: float | None = None
 
     @property
     def passed(self) -> bool:
         """Nothing to compare with, identical, or every difference settled as a tie."""
-        return self.reference is None or bool(self.identical) or bool(self.num_excused)
+        return self.reference is None or bool(self.identical) or self.num_diverged == 0
 
 
 @dataclass(frozen=True)

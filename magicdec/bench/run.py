@@ -207,7 +207,7 @@ def make_record(
             "speedup": statistics.median(values) if values else None,
             "speedup_per_batch": values or None,
         }
-    if run.prepared.source.is_random:
+    if run.prepared.source.is_random and asked != BASELINE:
         withhold_acceptance(metrics[asked])
     passed = correctness.passed
     return RunRecord(
@@ -223,20 +223,21 @@ def make_record(
 
 
 def withhold_acceptance(metrics: dict[str, Any]) -> None:
-    """Random weights agree with themselves by chance: times count, acceptance and what follows from
-    it do not."""
+    """Random weights agree with themselves by chance: times of a step count, acceptance and what
+    follows from it do not."""
     for key in metrics:
-        if key.startswith(("acceptance", "speedup")):
+        if key.startswith(("acceptance", "speedup", "decode_tokens")) or key.endswith("_tpot_ms"):
             metrics[key] = None
 
 
 def describe_samples(run: Run) -> dict[str, Any]:
     """Raw step times (ms) and accepted counts of each pass, by batch."""
+    random = run.prepared.source.is_random
     return {
         name: {
             "step_ms": [[round(1e3 * s, 4) for s in batch] for batch in samples.step_s],
             "num_tokens": samples.num_tokens,
-            "num_accepted": samples.num_accepted if name != BASELINE else None,
+            "num_accepted": None if name == BASELINE or random else samples.num_accepted,
         }
         for name, samples in run.samples.items()
     }

@@ -1,0 +1,285 @@
+"""The gate and the tables: what passes, what does not, and that both read any record."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from magicdec.analysis import compare, table
+from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics
+from magicdec.bench.record import Correctness, RunRecord, append_record
+from magicdec.config import DecodingSection, KVSection, Machine, RunConfig
+
+Record = dict[str, Any]
+RATE = 0.8
+TIMES = {"decode_tokens_per_s": 1234567.8, "speedup": 1.5}
+
+
+def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
+    config = RunConfig(
+        kv=KVSection(budget=budget), decoding=DecodingSection("speculative", "self")
+    ).resolve(Machine(2))
+    metrics = prefill_metrics([0.1], 8, 0.2) | decode_metrics(PassSamples([[0.1]]), 1e9, None)
+    record = RunRecord(
+        status="ok",
+        config=config.to_dict(),
+        environment={"world_size": 1, "threads": 2, "read_bandwidth_bytes_per_s": 1e9},
+        workload={"model": "demo", "model_sha256": "m", "dataset": "demo", "sha256": "w"},
+        correctness=Correctness("autoregressive", True, 99, None, 0, 1e-4),
+        metrics=metrics | TIMES | {"acceptance_rate": rate},
+        baseline_metrics=metrics,
+    )
+    return json.loads(record.to_json()) | top
+
+
+def failed() -> Record:
+    none = dict.fromkeys(("correctness", "metrics", "baseline_metrics", "workload"))
+    return make(status="failed", error="RuntimeError: [enforce fail] in [/x] :fire:", **none)
+
+
+def diverged(margin: float | None = 2.5) -> Record:
+    first = {"sequence": 3, "index": 5, "expected": 1, "found": None, "margin": margin}
+    correctness = {"reference": "autoregressive", "identical": False, "num_tokens": 99}
+    correctness |= {"first_divergence": first, "num_excused": 0, "margin_bound": 1e-4}
+    none = dict.fromkeys(("metrics", "baseline_metrics"))
+    return make(status="diverged", correctness=correctness, **none)
+
+
+def write(path: Path, records: Sequence[Record]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+Gate = Callable[[Sequence[Record], Sequence[Record]], tuple[int, str]]
+
+
+@pytest.fixture
+def gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Gate:
+    """Exit code and what was printed of `magicdec compare`, for new and baseline records."""
+
+    def run(new: Sequence[Record], old: Sequence[Record]) -> tuple[int, str]:
+        files = write(tmp_path / "new", new), write(tmp_path / "old", old)
+        monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, files)])
+        with pytest.raises(SystemExit) as stopped:
+            compare.main()
+        out, err = capsys.readouterr()
+        assert err == ""
+        return int(stopped.value.code or 0), out
+
+    return run
+
+
+def test_equal_records_pass(gate: Gate) -> None:
+    code, out = gate([make()], [make()])
+    assert code == 0
+    assert "acceptance_rate 0.8000 -> 0.8000 (+0.0000)" in out and out.count("\n") == 1
+    assert "strategy=speculative drafter=self policy=streaming_llm budget=257" in out
+
+
+@pytest.mark.parametrize(
+    ("rate", "tolerance", "code"),
+    [
+        (RATE - 0.031, None, 1),
+        (RATE - 0.029, None, 0),
+        (RATE + 0.1, None, 0),
+        (1.0, {"acceptance_rate": 0.0}, 0),
+        (0.0, None, 1),
+        (RATE - 0.031, {"acceptance_rate": 0.05}, 0),
+        (RATE - 0.051, {"acceptance_rate": 0.05}, 1),
+        (RATE - 0.001, {"acceptance_rate": 0.0}, 1),
+        (RATE - 0.3, {"speedup": 0.1}, 0),
+    ],
+)
+def test_a_fall_beyond_the_tolerance_is_a_regression(
+    gate: Gate, rate: float, tolerance: dict[str, float] | None, code: int
+) -> None:
+    found, out = gate([make(rate)], [make(tolerance=tolerance)])
+    assert found == code
+    assert ("regression: acceptance_rate fell by" in out) == bool(code)
+
+
+def test_the_tolerance_is_the_baselines(gate: Gate) -> None:
+    loose = {"acceptance_rate": 1.0}
+    assert gate([make(0.1, tolerance=loose)], [make()])[0] == 1
+
+
+def test_the_baseline_of_the_same_conditions_is_found_among_others(gate: Gate) -> None:
+    other = make(0.1)
+    other["config"]["model"]["dtype"] = "bfloat16"
+    code, out = gate([make(0.8)], [make(0.8), other])
+    assert code == 0 and "0.8000 -> 0.8000" in out
+
+
+def test_one_regression_among_many_fails(gate: Gate) -> None:
+    old = [make(budget=33), make(budget=65), make(budget=129)]
+    new = [make(budget=129), make(0.1, budget=65), make(budget=33)]
+    code, out = gate(new, old)
+    assert code == 1 and out.count("regression") == 1 and out.count("->") == 3
+
+
+def test_an_earlier_regression_is_not_forgotten(gate: Gate) -> None:
+    tolerance = {"acceptance_rate": 0.1, "speedup": 0.1}
+    code, out = gate([make(0.1)], [make(tolerance=tolerance)])
+    assert code == 1 and "regression: acceptance_rate" in out
+
+
+OTHER = {
+    "model": ("workload", "model"),
+    "model fingerprint": ("workload", "model_sha256"),
+    "workload sha256": ("workload", "sha256"),
+    "dtype": ("config", "model", "dtype"),
+    "generated tokens": ("config", "workload", "gen_len"),
+    "ignore_eos": ("config", "decoding", "ignore_eos"),
+}
+
+
+@pytest.mark.parametrize("condition", OTHER)
+def test_other_conditions_are_not_comparable(gate: Gate, condition: str) -> None:
+    new, old = make(0.9), make()
+    place = new
+    for key in OTHER[condition][:-1]:
+        place = place[key]
+    place[OTHER[condition][-1]] = "other"
+    code, out = gate([new], [old])
+    assert code == 1 and f"not comparable: {condition} is other, was" in out
+    assert "->" not in out
+
+
+def test_a_configuration_without_a_baseline_is_not_comparable(gate: Gate) -> None:
+    for old in ([], [make(budget=65)]):
+        code, out = gate([make()], old)
+        assert code == 1 and "not comparable: the baseline has no such record" in out
+
+
+def test_a_full_draft_has_no_budget() -> None:
+    full = [make(budget=b) for b in (33, 65)]
+    assert compare.measured_thing(full[0]) != compare.measured_thing(full[1])
+    for record in full:
+        record["config"]["kv"]["policy"] = "full"
+    assert compare.measured_thing(full[0]) == compare.measured_thing(full[1])
+
+
+def test_new_runs_that_did_not_pass_fail_the_gate(gate: Gate) -> None:
+    code, out = gate([failed()], [make()])
+    assert code == 1 and "the new run failed: RuntimeError: [enforce fail]" in out
+    code, out = gate([diverged()], [make()])
+    assert code == 1 and "the new run diverged: outputs differ" in out
+
+
+@pytest.mark.parametrize("old", [failed(), diverged()])
+def test_baselines_that_did_not_pass_compare_with_nothing(gate: Gate, old: Record) -> None:
+    code, out = gate([make()], [old])
+    assert code == 1 and f"not comparable: the baseline's run {old['status']}" in out
+
+
+def test_numbers_that_are_missing_compare_with_nothing(gate: Gate) -> None:
+    code, out = gate([make(None)], [make()])
+    assert code == 1 and "not comparable: the new record has no acceptance_rate" in out
+    code, out = gate([make()], [make(None)])
+    assert code == 1 and "not comparable: the baseline has no acceptance_rate" in out
+    code, out = gate([make()], [make(tolerance={"acceptance": 0.1})])
+    assert code == 1 and "no acceptance" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, ": No such file or directory; give a file of records"),
+        (b"", " holds no records"),
+        (b"\xff\xfe", ": not UTF-8 text"),
+        (b"not JSON\n", ":1: not a JSON record"),
+        (b"{}", ":1: schema_version is None"),
+        (b'{"schema_version": 1}', ":1: not a record; it has no "),
+    ],
+)
+@pytest.mark.parametrize("tool", [compare, table])
+def test_unreadable_files_are_refused_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tool: Any,
+    content: bytes | None,
+    message: str,
+) -> None:
+    if tool is table and content == b"":
+        return  # an empty table
+    if content is not None:
+        (tmp_path / "new").write_bytes(content)
+    arguments = [tmp_path / "new", *([write(tmp_path / "old", [make()])] * (tool is compare))]
+    monkeypatch.setattr(sys, "argv", ["magicdec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        tool.main()
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "")
+    assert f"{tmp_path / 'new'}{message}" in err and err.count("\n") == 1
+    assert err.startswith(f"magicdec {tool.__name__.rpartition('.')[2]}: ")
+
+
+def test_the_table_has_a_line_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for runs without numbers; and no number is cut, nor a name read as markup."""
+    odd = make()
+    odd["config"]["model"]["model"] = "/m/[bold]:fire:"
+    odd["metrics"] = dict.fromkeys(odd["metrics"])
+    first, second = tmp_path / "a", tmp_path / "b"
+    write(first, [make(), odd])
+    write(second, [failed(), diverged()])
+    monkeypatch.setattr(sys, "argv", ["magicdec table", str(first), str(second)])
+    monkeypatch.setenv("COLUMNS", "80")
+    table.main()
+    out, err = capsys.readouterr()
+    rows = [line for line in out.splitlines() if line.endswith(("ok │", "failed │", "diverged │"))]
+    assert [row.split()[-2] for row in rows] == ["ok", "ok", "failed", "diverged"]
+    assert all(n in rows[0] for n in ("demo", "1234567.8", "1.50", "0.800"))
+    assert "/m/[bold]:fire:" in rows[1]
+    assert "…" not in out and "None" not in out and err == ""
+
+
+def printed(record: Record, capsys: pytest.CaptureFixture[str]) -> str:
+    table.print_record(record)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(make(), capsys)
+    assert "identical: 99 tokens compared with autoregressive, no difference" in out
+    assert "self-speculation, streaming_llm 257, gamma 4" in out
+    assert "decode, tokens/s" in out and "1,234,567.8" in out and "1.50x" in out and "0.800" in out
+    assert "verify" not in out, "a row without numbers is left out"
+    tie = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2})
+    out = printed(tie, capsys)
+    assert "equal up to 2 settled tie(s)" in out and "sequence 3, token 5 (margin 1e-05)" in out
+    alone = make(correctness={"reference": None, "num_tokens": 99}, baseline_metrics=None)
+    assert "99 tokens; not compared" in printed(alone, capsys)
+
+
+def test_runs_without_performance_are_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(failed(), capsys) == "failed: RuntimeError: [enforce fail] in [/x] :fire:"
+    out = printed(diverged(), capsys)
+    assert out.startswith("DIVERGED: 99 tokens") and "margin 2.5" in out and "tokens/s" not in out
+    assert "DIVERGED" in printed(diverged(None), capsys)
+    nothing = make()
+    nothing["metrics"] = dict.fromkeys(nothing["metrics"])
+    nothing["baseline_metrics"] = dict(nothing["metrics"])
+    assert "identical" in printed(nothing, capsys)
+
+
+def test_what_is_compared_was_appended_by_a_run(tmp_path: Path, gate: Gate) -> None:
+    """The helper above writes by hand what `append_record` writes."""
+    record = make()
+    fields = copy.deepcopy(record)
+    fields["correctness"] = Correctness(**fields["correctness"])
+    append_record(tmp_path / "runs", RunRecord(**fields))
+    loaded = compare.load_records(tmp_path / "runs")
+    assert loaded == [record] and math.isclose(loaded[0]["metrics"]["acceptance_rate"], RATE)
+    assert gate(loaded, loaded)[0] == 0

@@ -1,0 +1,316 @@
+"""RunConfig and its flags: what is refused and how, what `auto` becomes, and how little is loaded
+to say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from magicdec import config as module
+from magicdec.bench import cli
+from magicdec.bench.cli import build_parser, parse
+from magicdec.config import (
+    DecodingSection,
+    KVSection,
+    Machine,
+    ParallelSection,
+    RunConfig,
+    WorkloadSection,
+    load_named,
+)
+
+DRIVER = RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self"))
+TABLES = ("ATTENTION_BACKENDS", "KV_POLICIES", "STRATEGIES", "DRAFTERS")
+
+
+def parsed(*argv: object) -> RunConfig:
+    return parse(DRIVER, [str(a) for a in argv], "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gamma 0", "--gamma 0 is too small; it must be at least 1"),
+        ("--B 0", "--B 0 is too small; it must be at least 1"),
+        ("--B -3", "--B -3 is too small"),
+        ("--prefix_len 0", "--prefix_len 0 is too small; it must be at least 1"),
+        ("--num_batches 0", "--num_batches 0 is too small; it must be at least 1"),
+        ("--warmup_batches -1", "--warmup_batches -1 is too small; it must be at least 0"),
+        ("--prefill_chunk 0", "--prefill_chunk 0 is too small; it must be at least 1"),
+        ("--num_sink_tokens -1", "--num_sink_tokens -1 is too small; it must be at least 0"),
+        ("--threads 0", "--threads 0 is too small; it must be at least 1"),
+        ("--gen_len 0", "--gen_len is 0; it must be at least 1"),
+        ("--gen_len -1", "--gen_len is -1; it must be at least 1"),
+        ("--prefix_len 9 --max_len 9", "--max_len minus --prefix_len is 0; it must be at least 1"),
+        ("--prefix_len 9 --max_len 7", "--max_len minus --prefix_len is -2"),
+        (
+            "--prefix_len 9 --gen_len 3 --max_len 13",
+            "--max_len 13 is not --prefix_len 9 + --gen_len 3; give one of the two",
+        ),
+        (
+            "--streamingllm_budget 16",
+            "--streamingllm_budget 16 must be larger than --num_sink_tokens 16",
+        ),
+        (
+            "--draft_budget 4 --num_sink_tokens 9",
+            "budget 4 must be larger than --num_sink_tokens 9",
+        ),
+        (
+            "--rank_group 0 1",
+            "--rank_group 0 1 leaves out some of the launched ranks: 0 1 2; "
+            "the target group must be all of them",
+        ),
+        (
+            "--rank_group 0 1 3",
+            "--rank_group 0 1 3 names rank 3, which does not exist; "
+            "choose from the launched ranks: 0 1 2",
+        ),
+        ("--rank_group 0 1 -1", "--rank_group 0 1 -1 names rank -1, which does not exist"),
+        (
+            "--rank_group 0 1 1",
+            "--rank_group 0 1 1 names a rank twice; name each of the launched ranks: 0 1 2",
+        ),
+        ("--rank_group 0 1 2 3", "--rank_group 0 1 2 3 names rank 3, which does not exist"),
+    ],
+)
+def test_check_names_flag_and_value(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        parsed(*flags.split()).check(world_size=3)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--gamma 1 --B 1 --prefix_len 1 --num_batches 1 --warmup_batches 0 --prefill_chunk 1",
+        "--num_sink_tokens 0 --draft_budget 1 --threads 1 --gen_len 1",
+        "--prefix_len 9 --gen_len 3 --max_len 12",
+        "--kv_policy full --streamingllm_budget 0",
+    ],
+)
+def test_the_least_that_is_allowed(flags: str) -> None:
+    parsed(*flags.split()).check(world_size=1)
+
+
+def test_the_rank_group_is_all_ranks_in_any_order() -> None:
+    for ranks in itertools.permutations(range(3)):
+        config = parsed("--rank_group", *ranks)
+        config.check(world_size=3)
+        assert config.resolve(Machine(4, world_size=3)).parallel.rank_group == ranks
+    resolved = RunConfig().resolve(Machine(4, world_size=3))
+    assert resolved.parallel.rank_group == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gama 3", "unknown argument --gama; did you mean --gamma?"),
+        ("--gen-len 3", "unknown argument --gen-len; did you mean --gen_len?"),
+        ("--gen-len=3", "unknown argument --gen-len=3; did you mean --gen_len?"),
+        ("--streaming_llm_budget 9", "did you mean --streamingllm_budget?"),
+        ("-B 4", "unknown argument -B; did you mean --B?"),
+        ("--prefix 9", "unknown argument --prefix; did you mean --prefix_len?"),
+        ("--prefix_le 9", "unknown argument --prefix_le; did you mean --prefix_len?"),
+        ("--print", "unknown argument --print; did you mean"),
+        ("--xyzzy", "unknown argument --xyzzy; choose from"),
+        ("demo", "unknown argument demo; "),
+        ("--strategy autoregressive", "unknown argument --strategy"),
+        ("--gamma three", "argument --gamma: invalid int value: 'three'"),
+        ("--gamma", "argument --gamma: expected one argument"),
+        ("--rank_group", "argument --rank_group: expected at least one argument"),
+        ("--rank_group 0,1", "argument --rank_group: invalid int value: '0,1'"),
+        ("--device tpu", "argument --device: invalid choice: 'tpu'"),
+        ("--dtype float16", "argument --dtype: invalid choice: 'float16'"),
+        ("--attention flash", "argument --attention: invalid choice: 'flash'"),
+        ("--kv_policy snapkv", "argument --kv_policy: invalid choice: 'snapkv'"),
+    ],
+)
+def test_flags_that_do_not_exist_or_hold_what_they_cannot(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        parsed(*flags.split())
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
+    for flag, names in (
+        ("--device", module.DEVICES),
+        ("--dtype", module.DTYPES),
+        ("--attention", module.ATTENTION_BACKENDS),
+        ("--kv_policy", module.KV_POLICIES),
+    ):
+        with pytest.raises(ValueError) as error:
+            parsed(flag, "nonsense")
+        assert all(name in str(error.value) for name in names)
+
+
+def fields(config: RunConfig) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """(section, field, value) of all that has a flag."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            if field.metadata:
+                yield section.name, field, getattr(values, field.name)
+
+
+def test_no_flags_change_nothing() -> None:
+    assert parse(RunConfig(), [], "") == RunConfig()
+    other = RunConfig(
+        parallel=ParallelSection(rank_group=(1, 0), threads=3),
+        kv=KVSection(policy="full", budget=7),
+        workload=WorkloadSection(batch_size=9, gen_len=5),
+    )
+    assert parse(other, [], "") == other
+
+
+def test_every_flag_reaches_its_own_field() -> None:
+    for section, field, default in fields(DRIVER):
+        choices = field.metadata["choices"]
+        given: Any = {int: 77, bool: not default}.get(type(default), "77")
+        if choices:
+            given = next(c for c in choices if c != default)
+        elif field.name == "rank_group":
+            given = (2, 0, 1)
+        elif default is None and "int" in str(field.type):
+            given = 77
+        words = () if type(default) is bool else given if type(given) is tuple else (given,)
+        for flag in field.metadata["flags"]:
+            changed = dataclasses.replace(getattr(DRIVER, section), **{field.name: given})
+            expected = dataclasses.replace(DRIVER, **{section: changed})
+            assert parsed(flag, *words) == expected, flag
+            assert parsed(flag, *words) != DRIVER, flag
+
+
+def test_help_tells_every_flag_and_default() -> None:
+    text = " ".join(build_parser(DRIVER, "").format_help().split())
+    for _, field, default in fields(DRIVER):
+        assert all(flag in text for flag in field.metadata["flags"])
+        if type(default) in (int, str):
+            assert f"[{default}]" in text
+    assert "None" not in text
+
+
+def test_two_spellings_of_a_length() -> None:
+    by_gen = parsed("--prefix_len", 100, "--gen_len", 28)
+    by_max = parsed("--prefix_len", 100, "--max_len", 128)
+    both = parsed("--prefix_len", 100, "--gen_len", 28, "--max_len", 128)
+    machine = Machine(num_cpus=1)
+    assert by_gen.resolve(machine) == by_max.resolve(machine) == both.resolve(machine)
+    assert by_max.workload.num_new_tokens == 28
+    assert parsed("--prefix_len", 100).resolve(machine).workload.max_len == 164
+
+
+def test_two_spellings_of_a_budget() -> None:
+    assert parsed("--streamingllm_budget", 99) == parsed("--draft_budget", 99)
+    assert parsed("--draft_budget", 99).kv.budget == 99
+
+
+@pytest.mark.parametrize("config", [RunConfig(), DRIVER])
+def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
+    resolved = config.resolve(Machine(num_cpus=8, world_size=2, local_world_size=2))
+    open_ends = {("output", "save_tokens")}
+    if config.decoding.strategy == "autoregressive":
+        open_ends.add(("decoding", "drafter"))
+    values = {(s, n): v for s, section in resolved.to_dict().items() for n, v in section.items()}
+    assert "auto" not in values.values()
+    assert {name for name, value in values.items() if value is None} == open_ends
+    resolved.check(world_size=2)
+    assert resolved.resolve(Machine(num_cpus=1, has_cuda=True)) == resolved, "done once for all"
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "dtype", "threads"),
+    [
+        (Machine(8), "cpu", "float32", 8),
+        (Machine(8, 4, 4), "cpu", "float32", 2),
+        (Machine(8, 8, 3, has_fast_bfloat16=True), "cpu", "bfloat16", 2),
+        (Machine(2, 4, 4), "cpu", "float32", 1),
+        (Machine(8, has_cuda=True), "cuda", "bfloat16", 8),
+    ],
+)
+def test_auto_is_what_the_machine_is_good_at(
+    machine: Machine, device: str, dtype: str, threads: int
+) -> None:
+    resolved = RunConfig().resolve(machine)
+    assert (resolved.parallel.device, resolved.model.dtype) == (device, dtype)
+    assert resolved.parallel.threads == threads
+    assert resolved.parallel.rank_group == tuple(range(machine.world_size))
+    assert resolved.attention.backend in module.ATTENTION_BACKENDS
+
+
+def test_what_was_chosen_is_kept() -> None:
+    flags = "--device cpu --dtype float32 --threads 3 --attention sdpa"
+    resolved = parsed(*flags.split()).resolve(Machine(8, has_cuda=True, has_fast_bfloat16=True))
+    assert (resolved.parallel.device, resolved.parallel.threads) == ("cpu", 3)
+    assert (resolved.model.dtype, resolved.attention.backend) == ("float32", "sdpa")
+
+
+def test_an_absent_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="--device cuda: no CUDA device here; choose from auto"):
+        parsed("--device", "cuda").resolve(Machine(8))
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [(table, name) for table in TABLES for name in getattr(module, table)]
+)
+def test_every_name_of_the_tables_exists(table: str, name: str) -> None:
+    assert isinstance(load_named(getattr(module, table), name), type)
+
+
+def test_only_rank_0_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait a while, so that the line comes before torchrun's summary."""
+    waited: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(sys, "argv", ["somewhere/driver.py"])
+    for rank, printed in (("0", "driver.py: --gamma 0 is too small"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(DRIVER, "", ["--gamma", "0"])
+        out, err = capsys.readouterr()
+        assert stopped.value.code == 2 and out == ""
+        assert err.startswith(printed) and err.count("\n") == bool(printed)
+    assert len(waited) == 1
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    loaded = "print(*sorted({'torch', 'numpy', 'datasets', 'transformers'} & set(sys.modules)))"
+    program = f"import sys\n{code}\n{loaded}"
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+def test_the_config_is_light() -> None:
+    assert run_python("import magicdec.config").stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--gama 3", "driver.py: unknown argument --gama; did you mean --gamma?\n"),
+        ("--gamma 0", "driver.py: --gamma 0 is too small; it must be at least 1\n"),
+    ],
+)
+def test_a_refusal_is_one_line_and_loads_nothing(flags: str, line: str) -> None:
+    code = f"""
+from magicdec.bench.commands import selfspec
+sys.argv = ["some/driver.py", *{flags.split()}]
+try:
+    selfspec()
+except SystemExit as stopped:
+    assert stopped.code == 2
+else:
+    raise AssertionError("not refused")
+"""
+    result = run_python(code)
+    assert (result.stdout, result.stderr) == ("\n", line)

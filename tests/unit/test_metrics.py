@@ -1,0 +1,146 @@
+"""Metrics: the definitions in docs/record.md, and None where there is nothing to measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from magicdec.bench.metrics import (
+    PassSamples,
+    acceptance,
+    decode_metrics,
+    percentile,
+    prefill_metrics,
+    speedups,
+)
+from magicdec.request import Request, SamplingParams, StepOutput
+
+SPECULATIVE = {"acceptance_rate", "acceptance_length", "acceptance_per_position"}
+
+
+def finished(num_output: int, finished_s: float | None) -> Request:
+    request = Request(0, (1,), SamplingParams(99), list(range(num_output)))
+    request.finished_s = finished_s
+    return request
+
+
+def test_acceptance_counts_survivors() -> None:
+    """Ten verifications accepted 0, 0, 0, 1, 1, 3, 3, 4, 4, 4: nobody stopped at two, so as many
+    got past the second draft token as past the third."""
+    batches = [[[0, 1], [0, 3], [4]], [[1, 4], [0, 3], [4]]]
+    result = acceptance(batches, 4)
+    assert result["acceptance_per_position"] == [0.7, 0.5, 0.5, 0.3]
+    assert result["acceptance_rate"] == 20 / 40
+    assert result["acceptance_length"] == 3.0
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_acceptance_agrees_with_itself(counts: list[int]) -> None:
+    result = acceptance([[counts]], 5)
+    survived = result["acceptance_per_position"]
+    assert len(survived) == 5
+    assert survived == sorted(survived, reverse=True)
+    assert math.isclose(1 + sum(survived), result["acceptance_length"])
+    assert math.isclose(1 + 5 * result["acceptance_rate"], result["acceptance_length"])
+
+
+def test_nothing_accepted_is_zero_and_nothing_drafted_is_none() -> None:
+    assert acceptance([[[0, 0]]], 2) == {
+        "acceptance_rate": 0.0,
+        "acceptance_length": 1.0,
+        "acceptance_per_position": [0.0, 0.0],
+    }
+    for batches, num_draft_tokens in (([], 2), ([[]], 2), ([[[]]], 2), ([[[1]]], None)):
+        assert acceptance(batches, num_draft_tokens) == dict.fromkeys(SPECULATIVE)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
+@example([3.0, 1.0, 2.0], 50.0)
+@example([1.0, 2.0], 100.0)
+def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+    expected = float(np.percentile(values, percent))
+    found = percentile(values, percent)
+    assert found is not None and math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-6)
+
+
+def test_no_values_no_percentile() -> None:
+    assert percentile([], 50) is None
+
+
+def test_tpot_is_decode_time_over_the_tokens_after_the_first() -> None:
+    samples = PassSamples()
+    requests = [finished(5, 10.4), finished(3, 10.1), finished(1, 10.0), finished(3, None)]
+    samples.end_batch(requests, started_s=10.0)
+    assert samples.tpot_s == pytest.approx([0.1, 0.05])
+    assert samples.num_tokens == [4 + 2 + 0 + 2]
+    metrics = decode_metrics(samples, 1e9, None)
+    assert metrics["mean_tpot_ms"] == pytest.approx(75)
+    assert metrics["p50_tpot_ms"] == pytest.approx(75)
+    assert metrics["p90_tpot_ms"] == pytest.approx(95)
+    assert metrics["p99_tpot_ms"] == pytest.approx(99.5)
+
+
+def observed(*batches: Sequence[tuple[float, list[int] | None]]) -> PassSamples:
+    samples = PassSamples()
+    for batch in batches:
+        samples.begin_batch()
+        for seconds, accepted in batch:
+            samples.observe(StepOutput([[1]], num_accepted=accepted), seconds)
+    return samples
+
+
+def test_decode_metrics_by_hand() -> None:
+    samples = observed([(0.25, [1, 0]), (0.25, [2])], [(0.5, [3])])
+    samples.num_tokens, samples.bytes_read, samples.peak_memory_bytes = [30, 20], 4 * 10**9, 7
+    samples.phase_ms = {"draft": 100.0, "verify": 200.0, "decode": None}
+    metrics = decode_metrics(samples, bandwidth=1e10, num_draft_tokens=3)
+    assert metrics["decode_tokens_per_s"] == 50.0
+    assert metrics["mean_step_ms"] == pytest.approx(1000 / 3)
+    assert (metrics["draft_ms"], metrics["verify_ms"], metrics["decode_ms"]) == (100, 200, None)
+    assert metrics["other_ms"] == pytest.approx(1000 / 3 - 300)
+    assert metrics["roofline_fraction"] == pytest.approx(0.4)
+    assert (metrics["bytes_read"], metrics["peak_memory_bytes"]) == (4 * 10**9, 7)
+    assert metrics["acceptance_rate"] == 6 / 12
+    assert samples.num_accepted == [[[1, 0], [2]], [[3]]]
+
+
+def test_what_was_not_measured_is_none_and_never_zero() -> None:
+    samples = observed([], [])
+    samples.end_batch([finished(1, 1.0)], 0.0)
+    metrics = decode_metrics(samples, 1e9, 4)
+    assert metrics["bytes_read"] == 0  # a count: no step ran, nothing was read
+    assert all(value is None for key, value in metrics.items() if key != "bytes_read"), metrics
+    assert set(prefill_metrics([], 0, 0.0).values()) == {None}
+
+
+def test_untimed_phases_leave_no_rest() -> None:
+    samples = observed([(0.1, None)])
+    samples.phase_ms = {"draft": None, "verify": None, "decode": None}
+    metrics = decode_metrics(samples, 1e9, None)
+    assert metrics["mean_step_ms"] == 100.0 and metrics["other_ms"] is None
+
+
+def test_an_autoregressive_pass_has_no_acceptance() -> None:
+    metrics = decode_metrics(observed([(0.1, None), (0.1, None)]), 1e9, None)
+    assert all(metrics[key] is None for key in SPECULATIVE)
+
+
+def test_prefill_metrics() -> None:
+    metrics = prefill_metrics([0.5, 1.0], 3000, 1.5)
+    assert metrics == {"prefill_tokens_per_s": 2000.0, "mean_ttft_ms": 750.0}
+
+
+def test_speedups_are_of_throughput_batch_by_batch() -> None:
+    """The second batch emitted fewer tokens than its baseline did (ends differ between ties), which
+    counts as slower."""
+    baseline = PassSamples([[1.0, 1.0], [2.0], [1.0]], [], [40, 40, 5])
+    ours = PassSamples([[0.5], [0.5, 0.5], []], [], [40, 20, 0])
+    assert speedups(baseline, ours) == [4.0, 1.0]
+    assert speedups(ours, ours) == [1.0, 1.0]
+    with pytest.raises(ValueError, match="zip"):
+        speedups(PassSamples([[1.0]], [], [4]), ours)

@@ -1,0 +1,85 @@
+"""Progress: on stderr alone, from the leader alone, and rarely."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from magicdec.bench import progress
+from magicdec.bench.progress import LINE_EVERY_S, Bar, Lines, Silent, make_progress
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def make_terminal(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    """What tells `make_progress` where stderr goes; output itself goes to pytest's capture."""
+    stderr = SimpleNamespace(isatty=lambda: is_terminal)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_only_the_leader_speaks(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    make_terminal(monkeypatch, is_terminal)
+    assert isinstance(make_progress(False), Silent)
+    assert isinstance(make_progress(True), Bar if is_terminal else Lines)
+
+
+def test_others_are_silent(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
+    with make_progress(False).task("decode", 100) as advance:
+        clock.now += 100 * LINE_EVERY_S
+        advance(50)
+        advance()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_line_each_interval_and_none_before(
+    capfd: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    with Lines().task("decode", 100) as advance:
+        for seconds, expected in (
+            (0.9 * LINE_EVERY_S, ""),
+            (0.2 * LINE_EVERY_S, "decode: 20/100 (11 s)\n"),
+            (0.9 * LINE_EVERY_S, ""),
+            (0.2 * LINE_EVERY_S, "decode: 40/100 (22 s)\n"),
+            (5 * LINE_EVERY_S, "decode: 50/100 (72 s)\n"),
+        ):
+            clock.now += seconds
+            advance(10)
+            assert capfd.readouterr() == ("", expected)
+        advance()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_task_counts_from_its_own_start(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
+    lines = Lines()
+    for _ in range(5):
+        with lines.task("short", 1) as advance:
+            clock.now += 0.9 * LINE_EVERY_S
+            advance()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bar_is_drawn_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Bar().task("decode", 2) as advance:
+        advance()
+        advance()
+    out, err = capsys.readouterr()
+    assert out == "" and "decode" in err

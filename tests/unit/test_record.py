@@ -1,0 +1,266 @@
+"""RunRecord: docs/record.md says what is in it; what may not be in it cannot be made, written or
+read."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from conftest import TINY
+
+from magicdec.bench.environment import describe_environment
+from magicdec.bench.metrics import PassSamples, prefill_metrics
+from magicdec.bench.prepare import Prepared
+from magicdec.bench.record import Correctness, RunRecord, append_record, load_records
+from magicdec.bench.run import Run, make_record
+from magicdec.bench.workload import Workload
+from magicdec.config import DecodingSection, Machine, RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.model.checkpoint import ModelSource
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
+PASSED = Correctness("autoregressive", True, 12, None, 0, 1e-4)
+WORST = {"sequence": 1, "index": 3, "expected": 5, "found": 9, "margin": 0.5}
+DIVERGED = Correctness("autoregressive", False, 12, WORST, 0, 1, 1e-4)
+UNCOMPARED = Correctness(None, num_tokens=12)
+
+
+def sample_pass(num_accepted: list[list[list[int]]]) -> PassSamples:
+    """Two batches of one row: two steps, then one."""
+    return PassSamples([[0.1, 0.2], [0.3]], num_accepted, [4, 3], [0.08, 0.1], 10**9, 10**8)
+
+
+def run_record(strategy: str, correctness: Correctness, is_random: bool = False) -> RunRecord:
+    """What a run of these samples would write, without the run."""
+    launch = Launch(0, 1, 0, 1)
+    drafter = None if strategy == "autoregressive" else "self"
+    config = RunConfig(decoding=DecodingSection(strategy, drafter)).resolve(Machine(2))
+    workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee")
+    weights = SimpleNamespace(shapes=dict, read=lambda piece: torch.ones(piece.full_shape))
+    source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
+    prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload)
+    passes = dict.fromkeys((*(["autoregressive"] if correctness.reference else []), strategy))
+    accepted = {"autoregressive": [[], []], "speculative": [[[1], [2]], [[2]]]}
+    run = SimpleNamespace(
+        prepared=prepared,
+        config=config,
+        passes=list(passes),
+        samples={name: sample_pass(accepted[name]) for name in passes},
+        timers={name: SimpleNamespace(mean_ms=lambda phase: 1.0) for name in passes},
+    )
+    started = datetime.datetime.now(datetime.timezone.utc)
+    environment = describe_environment(launch, "cpu", started)
+    environment["read_bandwidth_bytes_per_s"] = 1e10
+    prefill = prefill_metrics([0.1, 0.2], 4, 0.3)
+    return make_record(cast(Run, run), prefill, correctness, environment)
+
+
+def failed_record() -> RunRecord:
+    ran = run_record("autoregressive", UNCOMPARED)
+    environment = describe_environment(Launch(0, 2, 0, 2), "cpu", datetime.datetime.now())
+    return RunRecord("failed", ran.config, environment, "RuntimeError: no", ran.workload)
+
+
+RECORDS = {
+    "speculative": lambda: run_record("speculative", PASSED),
+    "tie": lambda: run_record("speculative", replace(DIVERGED, num_excused=1, num_diverged=0)),
+    "diverged": lambda: run_record("speculative", DIVERGED),
+    "baseline": lambda: run_record("autoregressive", UNCOMPARED),
+    "alone": lambda: run_record("speculative", UNCOMPARED),
+    "random": lambda: run_record("speculative", PASSED, is_random=True),
+    "failed": failed_record,
+}
+
+
+def documented() -> dict[str, dict[str, str]]:
+    """Section path -> key -> when it is null, from the tables; the top level is ''."""
+    sections: dict[str, dict[str, str]] = {}
+    names: list[str] = []
+    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            names = re.findall(r"`([^`]+)`", line) or [""]
+        elif row := re.match(r"\| `([^`]+)` \|", line):
+            for name in names:
+                keys = sections.setdefault(name, {})
+                assert row[1] not in keys, f"{name}.{row[1]} is documented twice"
+                keys[row[1]] = line.split("|")[-2].strip()
+    return sections
+
+
+def objects(value: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object of a record by path; names of passes are one name, metric names of a tolerance
+    are the user's."""
+    if path == "samples":
+        value = {"<pass>": next(iter(value.values()))}
+    yield path, value
+    for key, inner in value.items():
+        if isinstance(inner, dict) and key != "tolerance":
+            yield from objects(inner, f"{path}.{key}".lstrip("."))
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_the_document_has_the_keys_of_real_records(kind: str) -> None:
+    tables = documented()
+    for path, value in objects(json.loads(RECORDS[kind]().to_json())):
+        assert set(value) == set(tables[path]), path
+        for key, inner in value.items():
+            absent = tables[path][key]
+            assert inner is not None or not absent.startswith("never"), f"{path}.{key} is null"
+
+
+def test_every_documented_object_is_in_some_record() -> None:
+    seen = {p for make in RECORDS.values() for p, _ in objects(json.loads(make().to_json()))}
+    assert set(documented()) == seen
+
+
+def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("speculative", "failed", "diverged"):
+        append_record(tmp_path / "results/runs.jsonl", RECORDS[kind]())
+    monkeypatch.chdir(tmp_path)
+    example = DOCUMENT.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["speedups"] == [1.0]
+
+
+def test_only_correct_runs_have_performance() -> None:
+    for kind, make in RECORDS.items():
+        record = make()
+        is_correct = kind not in ("diverged", "failed")
+        assert (record.metrics is not None) == is_correct, kind
+        assert (record.baseline_metrics is not None) == (kind in ("speculative", "tie", "random"))
+
+
+def test_random_weights_have_times_but_no_acceptance() -> None:
+    metrics, trained = RECORDS["random"]().metrics, RECORDS["speculative"]().metrics
+    assert metrics is not None and trained is not None
+    withheld = {key for key in metrics if metrics[key] is None} - {
+        key for key in trained if trained[key] is None
+    }
+    assert withheld == {
+        "acceptance_rate",
+        "acceptance_length",
+        "acceptance_per_position",
+        "speedup",
+        "speedup_per_batch",
+        "decode_tokens_per_s",
+        *(f"{p}_tpot_ms" for p in ("mean", "p50", "p90", "p99")),
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"status": "diverged", "correctness": DIVERGED, "metrics": {}},
+        {"status": "diverged", "correctness": DIVERGED, "baseline_metrics": {}},
+        {"status": "failed", "error": "E: no", "metrics": {}},
+        {"status": "failed", "error": "E: no", "baseline_metrics": {}},
+        {"status": "failed", "error": "E: no", "correctness": PASSED, "metrics": {}},
+        {"status": "failed"},
+        {"status": "ok", "correctness": PASSED, "error": "E: no"},
+        {"status": "ok"},
+        {"status": "ok", "correctness": DIVERGED},
+        {"status": "ok", "correctness": Correctness("autoregressive")},
+        {"status": "diverged", "correctness": PASSED},
+        {"status": "diverged", "correctness": UNCOMPARED},
+        {"status": "passed", "correctness": PASSED},
+    ],
+)
+def test_contradictions_cannot_be_made(fields: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        RunRecord(**({"config": {}, "environment": {}} | fields))
+
+
+def test_what_passes() -> None:
+    for correctness, passed in (
+        (PASSED, True),
+        (UNCOMPARED, True),
+        (replace(DIVERGED, num_excused=1, num_diverged=0), True),
+        (DIVERGED, False),
+        (Correctness("autoregressive"), False),
+    ):
+        assert correctness.passed is passed
+
+
+def small(**fields: Any) -> RunRecord:
+    values: dict[str, Any] = {"status": "ok", "config": {}, "environment": {}}
+    return RunRecord(**(values | {"correctness": PASSED, "metrics": {"speedup": 1.5}} | fields))
+
+
+def test_a_record_is_one_line_that_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "runs.jsonl"
+    texts = small(environment={"argv": ["a\nb", "\u2028", "é"]}), small(tolerance={"speedup": 0.1})
+    for record in texts:
+        append_record(path, record)
+    assert path.read_bytes().count(b"\n") == 2 and path.read_bytes().endswith(b"\n")
+    loaded = load_records(path)
+    assert loaded == [json.loads(record.to_json()) for record in texts]
+    assert loaded[0]["environment"]["argv"] == ["a\nb", "\u2028", "é"]
+    assert [record["tolerance"] for record in loaded] == [None, {"speedup": 0.1}]
+
+
+@pytest.mark.parametrize("before", [b"", b"\n", b'{"cut of', b'{"whole": 1}\n', b"\xff\n\nx"])
+def test_appending_closes_a_cut_line_and_rewrites_nothing(tmp_path: Path, before: bytes) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(before)
+    append_record(path, small())
+    closed = b"\n" if before and not before.endswith(b"\n") else b""
+    assert path.read_bytes() == before + closed + small().to_json().encode() + b"\n"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_a_number_is_neither_written_nor_read(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "runs.jsonl"
+    append_record(path, small())
+    written = path.read_bytes()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_record(path, small(metrics={"speedup": value}))
+    assert path.read_bytes() == written
+    path.write_text(json.dumps({"schema_version": 1, "speedup": value}))
+    with pytest.raises(ValueError, match=f"{path}:1: not a JSON record .*is not JSON"):
+        load_records(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"cut of', "not a JSON record"),
+        ("[1]", "schema_version is None, this program reads 1"),
+        ("{}", "schema_version is None"),
+        ('{"schema_version": 2}', "schema_version is 2, this program reads 1"),
+        ('{"schema_version": 1, "status": "ok"}', "not a record; it has no config"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(f"{small().to_json()}\n\n{line}\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}:3: {message}")) as error:
+        load_records(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_record_without_a_tolerance_key_is_read(tmp_path: Path) -> None:
+    record = json.loads(small().to_json())
+    del record["tolerance"]
+    (tmp_path / "old.jsonl").write_text(json.dumps(record))
+    assert load_records(tmp_path / "old.jsonl") == [record]
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, reason in (
+        ("missing", "No such file or directory"),
+        (".", "Is a directory"),
+        ("binary", "not UTF-8 text"),
+    ):
+        path = tmp_path / name
+        with pytest.raises(ValueError, match=f"{path}: {reason}; give a file of records"):
+            load_records(path)
