@@ -38,6 +38,7 @@ from magicdec.request import Request, SamplingParams
 from magicdec.runner import ModelRunner
 
 BASELINE = "autoregressive"
+REFERENCE_BACKEND = "sdpa"  # settles differences, whatever backend made them
 
 
 @dataclass
@@ -60,7 +61,9 @@ class Run:
         drafted = 0 if d.strategy == BASELINE else d.num_draft_tokens
         self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
         self.device = rank_device(prepared)
-        self.runner = self.make_runner(self.config.model.dtype, w.batch_size)
+        self.runner = self.make_runner(
+            self.config.model.dtype, w.batch_size, self.config.attention.backend
+        )
         self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
         self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
         if d.baseline and d.strategy != BASELINE:
@@ -69,9 +72,9 @@ class Run:
         self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
         self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
 
-    def make_runner(self, dtype: str, num_rows: int) -> ModelRunner:
+    def make_runner(self, dtype: str, num_rows: int, backend_name: str) -> ModelRunner:
         source = self.prepared.source
-        backend = load_named(ATTENTION_BACKENDS, self.config.attention.backend)()
+        backend = load_named(ATTENTION_BACKENDS, backend_name)()
         with self.progress.task(f"loading {source.name} as {dtype}", 1) as advance:
             model = load_transformer(
                 source.config, source.weights, self.shard, None, getattr(torch, dtype), self.device
@@ -157,7 +160,7 @@ class Run:
             self.finished[BASELINE],
             self.finished[asked],
             dtype,
-            lambda: self.make_runner(WIDER[dtype], num_rows=1),
+            lambda: self.make_runner(WIDER[dtype], num_rows=1, backend_name=REFERENCE_BACKEND),
             self.config.attention.prefill_chunk,
         )
 
@@ -169,13 +172,11 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
     started = datetime.datetime.now(datetime.timezone.utc)
     assert config.parallel.rank_group is not None, "resolved"
     groups = make_groups(prepared.launch, config.parallel.rank_group, rank_device(prepared))
-    try:
-        run = Run(prepared, groups, make_progress(is_leader))
-        bandwidth = read_bandwidth(groups.target, run.device)
-        prefill = run.measure()
-        correctness = run.check()
-    finally:
-        close_groups()
+    run = Run(prepared, groups, make_progress(is_leader))
+    bandwidth = read_bandwidth(groups.target, run.device)
+    prefill = run.measure()
+    correctness = run.check()
+    close_groups()  # not after an error: leaving a group waits for ranks that may be gone
     environment = describe_environment(prepared.launch, config.parallel.device, started)
     environment["read_bandwidth_bytes_per_s"] = bandwidth
     record = make_record(run, prefill, correctness, environment)
