@@ -32,6 +32,7 @@ DRAFTERS = {
 }
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+COLLECTIVES = ("gloo", "shared_memory", "nccl")
 
 
 def load_named(table: dict[str, str], name: str) -> Any:
@@ -67,6 +68,13 @@ class ParallelSection:
         "--rank_group",
     )
     device: str = option("auto", "where to run", "--device", choices=("auto", *DEVICES))
+    collectives: str | None = option(
+        "auto",
+        "how ranks exchange; auto: nccl on CUDA, shared_memory between CPU ranks of one host",
+        "--collectives",
+        choices=("auto", *COLLECTIVES),
+    )
+    collectives_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     threads: int | None = option(None, "CPU threads a rank; default: cores / ranks", "--threads")
 
 
@@ -161,6 +169,8 @@ class Machine:
     local_world_size: int = 1
     has_cuda: bool = False
     has_fast_bfloat16: bool = False
+    has_compiler: bool = False
+    has_shared_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,6 +230,9 @@ class RunConfig:
         dtype = self.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if fast_bfloat16 else "float32"
+        collectives, reason = self.parallel.collectives, self.parallel.collectives_reason
+        if reason is None:
+            collectives, reason = choose_collectives(collectives, device, machine)
         backend = "grouped" if self.attention.backend == "auto" else self.attention.backend
         replace = dataclasses.replace
         return replace(
@@ -228,6 +241,8 @@ class RunConfig:
             parallel=replace(
                 self.parallel,
                 device=device,
+                collectives=collectives,
+                collectives_reason=reason,
                 rank_group=self.parallel.rank_group or tuple(range(machine.world_size)),
                 threads=self.parallel.threads
                 or max(1, machine.num_cpus // machine.local_world_size),
@@ -243,6 +258,33 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested by section, for the record."""
         return dataclasses.asdict(self)
+
+
+def choose_collectives(
+    asked: str | None, device: str, machine: Machine
+) -> tuple[str | None, str | None]:
+    """(name, why) of the collectives to use; (None, None) for one rank. Raises ValueError for what
+    the device, the hosts or the machine cannot do."""
+    if machine.world_size == 1:
+        return None, None
+    obstacles = {
+        "several hosts": machine.local_world_size != machine.world_size,
+        "no C++ compiler": not machine.has_compiler,
+        "no /dev/shm": not machine.has_shared_memory,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if asked == "auto":
+        if device == "cuda":
+            return "nccl", "auto: CUDA"
+        return ("gloo", f"auto: {obstacle}") if obstacle else ("shared_memory", "auto: one host")
+    if (asked == "nccl") != (device == "cuda"):
+        fitting = "nccl" if device == "cuda" else "gloo, shared_memory"
+        raise ValueError(
+            f"--collectives {asked} cannot serve --device {device}; choose from {fitting}"
+        )
+    if asked == "shared_memory" and obstacle:
+        raise ValueError(f"--collectives shared_memory: {obstacle} here; choose from auto, gloo")
+    return asked, "asked for"
 
 
 def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) -> None:

@@ -148,7 +148,8 @@ def _title(record: dict[str, Any]) -> str:
         f"{c['model']['model']} ({c['model']['dtype']}), {record['workload']['dataset']}: "
         f"B {w['batch_size']}, prefix {w['prefix_len']}, {w['gen_len']} new tokens, "
         f"{w['num_batches']} batches; ranks {e['world_size']} x threads {e['threads']}, "
-        f"{c['parallel']['device']}, {e['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read"
+        f"{c['parallel']['collectives'] or c['parallel']['device']}, "
+        f"{e['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read"
     )
 
 

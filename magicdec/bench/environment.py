@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from magicdec.build import find_compiler
 from magicdec.config import Machine
 from magicdec.distributed.groups import Launch
 
@@ -27,6 +28,8 @@ def probe_machine(launch: Launch) -> Machine:
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
         has_cuda=torch.cuda.is_available(),
+        has_compiler=find_compiler() is not None,
+        has_shared_memory=Path("/dev/shm").is_dir(),
         has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
     )
 
@@ -46,7 +49,6 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "world_size": launch.world_size,
-        "collectives": None if launch.world_size == 1 else ("nccl" if device == "cuda" else "gloo"),
         "threads": torch.get_num_threads(),
         "read_bandwidth_bytes_per_s": None,  # measured in a run, which fills it in
     }

@@ -171,7 +171,12 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
     torch.set_num_threads(config.parallel.threads or 1)
     started = datetime.datetime.now(datetime.timezone.utc)
     assert config.parallel.rank_group is not None, "resolved"
-    groups = make_groups(prepared.launch, config.parallel.rank_group, rank_device(prepared))
+    groups = make_groups(
+        prepared.launch,
+        config.parallel.rank_group,
+        rank_device(prepared),
+        config.parallel.collectives,
+    )
     run = Run(prepared, groups, make_progress(is_leader))
     bandwidth = read_bandwidth(groups.target, run.device)
     prefill = run.measure()

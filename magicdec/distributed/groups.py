@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from magicdec.distributed.shared_memory import SharedMemoryExchange
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -44,6 +46,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     handle: ProcessGroup | None = None
+    exchange: SharedMemoryExchange | None = None  # carries tensors in place of the process group
 
     @property
     def size(self) -> int:
@@ -51,6 +54,8 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the group, in place."""
+        if self.exchange is not None:
+            return self.exchange.all_reduce(x)
         if self.handle is not None:
             import torch.distributed as dist
 
@@ -58,7 +63,9 @@ class Group:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, stacked in front: [size, ...], in the process group's own order."""
+        """Every rank's x, stacked in front: [size, ...], in an order of the group's own."""
+        if self.exchange is not None:
+            return self.exchange.all_gather(x)
         if self.handle is None:
             return x.unsqueeze(0)
         import torch
@@ -100,11 +107,12 @@ class ParallelGroups:
 
 
 def make_groups(
-    launch: Launch, rank_group: tuple[int, ...], device: torch.device
+    launch: Launch, rank_group: tuple[int, ...], device: torch.device, collectives: str | None
 ) -> ParallelGroups:
     """Start torch.distributed if there are several ranks, and build the groups in the same order on
-    every rank."""
-    handle = None
+    every rank. `collectives` is a resolved name: gloo, shared_memory, nccl, None for one rank."""
+    handle = exchange = None
+    index = rank_group.index(launch.rank)
     if launch.world_size > 1:
         import torch.distributed as dist
 
@@ -115,7 +123,11 @@ def make_groups(
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         handle = dist.new_group(sorted(rank_group))
-    target = Group(rank_group, rank_group.index(launch.rank), handle)
+        if collectives == "shared_memory":
+            from magicdec.distributed.shared_memory import SharedMemoryExchange
+
+            exchange = SharedMemoryExchange(handle, index, len(rank_group))
+    target = Group(rank_group, index, handle, exchange)
     return ParallelGroups(launch.rank, launch.world_size, target)
 
 

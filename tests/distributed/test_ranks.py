@@ -27,9 +27,20 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]
     return {}
 
 
-@pytest.mark.parametrize("ranks", ["0", "0 1", "1 0", "0 1 2", "2 0 1"])
+@pytest.mark.parametrize(
+    ("ranks", "collectives"),
+    [
+        ("0", "auto"),
+        ("0 1", "shared_memory"),
+        ("0 1", "gloo"),
+        ("1 0", "auto"),
+        ("0 1 2", "gloo"),
+        ("2 0 1", "shared_memory"),
+    ],
+)
 def test_every_rank_count_and_order_emits_the_same_tokens(
     ranks: str,
+    collectives: str,
     launch: Launch,
     tiny_checkpoint: Path,
     text_file: Path,
@@ -40,6 +51,7 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     done = launch(
         "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
         *SPECULATION, "--rank_group", *group, "--results", "r.jsonl", "--save_tokens", "t.jsonl",
+        "--collectives", collectives,
         num_ranks=len(group),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,109 @@
+"""Collectives between the CPU ranks of one host through shared memory (`shared_memory.cpp`).
+
+Owns the segment: created by one rank, mapped by all, unlinked before anything is exchanged, so that
+nothing is left behind however the ranks end. A message larger than a slot goes in parts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from magicdec.build import load_library
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SOURCE = Path(__file__).with_name("shared_memory.cpp")
+DIRECTORY = Path("/dev/shm")
+SLOT_BYTES = 1 << 18
+PATIENCE = 20_000  # yields before Python looks up: signals are handled, missing ranks noticed
+SUMS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
+
+
+class SharedMemoryExchange:
+    """One rank's end. Made by all ranks of `handle` together; they must be on one host."""
+
+    def __init__(self, handle: ProcessGroup, index: int, size: int) -> None:
+        import torch.distributed as dist
+
+        self.index, self.size, self.turn = index, size, 0
+        self._library = load_library(SOURCE)
+        self._library.magicdec_wait.restype = ctypes.c_int64
+        num_bytes = size * (64 + 2 * SLOT_BYTES)
+        path = _create(num_bytes) if index == 0 else None
+        ends: list[Any] = [None] * size
+        dist.all_gather_object(ends, (index, path, os.getpid()), group=handle)
+        shared = next(p for i, p, _ in ends if i == 0)
+        self.pids = [pid for _, _, pid in sorted(ends, key=lambda end: end[0])]
+        with Path(shared).open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), num_bytes)
+        dist.barrier(group=handle)
+        if path is not None:
+            Path(path).unlink()
+        self._segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks, in place, to the same bits on each."""
+        flat = x.view(-1)
+        assert x.is_contiguous() and x.dtype in SUMS
+        add = getattr(self._library, f"magicdec_sum_{SUMS[x.dtype]}")
+        for part in flat.split(SLOT_BYTES // x.element_size()):
+            self._exchange(part)
+            add(*self._place(), ctypes.c_void_p(part.data_ptr()), ctypes.c_int64(part.numel()))
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, in rank order: [size, ...]."""
+        x = x.contiguous()
+        parts = []
+        for part in x.view(-1).split(SLOT_BYTES // x.element_size()):
+            self._exchange(part)
+            out = torch.empty(self.size, part.numel(), dtype=x.dtype)
+            num_bytes = ctypes.c_int64(part.numel() * x.element_size())
+            self._library.magicdec_collect(
+                *self._place(), ctypes.c_void_p(out.data_ptr()), num_bytes
+            )
+            parts.append(out)
+        return torch.cat(parts, dim=1).view(self.size, *x.shape)
+
+    def _place(self) -> tuple[Any, ...]:
+        c = ctypes.c_int64
+        return self._segment, c(self.size), c(SLOT_BYTES), ctypes.c_uint64(self.turn)
+
+    def _exchange(self, x: Tensor) -> None:
+        self.turn += 1
+        c, turn = ctypes.c_int64, ctypes.c_uint64(self.turn)
+        self._library.magicdec_post(
+            self._segment, c(self.index), c(self.size), c(SLOT_BYTES), turn,
+            ctypes.c_void_p(x.data_ptr()), c(x.numel() * x.element_size()),
+        )  # fmt: skip
+        wait = self._library.magicdec_wait
+        while (missing := wait(self._segment, c(self.size), turn, c(PATIENCE))) >= 0:
+            if not _is_alive(self.pids[missing]):
+                raise RuntimeError(
+                    f"rank {missing} of the group has ended (process {self.pids[missing]})"
+                )
+
+
+def _create(num_bytes: int) -> str:
+    descriptor, path = tempfile.mkstemp(prefix="magicdec-", dir=DIRECTORY)
+    os.ftruncate(descriptor, num_bytes)
+    os.close(descriptor)
+    return path
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process runs; one that ended but was not yet waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,46 @@
+"""One rank of a check of collectives: shared memory against gloo, on the shapes that decoding
+sends. Started by test_collectives.py; prints OK on rank 0, or dies as asked."""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from magicdec.distributed.groups import close_groups, make_groups, read_launch
+
+launch = read_launch()
+order = tuple(reversed(range(launch.world_size)))
+groups = make_groups(launch, order, torch.device("cpu"), "shared_memory")
+group = groups.target
+assert group.exchange is not None
+torch.manual_seed(launch.rank)
+if sys.argv[1:] == ["die"]:
+    if launch.rank == 1:
+        os._exit(7)
+    started = time.monotonic()
+    try:
+        group.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        print(f"NOTICED after {time.monotonic() - started:.1f} s: {error}", file=sys.stderr)
+        sys.exit(3)
+for turn in range(60):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shape in ((1,), (4, 1, 256), (3, 5, 7), (300, 1000)):
+            x = torch.randn(shape).to(dtype)
+            parts = [torch.empty_like(x) for _ in order]
+            dist.all_gather(parts, x)
+            ours = group.all_reduce(x.clone())
+            expected = torch.stack([parts[r] for r in order]).double().sum(0)
+            tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+            assert (ours.double() - expected).abs().max() <= tolerance * expected.abs().max()
+            same = [torch.empty_like(ours) for _ in order]
+            dist.all_gather(same, ours)
+            assert all(torch.equal(ours, other) for other in same), "every rank has the same bits"
+            assert torch.equal(group.all_gather(x), torch.stack([parts[r] for r in order]))
+            if turn > 3:
+                break
+if launch.rank == 0:
+    print("OK", flush=True)
+close_groups()

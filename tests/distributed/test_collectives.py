@@ -1,0 +1,58 @@
+"""Shared-memory collectives against gloo; what happens when a rank dies; nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Launch
+
+from magicdec.config import Machine, RunConfig, choose_collectives
+
+HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)
+
+
+def leftovers() -> list[Path]:
+    return list(Path("/dev/shm").glob("magicdec-*"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shared_memory_equals_gloo(num_ranks: int, launch: Launch) -> None:
+    done = launch("distributed/exchange.py", num_ranks=num_ranks)
+    assert done.returncode == 0 and "OK" in done.stdout, done.stderr
+    assert leftovers() == []
+
+
+def test_a_dead_rank_is_noticed_and_leaves_nothing(launch: Launch) -> None:
+    done = launch("distributed/exchange.py", "die", num_ranks=2)
+    assert done.returncode != 0 and "OK" not in done.stdout
+    assert leftovers() == []
+
+
+def test_auto_takes_shared_memory_on_one_host_and_says_why() -> None:
+    parallel = RunConfig().resolve(HERE).parallel
+    assert (parallel.collectives, parallel.collectives_reason) == (
+        "shared_memory",
+        "auto: one host",
+    )
+    assert choose_collectives("auto", "cpu", Machine(2)) == (None, None)
+    several = Machine(2, 4, 2, has_compiler=True, has_shared_memory=True)
+    assert choose_collectives("auto", "cpu", several) == ("gloo", "auto: several hosts")
+    bare = Machine(2, 2, 2, has_shared_memory=True)
+    assert choose_collectives("auto", "cpu", bare) == ("gloo", "auto: no C++ compiler")
+    assert choose_collectives("auto", "cuda", HERE) == ("nccl", "auto: CUDA")
+    assert choose_collectives("gloo", "cpu", HERE) == ("gloo", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "machine", "message"),
+    [
+        ("nccl", "cpu", HERE, "--collectives nccl cannot serve --device cpu"),
+        ("gloo", "cuda", HERE, "--collectives gloo cannot serve --device cuda; choose from nccl"),
+        ("shared_memory", "cpu", Machine(2, 2, 1), "--collectives shared_memory: several hosts"),
+        ("shared_memory", "cpu", Machine(2, 2, 2), "no C\\+\\+ compiler here"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: str, device: str, machine: Machine, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_collectives(asked, device, machine)
