@@ -18,6 +18,7 @@ from typing import Any
 ATTENTION_BACKENDS = {
     "sdpa": "magicdec.attention.sdpa:SDPABackend",
     "grouped": "magicdec.attention.grouped:GroupedBackend",
+    "native": "magicdec.attention.native:NativeBackend",
 }
 KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
@@ -218,9 +219,10 @@ class RunConfig:
             )
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
 
-    def resolve(self, machine: Machine) -> RunConfig:
-        """Turn every `auto` and every None into what will run. Raises ValueError for a device that
-        is not there."""
+    def resolve(self, machine: Machine, head_dim: int = 64) -> RunConfig:
+        """Turn every `auto` and every None into what will run, for a model of that head size.
+
+        Raises ValueError for what is not there: a device, a compiler, a way to exchange."""
         device = self.parallel.device
         if device == "auto":
             device = "cuda" if machine.has_cuda else "cpu"
@@ -233,7 +235,7 @@ class RunConfig:
         collectives, reason = self.parallel.collectives, self.parallel.collectives_reason
         if reason is None:
             collectives, reason = choose_collectives(collectives, device, machine)
-        backend = "grouped" if self.attention.backend == "auto" else self.attention.backend
+        backend = choose_backend(self.attention.backend, device, machine, head_dim)
         replace = dataclasses.replace
         return replace(
             self,
@@ -258,6 +260,21 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested by section, for the record."""
         return dataclasses.asdict(self)
+
+
+def choose_backend(asked: str, device: str, machine: Machine, head_dim: int) -> str:
+    """The attention backend to use. Raises ValueError if `native` was asked for and cannot be."""
+    obstacles = {
+        "it is for --device cpu": device != "cpu",
+        "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
+        f"head size {head_dim} is not a multiple of 16": head_dim % 16 != 0,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if asked == "auto":
+        return "grouped" if obstacle else "native"
+    if asked == "native" and obstacle:
+        raise ValueError(f"--attention native: {obstacle}; choose from auto, sdpa, grouped")
+    return asked
 
 
 def choose_collectives(

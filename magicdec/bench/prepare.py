@@ -56,8 +56,8 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     """Resolve and check everything. Raises ValueError, one line naming the flag, for what a user
     can mend."""
     config.check(launch.world_size)
-    config = config.resolve(probe_machine(launch))
     source = find_model("--model", config.model.model)
+    config = config.resolve(probe_machine(launch), source.config.head_dim)
     check_fits(config, source, launch.world_size)
     # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
     # large.

@@ -25,7 +25,7 @@ BAD_INPUT = {
     "unknown preset": (["--model", "random:gpt-9"], "random:llama-3.1-8b"),
     "unknown dataset": (["--dataset", "nope"], "demo, pg19"),
     "unknown dtype": (["--dtype", "float8"], "'float32', 'bfloat16'"),
-    "unknown backend": (["--attention", "nope"], "'sdpa', 'grouped'"),
+    "unknown backend": (["--attention", "nope"], "'sdpa', 'grouped', 'native'"),
     "unknown policy": (["--kv_policy", "nope"], "'full', 'streaming_llm'"),
     "rank twice": (["--rank_group", 0, 0], "--rank_group 0 0"),
     "rank not there": (["--rank_group", 1], "--rank_group 1"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
@@ -21,8 +22,9 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa, blocks of 4": lambda: SDPABackend(4),
     "sdpa, blocks of 64": SDPABackend,
     "grouped": GroupedBackend,
+    "native": NativeBackend,
 }
-HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 8)]
+HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32)]
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(0, 1), StreamingLLM(2, 500)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 MAX_TOKENS = 120

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config import KVSection
 from magicdec.engine import Engine
@@ -60,7 +61,7 @@ def test_speculation_emits_the_baseline_tokens(shape: str, kv: KVSection) -> Non
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 7])
-@pytest.mark.parametrize("backend", [GroupedBackend, SDPABackend])
+@pytest.mark.parametrize("backend", [GroupedBackend, SDPABackend, NativeBackend])
 def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type) -> None:
     """The window rolls on: 300 tokens past prompts of different lengths, budget 40."""
     requests = make_requests(random_prompts([3, 50], TINY.vocab_size, seed=4), 300)

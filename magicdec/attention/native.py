@@ -1,0 +1,103 @@
+"""The CPU kernel: decode and verification over the paged cache in one pass of C++ (`native.cpp`).
+
+Owns the calling of the library. Long chunks (prefill) go to the portable
+backend, whose GEMMs suit them. Called through `torch.library`, so that it traces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.build import load_library, share_openmp
+from magicdec.config import ATTENTION_BACKENDS, load_named
+from magicdec.kv.policy import KVView
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ("-ffast-math", "-fopenmp")
+PREFILL_FROM = 32  # new tokens from which a chunk goes to the portable backend
+STORAGE = (torch.float32, torch.bfloat16)
+
+
+class NativeBackend:
+    """float32 and bfloat16 storage, float32 arithmetic, any head size that is a multiple of 16."""
+
+    def __init__(self) -> None:
+        self._prefill: AttentionBackend = load_named(ATTENTION_BACKENDS, "grouped")()
+        self._ranges: Tensor | None = None
+
+    def block_size(self, max_tokens: int) -> int:
+        return self._prefill.block_size(max_tokens)
+
+    def plan(self, view: KVView) -> None:
+        if view.num_new >= PREFILL_FROM:
+            self._prefill.plan(view)
+            return
+        tail = torch.stack([view.committed, view.seq_lens + view.num_new], dim=1).unsqueeze(1)
+        self._ranges = torch.cat([view.ranges, tail], dim=1).contiguous()
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
+        if view.num_new >= PREFILL_FROM:
+            return self._prefill.run(layer, q, k, v, view)
+        assert self._ranges is not None, "plan before run"
+        cache = view.cache
+        out: Tensor = torch.ops.magicdec.native_attention(
+            q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
+            view.seq_lens, self._ranges,
+        )  # fmt: skip
+        return out
+
+
+@cache
+def kernel(head_size: int) -> ctypes.CDLL:
+    """The library for one head size: a second's work at first use, then from the user's cache."""
+    if head_size % 16:
+        raise ValueError(
+            f"--attention native serves head sizes that are multiples of 16, not {head_size}"
+        )
+    share_openmp()
+    return load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
+    block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor,
+) -> Tensor:  # fmt: skip
+    """Append k, v [B,T,G,D] to one layer's pools [blocks, G, block_size, D] and attend."""
+    if q.dtype not in STORAGE:
+        raise ValueError(f"--attention native stores float32 or bfloat16, not {q.dtype}")
+    for tensor in (q, k, v):
+        assert tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3], "heads are adjacent"
+    num_rows, num_new, num_heads, size = q.shape
+    out = torch.empty(num_rows, num_new, num_heads, size, dtype=q.dtype)
+    shape = (ctypes.c_int64 * 14)(
+        num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
+        ranges.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+    )  # fmt: skip
+    inputs = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out)
+    failed = kernel(size).magicdec_attention(
+        int(q.dtype == torch.bfloat16),
+        shape,
+        *(ctypes.c_void_p(t.data_ptr()) for t in inputs),
+        None,
+    )
+    assert not failed, "compiled for this head size"
+    return out
+
+
+_library = torch.library.Library("magicdec", "DEF")
+_library.define(
+    "native_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
+    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges) -> Tensor"
+)
+_library.impl("native_attention", attention, "CPU")
+
+
+@torch.library.register_fake("magicdec::native_attention")
+def _fake(q: Tensor, *others: Tensor) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
