@@ -23,6 +23,7 @@ from magicdec.config import (
     ParallelSection,
     RunConfig,
     WorkloadSection,
+    choose_backend,
     load_named,
 )
 
@@ -314,3 +315,16 @@ else:
 """
     result = run_python(code)
     assert (result.stdout, result.stderr) == ("\n", line)
+
+
+def test_auto_attention_is_native_where_it_can_be() -> None:
+    machine = Machine(num_cpus=2, has_compiler=True)
+    assert choose_backend("auto", "cpu", machine, 64) == "native"
+    assert choose_backend("auto", "cpu", machine, 72) == "grouped"
+    assert choose_backend("auto", "cuda", machine, 64) == "grouped"
+    assert choose_backend("auto", "cpu", Machine(2), 64) == "grouped"
+    assert choose_backend("sdpa", "cpu", machine, 64) == "sdpa"
+    with pytest.raises(ValueError, match=r"--attention native: it needs a C\+\+ compiler"):
+        choose_backend("native", "cpu", Machine(2), 64)
+    with pytest.raises(ValueError, match="--attention native: head size 72 is not"):
+        choose_backend("native", "cpu", machine, 72)

@@ -1,0 +1,58 @@
+"""Building C++ sources: cached, safe when ranks start together, and clear when it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magicdec import build
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+LOAD = "from magicdec.build import load_library; from pathlib import Path; import sys; "
+LOAD += "print(load_library(Path(sys.argv[1])).answer())"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    build.load_library.cache_clear()
+    return tmp_path
+
+
+def test_processes_that_start_together_share_one_library(home: Path) -> None:
+    source = home / "answer.cpp"
+    source.write_text(SOURCE)
+    command = [sys.executable, "-c", LOAD, str(source)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=60)[0] for process in running] == ["42\n"] * 3
+    built = os.listdir(home / ".cache" / "magicdec")
+    assert len(built) == 1 and built[0].startswith("answer-"), built
+
+
+def test_another_source_is_another_library(home: Path) -> None:
+    source = home / "answer.cpp"
+    for value in ("42", "43"):
+        source.write_text(SOURCE.replace("42", value))
+        build.load_library.cache_clear()
+        assert build.load_library(source).answer() == int(value)
+
+
+def test_what_does_not_compile_says_so_and_leaves_nothing(home: Path) -> None:
+    source = home / "broken.cpp"
+    source.write_text("not C++")
+    with pytest.raises(RuntimeError, match="failed: "):
+        build.load_library(source)
+    assert os.listdir(home / ".cache" / "magicdec") == []
+
+
+def test_without_a_compiler_it_says_what_to_install(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    assert build.find_compiler() is None
+    with pytest.raises(ValueError, match="needs a C\\+\\+ compiler; on Debian: apt install g"):
+        build.load_library(home / "answer.cpp")
