@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ def test_processes_that_start_together_share_one_library(home: Path) -> None:
     command = [sys.executable, "-c", LOAD, str(source)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=60)[0] for process in running] == ["42\n"] * 3
-    built = os.listdir(home / ".cache" / "magicdec")
+    built = [path.name for path in (home / ".cache" / "magicdec").iterdir()]
     assert len(built) == 1 and built[0].startswith("answer-"), built
 
 
@@ -46,7 +45,7 @@ def test_what_does_not_compile_says_so_and_leaves_nothing(home: Path) -> None:
     source.write_text("not C++")
     with pytest.raises(RuntimeError, match="failed: "):
         build.load_library(source)
-    assert os.listdir(home / ".cache" / "magicdec") == []
+    assert list((home / ".cache" / "magicdec").iterdir()) == []
 
 
 def test_without_a_compiler_it_says_what_to_install(
