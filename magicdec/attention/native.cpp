@@ -26,7 +26,7 @@ typedef uint16_t half_bits __attribute__((vector_size(W * 2), aligned(2)));
 typedef uint32_t bits __attribute__((vector_size(W * 4), aligned(4)));
 
 constexpr int TILE = 64;            // keys scored together: their K and V stay in the first-level cache
-constexpr float HIDDEN = -1e30f;    // score of a key that a query may not see; -ffast-math has no infinities
+constexpr float HIDDEN = -1e30f;    // score of a key that a query may not see; -ffinite-math-only has no infinities
 struct bfloat16 { uint16_t value; };
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }

@@ -19,7 +19,12 @@ from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.kv.policy import KVView
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ("-ffast-math", "-fopenmp")
+# What -ffast-math gives the vectoriser, and not -ffast-math itself: linked into a library, that
+# makes the whole process flush subnormal numbers to zero.
+FLAGS = (
+    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+    *("-ffinite-math-only", "-freciprocal-math", "-fopenmp"),
+)
 PREFILL_FROM = 32  # new tokens from which a chunk goes to the portable backend
 STORAGE = (torch.float32, torch.bfloat16)
 

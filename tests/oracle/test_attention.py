@@ -115,3 +115,12 @@ def test_a_forward_sees_neither_the_future_nor_another_row(name: str) -> None:
     assert torch.equal(outputs[0][0, :3], outputs[1][0, :3])
     assert torch.equal(outputs[0][1], outputs[1][1])
     assert not torch.equal(outputs[0][0, 3], outputs[1][0, 3])
+
+
+def test_the_native_library_leaves_the_processor_state_alone() -> None:
+    """It was once linked with -ffast-math, which made the whole process flush subnormals to zero;
+    what ran after it computed other numbers."""
+    from magicdec.attention.native import kernel
+
+    kernel(64)
+    assert float.fromhex("0x1p-1070") * 0.5 == float.fromhex("0x1p-1071") > 0.0
