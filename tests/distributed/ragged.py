@@ -1,0 +1,41 @@
+"""One rank of a ragged batch: baseline and self-speculation over the ranks, prompts of different
+lengths, rows ending apart. Started by test_ragged.py; rank 0 prints the tokens as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import decode_both, make_requests, random_prompts
+
+from magicdec.attention.native import NativeBackend
+from magicdec.config import KVSection
+from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.runner import ModelRunner
+
+torch.set_num_threads(1)
+launch, device = read_launch(), torch.device("cpu")
+order = tuple(reversed(range(launch.world_size)))
+collectives = "shared_memory" if launch.world_size > 1 else None
+group = make_groups(launch, order, device, collectives).target
+source = find_model("--model", sys.argv[1])
+shard = Shard(group.index, group.size)
+model = load_transformer(source.config, source.weights, shard, None, torch.float32, device)
+outputs = []
+for kv in (
+    KVSection("full"),
+    KVSection("streaming_llm", 17, 16),
+    KVSection("streaming_llm", 60, 4),
+):
+    runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
+    requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
+    baseline, ours, _ = decode_both(runner, requests, kv, 4)
+    assert ours == baseline, kv
+    outputs.append(baseline)
+if launch.rank == 0:
+    print(json.dumps(outputs), flush=True)
+close_groups()
