@@ -152,8 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--validation", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("magicdec/demo"))
-    parser.add_argument("--num_windows", type=int, default=8)
-    parser.add_argument("--num_trials", type=int, default=4)
+    parser.add_argument("--num_windows", type=int, default=4)
+    parser.add_argument("--num_trials", type=int, default=3)
     parser.add_argument(
         "--skip_text", action="store_true", help="keep the sampled text that stands"
     )
@@ -166,6 +166,7 @@ def main() -> None:
     books = [json.loads(line)["text"] for line in args.validation.open(encoding="utf-8")]
     encoded = [np.array(tokenizer.encode(text), dtype=np.int64) for text in books]
     measured = {"target_training": trained_on("target"), "draft_training": trained_on("draft")}
+    measured |= {"num_windows": str(args.num_windows), "num_trials": str(args.num_trials)}
     losses, recalls = {}, {}
     for label, name in (("target", "demo"), ("draft", "demo-draft")):
         runner = load_runner(name, 1, max(CONTEXTS) + SCORED + 2 * PASSAGE)

@@ -100,11 +100,6 @@ class ParallelGroups:
     world_size: int
     target: Group
 
-    @property
-    def is_leader(self) -> bool:
-        """The rank that prints and writes records."""
-        return self.rank == 0
-
 
 def make_groups(
     launch: Launch, rank_group: tuple[int, ...], device: torch.device, collectives: str | None
