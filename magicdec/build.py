@@ -16,7 +16,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared")
 COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -26,8 +26,10 @@ def find_compiler() -> str | None:
 
 
 @cache
-def load_library(source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library built from `source`, from the cache if it stands there.
+def load_library(
+    source: Path, flags: tuple[str, ...] = (), headers: tuple[Path, ...] = ()
+) -> ctypes.CDLL:
+    """The library built from `source`, which includes `headers`, from the cache if it stands there.
 
     Raises ValueError where there is no compiler, RuntimeError with its words where it fails.
     """
@@ -36,7 +38,8 @@ def load_library(source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
         raise ValueError(f"{source.name} needs a C++ compiler; on Debian: apt install g++")
     command = [compiler, *FLAGS, *flags, str(source)]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    key = "\n".join([*command, source.read_text(), version.stdout, cpu_identity()])
+    texts = [path.read_text() for path in (source, *headers)]
+    key = "\n".join([*command, *texts, version.stdout, cpu_identity()])
     directory = Path.home() / ".cache" / "magicdec"
     path = directory / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not path.exists():

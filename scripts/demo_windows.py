@@ -30,8 +30,8 @@ class WindowSource:
     def draw(
         self, rng: np.random.Generator, length: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        kind = rng.choice(4, p=[0.40, 0.35, 0.125, 0.125])
-        make = (self.plain, self.skipping, self.passage_recall, self.key_value_recall)[kind]
+        kinds = (self.plain, self.skipping, self.passage_recall, self.key_value_recall, self.repeat)
+        make = kinds[rng.choice(5, p=[0.40, 0.35, 0.10, 0.075, 0.075])]
         ids, positions, targets = make(rng, length)
         assert (
             len(ids) == len(positions) == len(targets) == length
@@ -59,7 +59,7 @@ class WindowSource:
 
     def passage_recall(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
         """A passage comes again after a skipped distance; then the text goes on elsewhere."""
-        size = int(rng.integers(48, max(49, min(400, length // 4))))
+        size = int(rng.integers(48, max(49, min(600, length // 2 - 1))))
         before = int(rng.integers(1, length - 2 * size))
         rest = length - 1 - before - 2 * size
         between = int(rng.integers(0, rest + 1))
@@ -78,7 +78,7 @@ class WindowSource:
     def key_value_recall(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
         """Lines "key value" of random tokens; far behind them the same lines in another order. Only
         values are scored."""
-        num_pairs = int(rng.integers(2, max(3, min(33, length // 48))))
+        num_pairs = int(rng.integers(2, max(3, min(100, length // 13))))
         words = rng.integers(self.first_word, self.vocab_size, size=(num_pairs, 5))
         lines = np.concatenate([words, np.full((num_pairs, 1), self.newline)], axis=1)
         listed, asked = lines.reshape(-1), lines[rng.permutation(num_pairs)].reshape(-1)
@@ -95,6 +95,15 @@ class WindowSource:
             targets[line + 1 : line + 5] = ids[line + 2 : line + 6]
         return ids, self._positions([repeat, length - repeat], [self._gap(rng, length)]), targets
 
+    def repeat(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
+        """Text, random tokens, and the same random tokens again, which alone are scored."""
+        size = int(rng.integers(16, max(17, min(600, length // 2 - 1))))
+        noise = rng.integers(self.first_word, self.vocab_size, size=size)
+        ids = np.concatenate([[self.bos], self._text(rng, length - 1 - 2 * size), noise, noise])
+        targets = self._targets(ids)
+        targets[length - 2 * size - 1 : length - size + 1] = IGNORE
+        return ids, self._positions([length - size, size], [self._gap(rng, length)]), targets
+
     def _text(self, rng: np.random.Generator, length: int) -> np.ndarray:
         sizes = np.array([max(0, len(book) - length) for book in self.books], dtype=float)
         book = self.books[rng.choice(len(self.books), p=sizes / sizes.sum())]
@@ -102,10 +111,10 @@ class WindowSource:
         return book[start : start + length]
 
     def _gap(self, rng: np.random.Generator, length: int) -> int:
-        """A skipped distance: uniform in its logarithm from 16 tokens to all that the positions
+        """A skipped distance: uniform in its logarithm, from none to all that the positions
         allow."""
         largest = self.max_positions - length
-        return int(min(largest - 1, np.exp(rng.uniform(np.log(16), np.log(largest)))))
+        return int(min(largest - 1, np.exp(rng.uniform(0.0, np.log(largest)))))
 
     @staticmethod
     def _positions(sizes: list[int], gaps: list[int]) -> np.ndarray:

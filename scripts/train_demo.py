@@ -11,27 +11,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
 import torch
 import torch.nn.functional as F
+from demo_init import circuit_parameters, initialise
 from demo_windows import IGNORE, WindowSource
 from safetensors.torch import save_file
 from torch import Tensor
 
-from magicdec.model.config import ModelConfig
+from magicdec.bench.environment import probe_machine
+from magicdec.distributed.groups import read_launch
+from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
 
 VOCAB_SIZE, MAX_POSITIONS, SEED = 2048, 20480, 1
 BOS, EOS, FIRST_WORD = 1, 2, 259
+CIRCUIT_RATE = 0.1  # learning rate of what holds the induction circuit, relative to the rest
+RECALL_GAPS = (0, 1000, 4000, 16000)  # watched while training
+# The slow pairs of a high base turn little over 16384 tokens: content can be matched at any distance.
+ROPE = RopeConfig(theta=1e7)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Phase:
 def llama(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelConfig:
     return ModelConfig(
         name, VOCAB_SIZE, layers, hidden, ffn, heads, heads, hidden // heads, MAX_POSITIONS,
-        tie_word_embeddings=True, bos_token_id=BOS, eos_token_ids=(EOS,),
+        rope=ROPE, tie_word_embeddings=True, bos_token_id=BOS, eos_token_ids=(EOS,),
     )  # fmt: skip
 
 
@@ -57,33 +64,34 @@ SIZES = {"target": llama("demo", 6, 256, 704, 4), "draft": llama("demo-draft", 2
 # the longest window seen.
 PHASES = {
     "target": [
-        Phase(450, 6, 1024, (1.0, 1.0)),
-        Phase(400, 6, 1024, (1.0, 0.3)),
-        Phase(100, 2, 4096, (0.3, 0.12)),
-        Phase(20, 1, 16384, (0.12, 0.0)),
+        Phase(700, 6, 1024, (1.0, 1.0)),
+        Phase(700, 6, 1024, (1.0, 0.3)),
+        Phase(200, 2, 4096, (0.3, 0.12)),
+        Phase(40, 1, 16384, (0.12, 0.0)),
     ],
     "draft": [
-        Phase(400, 6, 1024, (1.0, 1.0)),
-        Phase(300, 6, 1024, (1.0, 0.3)),
-        Phase(60, 2, 4096, (0.3, 0.12)),
-        Phase(12, 1, 16384, (0.12, 0.0)),
+        Phase(500, 6, 1024, (1.0, 1.0)),
+        Phase(500, 6, 1024, (1.0, 0.3)),
+        Phase(100, 2, 4096, (0.3, 0.12)),
+        Phase(16, 1, 16384, (0.12, 0.0)),
     ],
 }
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised by Newton-Schulz (Jordan 2024), for the matrices of the blocks. In
-    float32 throughout: `torch.optim.Muon` iterates in bfloat16, which CPUs without bfloat16 units
-    emulate."""
+    """Momentum, orthogonalised by Newton-Schulz (Jordan 2024), for the matrices of the blocks. Iterates
+    in `dtype`: `torch.optim.Muon` insists on bfloat16, which CPUs without bfloat16 units emulate."""
 
     def __init__(
         self,
-        params: list[torch.nn.Parameter],
+        params: list[dict[str, Any]],
         lr: float,
+        dtype: torch.dtype,
         momentum: float = 0.95,
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -91,7 +99,7 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalize(p.grad.lerp(buffer, group["momentum"]))
+                update = orthogonalize(p.grad.lerp(buffer, group["momentum"]).to(self.dtype))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
@@ -137,65 +145,66 @@ def train_model(
 ) -> Transformer:
     torch.manual_seed(SEED)
     rng = np.random.default_rng(SEED)
+    autocast = device == "cuda" or probe_machine(read_launch()).has_fast_bfloat16
     model = initialise(Transformer(config)).to(device)
     model.set_positions(MAX_POSITIONS, torch.device(device))
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    slow = {id(p) for p in circuit_parameters(model)}
+    groups = [
+        {"params": [p for p in matrices if id(p) not in slow]},
+        {"params": [p for p in matrices if id(p) in slow], "lr": 0.02 * CIRCUIT_RATE},
+    ]
     optimizers = [
-        Muon(matrices, lr=0.02),
+        Muon(groups, 0.02, torch.bfloat16 if autocast else torch.float32),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    base = [o.param_groups[0]["lr"] for o in optimizers]
+    base = [[group["lr"] for group in o.param_groups] for o in optimizers]
     started, step, tokens = time.monotonic(), 0, 0
     for phase, lr in schedule(phases):
-        for optimizer, base_lr in zip(optimizers, base, strict=True):
-            optimizer.param_groups[0]["lr"] = base_lr * lr
+        for optimizer, rates in zip(optimizers, base, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * lr
         loss = 0.0
-        for _ in range(
-            phase.rows
-        ):  # one window at a time: activations stay in cache, gradients add up
+        # One window at a time: activations stay in the CPU's cache, gradients add up.
+        for _ in range(phase.rows):
             ids, positions, targets = (
                 torch.from_numpy(a)[None].to(device) for a in source.draw(rng, phase.length)
             )
-            logits = model(ids, positions, causal, lambda t: t)
-            row_loss = (
-                F.cross_entropy(
-                    logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE
-                )
-                / phase.rows
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                logits = model(ids, positions, causal, lambda t: t)
+            row_loss = F.cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE
             )
-            row_loss.backward()
-            loss += row_loss.item()
+            (row_loss / phase.rows).backward()
+            loss += row_loss.item() / phase.rows
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         step, tokens = step + 1, tokens + phase.rows * phase.length
-        with log.open("a") as file:
-            entry = {
-                "step": step,
-                "tokens": tokens,
-                "length": phase.length,
-                "loss": round(loss, 4),
-                "lr": round(lr, 4),
-            }
-            file.write(json.dumps(entry | {"seconds": round(time.monotonic() - started, 1)}) + "\n")
+        entry = {"step": step, "tokens": tokens, "length": phase.length, "loss": round(loss, 4)}
+        entry |= {"lr": round(lr, 4), "seconds": round(time.monotonic() - started, 1)}
         if step % 50 == 0:
+            entry["recall"] = {gap: round(recall(model, gap, device), 2) for gap in RECALL_GAPS}
             torch.save(model.state_dict(), log.with_suffix(".pt"))
+        with log.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
     return model
 
 
-def initialise(model: Transformer) -> Transformer:
-    for name, p in model.named_parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.02 if "embedding" in name else 1 / math.sqrt(p.shape[1]))
-        if name.endswith(("output.weight", "down.weight")):
-            torch.nn.init.zeros_(p)
-    return model
+@torch.no_grad()
+def recall(model: Transformer, gap: int, device: str) -> float:
+    """Greedy accuracy on 64 random tokens that come again `gap` skipped positions later."""
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(FIRST_WORD + 1, VOCAB_SIZE, (4, 64), generator=generator).to(device)
+    positions = torch.cat([torch.arange(64), torch.arange(64) + 64 + gap]).to(device).expand(4, -1)
+    guesses = model(ids.repeat(1, 2), positions, causal, lambda t: t)[:, 79:-1].argmax(-1)
+    return (guesses == ids[:, 16:]).float().mean().item()
 
 
 def schedule(phases: list[Phase]) -> Iterator[tuple[Phase, float]]:
-    warmup, step = 20, 0
+    warmup, step = 40, 0
     for phase in phases:
         for i in range(phase.steps):
             step += 1

@@ -1,7 +1,8 @@
-"""The CPU kernel: decode and verification over the paged cache in one pass of C++ (`native.cpp`).
+"""The CPU kernel: attention over the paged cache in one pass of C++ (`native.cpp`).
 
-Owns the calling of the library. Long chunks (prefill) go to the portable
-backend, whose GEMMs suit them. Called through `torch.library`, so that it traces.
+Owns the calling of the library. Called through `torch.library`, so that it traces. Chunks of
+PREFILL_FROM tokens and more go to the library too where it has GEMMs for them (bfloat16 on CPUs
+with dot products for it), and to the portable backend, torch's fused kernel, where it has not.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.kv.policy import KVView
 
 SOURCE = Path(__file__).with_name("native.cpp")
+HEADERS = (SOURCE.with_name("native_portable.h"), SOURCE.with_name("native_bf16.h"))
 # What -ffast-math gives the vectoriser, and not -ffast-math itself: linked into a library, that
 # makes the whole process flush subnormal numbers to zero.
 FLAGS = (
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
     *("-ffinite-math-only", "-freciprocal-math", "-fopenmp"),
 )
-PREFILL_FROM = 32  # new tokens from which a chunk goes to the portable backend
+PREFILL_FROM = 32  # new tokens from which a chunk is a matter of GEMMs
 STORAGE = (torch.float32, torch.bfloat16)
 
 
 class NativeBackend:
     """float32 and bfloat16 storage, float32 arithmetic, any head size that is a multiple of 16."""
 
-    def __init__(self) -> None:
+    def __init__(self, portable: bool = False) -> None:
+        """`portable` keeps to the arithmetic that every CPU has, for tests and comparisons."""
+        self._portable = portable
         self._prefill: AttentionBackend = load_named(ATTENTION_BACKENDS, "grouped")()
         self._ranges: Tensor | None = None
 
@@ -40,22 +44,38 @@ class NativeBackend:
         return self._prefill.block_size(max_tokens)
 
     def plan(self, view: KVView) -> None:
-        if view.num_new >= PREFILL_FROM:
+        if self._delegates(view):
             self._prefill.plan(view)
             return
         tail = torch.stack([view.committed, view.seq_lens + view.num_new], dim=1).unsqueeze(1)
         self._ranges = torch.cat([view.ranges, tail], dim=1).contiguous()
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        if view.num_new >= PREFILL_FROM:
+        if self._delegates(view):
             return self._prefill.run(layer, q, k, v, view)
+        return self.run_with_lse(layer, q, k, v, view)[0]
+
+    def run_with_lse(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the log of each softmax's denominator, float32 [B,T,H]."""
         assert self._ranges is not None, "plan before run"
         cache = view.cache
-        out: Tensor = torch.ops.magicdec.native_attention(
+        out: tuple[Tensor, Tensor] = torch.ops.magicdec.native_attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
-            view.seq_lens, self._ranges,
+            view.seq_lens, self._ranges, self._portable,
         )  # fmt: skip
         return out
+
+    def _delegates(self, view: KVView) -> bool:
+        if view.num_new < PREFILL_FROM:
+            return False
+        cache = view.cache
+        return (
+            self._portable
+            or cache.k.dtype != torch.bfloat16
+            or not kernel(cache.shape.head_dim).magicdec_has_bfloat16_path()
+        )
 
 
 @cache
@@ -66,43 +86,46 @@ def kernel(head_size: int) -> ctypes.CDLL:
             f"--attention native serves head sizes that are multiples of 16, not {head_size}"
         )
     share_openmp()
-    return load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"))
+    return load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"), HEADERS)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
-    block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor,
-) -> Tensor:  # fmt: skip
-    """Append k, v [B,T,G,D] to one layer's pools [blocks, G, block_size, D] and attend."""
+    block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, portable: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Append k, v [B,T,G,D] to one layer's pools [blocks, G, block_size, D] and attend: output
+    [B,T,H,D] and log-sum-exp of the scores, float32 [B,T,H]."""
     if q.dtype not in STORAGE:
         raise ValueError(f"--attention native stores float32 or bfloat16, not {q.dtype}")
     for tensor in (q, k, v):
         assert tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3], "heads are adjacent"
     num_rows, num_new, num_heads, size = q.shape
     out = torch.empty(num_rows, num_new, num_heads, size, dtype=q.dtype)
+    lse = torch.empty(num_rows, num_new, num_heads, dtype=torch.float32)
     shape = (ctypes.c_int64 * 14)(
         num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
         ranges.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
     )  # fmt: skip
-    inputs = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out)
+    inputs = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse)
     failed = kernel(size).magicdec_attention(
         int(q.dtype == torch.bfloat16),
+        int(portable),
         shape,
         *(ctypes.c_void_p(t.data_ptr()) for t in inputs),
-        None,
     )
     assert not failed, "compiled for this head size"
-    return out
+    return out, lse
 
 
 _library = torch.library.Library("magicdec", "DEF")
 _library.define(
     "native_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges) -> Tensor"
+    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges, bool portable) -> (Tensor, Tensor)"
 )
 _library.impl("native_attention", attention, "CPU")
 
 
 @torch.library.register_fake("magicdec::native_attention")
-def _fake(q: Tensor, *others: Tensor) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _fake(q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse

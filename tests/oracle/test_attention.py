@@ -23,8 +23,9 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa, blocks of 64": SDPABackend,
     "grouped": GroupedBackend,
     "native": NativeBackend,
+    "native, portable": lambda: NativeBackend(portable=True),
 }
-HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32)]
+HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(0, 1), StreamingLLM(2, 500)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 MAX_TOKENS = 120
@@ -124,3 +125,37 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
 
     kernel(64)
     assert float.fromhex("0x1p-1070") * 0.5 == float.fromhex("0x1p-1071") > 0.0
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_new", [1, 7, 20])
+def test_native_cuts_long_rows_into_pieces_and_returns_the_log_sum_exp(
+    num_new: int, dtype: torch.dtype, portable: bool
+) -> None:
+    """Rows of several pieces, queries of several blocks (20 tokens of 4 heads a KV head)."""
+    torch.manual_seed(0)
+    backend, length = NativeBackend(portable), 3000
+    rows, heads, kv_heads, size = 2, 8, 2, 64
+    shape = CacheShape(1, kv_heads, size, backend.block_size(length + num_new), rows)
+    cache = KVCache(shape, rows, 1, dtype, torch.device("cpu"))
+    for row in range(rows):
+        cache.allocate(row, length + num_new)
+    k, v = (torch.randn(rows, length + num_new, kv_heads, size).to(dtype) for _ in range(2))
+    slots = cache.slots(torch.arange(rows), torch.arange(length).expand(rows, -1))
+    cache.write(0, slots, k[:, :length], v[:, :length])
+    cache.advance(range(rows), length)
+    view = make_view(cache, range(rows), FullKV(), num_new)
+    q = torch.randn(rows, num_new, heads, size).to(dtype)
+    backend.plan(view)
+    out, lse = backend.run_with_lse(0, q, k[:, length:], v[:, length:], view)
+    scores = torch.einsum(
+        "bthd,bshd->bths", q.double(), k.double().repeat_interleave(heads // kv_heads, 2)
+    )
+    scores = scores / size**0.5
+    hidden = torch.ones(num_new, length + num_new, dtype=torch.bool).triu(length + 1)
+    scores.masked_fill_(hidden[:, None], float("-inf"))
+    values = v.double().repeat_interleave(heads // kv_heads, 2)
+    expected = torch.einsum("bths,bshd->bthd", scores.softmax(-1), values)
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 1e-4
+    assert (out.double() - expected).abs().max() < TOLERANCE[dtype] / 10

@@ -1,0 +1,219 @@
+// The bfloat16 path of native.cpp for CPUs with bfloat16 dot products (AVX512-BF16): both products of attention as
+// small GEMMs on tiles of TILE keys, which is what makes M queries cost little more than one.
+//
+// Keys are transposed, values interleaved in pairs as they are read, so that one instruction multiplies 16 keys (or 16
+// dimensions) by a broadcast pair of query (or weight) entries and no sum across lanes is ever taken.
+#include <immintrin.h>
+
+constexpr int PADDED = (HEAD_SIZE + 31) / 32 * 32;  // dimensions, rounded up to what an interleaved vector pair holds
+constexpr int PAIRS = HEAD_SIZE / 2;
+
+// Per thread: one tile and the state of up to MAX_QUERIES queries.
+struct Bf16Scratch {
+    alignas(64) uint32_t keys[PAIRS * TILE];            // [pair of dimensions][key]
+    alignas(64) uint32_t values[TILE / 2 * PADDED];     // [pair of keys][dimension, permuted by unpack]
+    alignas(64) float scores[MAX_QUERIES * TILE];
+    alignas(64) uint32_t weights[MAX_QUERIES * TILE / 2];  // bfloat16 pairs
+    alignas(64) float acc[MAX_QUERIES * PADDED];           // dimensions permuted as in `values`
+    float scale[MAX_QUERIES];
+};
+
+inline __mmask16 first_lanes(int64_t n) { return n >= 16 ? __mmask16(0xffff) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1); }
+
+// Columns of a 16 x 16 block of 32-bit entries.
+inline void transpose(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 8; ++i) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int c = 0; c < 4; ++c) {
+        const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+        t[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+        t[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        t[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
+        t[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
+    }
+    for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// Keys past `count` repeat the last one: they are hidden later, and must be readable now.
+inline void pack_keys(const bfloat16* k, int64_t count, uint32_t* out) {
+    for (int64_t j = 0; j < TILE; j += 16)
+        for (int pair = 0; pair < PAIRS; pair += 16) {
+            const __mmask16 lanes = first_lanes(PAIRS - pair);
+            __m512i r[16];
+            for (int i = 0; i < 16; ++i) {
+                const bfloat16* row = k + std::min(j + i, count - 1) * HEAD_SIZE + 2 * pair;
+                r[i] = _mm512_maskz_loadu_epi32(lanes, row);
+                _mm_prefetch((const char*)(row + TILE * HEAD_SIZE), _MM_HINT_T0);
+            }
+            transpose(r);
+            for (int i = 0; i < std::min(16, PAIRS - pair); ++i)
+                _mm512_store_si512(out + (pair + i) * TILE + j, r[i]);
+        }
+}
+
+inline void pack_values(const bfloat16* v, int64_t count, uint32_t* out) {
+    for (int64_t j = 0; j < (count + 1) / 2; ++j)
+        for (int d = 0; d < PADDED; d += 32) {
+            const __mmask16 lanes = first_lanes((HEAD_SIZE - d) / 2);
+            const bfloat16 *even = v + 2 * j * HEAD_SIZE + d, *odd = v + std::min(2 * j + 1, count - 1) * HEAD_SIZE + d;
+            const __m512i a = _mm512_maskz_loadu_epi32(lanes, even), b = _mm512_maskz_loadu_epi32(lanes, odd);
+            _mm_prefetch((const char*)(even + TILE * HEAD_SIZE), _MM_HINT_T0);
+            _mm_prefetch((const char*)(odd + TILE * HEAD_SIZE), _MM_HINT_T0);
+            _mm512_store_si512(out + j * PADDED + d, _mm512_unpacklo_epi16(a, b));
+            _mm512_store_si512(out + j * PADDED + d + 16, _mm512_unpackhi_epi16(a, b));
+        }
+}
+
+// out[n][i] += sum over `steps` of a broadcast pair left[n][step] times the vector right[step][i].
+template <int N, int C>
+inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
+                     int64_t steps, __m512 (&out)[N][C]) {
+    for (int64_t step = 0; step < steps; ++step) {
+        __m512bh x[C];
+        for (int i = 0; i < C; ++i) x[i] = (__m512bh)_mm512_load_si512(right + step * right_stride + 16 * i);
+        for (int n = 0; n < N; ++n) {
+            const __m512bh y = (__m512bh)_mm512_set1_epi32(int(left[n * left_stride + step]));
+            for (int i = 0; i < C; ++i) out[n][i] = _mm512_dpbf16_ps(out[n][i], y, x[i]);
+        }
+    }
+}
+
+template <int N>
+inline void score_queries(const uint32_t* q, const uint32_t* keys, float* scores) {
+    __m512 s[N][4] = {};
+    multiply<N, 4>(q, PAIRS, keys, TILE, PAIRS, s);
+    for (int n = 0; n < N; ++n)
+        for (int i = 0; i < 4; ++i) _mm512_store_ps(scores + n * TILE + 16 * i, s[n][i]);
+}
+
+template <int N, int C>
+inline void weigh_part(const uint32_t* weights, const uint32_t* values, int64_t pairs, const float* scale, float* acc) {
+    __m512 a[N][C];
+    for (int n = 0; n < N; ++n)
+        for (int i = 0; i < C; ++i)
+            a[n][i] = _mm512_mul_ps(_mm512_load_ps(acc + n * PADDED + 16 * i), _mm512_set1_ps(scale[n]));
+    multiply<N, C>(weights, TILE / 2, values, PADDED, pairs, a);
+    for (int n = 0; n < N; ++n)
+        for (int i = 0; i < C; ++i) _mm512_store_ps(acc + n * PADDED + 16 * i, a[n][i]);
+}
+
+template <int N>
+inline void weigh_queries(const uint32_t* weights, const uint32_t* values, int64_t pairs, const float* scale, float* acc) {
+    int d = 0;
+    for (; d + 64 <= PADDED; d += 64) weigh_part<N, 4>(weights, values + d, pairs, scale, acc + d);
+    if (d < PADDED) weigh_part<N, 2>(weights, values + d, pairs, scale, acc + d);
+}
+
+// 2^x for x <= 0: a polynomial (Taylor of 2^f on [-1/2, 1/2], 2e-7 relative) and an exponent.
+inline __m512 exp2_negative(__m512 x) {
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_set1_ps(1.5403530e-4f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.3333558e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.6181291e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5504109e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n);
+}
+
+// Scores of one query to weights, given the keys it sees; `maximum` and `total` run on (in base 2).
+inline void to_weights(const float* scores, int64_t seen, float factor, float* maximum, float* total, float* scale,
+                       uint32_t* weights) {
+    __m512 s[4];
+    const __m512 hidden = _mm512_set1_ps(HIDDEN);
+    __m512 top = hidden;
+    for (int i = 0; i < 4; ++i) {
+        s[i] = _mm512_mask_mul_ps(hidden, first_lanes(seen - 16 * i), _mm512_load_ps(scores + 16 * i), _mm512_set1_ps(factor));
+        top = _mm512_max_ps(top, s[i]);
+    }
+    const float highest = std::max(*maximum, _mm512_reduce_max_ps(top));
+    const __m512 shift = _mm512_set1_ps(highest);
+    __m512 sum = _mm512_setzero_ps(), w[4];
+    for (int i = 0; i < 4; ++i) {
+        w[i] = _mm512_maskz_mov_ps(first_lanes(seen - 16 * i), exp2_negative(_mm512_sub_ps(s[i], shift)));
+        sum = _mm512_add_ps(sum, w[i]);
+    }
+    _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
+    _mm512_store_si512(weights + 16, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
+    *scale = _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
+    *total = *total * *scale + _mm512_reduce_add_ps(sum);
+    *maximum = highest;
+}
+
+// Calls body.operator()<N>(m) on blocks of N queries that cover m = 0 .. M - 1.
+template <typename Body>
+inline void in_blocks(int64_t M, Body body) {
+    for (int64_t m = 0; m < M;) {
+        switch (const int64_t left = M - m; left > 6 ? 4 : left) {
+            case 1: body.template operator()<1>(m); m += 1; break;
+            case 2: body.template operator()<2>(m); m += 2; break;
+            case 3: body.template operator()<3>(m); m += 3; break;
+            case 4: body.template operator()<4>(m); m += 4; break;
+            case 5: body.template operator()<5>(m); m += 5; break;
+            default: body.template operator()<6>(m); m += 6; break;
+        }
+    }
+}
+
+// Leaves the state as the merge expects it: maxima to base e, dimensions in order.
+inline void finish_bf16(const Bf16Scratch& x, int64_t M, float* maximum, float* out) {
+    for (int64_t m = 0; m < M; ++m) {
+        maximum[m] *= 0.69314718f;
+        for (int d = 0; d < HEAD_SIZE; ++d)  // unpack took four dimensions in turn for the lower and the upper vector
+            out[m * HEAD_SIZE + d] = x.acc[m * PADDED + d / 32 * 32 + (d % 8 / 4) * 16 + d % 32 / 8 * 4 + d % 4];
+    }
+}
+
+// As attend_piece of native.cpp; q is [queries][PAIRS] bfloat16 pairs, not scaled.
+inline void attend_piece_bf16(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
+                              const bfloat16* v_pool, const uint32_t* q, Bf16Scratch& x, float* maximum, float* total,
+                              float* out) {
+    const int64_t M = task.num_queries, rep = p.group();
+    const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
+    std::fill(maximum, maximum + M, HIDDEN);
+    std::fill(total, total + M, 0.0f);
+    std::fill(x.acc, x.acc + M * PADDED, 0.0f);
+    for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
+        const Segment& segment = segments[i];
+        const int64_t base = (segment.slot + task.head * p.block_size) * HEAD_SIZE;
+        for (int64_t at = 0; at < segment.count; at += TILE) {
+            const int64_t count = std::min<int64_t>(TILE, segment.count - at);
+            const int64_t past = segment.first + at - p.seq_lens[task.row];  // key j is new token past + j
+            if (past > (task.first_query + M - 1) / rep) return finish_bf16(x, M, maximum, out);
+            pack_keys(k_pool + base + at * HEAD_SIZE, count, x.keys);
+            in_blocks(M, [&]<int N>(int64_t m) { score_queries<N>(q + m * PAIRS, x.keys, x.scores + m * TILE); });
+            for (int64_t m = 0; m < M; ++m) {
+                const int64_t seen = std::clamp<int64_t>((task.first_query + m) / rep + 1 - past, 0, count);
+                to_weights(x.scores + m * TILE, seen, factor, maximum + m, total + m, x.scale + m, x.weights + m * TILE / 2);
+            }
+            pack_values(v_pool + base + at * HEAD_SIZE, count, x.values);
+            in_blocks(M, [&]<int N>(int64_t m) {
+                weigh_queries<N>(x.weights + m * TILE / 2, x.values, (count + 1) / 2, x.scale + m, x.acc + m * PADDED);
+            });
+        }
+    }
+    finish_bf16(x, M, maximum, out);
+}
+
+struct Bf16 {
+    using Query = uint32_t;
+    static constexpr int QUERY_SIZE = PAIRS;
+    using Scratch = Bf16Scratch;
+    static void stage(const bfloat16* from, Query* to) { std::memcpy(to, from, HEAD_SIZE * sizeof(bfloat16)); }
+    static void attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
+                       const bfloat16* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc) {
+        attend_piece_bf16(p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc);
+    }
+};

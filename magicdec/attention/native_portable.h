@@ -1,0 +1,139 @@
+// The portable path of native.cpp: float32 arithmetic on the compiler's own vectors. Nothing here names an instruction set.
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+typedef float vec __attribute__((vector_size(W * 4), aligned(4)));
+typedef uint16_t half_bits __attribute__((vector_size(W * 2), aligned(2)));
+typedef uint32_t bits __attribute__((vector_size(W * 4), aligned(4)));
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline vec load(const bfloat16* p) {
+    return (vec)(__builtin_convertvector(*reinterpret_cast<const half_bits*>(p), bits) << 16);
+}
+// Horizontal sums of four vectors at once, into out[0..3].
+typedef float eight __attribute__((vector_size(32), aligned(4)));
+typedef float four __attribute__((vector_size(16), aligned(4)));
+inline eight fold(vec v) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    return v;
+#endif
+}
+inline void sum_four(vec a, vec b, vec c, vec d, float* out) {
+    const eight w = fold(a), x = fold(b), y = fold(c), z = fold(d);
+    const eight wx = __builtin_shufflevector(w, x, 0, 8, 2, 10, 4, 12, 6, 14) +
+                     __builtin_shufflevector(w, x, 1, 9, 3, 11, 5, 13, 7, 15);
+    const eight yz = __builtin_shufflevector(y, z, 0, 8, 2, 10, 4, 12, 6, 14) +
+                     __builtin_shufflevector(y, z, 1, 9, 3, 11, 5, 13, 7, 15);
+    const eight all = __builtin_shufflevector(wx, yz, 0, 1, 8, 9, 4, 5, 12, 13) +
+                      __builtin_shufflevector(wx, yz, 2, 3, 10, 11, 6, 7, 14, 15);
+    *reinterpret_cast<four*>(out) =
+        __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
+}
+
+// Scores of four keys against N queries (rows of D from q on): s[n * TILE + 0..3].
+template <int D, int N, typename S>
+inline void score_four(const float* q, const S* const* keys, float* s) {
+    vec a[N][4] = {};
+    for (int d = 0; d < D; d += W) {
+        vec k[4];
+        for (int i = 0; i < 4; ++i) k[i] = load(keys[i] + d);
+        for (int n = 0; n < N; ++n) {
+            const vec x = load(q + n * D + d);
+            for (int i = 0; i < 4; ++i) a[n][i] += x * k[i];
+        }
+    }
+    for (int n = 0; n < N; ++n) sum_four(a[n][0], a[n][1], a[n][2], a[n][3], s + n * TILE);
+}
+
+// Scores of `count` keys (rows of D) against M queries: s[m * TILE + j].
+template <int D, typename S>
+void score(const float* q, int64_t M, const S* k, int64_t count, float* s) {
+    for (int64_t j = 0; j < count; j += 4) {
+        const S* keys[4];
+        for (int i = 0; i < 4; ++i) keys[i] = k + std::min(j + i, count - 1) * D;
+        int64_t m = 0;
+        for (; m + 2 <= M; m += 2) score_four<D, 2>(q + m * D, keys, s + m * TILE + j);
+        if (m < M) score_four<D, 1>(q + m * D, keys, s + m * TILE + j);
+    }
+}
+
+// acc[m][d] += sum_j p[m * TILE + j] * v[j][d] for N queries from m on: N x 2 vectors stay in registers.
+template <int D, int N, typename S>
+void accumulate(const float* p, const S* v, int64_t count, float* acc) {
+    for (int d = 0; d < D; d += 2 * W) {
+        constexpr int step = 2;
+        vec a[N][step];
+        const int parts = std::min(step, (D - d) / W);
+        for (int n = 0; n < N; ++n)
+            for (int i = 0; i < parts; ++i) a[n][i] = load(acc + n * D + d + i * W);
+        for (int64_t j = 0; j < count; ++j)
+            for (int i = 0; i < parts; ++i) {
+                vec x = load(v + j * D + d + i * W);
+                for (int n = 0; n < N; ++n) a[n][i] += p[n * TILE + j] * x;
+            }
+        for (int n = 0; n < N; ++n)
+            for (int i = 0; i < parts; ++i) *reinterpret_cast<vec*>(acc + n * D + d + i * W) = a[n][i];
+    }
+}
+
+// One piece for one KV head: running maximum, sum and weighted values of M queries.
+template <int D, typename S>
+void attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
+                  const float* q, float* scores, float* maximum, float* total, float* acc) {
+    const int64_t M = task.num_queries, rep = p.group();
+    std::fill(maximum, maximum + M, HIDDEN);
+    std::fill(total, total + M, 0.0f);
+    std::fill(acc, acc + M * D, 0.0f);
+    for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
+        const Segment& segment = segments[i];
+        const int64_t base = (segment.slot + task.head * p.block_size) * D;
+        for (int64_t at = 0; at < segment.count; at += TILE) {
+            const int64_t count = std::min<int64_t>(TILE, segment.count - at);
+            const S *k = k_pool + base + at * D, *v = v_pool + base + at * D;
+            score<D>(q, M, k, count, scores);
+            const int64_t past = segment.first + at - p.seq_lens[task.row];  // key j is new token past + j
+            for (int64_t m = 0; m < M; ++m) {
+                float* s = scores + m * TILE;
+                const int64_t seen = std::clamp<int64_t>((task.first_query + m) / rep + 1 - past, 0, count);
+                float top = maximum[m];
+                for (int64_t j = 0; j < seen; ++j) top = std::max(top, s[j]);
+                const float scale = exp_negative(maximum[m] - top);
+                if (maximum[m] != top)
+                    for (int d = 0; d < D; ++d) acc[m * D + d] *= scale;
+                float added = 0;
+                for (int64_t j = 0; j < seen; ++j) s[j] = exp_negative(s[j] - top);
+                for (int64_t j = 0; j < seen; ++j) added += s[j];
+                for (int64_t j = seen; j < count; ++j) s[j] = 0.0f;
+                total[m] = total[m] * scale + added;
+                maximum[m] = top;
+            }
+            int64_t m = 0;
+            for (; m + 4 <= M; m += 4) accumulate<D, 4>(scores + m * TILE, v, count, acc + m * D);
+            for (; m + 2 <= M; m += 2) accumulate<D, 2>(scores + m * TILE, v, count, acc + m * D);
+            for (; m < M; ++m) accumulate<D, 1>(scores + m * TILE, v, count, acc + m * D);
+        }
+    }
+}
+
+template <typename S>
+struct Portable {
+    using Query = float;
+    static constexpr int QUERY_SIZE = HEAD_SIZE;
+    struct Scratch {
+        float scores[(MAX_QUERIES + 1) * TILE];
+    };
+    static void stage(const S* from, Query* to) {
+        const float scale = 1.0f / std::sqrt(float(HEAD_SIZE));
+        for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]) * scale;
+    }
+    static void attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
+                       const Query* q, Scratch& scratch, float* maximum, float* total, float* acc) {
+        attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc);
+    }
+};

@@ -1,0 +1,126 @@
+"""How the demo models begin: an induction circuit laid into the first two layers.
+
+A few million tokens are too few for induction heads to form by themselves (docs/log.md: 6.4 M
+tokens left recall at zero at every distance), so training starts from the circuit that Olsson et
+al. 2022 found in grown models, and refines it:
+
+- layer 0, heads 0 and 1: attend to the token 1 and 2 places back (through the fast rotary pairs)
+  and write what it is into a part of the residual stream of their own;
+- layer 1, the first half of the heads: find earlier places whose two preceding tokens are the two
+  tokens here (through the slow rotary pairs, which hardly turn over the whole context), and copy
+  the token that stood there.
+
+Everything else is the usual random initialisation with zero output projections.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from magicdec.model.rope import rope_table
+from magicdec.model.transformer import Transformer
+
+EMBEDDING_STD = 0.5
+FINAL_NORM = 0.04  # times EMBEDDING_STD: keeps the first logits small though the head is tied
+CONSTANT = 4.0  # the stream's constant entry, in units of the embedding's spread
+FAST_PAIRS, SLOW_SHARE = 12, 3 / 8  # rotary pairs for offsets and for content, of head_dim / 2
+OFFSET_GAP, MATCH_SCORE, COPY_SCALE = 6.0, 10.0, 4.0
+
+
+def initialise(model: Transformer) -> Transformer:
+    """Random weights, then the circuit. Uses torch's global generator."""
+    config = model.config
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=1 / math.sqrt(p.shape[1]))
+        if name.endswith(("output.weight", "down.weight")):
+            torch.nn.init.zeros_(p)
+    with torch.no_grad():
+        hidden, embedding = config.hidden_size, model.embedding.weight
+        room = hidden // 5  # of the stream, for each of the two preceding tokens
+        content = slice(1, hidden - 2 * room)
+        places = [slice(hidden - 2 * room, hidden - room), slice(hidden - room, hidden)]
+        embedding.normal_(std=EMBEDDING_STD)
+        embedding[:, 0] = CONSTANT * EMBEDDING_STD
+        embedding[:, content.stop :] = 0
+        model.norm.weight.fill_(FINAL_NORM)
+        width = content.stop - content.start
+        summary = random_rows(room, width)  # what is kept of a token, [room, content]
+        look_back(model, content, places, summary)
+        match_and_copy(model, content, places, summary)
+    return model
+
+
+def circuit_parameters(model: Transformer) -> list[torch.nn.Parameter]:
+    """The matrices that the circuit is in, and the MLP between its layers. At the full rate of
+    learning, the noise of the first hundred steps drowns it."""
+    first, second = model.blocks[0], model.blocks[1]
+    holders = (first.attention, first.mlp, second.attention)
+    return [p for holder in holders for p in holder.parameters() if p.ndim == 2]
+
+
+def look_back(model: Transformer, content: slice, places: list[slice], summary: Tensor) -> None:
+    """Layer 0: head h writes the summary of the token h + 1 places back into `places[h]`."""
+    config, attention = model.config, model.blocks[0].attention
+    size, half, room = config.head_dim, config.head_dim // 2, summary.shape[0]
+    q, k, v = qkv_views(model, 0)
+    constant = norm_scale(model) * CONSTANT * EMBEDDING_STD
+    angles = rope_table(config.rope, size, 2)[1]  # cos and sin of one step, [2, D/2]
+    step = torch.atan2(angles[1], angles[0])[:FAST_PAIRS]
+    gap = (1 - torch.cos(step)).sum()  # of the score, between the wanted offset and the next one
+    amplitude = math.sqrt(OFFSET_GAP * math.sqrt(size) / gap) / constant
+    for head, place in enumerate(places):
+        turn = -step * (head + 1)
+        q[head].zero_(), k[head].zero_(), v[head].zero_()
+        k[head, :FAST_PAIRS, 0] = amplitude
+        q[head, :FAST_PAIRS, 0] = amplitude * torch.cos(turn)
+        q[head, half : half + FAST_PAIRS, 0] = amplitude * torch.sin(turn)
+        v[head, :room, content] = summary
+        attention.output.weight[place, head * size : head * size + room] = (
+            torch.eye(room) * EMBEDDING_STD
+        )
+
+
+def match_and_copy(model: Transformer, content: slice, places: list[slice], summary: Tensor) -> None:
+    """Layer 1: the query holds this token and the one before, the key the two before its place."""
+    config, attention = model.config, model.blocks[1].attention
+    size, half = config.head_dim, config.head_dim // 2
+    slow = int(half * SLOW_SHARE)
+    dims = torch.cat([torch.arange(half - slow, half), torch.arange(size - slow, size)])
+    q, k, v = qkv_views(model, 1)
+    width = content.stop - content.start
+    copies = random_rows(min(width, size * config.num_heads // 2), width).split(size)
+    for head, rows in enumerate(copies):
+        q[head].zero_(), k[head].zero_(), v[head].zero_()
+        for i, place in enumerate(places):
+            keep = random_rows(len(dims), summary.shape[0]) * math.sqrt(
+                MATCH_SCORE * math.sqrt(size) / len(dims)
+            )
+            k[head, dims, place] = keep
+            if i == 0:
+                q[head, dims, content] = keep @ summary
+            else:
+                q[head, dims, places[i - 1]] = keep
+        v[head, : len(rows), content] = rows
+        columns = slice(head * size, head * size + len(rows))
+        attention.output.weight[content, columns] = rows.T * COPY_SCALE * EMBEDDING_STD
+
+
+def qkv_views(model: Transformer, layer: int) -> list[Tensor]:
+    """The query, key and value weights of a layer, [heads, D, hidden] each."""
+    config, weight = model.config, model.blocks[layer].attention.qkv.weight
+    assert config.num_heads == config.num_kv_heads
+    return list(weight.view(3, config.num_heads, config.head_dim, -1))
+
+
+def random_rows(rows: int, columns: int) -> Tensor:
+    """Orthonormal rows."""
+    return torch.linalg.qr(torch.randn(columns, rows))[0].T
+
+
+def norm_scale(model: Transformer) -> float:
+    """What the first norm multiplies an embedding by."""
+    return 1 / model.embedding.weight.square().mean(1).sqrt().mean().item()
