@@ -16,12 +16,13 @@ Everything else is the usual random initialisation with zero output projections.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from magicdec.model.rope import rope_table
-from magicdec.model.transformer import Transformer
+from magicdec.model.transformer import Attention, Block, Transformer
 
 EMBEDDING_STD = 0.5
 FINAL_NORM = 0.04  # times EMBEDDING_STD: keeps the first logits small though the head is tied
@@ -57,14 +58,14 @@ def initialise(model: Transformer) -> Transformer:
 def circuit_parameters(model: Transformer) -> list[torch.nn.Parameter]:
     """The matrices that the circuit is in, and the MLP between its layers. At the full rate of
     learning, the noise of the first hundred steps drowns it."""
-    first, second = model.blocks[0], model.blocks[1]
+    first, second = (cast(Block, model.blocks[i]) for i in (0, 1))
     holders = (first.attention, first.mlp, second.attention)
     return [p for holder in holders for p in holder.parameters() if p.ndim == 2]
 
 
 def look_back(model: Transformer, content: slice, places: list[slice], summary: Tensor) -> None:
     """Layer 0: head h writes the summary of the token h + 1 places back into `places[h]`."""
-    config, attention = model.config, model.blocks[0].attention
+    config, attention = model.config, attention_of(model, 0)
     size, half, room = config.head_dim, config.head_dim // 2, summary.shape[0]
     q, k, v = qkv_views(model, 0)
     constant = norm_scale(model) * CONSTANT * EMBEDDING_STD
@@ -84,9 +85,11 @@ def look_back(model: Transformer, content: slice, places: list[slice], summary: 
         )
 
 
-def match_and_copy(model: Transformer, content: slice, places: list[slice], summary: Tensor) -> None:
+def match_and_copy(
+    model: Transformer, content: slice, places: list[slice], summary: Tensor
+) -> None:
     """Layer 1: the query holds this token and the one before, the key the two before its place."""
-    config, attention = model.config, model.blocks[1].attention
+    config, attention = model.config, attention_of(model, 1)
     size, half = config.head_dim, config.head_dim // 2
     slow = int(half * SLOW_SHARE)
     dims = torch.cat([torch.arange(half - slow, half), torch.arange(size - slow, size)])
@@ -111,9 +114,13 @@ def match_and_copy(model: Transformer, content: slice, places: list[slice], summ
 
 def qkv_views(model: Transformer, layer: int) -> list[Tensor]:
     """The query, key and value weights of a layer, [heads, D, hidden] each."""
-    config, weight = model.config, model.blocks[layer].attention.qkv.weight
+    config, weight = model.config, attention_of(model, layer).qkv.weight
     assert config.num_heads == config.num_kv_heads
     return list(weight.view(3, config.num_heads, config.head_dim, -1))
+
+
+def attention_of(model: Transformer, layer: int) -> Attention:
+    return cast(Block, model.blocks[layer]).attention
 
 
 def random_rows(rows: int, columns: int) -> Tensor:

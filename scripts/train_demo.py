@@ -37,7 +37,7 @@ VOCAB_SIZE, MAX_POSITIONS, SEED = 2048, 20480, 1
 BOS, EOS, FIRST_WORD = 1, 2, 259
 CIRCUIT_RATE = 0.1  # learning rate of what holds the induction circuit, relative to the rest
 RECALL_GAPS = (0, 1000, 4000, 16000)  # watched while training
-# The slow pairs of a high base turn little over 16384 tokens: content can be matched at any distance.
+# The slow pairs of a high base turn little over 16384 tokens: content matches at any distance.
 ROPE = RopeConfig(theta=1e7)
 
 
@@ -79,8 +79,9 @@ PHASES = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised by Newton-Schulz (Jordan 2024), for the matrices of the blocks. Iterates
-    in `dtype`: `torch.optim.Muon` insists on bfloat16, which CPUs without bfloat16 units emulate."""
+    """Momentum, orthogonalised by Newton-Schulz (Jordan 2024), for the matrices of the blocks.
+    Iterates in `dtype`: `torch.optim.Muon` insists on bfloat16, which CPUs without units for it
+    emulate."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ def train_model(
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     slow = {id(p) for p in circuit_parameters(model)}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in matrices if id(p) not in slow]},
         {"params": [p for p in matrices if id(p) in slow], "lr": 0.02 * CIRCUIT_RATE},
     ]
@@ -183,7 +184,12 @@ def train_model(
             optimizer.step()
             optimizer.zero_grad()
         step, tokens = step + 1, tokens + phase.rows * phase.length
-        entry = {"step": step, "tokens": tokens, "length": phase.length, "loss": round(loss, 4)}
+        entry: dict[str, Any] = {
+            "step": step,
+            "tokens": tokens,
+            "length": phase.length,
+            "loss": round(loss, 4),
+        }
         entry |= {"lr": round(lr, 4), "seconds": round(time.monotonic() - started, 1)}
         if step % 50 == 0:
             entry["recall"] = {gap: round(recall(model, gap, device), 2) for gap in RECALL_GAPS}

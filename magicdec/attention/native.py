@@ -120,7 +120,8 @@ def attention(
 _library = torch.library.Library("magicdec", "DEF")
 _library.define(
     "native_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges, bool portable) -> (Tensor, Tensor)"
+    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges, bool portable) "
+    "-> (Tensor, Tensor)"
 )
 _library.impl("native_attention", attention, "CPU")
 

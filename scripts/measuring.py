@@ -1,0 +1,76 @@
+"""What the benchmark scripts share: interleaved timing, and what this machine can do at most."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from magicdec.bench.timing import read_bandwidth
+from magicdec.distributed.groups import Group
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one way of doing something: median, and the 10th and 90th percentile."""
+
+    ms: float
+    ms_p10: float
+    ms_p90: float
+
+    def as_json(self) -> dict[str, float]:
+        return {"ms": self.ms, "ms_p10": self.ms_p10, "ms_p90": self.ms_p90}
+
+
+def interleaved(
+    ways: dict[str, Callable[[], Any]], seconds: float, at_least: int = 5
+) -> dict[str, Timing]:
+    """Time `ways` in turn, round after round, for about `seconds` in all: what disturbs the machine
+    disturbs each alike. One round before the first is not counted."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for call in ways.values():
+        call()
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds or len(samples[next(iter(ways))]) < at_least:
+        for name, call in ways.items():
+            started = time.perf_counter()
+            call()
+            samples[name].append(1e3 * (time.perf_counter() - started))
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def _timing(values: list[float]) -> Timing:
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return Timing(statistics.median(values), tenths[0], tenths[-1])
+
+
+def describe_machine() -> dict[str, Any]:
+    """The ceilings that everything else is compared with, measured now."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
+    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    return {
+        "cpu": model or platform.processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "read_bytes_per_s": read_bandwidth(Group((0,), 0), torch.device("cpu")),
+        "float32_flops": gemm_flops(torch.float32),
+        "bfloat16_flops": gemm_flops(torch.bfloat16),
+    }
+
+
+def gemm_flops(dtype: torch.dtype, size: int = 1024) -> float:
+    """Floating-point operations a second of a square matrix product: the best of several."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    best = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
