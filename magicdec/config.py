@@ -1,5 +1,4 @@
-"""RunConfig: every default and every check of what a user can write. Imports nothing of ours and no
-torch.
+"""RunConfig: every default and every check of what a user can write. Imports no torch.
 
 Owns the sections of a run, their command-line names, the tables of names a user may choose from,
 and the resolution of `auto`. A component is given its own section, never the whole. Must not know
@@ -12,6 +11,8 @@ import dataclasses
 import importlib
 from dataclasses import dataclass, field
 from typing import Any
+
+from magicdec.machine import Machine, choose_backend, choose_collectives
 
 # Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
 # line here and a file there.
@@ -101,6 +102,7 @@ class AttentionSection:
     backend: str = option(
         "auto", "attention kernels", "--attention", choices=("auto", *ATTENTION_BACKENDS)
     )
+    backend_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     prefill_chunk: int = option(512, "prompt tokens a prefill forward takes", "--prefill_chunk")
 
 
@@ -158,20 +160,6 @@ class OutputSection:
     benchmark: bool = option(
         False, "time draft and verify apart (on CUDA this synchronises)", "--benchmark"
     )
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What `resolve` needs to know of where it runs. `world_size` and `local_world_size` are
-    torchrun's."""
-
-    num_cpus: int
-    world_size: int = 1
-    local_world_size: int = 1
-    has_cuda: bool = False
-    has_fast_bfloat16: bool = False
-    has_compiler: bool = False
-    has_shared_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,7 +223,9 @@ class RunConfig:
         collectives, reason = self.parallel.collectives, self.parallel.collectives_reason
         if reason is None:
             collectives, reason = choose_collectives(collectives, device, machine)
-        backend = choose_backend(self.attention.backend, device, machine, head_dim)
+        backend, backend_reason = self.attention.backend, self.attention.backend_reason
+        if backend_reason is None:
+            backend, backend_reason = choose_backend(backend, device, machine, head_dim)
         replace = dataclasses.replace
         return replace(
             self,
@@ -249,7 +239,7 @@ class RunConfig:
                 threads=self.parallel.threads
                 or max(1, machine.num_cpus // machine.local_world_size),
             ),
-            attention=replace(self.attention, backend=backend),
+            attention=replace(self.attention, backend=backend, backend_reason=backend_reason),
             workload=replace(
                 self.workload,
                 gen_len=self.workload.num_new_tokens,
@@ -260,48 +250,6 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested by section, for the record."""
         return dataclasses.asdict(self)
-
-
-def choose_backend(asked: str, device: str, machine: Machine, head_dim: int) -> str:
-    """The attention backend to use. Raises ValueError if `native` was asked for and cannot be."""
-    obstacles = {
-        "it is for --device cpu": device != "cpu",
-        "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
-        f"head size {head_dim} is not a multiple of 16": head_dim % 16 != 0,
-    }
-    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if asked == "auto":
-        return "grouped" if obstacle else "native"
-    if asked == "native" and obstacle:
-        raise ValueError(f"--attention native: {obstacle}; choose from auto, sdpa, grouped")
-    return asked
-
-
-def choose_collectives(
-    asked: str | None, device: str, machine: Machine
-) -> tuple[str | None, str | None]:
-    """(name, why) of the collectives to use; (None, None) for one rank. Raises ValueError for what
-    the device, the hosts or the machine cannot do."""
-    if machine.world_size == 1:
-        return None, None
-    obstacles = {
-        "several hosts": machine.local_world_size != machine.world_size,
-        "no C++ compiler": not machine.has_compiler,
-        "no /dev/shm": not machine.has_shared_memory,
-    }
-    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if asked == "auto":
-        if device == "cuda":
-            return "nccl", "auto: CUDA"
-        return ("gloo", f"auto: {obstacle}") if obstacle else ("shared_memory", "auto: one host")
-    if (asked == "nccl") != (device == "cuda"):
-        fitting = "nccl" if device == "cuda" else "gloo, shared_memory"
-        raise ValueError(
-            f"--collectives {asked} cannot serve --device {device}; choose from {fitting}"
-        )
-    if asked == "shared_memory" and obstacle:
-        raise ValueError(f"--collectives shared_memory: {obstacle} here; choose from auto, gloo")
-    return asked, "asked for"
 
 
 def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) -> None:

@@ -8,6 +8,7 @@
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -124,6 +125,8 @@ void make_plan(const Problem& p, const Table& table, const int64_t* ranges, int6
                                       plan.pieces[i].segment_begin, plan.pieces[i].segment_end, i});
 }
 
+std::atomic<int64_t> keys_read{0};
+
 template <typename Kernel, typename S>
 void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, const S* v_new, Strides vs, S* k_pool,
          S* v_pool, const Table& table, const int64_t* ranges, int64_t num_ranges, S* out, float* lse) {
@@ -160,7 +163,7 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
         for (int64_t i = 0; i < int64_t(planned.tasks.size()); ++i) {
             const Task& task = planned.tasks[i];
             float* result = result_data + (task.piece * p.G + task.head) * width;
-            Kernel::attend(p, task, planned.segments.data(), k_pool, v_pool,
+            keys_read += Kernel::attend(p, task, planned.segments.data(), k_pool, v_pool,
                            query_data + ((task.row * p.G + task.head) * M + task.first_query) * query_size, scratch,
                            result + task.first_query, result + M + task.first_query,
                            result + 2 * M + task.first_query * D);
@@ -202,6 +205,9 @@ extern "C" int magicdec_has_bfloat16_path() {
     return 0;
 #endif
 }
+
+// Keys (of one row and KV head, each with its value) read by all calls of this process so far.
+extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
 // Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and attends; out [B,T,H,D], lse [B,T,H] float32.
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new.

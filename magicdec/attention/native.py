@@ -86,7 +86,9 @@ def kernel(head_size: int) -> ctypes.CDLL:
             f"--attention native serves head sizes that are multiples of 16, not {head_size}"
         )
     share_openmp()
-    return load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"), HEADERS)
+    library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"), HEADERS)
+    library.magicdec_keys_read.restype = ctypes.c_int64
+    return library
 
 
 def attention(

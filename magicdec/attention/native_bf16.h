@@ -177,10 +177,11 @@ inline void finish_bf16(const Bf16Scratch& x, int64_t M, float* maximum, float* 
 }
 
 // As attend_piece of native.cpp; q is [queries][PAIRS] bfloat16 pairs, not scaled.
-inline void attend_piece_bf16(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
+inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                               const bfloat16* v_pool, const uint32_t* q, Bf16Scratch& x, float* maximum, float* total,
                               float* out) {
     const int64_t M = task.num_queries, rep = p.group();
+    int64_t read = 0;
     const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
@@ -191,7 +192,8 @@ inline void attend_piece_bf16(const Problem& p, const Task& task, const Segment*
         for (int64_t at = 0; at < segment.count; at += TILE) {
             const int64_t count = std::min<int64_t>(TILE, segment.count - at);
             const int64_t past = segment.first + at - p.seq_lens[task.row];  // key j is new token past + j
-            if (past > (task.first_query + M - 1) / rep) return finish_bf16(x, M, maximum, out);
+            if (past > (task.first_query + M - 1) / rep) break;  // and so are all that follow
+            read += count;
             pack_keys(k_pool + base + at * HEAD_SIZE, count, x.keys);
             in_blocks(M, [&]<int N>(int64_t m) { score_queries<N>(q + m * PAIRS, x.keys, x.scores + m * TILE); });
             for (int64_t m = 0; m < M; ++m) {
@@ -205,6 +207,7 @@ inline void attend_piece_bf16(const Problem& p, const Task& task, const Segment*
         }
     }
     finish_bf16(x, M, maximum, out);
+    return read;
 }
 
 struct Bf16 {
@@ -212,8 +215,8 @@ struct Bf16 {
     static constexpr int QUERY_SIZE = PAIRS;
     using Scratch = Bf16Scratch;
     static void stage(const bfloat16* from, Query* to) { std::memcpy(to, from, HEAD_SIZE * sizeof(bfloat16)); }
-    static void attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
+    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                        const bfloat16* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc) {
-        attend_piece_bf16(p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc);
+        return attend_piece_bf16(p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc);
     }
 };

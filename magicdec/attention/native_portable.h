@@ -82,11 +82,12 @@ void accumulate(const float* p, const S* v, int64_t count, float* acc) {
     }
 }
 
-// One piece for one KV head: running maximum, sum and weighted values of M queries.
+// One piece for one KV head: running maximum, sum and weighted values of M queries. Returns how many keys it read.
 template <int D, typename S>
-void attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
+int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
                   const float* q, float* scores, float* maximum, float* total, float* acc) {
     const int64_t M = task.num_queries, rep = p.group();
+    int64_t read = 0;
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * D, 0.0f);
@@ -96,6 +97,7 @@ void attend_piece(const Problem& p, const Task& task, const Segment* segments, c
         for (int64_t at = 0; at < segment.count; at += TILE) {
             const int64_t count = std::min<int64_t>(TILE, segment.count - at);
             const S *k = k_pool + base + at * D, *v = v_pool + base + at * D;
+            read += count;
             score<D>(q, M, k, count, scores);
             const int64_t past = segment.first + at - p.seq_lens[task.row];  // key j is new token past + j
             for (int64_t m = 0; m < M; ++m) {
@@ -119,6 +121,7 @@ void attend_piece(const Problem& p, const Task& task, const Segment* segments, c
             for (; m < M; ++m) accumulate<D, 1>(scores + m * TILE, v, count, acc + m * D);
         }
     }
+    return read;
 }
 
 template <typename S>
@@ -132,8 +135,8 @@ struct Portable {
         const float scale = 1.0f / std::sqrt(float(HEAD_SIZE));
         for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]) * scale;
     }
-    static void attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
+    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
                        const Query* q, Scratch& scratch, float* maximum, float* total, float* acc) {
-        attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc);
+        return attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc);
     }
 };

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.build import find_compiler
-from magicdec.config import Machine
 from magicdec.distributed.groups import Launch
+from magicdec.machine import Machine
 
 
 def probe_machine(launch: Launch) -> Machine:

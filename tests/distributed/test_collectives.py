@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import Launch
 
-from magicdec.config import Machine, RunConfig, choose_collectives
+from magicdec.config import RunConfig
+from magicdec.machine import Machine, choose_collectives
 
 HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)
 

@@ -15,7 +15,8 @@ import pytest
 from magicdec.analysis import compare, table
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics
 from magicdec.bench.record import Correctness, RunRecord, append_record
-from magicdec.config import DecodingSection, KVSection, Machine, RunConfig
+from magicdec.config import DecodingSection, KVSection, RunConfig
+from magicdec.machine import Machine
 
 Record = dict[str, Any]
 RATE = 0.8

@@ -19,13 +19,12 @@ from magicdec.bench.cli import build_parser, parse
 from magicdec.config import (
     DecodingSection,
     KVSection,
-    Machine,
     ParallelSection,
     RunConfig,
     WorkloadSection,
-    choose_backend,
     load_named,
 )
+from magicdec.machine import Machine, choose_backend
 
 DRIVER = RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self"))
 TABLES = ("ATTENTION_BACKENDS", "KV_POLICIES", "STRATEGIES", "DRAFTERS")
@@ -319,12 +318,13 @@ else:
 
 def test_auto_attention_is_native_where_it_can_be() -> None:
     machine = Machine(num_cpus=2, has_compiler=True)
-    assert choose_backend("auto", "cpu", machine, 64) == "native"
-    assert choose_backend("auto", "cpu", machine, 72) == "grouped"
-    assert choose_backend("auto", "cuda", machine, 64) == "grouped"
-    assert choose_backend("auto", "cpu", Machine(2), 64) == "grouped"
-    assert choose_backend("sdpa", "cpu", machine, 64) == "sdpa"
-    with pytest.raises(ValueError, match=r"--attention native: it needs a C\+\+ compiler"):
+    assert choose_backend("auto", "cpu", machine, 64) == ("native", "auto: native")
+    no_compiler = "auto: grouped; native needs a C++ compiler (on Debian: apt install g++)"
+    assert choose_backend("auto", "cpu", machine, 72)[0] == "grouped"
+    assert choose_backend("auto", "cuda", machine, 64)[0] == "grouped"
+    assert choose_backend("auto", "cpu", Machine(2), 64) == ("grouped", no_compiler)
+    assert choose_backend("sdpa", "cpu", machine, 64) == ("sdpa", "asked for")
+    with pytest.raises(ValueError, match=r"--attention native: native needs a C\+\+ compiler"):
         choose_backend("native", "cpu", Machine(2), 64)
     with pytest.raises(ValueError, match="--attention native: head size 72 is not"):
         choose_backend("native", "cpu", machine, 72)

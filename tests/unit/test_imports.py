@@ -20,6 +20,7 @@ HEIGHT |= {
     "config": 0,
     "request": 0,
     "build": 0,
+    "machine": -1,
 }
 # Files of a package of alternatives share these, and never import each other.
 SHARED = {

@@ -22,8 +22,9 @@ from magicdec.bench.prepare import Prepared
 from magicdec.bench.record import Correctness, RunRecord, append_record, load_records
 from magicdec.bench.run import Run, make_record
 from magicdec.bench.workload import Workload
-from magicdec.config import DecodingSection, Machine, RunConfig
+from magicdec.config import DecodingSection, RunConfig
 from magicdec.distributed.groups import Launch
+from magicdec.machine import Machine
 from magicdec.model.checkpoint import ModelSource
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"

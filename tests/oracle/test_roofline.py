@@ -1,0 +1,46 @@
+"""The bytes that a record is charged for are the bytes that the kernel read, counted inside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+
+from magicdec.attention.native import NativeBackend, kernel
+from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
+from magicdec.config import DecodingSection, KVSection
+from magicdec.decoding.strategy import make_strategy
+from magicdec.engine import Engine
+
+LENGTHS = [5, 70, 1, 33]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "kv"),
+    [
+        ("autoregressive", KVSection("full")),
+        ("speculative", KVSection("full")),
+        ("speculative", KVSection("streaming_llm", 21, 16)),
+    ],
+    ids=str,
+)
+def test_kv_bytes_are_what_the_kernel_counts(
+    strategy: str, kv: KVSection, dtype: torch.dtype
+) -> None:
+    """Decoding, drafting under a budget and ragged verification, rows of unlike lengths."""
+    config = replace(TINY, num_kv_heads=3)
+    model = tiny_transformer(config, dtype=dtype)
+    runner = make_runner(model, len(LENGTHS), 120, NativeBackend())
+    engine = Engine(runner, 16)
+    engine.prefill(make_requests(random_prompts(LENGTHS, config.vocab_size), 20))
+    counts, keys = runner.counts.copy(), kernel(config.head_dim).magicdec_keys_read()
+    engine.decode(make_strategy(strategy, runner, DecodingSection(strategy, "self", 3), kv))
+    keys = kernel(config.head_dim).magicdec_keys_read() - keys
+    used = runner.counts.minus(counts)
+    bytes_counted = keys * 2 * config.head_dim * dtype.itemsize  # a key and its value, of one head
+    assert bytes_counted == used.kv_tokens_read * kv_bytes_per_token(model) > 0
+    expected = bytes_counted + used.num_forwards * weight_bytes(model)
+    assert bytes_read(model, used) == expected
