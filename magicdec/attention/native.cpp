@@ -20,6 +20,7 @@ namespace {
 
 constexpr int TILE = 64;            // keys scored together: their K and V stay in the first-level cache
 constexpr int MAX_QUERIES = 64;     // packed queries of one task
+constexpr int64_t SHARE = 512;      // keys of one task, where a row is cut into pieces
 constexpr float HIDDEN = -1e30f;    // score of a key that a query may not see; -ffinite-math-only has no infinities
 struct bfloat16 { uint16_t value; };
 
@@ -66,6 +67,9 @@ struct Problem {
     int64_t num_queries() const { return T * group(); }
 };
 
+// Tiles end at multiples of TILE, wherever a range begins: each key is always met in the same company.
+inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE; }
+
 #include "native_portable.h"
 #if defined(__AVX512BF16__)
 #include "native_bf16.h"
@@ -94,26 +98,28 @@ void make_plan(const Problem& p, const Table& table, const int64_t* ranges, int6
     const int64_t M = p.num_queries(), threads = omp_get_max_threads();
     plan.query_block = M <= MAX_QUERIES ? M : MAX_QUERIES / 2;
     const int64_t blocks = (M + plan.query_block - 1) / plan.query_block;
-    int64_t keys = 0;
-    for (int64_t i = 0; i < p.B * num_ranges; ++i) keys += ranges[2 * i + 1] - ranges[2 * i];
-    int64_t share = std::clamp<int64_t>(keys * p.G / (4 * threads), 2 * TILE, 2048) / TILE * TILE;
-    if (p.B * p.G * blocks >= 8 * threads && blocks > 1) share = keys;  // enough tasks: nothing to merge
+    // With one block of queries a row is cut where its positions are multiples of SHARE, and always there: what a query
+    // gets does not depend, to the bit, on how many others are computed with it. More blocks are enough tasks by
+    // themselves, and are not cut unless threads would idle.
+    const bool cut = blocks == 1 || p.B * p.G * blocks < 4 * threads;
     plan.segments.clear();
     plan.pieces.clear();
     plan.tasks.clear();
     for (int64_t b = 0; b < p.B; ++b) {
-        int64_t filled = share;
-        for (int64_t r = 0; r < num_ranges; ++r) {
-            const int64_t* range = ranges + (b * num_ranges + r) * 2;
-            for (int64_t at = range[0]; at < range[1];) {
-                if (filled >= share) {
-                    plan.pieces.push_back({b, int64_t(plan.segments.size()), int64_t(plan.segments.size())});
-                    filled = 0;
-                }
-                const int64_t count = std::min({range[1] - at, p.block_size - at % p.block_size, share - filled});
+        const int64_t* range = ranges + b * num_ranges * 2;
+        for (int64_t r = 0; r < num_ranges;) {
+            int64_t at = range[2 * r], stop = range[2 * r + 1];
+            for (++r; r < num_ranges && (range[2 * r] == stop || at == stop); ++r) {  // adjacent, or none so far
+                if (at == stop) at = range[2 * r];
+                stop = range[2 * r + 1];
+            }
+            while (at < stop) {
+                if (plan.pieces.empty() || plan.pieces.back().row != b || (cut && at % SHARE == 0))
+                    plan.pieces.push_back({b, int64_t(plan.segments.size()), 0});
+                const int64_t count = std::min({stop - at, p.block_size - at % p.block_size,
+                                                cut ? SHARE - at % SHARE : stop - at});
                 plan.segments.push_back({b, at, count, table.slot(p, b, at)});
                 plan.pieces.back().segment_end = int64_t(plan.segments.size());
-                filled += count;
                 at += count;
             }
         }

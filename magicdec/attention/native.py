@@ -71,11 +71,7 @@ class NativeBackend:
         if view.num_new < PREFILL_FROM:
             return False
         cache = view.cache
-        return (
-            self._portable
-            or cache.k.dtype != torch.bfloat16
-            or not kernel(cache.shape.head_dim).magicdec_has_bfloat16_path()
-        )
+        return self._portable or cache.k.dtype != torch.bfloat16 or not has_bfloat16_path()
 
 
 @cache
@@ -89,6 +85,11 @@ def kernel(head_size: int) -> ctypes.CDLL:
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
     return library
+
+
+def has_bfloat16_path() -> bool:
+    """Whether this CPU has dot products for bfloat16, and so GEMMs in the library."""
+    return bool(kernel(64).magicdec_has_bfloat16_path())
 
 
 def attention(

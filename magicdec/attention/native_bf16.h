@@ -189,8 +189,8 @@ inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segme
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
         const int64_t base = (segment.slot + task.head * p.block_size) * HEAD_SIZE;
-        for (int64_t at = 0; at < segment.count; at += TILE) {
-            const int64_t count = std::min<int64_t>(TILE, segment.count - at);
+        for (int64_t at = 0, count; at < segment.count; at += count) {
+            count = std::min(tile_end(segment.first + at) - segment.first, segment.count) - at;
             const int64_t past = segment.first + at - p.seq_lens[task.row];  // key j is new token past + j
             if (past > (task.first_query + M - 1) / rep) break;  // and so are all that follow
             read += count;

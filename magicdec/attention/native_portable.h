@@ -94,8 +94,8 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
         const int64_t base = (segment.slot + task.head * p.block_size) * D;
-        for (int64_t at = 0; at < segment.count; at += TILE) {
-            const int64_t count = std::min<int64_t>(TILE, segment.count - at);
+        for (int64_t at = 0, count; at < segment.count; at += count) {
+            count = std::min(tile_end(segment.first + at) - segment.first, segment.count) - at;
             const S *k = k_pool + base + at * D, *v = v_pool + base + at * D;
             read += count;
             score<D>(q, M, k, count, scores);

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
@@ -159,3 +159,40 @@ def test_native_cuts_long_rows_into_pieces_and_returns_the_log_sum_exp(
     expected = torch.einsum("bths,bshd->bthd", scores.softmax(-1), values)
     assert (lse.double() - scores.logsumexp(-1)).abs().max() < 1e-4
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype] / 10
+
+
+@pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
+def test_native_gives_a_token_the_same_bits_whatever_is_computed_with_it() -> None:
+    """One token at a time, as decoding does, and five at once, as verification does."""
+    torch.manual_seed(0)
+    lengths, heads, kv_heads, size, num_new = [1300, 63], 6, 2, 64, 5
+    backend, dtype = NativeBackend(), torch.bfloat16
+    shape = CacheShape(1, kv_heads, size, backend.block_size(1400), 2)
+    cache = KVCache(shape, 2, 1, dtype, torch.device("cpu"))
+    k, v = (torch.randn(2, 1400, kv_heads, size).to(dtype) for _ in range(2))
+    q = torch.randn(2, num_new, heads, size).to(dtype)
+    slots = cache.slots(torch.arange(2), torch.arange(1400).expand(2, -1))
+    for row, length in enumerate(lengths):
+        cache.allocate(row, 1400)
+        cache.write(
+            0,
+            slots[row : row + 1, :, :length],
+            k[row : row + 1, :length],
+            v[row : row + 1, :length],
+        )
+        cache.advance([row], length)
+
+    def attend(rows: list[int], first: int, count: int) -> Tensor:
+        view = make_view(cache, rows, FullKV(), count)
+        new = [slice(lengths[r] + first, lengths[r] + first + count) for r in rows]
+        new_k, new_v = (
+            torch.stack([t[r, s] for r, s in zip(rows, new, strict=True)]) for t in (k, v)
+        )
+        backend.plan(view)
+        return backend.run(0, q[rows, first : first + count], new_k, new_v, view)
+
+    together = attend([0, 1], 0, num_new)
+    for row in (0, 1):
+        for t in range(num_new):
+            assert torch.equal(attend([row], t, 1)[0, 0], together[row, t]), (row, t)
+            cache.advance([row], 1)
