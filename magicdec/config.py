@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from magicdec.machine import Machine, choose_backend, choose_collectives
+from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
 
 # Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
 # line here and a file there.
@@ -34,6 +34,7 @@ DRAFTERS = {
 }
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+LINEARS = ("torch", "packed")
 COLLECTIVES = ("gloo", "shared_memory", "nccl")
 
 
@@ -60,6 +61,12 @@ class ModelSection:
         "auto", "auto: bfloat16 where the hardware computes in it, else float32",
         "--dtype", choices=("auto", *DTYPES),
     )  # fmt: skip
+    linear: str = option(
+        "auto",
+        "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
+        "--linear",
+        choices=("auto", *LINEARS),
+    )
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,11 @@ class RunConfig:
         replace = dataclasses.replace
         return replace(
             self,
-            model=replace(self.model, dtype=dtype),
+            model=replace(
+                self.model,
+                dtype=dtype,
+                linear=choose_linear(self.model.linear, device, dtype, machine),
+            ),
             parallel=replace(
                 self.parallel,
                 device=device,

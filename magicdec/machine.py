@@ -19,6 +19,7 @@ class Machine:
     local_world_size: int = 1
     has_cuda: bool = False
     has_fast_bfloat16: bool = False
+    has_avx512_bf16: bool = False
     has_compiler: bool = False
     has_shared_memory: bool = False
 
@@ -37,6 +38,22 @@ def choose_backend(asked: str, device: str, machine: Machine, head_dim: int) -> 
     if asked == "native" and obstacle:
         raise ValueError(f"--attention native: {obstacle}; choose from auto, sdpa, grouped")
     return asked, "asked for"
+
+
+def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
+    """How linear layers are computed. Raises ValueError if `packed` was asked for and cannot be."""
+    obstacles = {
+        "it is for --device cpu": device != "cpu",
+        f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
+        "this CPU has no AVX512-BF16": not machine.has_avx512_bf16,
+        "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if asked == "packed" and obstacle:
+        raise ValueError(f"--linear packed: {obstacle}; choose from auto, torch")
+    if asked == "auto":
+        return "torch" if obstacle else "packed"
+    return asked
 
 
 def choose_collectives(

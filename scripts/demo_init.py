@@ -19,7 +19,7 @@ import math
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from magicdec.model.rope import rope_table
 from magicdec.model.transformer import Attention, Block, Transformer
@@ -80,7 +80,7 @@ def look_back(model: Transformer, content: slice, places: list[slice], summary: 
         q[head, :FAST_PAIRS, 0] = amplitude * torch.cos(turn)
         q[head, half : half + FAST_PAIRS, 0] = amplitude * torch.sin(turn)
         v[head, :room, content] = summary
-        attention.output.weight[place, head * size : head * size + room] = (
+        weight_of(attention.output)[place, head * size : head * size + room] = (
             torch.eye(room) * EMBEDDING_STD
         )
 
@@ -109,18 +109,22 @@ def match_and_copy(
                 q[head, dims, places[i - 1]] = keep
         v[head, : len(rows), content] = rows
         columns = slice(head * size, head * size + len(rows))
-        attention.output.weight[content, columns] = rows.T * COPY_SCALE * EMBEDDING_STD
+        weight_of(attention.output)[content, columns] = rows.T * COPY_SCALE * EMBEDDING_STD
 
 
 def qkv_views(model: Transformer, layer: int) -> list[Tensor]:
     """The query, key and value weights of a layer, [heads, D, hidden] each."""
-    config, weight = model.config, attention_of(model, layer).qkv.weight
+    config, weight = model.config, weight_of(attention_of(model, layer).qkv)
     assert config.num_heads == config.num_kv_heads
     return list(weight.view(3, config.num_heads, config.head_dim, -1))
 
 
 def attention_of(model: Transformer, layer: int) -> Attention:
     return cast(Block, model.blocks[layer]).attention
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    return cast(nn.Linear, linear).weight
 
 
 def random_rows(rows: int, columns: int) -> Tensor:

@@ -16,6 +16,10 @@
 
 #include <omp.h>
 
+#if defined(__AVX512BF16__)
+#include "../bf16.h"
+#endif
+
 namespace {
 
 constexpr int TILE = 64;            // keys scored together: their K and V stay in the first-level cache

@@ -20,7 +20,11 @@ from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.kv.policy import KVView
 
 SOURCE = Path(__file__).with_name("native.cpp")
-HEADERS = (SOURCE.with_name("native_portable.h"), SOURCE.with_name("native_bf16.h"))
+HEADERS = (
+    SOURCE.with_name("native_portable.h"),
+    SOURCE.with_name("native_bf16.h"),
+    SOURCE.parents[1] / "bf16.h",
+)
 # What -ffast-math gives the vectoriser, and not -ffast-math itself: linked into a library, that
 # makes the whole process flush subnormal numbers to zero.
 FLAGS = (
@@ -61,7 +65,10 @@ class NativeBackend:
         """As `run`, and the log of each softmax's denominator, float32 [B,T,H]."""
         assert self._ranges is not None, "plan before run"
         cache = view.cache
-        out: tuple[Tensor, Tensor] = torch.ops.magicdec.native_attention(
+        # Dispatch costs as much as the kernel on a short context, so only tracing goes through it.
+        compiling = torch.compiler.is_compiling()
+        call = torch.ops.magicdec.native_attention if compiling else attention
+        out: tuple[Tensor, Tensor] = call(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
             view.seq_lens, self._ranges, self._portable,
         )  # fmt: skip

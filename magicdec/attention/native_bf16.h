@@ -1,10 +1,7 @@
 // The bfloat16 path of native.cpp for CPUs with bfloat16 dot products (AVX512-BF16): both products of attention as
 // small GEMMs on tiles of TILE keys, which is what makes M queries cost little more than one.
 //
-// Keys are transposed, values interleaved in pairs as they are read, so that one instruction multiplies 16 keys (or 16
-// dimensions) by a broadcast pair of query (or weight) entries and no sum across lanes is ever taken.
-#include <immintrin.h>
-
+// Keys are transposed, values interleaved in pairs as they are read (bf16.h says why).
 constexpr int PADDED = (HEAD_SIZE + 31) / 32 * 32;  // dimensions, rounded up to what an interleaved vector pair holds
 constexpr int PAIRS = HEAD_SIZE / 2;
 
@@ -17,32 +14,6 @@ struct Bf16Scratch {
     alignas(64) float acc[MAX_QUERIES * PADDED];           // dimensions permuted as in `values`
     float scale[MAX_QUERIES];
 };
-
-inline __mmask16 first_lanes(int64_t n) { return n >= 16 ? __mmask16(0xffff) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1); }
-
-// Columns of a 16 x 16 block of 32-bit entries.
-inline void transpose(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 8; ++i) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int c = 0; c < 4; ++c) {
-        const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-        const __m512i d = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-        t[c] = _mm512_shuffle_i32x4(a, b, 0x88);
-        t[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        t[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
-        t[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
-    }
-    for (int i = 0; i < 16; ++i) r[i] = t[i];
-}
 
 // Keys past `count` repeat the last one: they are hidden later, and must be readable now.
 inline void pack_keys(const bfloat16* k, int64_t count, uint32_t* out) {
@@ -72,20 +43,6 @@ inline void pack_values(const bfloat16* v, int64_t count, uint32_t* out) {
             _mm512_store_si512(out + j * PADDED + d, _mm512_unpacklo_epi16(a, b));
             _mm512_store_si512(out + j * PADDED + d + 16, _mm512_unpackhi_epi16(a, b));
         }
-}
-
-// out[n][i] += sum over `steps` of a broadcast pair left[n][step] times the vector right[step][i].
-template <int N, int C>
-inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
-                     int64_t steps, __m512 (&out)[N][C]) {
-    for (int64_t step = 0; step < steps; ++step) {
-        __m512bh x[C];
-        for (int i = 0; i < C; ++i) x[i] = (__m512bh)_mm512_load_si512(right + step * right_stride + 16 * i);
-        for (int n = 0; n < N; ++n) {
-            const __m512bh y = (__m512bh)_mm512_set1_epi32(int(left[n * left_stride + step]));
-            for (int i = 0; i < C; ++i) out[n][i] = _mm512_dpbf16_ps(out[n][i], y, x[i]);
-        }
-    }
 }
 
 template <int N>
@@ -150,21 +107,6 @@ inline void to_weights(const float* scores, int64_t seen, float factor, float* m
     *scale = _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
     *total = *total * *scale + _mm512_reduce_add_ps(sum);
     *maximum = highest;
-}
-
-// Calls body.operator()<N>(m) on blocks of N queries that cover m = 0 .. M - 1.
-template <typename Body>
-inline void in_blocks(int64_t M, Body body) {
-    for (int64_t m = 0; m < M;) {
-        switch (const int64_t left = M - m; left > 6 ? 4 : left) {
-            case 1: body.template operator()<1>(m); m += 1; break;
-            case 2: body.template operator()<2>(m); m += 2; break;
-            case 3: body.template operator()<3>(m); m += 3; break;
-            case 4: body.template operator()<4>(m); m += 4; break;
-            case 5: body.template operator()<5>(m); m += 5; break;
-            default: body.template operator()<6>(m); m += 6; break;
-        }
-    }
 }
 
 // Leaves the state as the merge expects it: maxima to base e, dimensions in order.

@@ -30,6 +30,7 @@ def probe_machine(launch: Launch) -> Machine:
         has_cuda=torch.cuda.is_available(),
         has_compiler=find_compiler() is not None,
         has_shared_memory=Path("/dev/shm").is_dir(),
+        has_avx512_bf16="avx512_bf16" in flags,
         has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
     )
 

@@ -16,8 +16,8 @@ def weight_bytes(model: Transformer) -> int:
     embedding a few rows (0)."""
     names = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     total = sum(size for name, size in names.items() if not name.startswith("embedding."))
-    if model.is_last and model.config.tie_word_embeddings:
-        total += model.head_weight.numel() * model.head_weight.element_size()
+    if model.is_last and model.head is None:
+        total += model.tied_head.numel() * model.tied_head.element_size()
     return total
 
 

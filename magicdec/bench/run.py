@@ -62,8 +62,9 @@ class Run:
         self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
         self.device = rank_device(prepared)
         self.runner = self.make_runner(
-            self.config.model.dtype, w.batch_size, self.config.attention.backend
-        )
+            self.config.model.dtype, w.batch_size, self.config.attention.backend,
+            self.config.model.linear,
+        )  # fmt: skip
         self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
         self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
         if d.baseline and d.strategy != BASELINE:
@@ -72,13 +73,15 @@ class Run:
         self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
         self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
 
-    def make_runner(self, dtype: str, num_rows: int, backend_name: str) -> ModelRunner:
+    def make_runner(self, dtype: str, num_rows: int, backend_name: str, linear: str) -> ModelRunner:
         source = self.prepared.source
         backend = load_named(ATTENTION_BACKENDS, backend_name)()
         with self.progress.task(f"loading {source.name} as {dtype}", 1) as advance:
             model = load_transformer(
                 source.config, source.weights, self.shard, None, getattr(torch, dtype), self.device
             )
+            if linear == "packed":
+                model.pack()
             advance()
         return ModelRunner(model, backend, self.groups.target, num_rows, self.max_tokens)
 
@@ -160,7 +163,7 @@ class Run:
             self.finished[BASELINE],
             self.finished[asked],
             dtype,
-            lambda: self.make_runner(WIDER[dtype], num_rows=1, backend_name=REFERENCE_BACKEND),
+            lambda: self.make_runner(WIDER[dtype], 1, REFERENCE_BACKEND, linear="torch"),
             self.config.attention.prefill_chunk,
         )
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
+from magicdec.model.linear import PackedLinear
 from magicdec.model.rope import apply_rope, rope_table
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,18 +31,26 @@ Reduce = Callable[[Tensor], Tensor]
 """Sum a partial result over the ranks of the tensor-parallel group."""
 
 
+class PartialLinear(nn.Linear):
+    """A linear layer whose inputs are spread over ranks. `forward` leaves the bias out: it is added
+    once, after the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         (q_first, q_last), (kv_first, kv_last) = shard.heads(config.num_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         self.num_heads, self.num_kv_heads = q_last - q_first, kv_last - kv_first
-        self.qkv = nn.Linear(
+        self.qkv: nn.Linear | PackedLinear = nn.Linear(
             config.hidden_size,
             (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
             bias=config.qkv_bias,
         )
-        self.output = nn.Linear(
+        self.output: nn.Linear | PackedLinear = PartialLinear(
             self.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias
         )
 
@@ -63,8 +72,12 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         first, last = shard.split(config.intermediate_size)
-        self.gate_up = nn.Linear(config.hidden_size, 2 * (last - first), bias=config.mlp_bias)
-        self.down = nn.Linear(last - first, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up: nn.Linear | PackedLinear = nn.Linear(
+            config.hidden_size, 2 * (last - first), bias=config.mlp_bias
+        )
+        self.down: nn.Linear | PackedLinear = PartialLinear(
+            last - first, config.hidden_size, bias=config.mlp_bias
+        )
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -120,9 +133,11 @@ class Transformer(nn.Module):
         if self.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             if not config.tie_word_embeddings:
-                self.head = nn.Linear(
+                self.head: nn.Linear | PackedLinear | None = nn.Linear(
                     config.hidden_size, self.head_rows[1] - self.head_rows[0], bias=False
                 )
+            else:
+                self.head = None
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
         """Compute the rotary table for positions 0 .. max_positions - 1."""
@@ -143,19 +158,30 @@ class Transformer(nn.Module):
             x = block(x, layer, rope, attend, reduce)
         if not self.is_last:
             return x
-        return F.linear(self.norm(x[:, -1:] if last_only else x), self.head_weight)
+        x = self.norm(x[:, -1:] if last_only else x)
+        return F.linear(x, self.tied_head) if self.head is None else self.head(x)
 
     @property
-    def head_weight(self) -> Tensor:
-        """[V, hidden]; a tied head is this rank's rows of the embedding."""
-        if self.config.tie_word_embeddings:
-            return self.embedding.weight[self.head_rows[0] : self.head_rows[1]]
-        return self.head.weight
+    def tied_head(self) -> Tensor:
+        """[V, hidden]: this rank's rows of the embedding, where they are the head as well."""
+        return self.embedding.weight[self.head_rows[0] : self.head_rows[1]]
+
+    def pack(self) -> None:
+        """Lay the weights of all products out for `PackedLinear`. Raises ValueError unless they are
+        bfloat16."""
+        for module in [m for b in self.blocks for m in b.modules()]:
+            for name, linear in list(module.named_children()):
+                if isinstance(linear, nn.Linear):
+                    adds_bias = not isinstance(linear, PartialLinear)
+                    setattr(module, name, PackedLinear(linear.weight, linear.bias, adds_bias))
+        if self.is_last:
+            head = self.head.weight if isinstance(self.head, nn.Linear) else self.tied_head
+            self.head = PackedLinear(head)
 
 
-def row_parallel(x: Tensor, linear: nn.Linear, reduce: Reduce) -> Tensor:
-    """A linear layer whose inputs are spread over ranks; the bias is added once, after the sum."""
-    partial = reduce(F.linear(x, linear.weight))
+def row_parallel(x: Tensor, linear: nn.Linear | PackedLinear, reduce: Reduce) -> Tensor:
+    """A `PartialLinear`, packed or not, the sum over ranks, and the bias."""
+    partial: Tensor = reduce(linear(x))
     return partial if linear.bias is None else partial + linear.bias
 
 

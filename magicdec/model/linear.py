@@ -1,0 +1,86 @@
+"""Linear layers whose weights are laid out once for the products that decoding makes
+(`linear.cpp`): bfloat16, on CPUs with dot products for it.
+
+Owns the packed layout. A call reads the weights once whatever the number of rows, and gives a row
+the same bits whatever rows come with it, so that verification computes what decoding computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from magicdec.build import load_library, share_openmp
+
+SOURCE = Path(__file__).with_name("linear.cpp")
+HEADERS = (SOURCE.parents[1] / "bf16.h",)
+WIDTH = 64  # outputs of a block of weights
+
+
+class PackedLinear(nn.Module):
+    """x [..., K] -> [..., N]. `bias` is added if `adds_bias`, and only kept otherwise."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, adds_bias: bool = True) -> None:
+        super().__init__()
+        if weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
+            raise ValueError(
+                f"--linear packed needs bfloat16 weights of an even width, not {weight.dtype} "
+                f"{list(weight.shape)}"
+            )
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.adds_bias = adds_bias
+        blocks = -(-self.out_features // WIDTH)
+        packed = torch.empty(blocks, self.in_features // 2, WIDTH, dtype=torch.int32)
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        rows = weight.contiguous()
+        library().magicdec_pack(
+            _address(rows), _size(self.out_features), _size(self.in_features), _address(packed)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias if self.adds_bias else None
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.magicdec.packed_linear(x, self.packed, bias, self.out_features)
+            return out
+        return packed_linear(x, self.packed, bias, self.out_features)  # dispatch costs as much
+
+
+@cache
+def library() -> ctypes.CDLL:
+    share_openmp()
+    return load_library(SOURCE, ("-fopenmp",), HEADERS)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    assert x.dtype == torch.bfloat16
+    x = x.contiguous()
+    width = x.shape[-1]
+    out = torch.empty(*x.shape[:-1], out_features, dtype=torch.bfloat16)
+    library().magicdec_linear(
+        _address(x), _size(x.numel() // width), _address(packed), _size(out_features), _size(width),
+        None if bias is None else _address(bias), _address(out),
+    )  # fmt: skip
+    return out
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _size(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)
+
+
+_library = torch.library.Library("magicdec", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+_library.impl("packed_linear", packed_linear, "CPU")
+
+
+@torch.library.register_fake("magicdec::packed_linear")
+def _fake(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)

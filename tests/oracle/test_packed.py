@@ -1,0 +1,82 @@
+"""Packed linear layers against torch's, alone and inside the model; and what they are for: in
+bfloat16 verification computes the bits that decoding computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.bench.roofline import weight_bytes
+from magicdec.config import KVSection
+from magicdec.model.linear import PackedLinear
+from magicdec.model.transformer import Transformer
+
+pytestmark = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
+BF16 = torch.bfloat16
+EVERYTHING = replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 48, 50, 200])
+@pytest.mark.parametrize("shape", [(64, 2), (1, 32), (97, 48), (130, 66), (256, 704)])
+def test_packed_equals_torch_and_a_row_keeps_its_bits(shape: tuple[int, int], rows: int) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).to(BF16), torch.randn(shape[0]).to(BF16)
+    x = torch.randn(rows, shape[1]).to(BF16)
+    for b in (None, bias):
+        linear = PackedLinear(weight, b)
+        out = linear(x)
+        expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        assert (out.double() - expected).abs().max() <= expected.abs().max() * 2**-7
+        assert torch.equal(linear(x[-1:])[0], out[-1])
+    assert torch.equal(PackedLinear(weight, bias, adds_bias=False)(x), PackedLinear(weight)(x))
+
+
+def test_packed_refuses_what_it_cannot_hold() -> None:
+    for weight in (torch.randn(4, 4), torch.randn(4, 3).to(BF16)):
+        with pytest.raises(ValueError, match="--linear packed needs bfloat16 weights of an even"):
+            PackedLinear(weight)
+
+
+def packed(model: Transformer) -> Transformer:
+    model.pack()
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_is_the_same_model(tied: bool) -> None:
+    config = replace(EVERYTHING, tie_word_embeddings=tied)
+    tokens = torch.tensor(random_prompts([40], config.vocab_size))
+    logits = []
+    for prepare in (lambda m: m, packed):
+        runner = make_runner(prepare(tiny_transformer(config, dtype=BF16)), 1, 40)
+        runner.cache.allocate(0, 40)
+        logits.append(runner.forward(tokens, [0]).float())
+    assert (logits[0] - logits[1]).abs().max() < 0.03 * logits[0].abs().max()
+
+
+@pytest.mark.parametrize("heads", [6, 3, 1])
+@pytest.mark.parametrize("budget", [17, 33, 5000])
+def test_speculation_in_bfloat16_emits_the_baseline_tokens(budget: int, heads: int) -> None:
+    """Exactly: nothing is settled as a tie here."""
+    config = replace(EVERYTHING, num_kv_heads=heads)
+    model = packed(tiny_transformer(config, dtype=BF16))
+    lengths = [5, 70, 1, 33]
+    runner = make_runner(model, len(lengths), 70 + 60 + 4, NativeBackend())
+    requests = make_requests(random_prompts(lengths, config.vocab_size), 60)
+    baseline, ours, accepted = decode_both(
+        runner, requests, KVSection("streaming_llm", budget, 16), 4
+    )
+    assert ours == baseline
+    assert all(a == 4 for step in accepted for a in step) == (budget == 5000)
+
+
+def test_packed_weights_are_charged_with_their_padding() -> None:
+    model = tiny_transformer(replace(TINY, vocab_size=100), dtype=BF16)
+    plain = weight_bytes(model)
+    model.pack()
+    assert plain < weight_bytes(model) < 1.5 * plain
