@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from train_demo import BOS, FIRST_WORD, PHASES, VOCAB_SIZE
 
-from magicdec.attention.grouped import GroupedBackend
-from magicdec.distributed.groups import Group
+from magicdec.bench.environment import probe_machine
+from magicdec.config import ATTENTION_BACKENDS, load_named
+from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import choose_backend
 from magicdec.model.checkpoint import find_model, load_transformer
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.runner import ModelRunner
@@ -38,7 +40,10 @@ def load_runner(name: str, num_rows: int, max_tokens: int) -> ModelRunner:
     source = find_model("--model", name)
     cpu = torch.device("cpu")
     model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
-    return ModelRunner(model, GroupedBackend(), Group((0,), 0), num_rows, max_tokens)
+    machine = probe_machine(read_launch())
+    backend, _ = choose_backend("auto", "cpu", machine, source.config.head_dim)
+    attention = load_named(ATTENTION_BACKENDS, backend)()
+    return ModelRunner(model, attention, Group((0,), 0), num_rows, max_tokens)
 
 
 @torch.inference_mode()
