@@ -98,7 +98,6 @@ def save_model(kv_heads: int, directory: Path) -> None:
         num_attention_heads=HEADS, num_key_value_heads=kv_heads, head_dim=64,
         max_position_embeddings=32768, bos_token_id=1, eos_token_id=2, initializer_range=0.1,
     )  # fmt: skip
-    model: torch.nn.Module = LlamaForCausalLM(config)
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(directory)
 
