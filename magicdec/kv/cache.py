@@ -124,7 +124,7 @@ class KVCache:
         return k, v
 
 
-MADV_HUGEPAGE = 14
+MADV_HUGEPAGE = 14  # linux/mman.h
 
 
 def use_huge_pages(tensor: Tensor) -> None:
