@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.build import load_library, share_openmp
@@ -26,11 +27,10 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, adds_bias: bool = True) -> None:
         super().__init__()
-        if weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
-            raise ValueError(
-                f"--linear packed needs bfloat16 weights of an even width, not {weight.dtype} "
-                f"{list(weight.shape)}"
-            )
+        if weight.dtype != torch.bfloat16:
+            raise ValueError(f"--linear packed needs bfloat16 weights, not {weight.dtype}")
+        self.is_odd = weight.shape[1] % 2 == 1  # pairs want an even width: a shard may have none
+        weight = F.pad(weight, (0, 1)) if self.is_odd else weight
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.adds_bias = adds_bias
@@ -44,6 +44,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.adds_bias else None
+        x = F.pad(x, (0, 1)) if self.is_odd else x
         if torch.compiler.is_compiling():
             out: Tensor = torch.ops.magicdec.packed_linear(x, self.packed, bias, self.out_features)
             return out

@@ -107,7 +107,7 @@ def test_interrupt_leaves_records_readable(
     first = [sys.executable, str(ROOT / "tests" / "selfspec_benchmark.py"), *map(str, flags)]
     assert subprocess.run(first, cwd=tmp_path, capture_output=True).returncode == 0
     process = subprocess.Popen(
-        [sys.executable, str(script), *map(str, flags), "--gen_len", "900"],
+        [sys.executable, str(script), *map(str, flags), "--gen_len", "900", "--ignore_eos"],
         cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         env={**os.environ, "RANK": "0"},
     )  # fmt: skip

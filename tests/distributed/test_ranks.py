@@ -12,7 +12,7 @@ from conftest import Launch
 
 FLAGS = (
     *("--B", 3, "--prefix_len", 80, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
-    *("--threads", 1),
+    *("--threads", 1, "--dtype", "float32"),
 )
 SPECULATION = ("--gamma", 3, "--streamingllm_budget", 24, "--num_sink_tokens", 4)
 
@@ -65,6 +65,24 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     assert [len(s["prompt_ids"]) for s in saved] == [80] * 6
     outputs = [s["output_ids"] for s in saved]
     assert outputs == single.setdefault("tokens", outputs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_bfloat16_agrees_with_its_own_baseline(
+    num_ranks: int, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """With whatever kernels `auto` takes here; three ranks have shards of an odd width."""
+    done = launch(
+        "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
+        *SPECULATION, "--dtype", "bfloat16", "--ignore_eos", "--results", "r.jsonl",
+        num_ranks=num_ranks,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "r.jsonl")
+    assert record["config"]["model"]["dtype"] == "bfloat16"
+    assert record["correctness"]["num_tokens"] == 6 * 40
+    if record["config"]["model"]["linear"] == "packed":
+        assert record["correctness"]["identical"] is True
 
 
 def test_kv_heads_are_replicated_when_there_are_more_ranks(

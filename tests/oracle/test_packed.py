@@ -22,7 +22,7 @@ EVERYTHING = replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 48, 50, 200])
-@pytest.mark.parametrize("shape", [(64, 2), (1, 32), (97, 48), (130, 66), (256, 704)])
+@pytest.mark.parametrize("shape", [(64, 2), (1, 32), (97, 48), (130, 67), (256, 704)])
 def test_packed_equals_torch_and_a_row_keeps_its_bits(shape: tuple[int, int], rows: int) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(BF16), torch.randn(shape[0]).to(BF16)
@@ -37,9 +37,8 @@ def test_packed_equals_torch_and_a_row_keeps_its_bits(shape: tuple[int, int], ro
 
 
 def test_packed_refuses_what_it_cannot_hold() -> None:
-    for weight in (torch.randn(4, 4), torch.randn(4, 3).to(BF16)):
-        with pytest.raises(ValueError, match="--linear packed needs bfloat16 weights of an even"):
-            PackedLinear(weight)
+    with pytest.raises(ValueError, match="--linear packed needs bfloat16 weights, not"):
+        PackedLinear(torch.randn(4, 4))
 
 
 def packed(model: Transformer) -> Transformer:
