@@ -79,3 +79,22 @@ def test_packed_weights_are_charged_with_their_padding() -> None:
     plain = weight_bytes(model)
     model.pack()
     assert plain < weight_bytes(model) < 1.5 * plain
+
+
+def test_the_kernels_trace() -> None:
+    """Under torch.compile both go through `torch.library`, and compute the same."""
+    torch.manual_seed(0)
+    linear, x = PackedLinear(torch.randn(96, 64).to(BF16)), torch.randn(3, 64).to(BF16)
+    traced = torch.compile(lambda t: linear(t) * 2, fullgraph=True, backend="eager")
+    assert torch.equal(traced(x), linear(x) * 2)
+    heads, size = (2, 3, 2, 64), 16
+    q, k, v = (torch.randn(heads).to(BF16) for _ in range(3))
+    k_pool, v_pool = (torch.zeros(2, 2, size, 64, dtype=BF16) for _ in range(2))
+    table, rows = torch.tensor([[0], [1]]), torch.tensor([0, 1])
+    lengths, ranges = torch.tensor([0, 0]), torch.tensor([[[0, 3]], [[0, 3]]])
+    arguments = (q, k, v, k_pool, v_pool, table, rows, lengths, ranges, False)
+    torch.library.opcheck(
+        torch.ops.magicdec.native_attention.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor"),
+    )
