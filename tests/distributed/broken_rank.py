@@ -2,6 +2,7 @@
 to say when decoding has begun. Started by test_failures.py."""
 
 import os
+import signal
 import sys
 
 from magicdec.bench.commands import selfspec
@@ -21,5 +22,7 @@ def step(self, batch):
     return decode_step(self, batch)
 
 
+# A test run in the background of a shell is born ignoring interrupts, and so are its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 Speculative.step = step
 selfspec()
