@@ -4,6 +4,9 @@ ids, same threads, taken in turn.
     python scripts/bench_peers.py
     python scripts/bench_peers.py --openvino_python VENV/bin/python --json peers.json
 
+Then whole generations with the packaged demo model on its demo text: this project with and without
+self-speculation, transformers' `generate` with and without its assisted generation.
+
 `transformers` is measured always. OpenVINO GenAI is where VENV is a virtual environment with
 `openvino-genai` and `optimum-intel` (it has its own: they pin other versions). Every peer first
 emits the same float32 tokens from the same prompts; only then is anything timed, in bfloat16 where
@@ -29,7 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 from magicdec.bench.environment import probe_machine
+from magicdec.bench.workload import build_workload
 from magicdec.distributed.groups import read_launch
+from magicdec.model.checkpoint import find_model
+from magicdec.model.tokenizer import load_tokenizer
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 VOCAB, LAYERS, HIDDEN, HEADS, FFN = 4096, 6, 384, 6, 1024
@@ -37,6 +43,8 @@ BATCH, CHECKED_PROMPT, CHECKED_TOKENS = 4, 200, 24
 ROUNDS = 6  # interleaved turns of a cell
 STEPS = {"transformers": 2}  # steps a turn; others STEPS_A_TURN
 STEPS_A_TURN = 10
+GENERATORS = ("magicdec", "magicdec_selfspec", "transformers_generate", "transformers_assisted")
+GENERATED_PREFIX, GENERATED, GENERATED_ROUNDS = 8192, 96, 3
 ROOM = 128  # tokens of cache past the longest prompt
 
 
@@ -167,6 +175,39 @@ def measure(
     return rows
 
 
+def generations(dtype: str, threads: int) -> list[dict[str, Any]]:
+    """A row a way: seconds from prompts to the last token. In float32 all emit the same tokens."""
+    demo = Path(__file__).parents[1] / "magicdec" / "demo" / "target"
+    source = find_model("--model", "demo")
+    workload = build_workload(
+        "demo", load_tokenizer(demo), source.config.bos_token_id, GENERATED_PREFIX, BATCH, 0
+    )
+    batch = [list(prompt) for prompt in workload.prompts]
+    command: dict[str, Any] = {"do": "generate", "prompts": batch, "num_new": GENERATED}
+    emitted, seconds = {}, dict[str, list[float]]()
+    for checking in (True, False):
+        sizes = (threads, GENERATED_PREFIX + ROOM, BATCH)
+        kind = "float32" if checking else dtype
+        workers = [Worker(name, sys.executable, demo, kind, *sizes) for name in GENERATORS]
+        for turn in range(1 if checking else 1 + GENERATED_ROUNDS):  # the first warms up
+            for worker in workers:
+                answer = worker.ask(**command)
+                if checking:
+                    emitted[worker.name] = [row[:GENERATED] for row in answer["tokens"]]
+                elif turn:
+                    seconds.setdefault(worker.name, []).extend(answer["seconds"])
+        for worker in workers:
+            worker.close()
+        for name, rows in emitted.items():
+            if rows != emitted["magicdec"]:
+                raise RuntimeError(f"{name} and magicdec emit different float32 tokens")
+    return [
+        {"way": name, "dtype": dtype, "batch": BATCH, "prefix": GENERATED_PREFIX}
+        | {"num_new": GENERATED, "seconds": statistics.median(values), "all_seconds": values}
+        for name, values in seconds.items()
+    ]
+
+
 def print_table(measured: dict[str, Any]) -> None:
     bandwidth = measured["machine"]["read_bytes_per_s"]
     table = Table(title=f"decode step of {BATCH} rows; KV roofline at {bandwidth / 1e9:.1f} GB/s")
@@ -188,7 +229,16 @@ def print_table(measured: dict[str, Any]) -> None:
             f"{row['bytes'] / bandwidth / (row['ms'] / 1e3):.0%}",
             f"{row['prefill_tokens_per_s']:.0f}",
         )  # fmt: skip
-    Console(width=110).print(table)
+    console = Console(width=110)
+    console.print(table)
+    title = f"{BATCH} x {GENERATED} tokens after prefixes of {GENERATED_PREFIX}, demo model"
+    table = Table(title=title)
+    for column in ("way", "seconds, prefill included", "least-most"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in measured["generate"]:
+        spread = f"{min(row['all_seconds']):.2f}-{max(row['all_seconds']):.2f}"
+        table.add_row(row["way"], f"{row['seconds']:.2f}", spread)
+    console.print(table)
 
 
 def main() -> None:
@@ -217,6 +267,7 @@ def main() -> None:
                 check_tokens(starts, args.threads)
             measured["decode"] += measure(case, starts, dtype, args.threads)
             print(f"measured {case}", file=sys.stderr, flush=True)
+    measured["generate"] = generations(dtype, args.threads)
     print_table(measured)
     if args.json:
         args.json.write_text(json.dumps(measured, indent=1) + "\n")

@@ -2,10 +2,11 @@
 
     python scripts/peer_worker.py PEER MODEL_DIR DTYPE THREADS MAX_TOKENS BATCH
 
-Commands: {"do": "prefill", "prompts": [[ids]]}, {"do": "step", "count": n}, {"do": "quit"}; each is
-answered by one line, {"seconds": [..], "tokens": [[ids emitted so far] a prompt]}. A peer is one
-class here, named in PEERS; each imports its library only when started, so that a peer can live in a
-virtual environment that has none of the others.
+Commands: {"do": "prefill", "prompts": [[ids]]}, {"do": "step", "count": n}, {"do": "generate",
+"prompts": [[ids]], "num_new": n} (prefill and decoding in one) and {"do": "quit"}. Each is answered
+by one line, {"seconds": [..], "tokens": [[ids emitted so far] a prompt]}. A peer is one class here,
+named in PEERS; each imports its library only when started, so that a peer can live in a virtual
+environment that has none of the others.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ class Peer(Protocol):
         ...
 
     def tokens(self) -> list[list[int]]: ...
+
+
+def generate(peer: Peer, prompts: list[list[int]], num_new: int) -> None:
+    """By the library's own call where it has one."""
+    if isinstance(peer, TransformersGenerate):
+        peer.generate(prompts, num_new)
+        return
+    peer.prefill(prompts)
+    while min(map(len, peer.tokens())) < num_new:
+        peer.step()
 
 
 class Magicdec:
@@ -76,6 +87,19 @@ class Magicdec:
         return [list(request.output_ids) for request in self.engine.scheduler.requests]
 
 
+class MagicdecSelfSpeculation(Magicdec):
+    """Self-speculation, 3 draft tokens from 257 cached ones."""
+
+    def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
+        from magicdec.config import DecodingSection, KVSection
+        from magicdec.decoding.strategy import make_strategy
+
+        super().__init__(model, dtype, threads, max_tokens, batch)
+        decoding = DecodingSection("speculative", "self", 3)
+        kv = KVSection("streaming_llm", 257)
+        self.strategy = make_strategy("speculative", self.runner, decoding, kv)
+
+
 class Transformers:
     """The library's own forward with its cache in a plain loop: `generate` less overhead."""
 
@@ -113,6 +137,38 @@ class Transformers:
         with torch.inference_mode():
             out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.last = out.logits[:, -1:].argmax(-1)
+
+
+class TransformersGenerate(Transformers):
+    """`generate`, all prompts in one call."""
+
+    assistant: Any = None
+
+    def generate(self, prompts: list[list[int]], num_new: int) -> None:
+        import torch
+
+        ids = torch.tensor(prompts)
+        together = [ids] if self.assistant is None else ids.split(1)  # assisted: one row a call
+        rows = [
+            self.model.generate(
+                part, attention_mask=torch.ones_like(part), do_sample=False,
+                max_new_tokens=num_new, eos_token_id=None, pad_token_id=0,
+                assistant_model=self.assistant,
+            )
+            for part in together
+        ]  # fmt: skip
+        self.emitted = [torch.cat(rows)[:, ids.shape[1] :]]
+
+
+class TransformersAssisted(TransformersGenerate):
+    """Assisted generation with the small model that stands beside the target as `draft/`."""
+
+    def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
+        from pathlib import Path
+
+        super().__init__(model, dtype, threads, max_tokens, batch)
+        draft = str(Path(model).with_name("draft"))
+        self.assistant = Transformers(draft, dtype, threads, max_tokens, batch).model
 
 
 class OpenVINO:
@@ -169,7 +225,10 @@ class OpenVINO:
 
 PEERS: dict[str, type[Peer]] = {
     "magicdec": Magicdec,
+    "magicdec_selfspec": MagicdecSelfSpeculation,
     "transformers": Transformers,
+    "transformers_generate": TransformersGenerate,
+    "transformers_assisted": TransformersAssisted,
     "openvino": OpenVINO,
 }
 
@@ -190,6 +249,8 @@ def main() -> None:
             started = time.perf_counter()
             if command["do"] == "prefill":
                 peer.prefill(command["prompts"])
+            elif command["do"] == "generate":
+                generate(peer, command["prompts"], command["num_new"])
             else:
                 peer.step()
             seconds.append(time.perf_counter() - started)
