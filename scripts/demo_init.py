@@ -1,8 +1,8 @@
 """How the demo models begin: an induction circuit laid into the first two layers.
 
-A few million tokens are too few for induction heads to form by themselves (docs/log.md: 6.4 M
-tokens left recall at zero at every distance), so training starts from the circuit that Olsson et
-al. 2022 found in grown models, and refines it:
+No induction head formed by itself in an earlier training (docs/log.md: 6.4 M tokens left recall at
+zero at every distance), so training starts from the circuit that Olsson et al. 2022 found in grown
+models, and refines it:
 
 - layer 0, heads 0 and 1: attend to the token 1 and 2 places back (through the fast rotary pairs)
   and write what it is into a part of the residual stream of their own;
