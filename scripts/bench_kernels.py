@@ -234,7 +234,7 @@ def collective_rank(path: Path, seconds: float) -> None:
 
 
 def print_tables(measured: dict[str, Any]) -> None:
-    console, machine = Console(width=110), measured["machine"]
+    console, machine = Console(width=128), measured["machine"]
     console.print(
         f"{machine['cpu']}, {machine['threads']} threads: reads "
         f"{machine['read_bytes_per_s'] / 1e9:.1f} GB/s, multiplies "
