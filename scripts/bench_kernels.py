@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -31,11 +31,12 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView, make_view
+from magicdec.model.linear import PackedLinear
 
 COLUMNS = (
     ("attention", "backend", "dtype", "batch", "heads", "kv_heads", "head_size", "seq_len", "T"),
@@ -175,19 +176,27 @@ def linear_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
         for out, width in shapes:
             copies = max(1, (COLD_BYTES // 2) // (out * width * dtype.itemsize))
             weights = [torch.randn(out, width).to(dtype) for _ in range(min(copies, 64))]
+            can_pack = dtype == torch.bfloat16 and has_bfloat16_path()
+            packed = [PackedLinear(w) for w in weights] if can_pack else []
             for num_rows in (1, 4) if quick else (1, 4, 8, 20):
                 x = torch.randn(num_rows, width).to(dtype)
-                timings = interleaved(
-                    {name: over(weights, partial(form, x)) for name, form in LINEAR.items()},
-                    seconds,
-                )
+                ways = {name: over(weights, partial(form, x)) for name, form in LINEAR.items()}
+                if packed:
+                    ways["packed"] = over(packed, partial(apply_packed, x))
+                timings = interleaved(ways, seconds)
                 size = {"dtype": str(dtype).removeprefix("torch."), "out": out, "in": width}
                 size |= {"rows": num_rows, "bytes": out * width * dtype.itemsize}
                 rows += [{"call": name, **size, **t.as_json()} for name, t in timings.items()]
     return rows
 
 
-def over(weights: list[Tensor], call: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+def apply_packed(x: Tensor, linear: PackedLinear) -> Tensor:
+    out: Tensor = linear(x)
+    return out
+
+
+def over(weights: Sequence[Any], call: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+    """`call` with the next of `weights` each time."""
     order = cycle(weights)
 
     def next_call() -> Tensor:

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int TILE = 64;            // keys scored together: their K and V stay in the first-level cache
 constexpr int MAX_QUERIES = 64;     // packed queries of one task
+constexpr int64_t LONG_CHUNK = 32;  // new tokens from which a chunk is prefill (PREFILL_FROM of native.py)
 constexpr int64_t SHARE = 512;      // keys of one task, where a row is cut into pieces
 constexpr float HIDDEN = -1e30f;    // score of a key that a query may not see; -ffinite-math-only has no infinities
 struct bfloat16 { uint16_t value; };
@@ -102,10 +103,10 @@ void make_plan(const Problem& p, const Table& table, const int64_t* ranges, int6
     const int64_t M = p.num_queries(), threads = omp_get_max_threads();
     plan.query_block = M <= MAX_QUERIES ? M : MAX_QUERIES / 2;
     const int64_t blocks = (M + plan.query_block - 1) / plan.query_block;
-    // With one block of queries a row is cut where its positions are multiples of SHARE, and always there: what a query
-    // gets does not depend, to the bit, on how many others are computed with it. More blocks are enough tasks by
-    // themselves, and are not cut unless threads would idle.
-    const bool cut = blocks == 1 || p.B * p.G * blocks < 4 * threads;
+    // A row is cut where its positions are multiples of SHARE, and always there: what a query gets in decoding and in
+    // verification does not depend, to the bit, on how many others are computed with it. Long chunks are enough tasks
+    // by themselves, and are not cut unless threads would idle.
+    const bool cut = p.T < LONG_CHUNK || p.B * p.G * blocks < 4 * threads;
     plan.segments.clear();
     plan.pieces.clear();
     plan.tasks.clear();

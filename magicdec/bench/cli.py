@@ -106,9 +106,9 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
         refuse(error, launch)
     except KeyboardInterrupt:
         sys.exit(130)
-    attention = prepared.config.attention
-    if launch.rank == 0 and attention.backend_reason and ";" in attention.backend_reason:
-        print(f"--attention {attention.backend_reason}", file=sys.stderr, flush=True)
+    reason = prepared.config.attention.backend_reason or ""
+    if launch.rank == 0 and reason.startswith("auto: grouped"):
+        print(f"--attention {reason}", file=sys.stderr, flush=True)
     from magicdec.bench.report import conclude
 
     sys.exit(conclude(prepared))

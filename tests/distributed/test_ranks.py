@@ -85,6 +85,22 @@ def test_bfloat16_agrees_with_its_own_baseline(
         assert record["correctness"]["identical"] is True
 
 
+def test_without_a_compiler_auto_says_what_it_takes(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = launch(
+        "baseline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
+        "--results", "r.jsonl",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("--attention auto: grouped; native needs a C++ compiler") == 1
+    (record,) = lines(tmp_path / "r.jsonl")
+    assert record["config"]["attention"]["backend"] == "grouped"
+    assert record["config"]["model"]["linear"] == "torch"
+
+
 def test_kv_heads_are_replicated_when_there_are_more_ranks(
     launch: Launch, text_file: Path, tmp_path: Path
 ) -> None:
