@@ -129,11 +129,16 @@ void make_plan(const Problem& p, const Table& table, const int64_t* ranges, int6
             }
         }
     }
-    for (int64_t i = 0; i < int64_t(plan.pieces.size()); ++i)
+    // Pieces of one head follow each other: a thread that takes several reads memory front to back, and what it asked
+    // for past the end of one is the beginning of the next.
+    for (int64_t first = 0, last; first < int64_t(plan.pieces.size()); first = last) {
+        for (last = first; last < int64_t(plan.pieces.size()) && plan.pieces[last].row == plan.pieces[first].row;) ++last;
         for (int64_t g = 0; g < p.G; ++g)
-            for (int64_t m = 0; m < M; m += plan.query_block)
-                plan.tasks.push_back({plan.pieces[i].row, g, m, std::min(plan.query_block, M - m),
-                                      plan.pieces[i].segment_begin, plan.pieces[i].segment_end, i});
+            for (int64_t i = first; i < last; ++i)
+                for (int64_t m = 0; m < M; m += plan.query_block)
+                    plan.tasks.push_back({plan.pieces[i].row, g, m, std::min(plan.query_block, M - m),
+                                          plan.pieces[i].segment_begin, plan.pieces[i].segment_end, i});
+    }
 }
 
 std::atomic<int64_t> keys_read{0};
@@ -170,7 +175,8 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
                     Kernel::stage(q + b * qs.row + t * qs.token + h * D,
                                   query_data + ((b * p.G + h / rep) * M + t * rep + h % rep) * query_size);
             }
-#pragma omp for schedule(dynamic)
+        const int64_t taken = std::max<int64_t>(1, int64_t(planned.tasks.size()) / (16 * omp_get_num_threads()));
+#pragma omp for schedule(dynamic, taken)
         for (int64_t i = 0; i < int64_t(planned.tasks.size()); ++i) {
             const Task& task = planned.tasks[i];
             float* result = result_data + (task.piece * p.G + task.head) * width;

@@ -1,9 +1,12 @@
 // The bfloat16 path of native.cpp for CPUs with bfloat16 dot products (AVX512-BF16): both products of attention as
 // small GEMMs on tiles of TILE keys, which is what makes M queries cost little more than one.
 //
-// Keys are transposed, values interleaved in pairs as they are read (bf16.h says why).
+// Keys are transposed, values interleaved in pairs as they are read (bf16.h says why). Up to FUSED queries take them
+// from the registers; more would each need them again, and share a packed tile in the first-level cache. Both ways
+// add in the same order: a query gets the same bits from either.
 constexpr int PADDED = (HEAD_SIZE + 31) / 32 * 32;  // dimensions, rounded up to what an interleaved vector pair holds
 constexpr int PAIRS = HEAD_SIZE / 2;
+constexpr int FUSED = 6;  // one block of in_blocks: its accumulators fill the registers
 
 // Per thread: one tile and the state of up to MAX_QUERIES queries.
 struct Bf16Scratch {
@@ -15,18 +18,34 @@ struct Bf16Scratch {
     float scale[MAX_QUERIES];
 };
 
-// Keys past `count` repeat the last one: they are hidden later, and must be readable now.
+// Keys j .. j + 15 of a tile, 16 pairs of dimensions from `pair`, one vector a pair; the next tile is asked for. Keys
+// past `count` repeat the last one: they are hidden later, and must be readable now.
+inline void load_keys(const bfloat16* k, int64_t j, int64_t count, int pair, __m512i r[16]) {
+    const __mmask16 lanes = first_lanes(PAIRS - pair);
+    for (int i = 0; i < 16; ++i) {
+        const bfloat16* row = k + std::min(j + i, count - 1) * HEAD_SIZE + 2 * pair;
+        r[i] = _mm512_maskz_loadu_epi32(lanes, row);
+        _mm_prefetch((const char*)(row + TILE * HEAD_SIZE), _MM_HINT_T0);
+    }
+    transpose(r);
+}
+
+// Values 2j and 2j + 1 of a tile, 32 dimensions from d: pairs, permuted by unpack; the next tile is asked for.
+inline void load_values(const bfloat16* v, int64_t j, int64_t count, int d, __m512i r[2]) {
+    const __mmask16 lanes = first_lanes((HEAD_SIZE - d) / 2);
+    const bfloat16 *even = v + 2 * j * HEAD_SIZE + d, *odd = v + std::min(2 * j + 1, count - 1) * HEAD_SIZE + d;
+    const __m512i a = _mm512_maskz_loadu_epi32(lanes, even), b = _mm512_maskz_loadu_epi32(lanes, odd);
+    _mm_prefetch((const char*)(even + TILE * HEAD_SIZE), _MM_HINT_T0);
+    _mm_prefetch((const char*)(odd + TILE * HEAD_SIZE), _MM_HINT_T0);
+    r[0] = _mm512_unpacklo_epi16(a, b);
+    r[1] = _mm512_unpackhi_epi16(a, b);
+}
+
 inline void pack_keys(const bfloat16* k, int64_t count, uint32_t* out) {
     for (int64_t j = 0; j < TILE; j += 16)
         for (int pair = 0; pair < PAIRS; pair += 16) {
-            const __mmask16 lanes = first_lanes(PAIRS - pair);
             __m512i r[16];
-            for (int i = 0; i < 16; ++i) {
-                const bfloat16* row = k + std::min(j + i, count - 1) * HEAD_SIZE + 2 * pair;
-                r[i] = _mm512_maskz_loadu_epi32(lanes, row);
-                _mm_prefetch((const char*)(row + TILE * HEAD_SIZE), _MM_HINT_T0);
-            }
-            transpose(r);
+            load_keys(k, j, count, pair, r);
             for (int i = 0; i < std::min(16, PAIRS - pair); ++i)
                 _mm512_store_si512(out + (pair + i) * TILE + j, r[i]);
         }
@@ -35,14 +54,55 @@ inline void pack_keys(const bfloat16* k, int64_t count, uint32_t* out) {
 inline void pack_values(const bfloat16* v, int64_t count, uint32_t* out) {
     for (int64_t j = 0; j < (count + 1) / 2; ++j)
         for (int d = 0; d < PADDED; d += 32) {
-            const __mmask16 lanes = first_lanes((HEAD_SIZE - d) / 2);
-            const bfloat16 *even = v + 2 * j * HEAD_SIZE + d, *odd = v + std::min(2 * j + 1, count - 1) * HEAD_SIZE + d;
-            const __m512i a = _mm512_maskz_loadu_epi32(lanes, even), b = _mm512_maskz_loadu_epi32(lanes, odd);
-            _mm_prefetch((const char*)(even + TILE * HEAD_SIZE), _MM_HINT_T0);
-            _mm_prefetch((const char*)(odd + TILE * HEAD_SIZE), _MM_HINT_T0);
-            _mm512_store_si512(out + j * PADDED + d, _mm512_unpacklo_epi16(a, b));
-            _mm512_store_si512(out + j * PADDED + d + 16, _mm512_unpackhi_epi16(a, b));
+            __m512i r[2];
+            load_values(v, j, count, d, r);
+            _mm512_store_si512(out + j * PADDED + d, r[0]);
+            _mm512_store_si512(out + j * PADDED + d + 16, r[1]);
         }
+}
+
+template <int N>
+inline void score_fused(const uint32_t* q, const bfloat16* k, int64_t count, float* scores) {
+    for (int64_t j = 0; j < TILE; j += 16) {
+        __m512 s[N] = {};
+        for (int pair = 0; pair < PAIRS; pair += 16) {
+            __m512i r[16];
+            load_keys(k, j, count, pair, r);
+            for (int i = 0; i < std::min(16, PAIRS - pair); ++i)
+                for (int n = 0; n < N; ++n)
+                    s[n] = _mm512_dpbf16_ps(s[n], (__m512bh)_mm512_set1_epi32(int(q[n * PAIRS + pair + i])), (__m512bh)r[i]);
+        }
+        for (int n = 0; n < N; ++n) _mm512_store_ps(scores + n * TILE + j, s[n]);
+    }
+}
+
+// Dimensions d .. d + 16 C - 1 of the weighted sum of a tile's values.
+template <int N, int C>
+inline void weigh_part_fused(const uint32_t* weights, const bfloat16* v, int64_t count, int d, const float* scale,
+                             float* acc) {
+    __m512 a[N][C];
+    for (int n = 0; n < N; ++n)
+        for (int i = 0; i < C; ++i)
+            a[n][i] = _mm512_mul_ps(_mm512_load_ps(acc + n * PADDED + d + 16 * i), _mm512_set1_ps(scale[n]));
+    for (int64_t j = 0; j < (count + 1) / 2; ++j)
+        for (int i = 0; i < C; i += 2) {
+            __m512i r[2];
+            load_values(v, j, count, d + 16 * i, r);
+            for (int n = 0; n < N; ++n) {
+                const __m512bh w = (__m512bh)_mm512_set1_epi32(int(weights[n * TILE / 2 + j]));
+                a[n][i] = _mm512_dpbf16_ps(a[n][i], w, (__m512bh)r[0]);
+                a[n][i + 1] = _mm512_dpbf16_ps(a[n][i + 1], w, (__m512bh)r[1]);
+            }
+        }
+    for (int n = 0; n < N; ++n)
+        for (int i = 0; i < C; ++i) _mm512_store_ps(acc + n * PADDED + d + 16 * i, a[n][i]);
+}
+
+template <int N>
+inline void weigh_fused(const uint32_t* weights, const bfloat16* v, int64_t count, const float* scale, float* acc) {
+    int d = 0;
+    for (; d + 64 <= PADDED; d += 64) weigh_part_fused<N, 4>(weights, v, count, d, scale, acc);
+    if (d < PADDED) weigh_part_fused<N, 2>(weights, v, count, d, scale, acc);
 }
 
 template <int N>
@@ -136,16 +196,25 @@ inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segme
             const int64_t past = segment.first + at - p.seq_lens[task.row];  // key j is new token past + j
             if (past > (task.first_query + M - 1) / rep) break;  // and so are all that follow
             read += count;
-            pack_keys(k_pool + base + at * HEAD_SIZE, count, x.keys);
-            in_blocks(M, [&]<int N>(int64_t m) { score_queries<N>(q + m * PAIRS, x.keys, x.scores + m * TILE); });
+            const bfloat16 *k = k_pool + base + at * HEAD_SIZE, *v = v_pool + base + at * HEAD_SIZE;
+            if (M <= FUSED) {
+                in_blocks(M, [&]<int N>(int64_t) { score_fused<N>(q, k, count, x.scores); });
+            } else {
+                pack_keys(k, count, x.keys);
+                in_blocks(M, [&]<int N>(int64_t m) { score_queries<N>(q + m * PAIRS, x.keys, x.scores + m * TILE); });
+            }
             for (int64_t m = 0; m < M; ++m) {
                 const int64_t seen = std::clamp<int64_t>((task.first_query + m) / rep + 1 - past, 0, count);
                 to_weights(x.scores + m * TILE, seen, factor, maximum + m, total + m, x.scale + m, x.weights + m * TILE / 2);
             }
-            pack_values(v_pool + base + at * HEAD_SIZE, count, x.values);
-            in_blocks(M, [&]<int N>(int64_t m) {
-                weigh_queries<N>(x.weights + m * TILE / 2, x.values, (count + 1) / 2, x.scale + m, x.acc + m * PADDED);
-            });
+            if (M <= FUSED) {
+                in_blocks(M, [&]<int N>(int64_t) { weigh_fused<N>(x.weights, v, count, x.scale, x.acc); });
+            } else {
+                pack_values(v, count, x.values);
+                in_blocks(M, [&]<int N>(int64_t m) {
+                    weigh_queries<N>(x.weights + m * TILE / 2, x.values, (count + 1) / 2, x.scale + m, x.acc + m * PADDED);
+                });
+            }
         }
     }
     finish_bf16(x, M, maximum, out);
