@@ -25,6 +25,9 @@ KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
     "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
 }
+DRAFT_READERS = {
+    "view": "magicdec.decoding.view_reader:ViewReader",
+}
 STRATEGIES = {
     "autoregressive": "magicdec.decoding.autoregressive:Autoregressive",
     "speculative": "magicdec.decoding.speculative:Speculative",

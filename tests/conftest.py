@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config import DecodingSection, KVSection
-from magicdec.decoding.strategy import make_strategy
+from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.engine import Engine
+from magicdec.engine import Engine, Observer
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
@@ -83,23 +83,37 @@ def make_requests(
     ]
 
 
+def decode(
+    engine: Engine, name: str, setup: Setup, observe: Observer = lambda o, s: None
+) -> list[Request]:
+    """Decode what `engine` has prefilled by the strategy of that name."""
+    strategy = make_strategy(name, setup)
+    engine.begin(strategy)
+    return engine.decode(strategy, observe)
+
+
 def decode_both(
     runner: ModelRunner,
     requests: list[Request],
     kv: KVSection,
     num_draft_tokens: int,
     chunk: int = 64,
+    drafter: str = "self",
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill."""
     engine = Engine(runner, chunk)
     snapshots = engine.prefill(requests)
-    decoding = DecodingSection("speculative", "self", num_draft_tokens)
+    decoding = DecodingSection("speculative", drafter, num_draft_tokens)
     accepted: list[list[int]] = []
     outputs = []
     for name in ("autoregressive", "speculative"):
         engine.rewind(snapshots)
-        strategy = make_strategy(name, runner, decoding, kv)
-        finished = engine.decode(strategy, lambda out, s: accepted.append(out.num_accepted or []))
+        finished = decode(
+            engine,
+            name,
+            Setup(runner, decoding, kv),
+            lambda out, s: accepted.append(out.num_accepted or []),
+        )
         outputs.append([list(r.output_ids) for r in finished])
     return outputs[0], outputs[1], [a for a in accepted if a]
 

@@ -29,7 +29,7 @@ from magicdec.bench.timing import (
     reset_peak_memory,
 )
 from magicdec.config import ATTENTION_BACKENDS, load_named
-from magicdec.decoding.strategy import DecodingStrategy, make_strategy
+from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import ParallelGroups, close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
@@ -86,7 +86,8 @@ class Run:
         return ModelRunner(model, backend, self.groups.target, num_rows, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
-        return make_strategy(name, self.runner, self.config.decoding, self.config.kv, timer)
+        setup = Setup(self.runner, self.config.decoding, self.config.kv, timer)
+        return make_strategy(name, setup)
 
     def _times_phases(self) -> bool:
         return self.device.type == "cpu" or self.config.output.benchmark
@@ -126,13 +127,16 @@ class Run:
             for name in self.passes * rounds:
                 self.engine.rewind(snapshots)
                 untimed = PhaseTimer(self.device, enabled=False)
-                self.engine.decode(self.make_strategy(name, untimed))
+                strategy = self.make_strategy(name, untimed)
+                self.engine.begin(strategy)
+                self.engine.decode(strategy)
                 advance()
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w = self.samples[name], self.config.workload
         self.engine.rewind(snapshots)
         strategy = self.make_strategy(name, self.timers[name])
+        self.engine.begin(strategy)
         before = self.runner.counts.copy()
         self.groups.target.barrier()
         reset_peak_memory(self.device)

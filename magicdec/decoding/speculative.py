@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from magicdec.config import DecodingSection, KVSection
 from magicdec.decoding.drafter import Drafter, make_drafter
 from magicdec.decoding.sampling import count_accepted
-from magicdec.decoding.strategy import Phase, choose, untimed
+from magicdec.decoding.strategy import Phase, Setup, choose, newest_tokens, untimed
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -26,21 +25,22 @@ class Speculative:
         self.num_draft_tokens, self.phase = num_draft_tokens, phase
 
     @classmethod
-    def build(
-        cls, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase
-    ) -> Speculative:
-        assert decoding.drafter is not None, "a speculative run names its drafter"
-        drafter = make_drafter(decoding.drafter, runner, kv)
-        return cls(runner, drafter, decoding.num_draft_tokens, phase)
+    def build(cls, setup: Setup) -> Speculative:
+        assert setup.decoding.drafter is not None, "a speculative run names its drafter"
+        drafter = make_drafter(setup.decoding.drafter, setup)
+        return cls(setup.runner, drafter, setup.decoding.num_draft_tokens, setup.phase)
+
+    def begin(self, batch: Batch) -> None:
+        self.drafter.begin(batch)
 
     def step(self, batch: Batch) -> StepOutput:
         """One verification: every row emits 1 to num_draft_tokens + 1 tokens. One read by the
         host."""
         runner, rows = self.runner, batch.rows
         before = [runner.cache.lengths[row] for row in rows]
-        last = torch.tensor([[r.last_token] for r in batch.requests], device=runner.device)
+        last = newest_tokens(batch, runner.device)
         with self.phase("draft"):
-            drafts = self.drafter.propose(last, rows, self.num_draft_tokens)  # [B, K]
+            drafts = self.drafter.propose(batch, self.num_draft_tokens).ids  # [B, K]
         with self.phase("verify"):
             logits = runner.forward(torch.cat([last, drafts], dim=1), rows)
             target = choose(runner, logits)  # [B, K+1]
@@ -50,6 +50,8 @@ class Speculative:
         accepted = [row[0] for row in verdict]
         # What stays cached is the last token and the accepted drafts; the newest emitted token is
         # not cached yet.
-        runner.truncate(rows, [b + 1 + a for b, a in zip(before, accepted, strict=True)])
+        lengths = [b + 1 + a for b, a in zip(before, accepted, strict=True)]
+        runner.truncate(rows, lengths)
+        self.drafter.commit(rows, lengths)
         tokens = [row[1 : 2 + row[0]] for row in verdict]
         return StepOutput(tokens, self.num_draft_tokens * len(rows), accepted)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,23 +25,38 @@ def untimed(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a strategy is built from: the runner that holds the target, and its sections."""
+
+    runner: ModelRunner
+    decoding: DecodingSection
+    kv: KVSection
+    phase: Phase = untimed
+
+
 class DecodingStrategy(Protocol):
     @classmethod
-    def build(
-        cls, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase
-    ) -> DecodingStrategy: ...
+    def build(cls, setup: Setup) -> DecodingStrategy: ...
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare for `batch`, whose prompts were just taken; not timed as decoding."""
+        ...
 
     def step(self, batch: Batch) -> StepOutput:
         """Advance every request of `batch` by at least one token."""
         ...
 
 
-def make_strategy(
-    name: str, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase = untimed
-) -> DecodingStrategy:
-    """The strategy of that name, set up from its sections."""
-    strategy: DecodingStrategy = load_named(STRATEGIES, name).build(runner, decoding, kv, phase)
+def make_strategy(name: str, setup: Setup) -> DecodingStrategy:
+    """The strategy of that name."""
+    strategy: DecodingStrategy = load_named(STRATEGIES, name).build(setup)
     return strategy
+
+
+def newest_tokens(batch: Batch, device: torch.device) -> Tensor:
+    """The newest token of each request, which the next forward takes: int64 [B, 1]."""
+    return torch.tensor([[r.last_token] for r in batch.requests], device=device)
 
 
 def choose(runner: ModelRunner, logits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from magicdec.kv.cache import KVCache
 
 
 class KVPolicy(Protocol):
-    """Implementations are dataclasses: their repr goes into the record."""
+    """Implementations are dataclasses: their repr goes into the record. `reader` names how a draft
+    reads under it (`config.DRAFT_READERS`)."""
+
+    reader: ClassVar[str]
 
     @classmethod
     def build(cls, kv: KVSection) -> KVPolicy: ...

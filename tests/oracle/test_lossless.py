@@ -18,8 +18,12 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config import KVSection
+from magicdec.decoding.self_draft import SelfDrafter
+from magicdec.decoding.view_reader import ViewReader
 from magicdec.engine import Engine
+from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import RopeConfig
+from magicdec.request import Batch
 
 RAGGED = [5, 70, 1, 33]
 SHAPES = {
@@ -139,14 +143,12 @@ def test_speculation_adds_no_second_prefill_and_no_kv_memory() -> None:
 
 
 def test_drafting_leaves_the_cache_as_it_was() -> None:
-    from magicdec.decoding.self_draft import SelfDrafter
-    from magicdec.kv.streaming_llm import StreamingLLM
-
     runner = make_runner(tiny_transformer(), 1, 64)
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts([40], TINY.vocab_size), 5))
     before = runner.cache.k[:, :, :, :40].clone()
-    SelfDrafter(runner, StreamingLLM(4, 10)).propose(torch.tensor([[5]]), [0], 3)
+    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    SelfDrafter(ViewReader(runner, StreamingLLM(4, 10))).propose(batch, 3)
     assert runner.cache.lengths == [40] and torch.equal(runner.cache.k[:, :, :, :40], before)
 
 

@@ -26,7 +26,7 @@ HEIGHT |= {
 SHARED = {
     "attention": {"backend"},
     "kv": {"cache", "policy"},
-    "decoding": {"strategy", "drafter", "sampling"},
+    "decoding": {"strategy", "drafter", "reader", "sampling", "verification"},
 }
 
 
