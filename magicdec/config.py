@@ -24,9 +24,11 @@ ATTENTION_BACKENDS = {
 KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
     "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
+    "snapkv": "magicdec.kv.snapkv:SnapKV",
 }
 DRAFT_READERS = {
     "view": "magicdec.decoding.view_reader:ViewReader",
+    "gathered": "magicdec.decoding.gathered_reader:GatheredReader",
 }
 STRATEGIES = {
     "autoregressive": "magicdec.decoding.autoregressive:Autoregressive",
@@ -34,6 +36,7 @@ STRATEGIES = {
 }
 DRAFTERS = {
     "self": "magicdec.decoding.self_draft:SelfDrafter",
+    "ngram": "magicdec.decoding.ngram:NgramDrafter",
 }
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
@@ -105,6 +108,15 @@ class KVSection:
     num_sink_tokens: int = option(
         16, "first tokens that stay visible (StreamingLLM)", "--num_sink_tokens"
     )
+    window_size: int = option(
+        32, "newest prompt tokens that are observed and kept (SnapKV)", "--window_size"
+    )
+    pooling: str = option(
+        "avg", "how neighbours share a score (SnapKV)", "--pooling", choices=("avg", "max")
+    )
+    reselect_every: int = option(
+        0, "choose anew after so many tokens; 0: once after prefill (SnapKV)", "--reselect_every"
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,9 @@ class AttentionSection:
 @dataclass(frozen=True)
 class DecodingSection:
     strategy: str = "autoregressive"
-    drafter: str | None = None
+    drafter: str | None = option(
+        None, "what proposes draft tokens", "--drafter", choices=tuple(DRAFTERS)
+    )
     num_draft_tokens: int = option(4, "draft tokens a step (gamma)", "--gamma")
     ignore_eos: bool = option(
         False, "decode to the full length, past any end token", "--ignore_eos"
@@ -194,6 +208,8 @@ class RunConfig:
             ("--warmup_batches", w.warmup_batches, 0),
             ("--prefill_chunk", self.attention.prefill_chunk, 1),
             ("--num_sink_tokens", kv.num_sink_tokens, 0),
+            ("--window_size", kv.window_size, 1),
+            ("--reselect_every", kv.reselect_every, 0),
             ("--threads", 1 if self.parallel.threads is None else self.parallel.threads, 1),
         ):
             if value < least:
@@ -214,6 +230,15 @@ class RunConfig:
             raise ValueError(
                 f"--streamingllm_budget {kv.budget} must be larger than "
                 f"--num_sink_tokens {kv.num_sink_tokens}"
+            )
+        if self.decoding.strategy == "autoregressive" and self.decoding.drafter is not None:
+            raise ValueError(
+                f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
+                "that flag is for selfspec and longspec"
+            )
+        if kv.policy == "snapkv" and kv.budget <= kv.window_size:
+            raise ValueError(
+                f"--draft_budget {kv.budget} must be larger than --window_size {kv.window_size}"
             )
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
 

@@ -31,12 +31,13 @@ class SelfDrafter:
 
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         reader, rows = self.reader, batch.rows
+        reader.refresh(batch)
         settled = reader.lengths(rows)
         drafts = [newest_tokens(batch, reader.runner.device)]
         for _ in range(num_draft_tokens):
             drafts.append(choose(reader.runner, reader.forward(drafts[-1], rows, settled)))
         reader.rewind(rows, settled)
-        return Proposal(torch.cat(drafts[1:], dim=1))
+        return Proposal(torch.cat(drafts, dim=1)[:, 1:])
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.reader.commit(rows, lengths)
