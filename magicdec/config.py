@@ -146,7 +146,10 @@ class DecodingSection:
 @dataclass(frozen=True)
 class WorkloadSection:
     dataset: str = option(
-        "demo", "demo, pg19, or a path to .jsonl/.json/.parquet/.txt text", "--dataset"
+        "demo",
+        "demo, pg19, or a path to .jsonl/.json/.parquet/.txt text; with known answers: "
+        "recall, recall:<any of these>, ruler:<task>",
+        "--dataset",
     )
     batch_size: int = option(4, "sequences decoded together", "--B")
     prefix_len: int = option(4096, "prompt tokens a sequence", "--prefix_len")
@@ -158,7 +161,9 @@ class WorkloadSection:
     warmup_batches: int = option(
         1, "unmeasured decodes of the first batch beforehand", "--warmup_batches"
     )
-    seed: int = option(123, "order of the prefixes", "--seed")
+    seed: int = option(
+        123, "order of the prefixes, and what is drawn for recall and ruler", "--seed"
+    )
 
     @property
     def num_new_tokens(self) -> int:

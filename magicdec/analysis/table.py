@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, str, Show], ...] = (
     ("p99_tpot_ms", "TPOT p99, ms", _number(2)),
     ("mean_ttft_ms", "TTFT mean, ms (shared prefill)", _number(0)),
     ("prefill_tokens_per_s", "prefill, tokens/s", _number(0)),
+    ("answer_score", "answer score", _number(3)),
     ("acceptance_rate", "acceptance rate", _number(3)),
     ("acceptance_length", "acceptance length", _number(2)),
     ("acceptance_per_position", "acceptance per position", _list),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from magicdec.bench.answers import answer_score
 from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
@@ -216,6 +217,7 @@ def make_record(
     for name in run.passes:
         drafted = d.num_draft_tokens if name != BASELINE else None
         metrics[name] = prefill | decode_metrics(run.samples[name], bandwidth, drafted)
+        metrics[name]["answer_score"] = score_pass(run, name)
     if BASELINE in run.passes[:-1]:
         values = speedups(run.samples[BASELINE], run.samples[asked])
         metrics[asked] |= {
@@ -235,6 +237,12 @@ def make_record(
         baseline_metrics=metrics.get(BASELINE) if passed and asked != BASELINE else None,
         samples=describe_samples(run),
     )
+
+
+def score_pass(run: Run, name: str) -> float | None:
+    """How right the pass's outputs are; None without known answers, and of random weights."""
+    answers = None if run.prepared.source.is_random else run.prepared.workload.answers
+    return answer_score(answers, run.finished[name], run.prepared.tokenizer)
 
 
 def withhold_acceptance(metrics: dict[str, Any]) -> None:
