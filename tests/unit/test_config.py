@@ -173,7 +173,7 @@ def test_no_flags_change_nothing() -> None:
 def test_every_flag_reaches_its_own_field() -> None:
     for section, field, default in fields(DRIVER):
         choices = field.metadata["choices"]
-        given: Any = {int: 77, bool: not default}.get(type(default), "77")
+        given: Any = {int: 77, float: 7.5, bool: not default}.get(type(default), "77")
         if choices:
             given = next(c for c in choices if c != default)
         elif field.name == "rank_group":
