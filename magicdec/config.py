@@ -12,6 +12,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from magicdec.checks import check_filters_act, check_lengths, check_rank_group, check_sampling
 from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
 
 # Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
@@ -144,6 +145,23 @@ class DecodingSection:
 
 
 @dataclass(frozen=True)
+class SamplingSection:
+    temperature: float = option(0.0, "0: greedy; else divides the logits", "--temperature")
+    top_k: int = option(0, "sample from the k likeliest tokens; 0: off", "--top_k")
+    top_p: float = option(
+        1.0, "sample from the likeliest tokens that hold this probability; 1: off", "--top_p"
+    )
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0: off", "--min_p")
+    repetition_penalty: float = option(
+        1.0, "weakens tokens of the prompt and the output; 1: off", "--repetition_penalty"
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from the logits of tokens of the output; 0: off", "--presence_penalty"
+    )
+    seed: int = option(0, "of every request's random numbers, with its id", "--sampling_seed")
+
+
+@dataclass(frozen=True)
 class WorkloadSection:
     dataset: str = option(
         "demo",
@@ -198,6 +216,7 @@ class RunConfig:
     kv: KVSection = KVSection()
     attention: AttentionSection = AttentionSection()
     decoding: DecodingSection = DecodingSection()
+    sampling: SamplingSection = SamplingSection()
     workload: WorkloadSection = WorkloadSection()
     output: OutputSection = OutputSection()
 
@@ -219,18 +238,7 @@ class RunConfig:
         ):
             if value < least:
                 raise ValueError(f"{flag} {value} is too small; it must be at least {least}")
-        if (
-            w.gen_len is not None
-            and w.max_len is not None
-            and w.prefix_len + w.gen_len != w.max_len
-        ):
-            raise ValueError(
-                f"--max_len {w.max_len} is not --prefix_len {w.prefix_len} + "
-                f"--gen_len {w.gen_len}; give one of the two"
-            )
-        if w.num_new_tokens < 1:
-            flag = "--gen_len" if w.max_len is None else "--max_len minus --prefix_len"
-            raise ValueError(f"{flag} is {w.num_new_tokens}; it must be at least 1")
+        check_lengths(w.prefix_len, w.gen_len, w.max_len)
         if kv.policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
             raise ValueError(
                 f"--streamingllm_budget {kv.budget} must be larger than "
@@ -246,6 +254,8 @@ class RunConfig:
                 f"--draft_budget {kv.budget} must be larger than --window_size {kv.window_size}"
             )
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
+        check_sampling(self.sampling)
+        check_filters_act(self.sampling)
 
     def resolve(self, machine: Machine, head_dim: int = 64) -> RunConfig:
         """Turn every `auto` and every None into what will run, for a model of that head size.
@@ -294,22 +304,3 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested by section, for the record."""
         return dataclasses.asdict(self)
-
-
-def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) -> None:
-    """The target group must be every launched rank, each once, in any order."""
-    if ranks is None:
-        return
-    shown = " ".join(map(str, ranks))
-    launched = f"the launched ranks: {' '.join(map(str, range(world_size)))}"
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"{flag} {shown} names a rank twice; name each of {launched}")
-    outside = [r for r in ranks if not 0 <= r < world_size]
-    if outside:
-        raise ValueError(
-            f"{flag} {shown} names rank {outside[0]}, which does not exist; choose from {launched}"
-        )
-    if len(ranks) != world_size:
-        raise ValueError(
-            f"{flag} {shown} leaves out some of {launched}; the target group must be all of them"
-        )
