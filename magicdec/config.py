@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
+from magicdec.options import option
 
 # Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
 # line here and a file there.
@@ -34,6 +36,7 @@ STRATEGIES = {
 }
 DRAFTERS = {
     "self": "magicdec.decoding.self_draft:SelfDrafter",
+    "model": "magicdec.decoding.model_draft:ModelDrafter",
 }
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
@@ -45,11 +48,6 @@ def load_named(table: dict[str, str], name: str) -> Any:
     """The class behind a name of one of the tables above."""
     module, _, attribute = table[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def option(default: Any, help: str, *flags: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that `bench.cli` turns into a command-line flag."""
-    return field(default=default, metadata={"flags": flags, "help": help, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,15 @@ class ModelSection:
         "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
         "--linear",
         choices=("auto", *LINEARS),
+    )
+
+
+@dataclass(frozen=True)
+class TargetSection(ModelSection):
+    """Where `--model` names the draft, as in the original suite."""
+
+    model: str = option(
+        "demo", "the target, which verifies; named as --model names a draft", "--target"
     )
 
 
@@ -99,7 +106,7 @@ class KVSection:
         choices=tuple(KV_POLICIES),
     )
     budget: int = option(
-        257, "KV entries a draft step reads of the committed context, sink tokens included",
+        257, "KV entries a draft step reads of the committed context, sinks included; -1: all",
         "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
@@ -175,6 +182,7 @@ class OutputSection:
 @dataclass(frozen=True)
 class RunConfig:
     model: ModelSection = ModelSection()
+    draft: DraftSection | None = None
     parallel: ParallelSection = ParallelSection()
     kv: KVSection = KVSection()
     attention: AttentionSection = AttentionSection()
@@ -210,15 +218,18 @@ class RunConfig:
         if w.num_new_tokens < 1:
             flag = "--gen_len" if w.max_len is None else "--max_len minus --prefix_len"
             raise ValueError(f"{flag} is {w.num_new_tokens}; it must be at least 1")
-        if kv.policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
+        is_bounded = kv.policy == "streaming_llm" and kv.budget != -1
+        if is_bounded and kv.budget <= kv.num_sink_tokens:
             raise ValueError(
                 f"--streamingllm_budget {kv.budget} must be larger than "
                 f"--num_sink_tokens {kv.num_sink_tokens}"
             )
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
+        if self.draft is not None:
+            self.draft.check(world_size)
 
-    def resolve(self, machine: Machine, head_dim: int = 64) -> RunConfig:
-        """Turn every `auto` and every None into what will run, for a model of that head size.
+    def resolve(self, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64) -> RunConfig:
+        """Turn every `auto` and every None into what will run, for models of these head sizes.
 
         Raises ValueError for what is not there: a device, a compiler, a way to exchange."""
         device = self.parallel.device
@@ -236,9 +247,16 @@ class RunConfig:
         backend, backend_reason = self.attention.backend, self.attention.backend_reason
         if backend_reason is None:
             backend, backend_reason = choose_backend(backend, device, machine, head_dim)
+        rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
+        draft = self.draft and self.draft.resolve(
+            self.attention.backend, rank_group, device, machine, draft_head_dim
+        )
         replace = dataclasses.replace
         return replace(
             self,
+            draft=draft,
+            # The original suite's spelling of "no budget".
+            kv=replace(self.kv, policy="full") if self.kv.budget == -1 else self.kv,
             model=replace(
                 self.model,
                 dtype=dtype,
@@ -249,7 +267,7 @@ class RunConfig:
                 device=device,
                 collectives=collectives,
                 collectives_reason=reason,
-                rank_group=self.parallel.rank_group or tuple(range(machine.world_size)),
+                rank_group=rank_group,
                 threads=self.parallel.threads
                 or max(1, machine.num_cpus // machine.local_world_size),
             ),
