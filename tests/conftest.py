@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.config import DecodingSection, KVSection
+from magicdec.config import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
@@ -26,7 +27,7 @@ from magicdec.engine import Engine, Observer
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
-from magicdec.request import Request, SamplingParams
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
@@ -74,11 +75,14 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 
 def make_requests(
-    prompts: Sequence[tuple[int, ...]], num_new: int | Sequence[int], eos: tuple[int, ...] = ()
+    prompts: Sequence[tuple[int, ...]],
+    num_new: int | Sequence[int],
+    eos: tuple[int, ...] = (),
+    sampling: SamplingSection = SamplingSection(),
 ) -> list[Request]:
     each = [num_new] * len(prompts) if isinstance(num_new, int) else list(num_new)
     return [
-        Request(i, prompt, SamplingParams(n, eos))
+        Request(i, prompt, make_params(sampling, n, eos, i))
         for i, (prompt, n) in enumerate(zip(prompts, each, strict=True))
     ]
 

@@ -70,7 +70,7 @@ def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> Non
     if field.metadata["choices"]:
         options["choices"] = field.metadata["choices"]
     else:
-        options["metavar"] = "N" if base is int else "NAME"
+        options["metavar"] = {int: "N", float: "X"}.get(base, "NAME")
     group.add_argument(*flags, type=base, **options)
 
 

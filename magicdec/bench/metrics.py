@@ -73,7 +73,8 @@ def decode_metrics(
         "bytes_read": samples.bytes_read,
         "roofline_fraction": samples.bytes_read / bandwidth / seconds if seconds else None,
         "peak_memory_bytes": samples.peak_memory_bytes or None,
-        "speedup": None,  # needs another pass: whoever has both fills these in
+        "answer_score": None,  # needs the answers: whoever has them fills it in
+        "speedup": None,  # needs another pass: likewise
         "speedup_per_batch": None,
         **_tpot(samples.tpot_s),
         **acceptance(samples.num_accepted, num_draft_tokens),

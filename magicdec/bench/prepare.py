@@ -97,8 +97,9 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
             f"its embedding {source.config.vocab_size}"
         )
     w = config.workload
+    bos = source.config.bos_token_id
     workload = build_workload(
-        w.dataset, tokenizer, source.config.bos_token_id, w.prefix_len, w.num_prompts, w.seed
+        w.dataset, tokenizer, bos, w.prefix_len, w.num_prompts, w.seed, gen_len=w.num_new_tokens
     )
     return Prepared(config, launch, source, tokenizer, described.name, workload, draft)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from magicdec.bench.answers import answer_score
 from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.loading import load_model, make_backend, make_draft
@@ -30,10 +31,11 @@ from magicdec.bench.timing import (
     reset_peak_memory,
     synchronize,
 )
+from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import ParallelGroups, close_groups, make_groups
 from magicdec.engine import Engine
-from magicdec.request import Request, SamplingParams
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
 BASELINE = "autoregressive"
@@ -92,10 +94,13 @@ class Run:
     def make_requests(self, batch: int) -> list[Request]:
         w = self.config.workload
         eos = () if self.config.decoding.ignore_eos else self.prepared.source.config.eos_token_ids
-        sampling = SamplingParams(w.num_new_tokens, eos)
+        section = self.config.sampling
         first = batch * w.batch_size
         prompts = self.prepared.workload.prompts[first : first + w.batch_size]
-        return [Request(first + i, prompt, sampling) for i, prompt in enumerate(prompts)]
+        return [
+            Request(first + i, prompt, make_params(section, w.num_new_tokens, eos, first + i))
+            for i, prompt in enumerate(prompts)
+        ]
 
     def measure(self) -> dict[str, Any]:
         """Every batch: one prefill, then every pass from the same state; returns the prefill's
@@ -165,7 +170,9 @@ class Run:
         """The pass that was asked for against the baseline of the same run."""
         asked, dtype = self.passes[-1], self.config.model.dtype
         num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
-        if BASELINE not in self.passes[:-1]:
+        # Sampled tokens have nothing to be equal to: what speculation keeps is the distribution,
+        # which the tests show.
+        if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
             return Correctness(None, num_tokens=num_tokens)
         return check_outputs(
             BASELINE,
@@ -222,6 +229,7 @@ def make_record(
     for name in run.passes:
         drafted = d.num_draft_tokens if name != BASELINE else None
         metrics[name] = prefill | decode_metrics(run.samples[name], bandwidth, drafted)
+        metrics[name]["answer_score"] = score_pass(run, name)
     if BASELINE in run.passes[:-1]:
         values = speedups(run.samples[BASELINE], run.samples[asked])
         metrics[asked] |= {
@@ -241,6 +249,12 @@ def make_record(
         baseline_metrics=metrics.get(BASELINE) if passed and asked != BASELINE else None,
         samples=describe_samples(run),
     )
+
+
+def score_pass(run: Run, name: str) -> float | None:
+    """How right the pass's outputs are; None without known answers, and of random weights."""
+    answers = None if run.prepared.source.is_random else run.prepared.workload.answers
+    return answer_score(answers, run.finished[name], run.prepared.tokenizer)
 
 
 def withhold_acceptance(metrics: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@ reproduce."""
 
 from __future__ import annotations
 
-from magicdec.decoding.strategy import Phase, Setup, choose, newest_tokens, untimed
+from magicdec.decoding.strategy import Phase, Setup, newest_tokens, next_tokens, untimed
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -22,5 +22,5 @@ class Autoregressive:
     def step(self, batch: Batch) -> StepOutput:
         last = newest_tokens(batch, self.runner.device)
         with self.phase("decode"):
-            ids = choose(self.runner, self.runner.forward(last, batch.rows))
+            ids = next_tokens(self.runner, self.runner.forward(last, batch.rows), batch.requests)
         return StepOutput(ids.tolist())

@@ -9,8 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from magicdec.config import DRAFTERS, load_named
-from magicdec.decoding.strategy import Setup
-from magicdec.request import Batch
+from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.sampling import probabilities, sample
+from magicdec.decoding.strategy import Setup, choose, whole_logits
+from magicdec.request import Batch, Request
+from magicdec.runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,19 @@ class Drafter(Protocol):
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """A step has ended: the target's cache holds `lengths` tokens of `rows`, all settled."""
         ...
+
+
+def draw(
+    runner: ModelRunner, logits: Tensor, requests: Sequence[Request], drafts: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of a drafting model:
+    ids [B, 1], and what they were drawn from [B, 1, V], None where all requests are greedy."""
+    params = [request.sampling for request in requests]
+    if all(p.is_greedy for p in params):
+        return choose(runner, logits, requests, drafts), None
+    probs = probabilities(whole_logits(runner, logits, requests, drafts), params)
+    u = uniforms_ahead(requests, 1, Purpose.DRAFT, logits.device, skip=drafts.shape[1])
+    return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
 
 
 def make_drafter(name: str, setup: Setup) -> Drafter:

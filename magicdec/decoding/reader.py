@@ -7,12 +7,12 @@ why. A policy names its reader: most are views of the model's own cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from magicdec.config import DRAFT_READERS, KVSection, load_named
-from magicdec.kv.policy import KVPolicy, make_policy
+from magicdec.kv.policy import make_policy
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 
@@ -23,10 +23,14 @@ class Reader(Protocol):
     runner: ModelRunner
 
     @classmethod
-    def build(cls, runner: ModelRunner, policy: KVPolicy) -> Reader: ...
+    def build(cls, runner: ModelRunner, policy: Any) -> Reader: ...
 
     def begin(self, batch: Batch) -> None:
         """The prompts of `batch` stand in the runner's cache."""
+        ...
+
+    def refresh(self, batch: Batch) -> None:
+        """Tokens are about to be drafted for `batch`: time to choose anew."""
         ...
 
     def lengths(self, rows: Sequence[int]) -> list[int]:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from magicdec.decoding.drafter import Proposal
+from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
-from magicdec.decoding.strategy import Setup, choose, newest_tokens
+from magicdec.decoding.strategy import Setup, newest_tokens
 from magicdec.request import Batch
 
 
@@ -31,12 +31,17 @@ class SelfDrafter:
 
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         reader, rows = self.reader, batch.rows
+        reader.refresh(batch)
         settled = reader.lengths(rows)
-        drafts = [newest_tokens(batch, reader.runner.device)]
+        newest = newest_tokens(batch, reader.runner.device)
+        drafts, drawn_from = newest[:, 1:], []
         for _ in range(num_draft_tokens):
-            drafts.append(choose(reader.runner, reader.forward(drafts[-1], rows, settled)))
+            logits = reader.forward(newest, rows, settled)
+            newest, probs = draw(reader.runner, logits, batch.requests, drafts)
+            drafts = torch.cat([drafts, newest], dim=1)
+            drawn_from += [] if probs is None else [probs]
         reader.rewind(rows, settled)
-        return Proposal(torch.cat(drafts[1:], dim=1))
+        return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.reader.commit(rows, lengths)

@@ -1,5 +1,6 @@
 """Speculative decoding: propose, verify all proposals in one forward, keep each row's accepted
-prefix and one token more.
+prefix and one token more. Greedy requests take their own branch, exact; others are judged by
+rejection sampling.
 
 Source: Leviathan et al. 2023, algorithm 1; ragged over the batch as in MagicDec (Chen et al. 2024).
 """
@@ -7,10 +8,20 @@ Source: Leviathan et al. 2023, algorithm 1; ragged over the batch as in MagicDec
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from magicdec.decoding.drafter import Drafter, make_drafter
-from magicdec.decoding.sampling import count_accepted
-from magicdec.decoding.strategy import Phase, Setup, choose, newest_tokens, untimed
+from magicdec.decoding.drafter import Drafter, Proposal, make_drafter
+from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.sampling import count_accepted, probabilities
+from magicdec.decoding.strategy import (
+    Phase,
+    Setup,
+    choose,
+    newest_tokens,
+    untimed,
+    whole_logits,
+)
+from magicdec.decoding.verification import verify
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -40,18 +51,35 @@ class Speculative:
         before = [runner.cache.lengths[row] for row in rows]
         last = newest_tokens(batch, runner.device)
         with self.phase("draft"):
-            drafts = self.drafter.propose(batch, self.num_draft_tokens).ids  # [B, K]
+            proposal = self.drafter.propose(batch, self.num_draft_tokens)
         with self.phase("verify"):
-            logits = runner.forward(torch.cat([last, drafts], dim=1), rows)
-            target = choose(runner, logits)  # [B, K+1]
-            verdict = torch.cat(
-                [count_accepted(drafts, target).unsqueeze(1), target], dim=1
-            ).tolist()
+            logits = runner.forward(torch.cat([last, proposal.ids], dim=1), rows)
+            count, tokens = self._judge(batch, proposal, logits)
+            verdict = torch.cat([count.unsqueeze(1), tokens], dim=1).tolist()
         accepted = [row[0] for row in verdict]
         # What stays cached is the last token and the accepted drafts; the newest emitted token is
         # not cached yet.
         lengths = [b + 1 + a for b, a in zip(before, accepted, strict=True)]
         runner.truncate(rows, lengths)
         self.drafter.commit(rows, lengths)
-        tokens = [row[1 : 2 + row[0]] for row in verdict]
-        return StepOutput(tokens, self.num_draft_tokens * len(rows), accepted)
+        emitted = [row[1 : 2 + row[0]] for row in verdict]
+        return StepOutput(emitted, self.num_draft_tokens * len(rows), accepted)
+
+    def _judge(self, batch: Batch, proposal: Proposal, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """How many drafts of each row are kept [B], and ids [B, K+1] whose first that many + 1 the
+        row emits."""
+        runner, requests, drafts = self.runner, batch.requests, proposal.ids
+        params = [request.sampling for request in requests]
+        if all(p.is_greedy for p in params):
+            target = choose(runner, logits, requests, drafts)
+            return count_accepted(drafts, target), target
+        probs = probabilities(whole_logits(runner, logits, requests, drafts), params)
+        count, following = verify(
+            drafts,
+            proposal.probabilities,
+            probs,
+            uniforms_ahead(requests, drafts.shape[1], Purpose.ACCEPT, logits.device),
+            uniforms_ahead(requests, drafts.shape[1] + 1, Purpose.RESAMPLE, logits.device),
+        )
+        tokens = torch.cat([drafts, following.unsqueeze(1)], dim=1)
+        return count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1))

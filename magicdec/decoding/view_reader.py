@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from magicdec.kv.policy import KVPolicy
+from magicdec.kv.policy import RangePolicy
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 
@@ -14,15 +14,18 @@ from magicdec.runner import ModelRunner
 class ViewReader:
     """For policies whose choice is arithmetic on lengths (full, StreamingLLM)."""
 
-    def __init__(self, runner: ModelRunner, policy: KVPolicy) -> None:
+    def __init__(self, runner: ModelRunner, policy: RangePolicy) -> None:
         self.runner, self.policy = runner, policy
 
     @classmethod
-    def build(cls, runner: ModelRunner, policy: KVPolicy) -> ViewReader:
+    def build(cls, runner: ModelRunner, policy: RangePolicy) -> ViewReader:
         return cls(runner, policy)
 
     def begin(self, batch: Batch) -> None:
         """Nothing to prepare."""
+
+    def refresh(self, batch: Batch) -> None:
+        """The policy's arithmetic is always up to date."""
 
     def lengths(self, rows: Sequence[int]) -> list[int]:
         return [self.runner.cache.lengths[row] for row in rows]

@@ -139,6 +139,14 @@ class KVCache:
                 0, flat, new.reshape(-1, self.shape.head_dim)
             )
 
+    def copy_from(self, other: KVCache, source: Tensor, target: Tensor) -> None:
+        """Copy K and V of all layers from `other`'s slots `source` to this cache's slots `target`,
+        of one shape."""
+        layers, size = self.shape.num_layers, self.shape.head_dim
+        for mine, theirs in ((self.k, other.k), (self.v, other.v)):
+            picked = theirs.view(layers, -1, size).index_select(1, source.reshape(-1))
+            mine.view(layers, -1, size).index_copy_(1, target.reshape(-1), picked)
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
         flat, shape = slots.reshape(-1), (*slots.shape, self.shape.head_dim)

@@ -28,6 +28,10 @@ class KVPolicy(Protocol):
     @classmethod
     def build(cls, kv: KVSection) -> KVPolicy: ...
 
+
+class RangePolicy(KVPolicy, Protocol):
+    """A policy whose choice is arithmetic on lengths."""
+
     def ranges(self, committed: Tensor) -> Tensor:
         """Visible token ranges [B, R, 2] (start, stop) of rows with `committed` [B] tokens;
         disjoint and ascending."""
@@ -94,7 +98,7 @@ class KVView:
 def make_view(
     cache: KVCache,
     rows: Sequence[int],
-    policy: KVPolicy,
+    policy: RangePolicy,
     num_new: int,
     committed: Sequence[int] | None = None,
 ) -> KVView:

@@ -47,7 +47,12 @@ KV_SECTIONS = [
     KVSection("streaming_llm", 33, 16),  # the last prompt, and around it
     KVSection("streaming_llm", 34, 16),
     KVSection("streaming_llm", 5000, 16),
+    KVSection("snapkv", 9, window_size=8),
+    KVSection("snapkv", 40, window_size=32, pooling="max"),
+    KVSection("snapkv", 20, window_size=3, reselect_every=7),
+    KVSection("snapkv", 5000),
 ]
+DRAFTERS = ["self", "ngram"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -76,6 +81,15 @@ def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type) -> Non
     assert ours == baseline and all(len(t) == 300 for t in ours)
     counts = {a for step in accepted for a in step}
     assert 0 in counts and len(counts) > 1, "some drafts were refused, some were not"
+
+
+@pytest.mark.parametrize("kv", KV_SECTIONS, ids=repr)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_300_ragged_tokens(drafter: str, kv: KVSection) -> None:
+    requests = make_requests(random_prompts(RAGGED, TINY.vocab_size, seed=5), 300)
+    runner = make_runner(tiny_transformer(seed=2), len(RAGGED), 374, NativeBackend())
+    baseline, ours, _ = decode_both(runner, requests, kv, 4, drafter=drafter)
+    assert ours == baseline and all(len(t) == 300 for t in ours)
 
 
 def test_rows_end_alone_at_their_own_length_and_end_token() -> None:
