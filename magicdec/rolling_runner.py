@@ -89,9 +89,10 @@ class RollingRunner(ModelRunner):
             self.settled[row] = length
             start = max(self.num_sinks, length - (self.budget - self.num_sinks))
             last = start // self.block_size
-            assert length <= self.budget or last >= self.evicted[row], "the window is still there"
-            if last > self.evicted[row]:
-                self.cache.evict(row, self.evicted[row], last)
+            gone = self.evicted[row]
+            assert last >= gone or gone == self._sink_blocks(), "the window is still there"
+            if last > gone:
+                self.cache.evict(row, gone, last)
                 self.evicted[row] = last
 
     def _turn_sinks(self, rolled: Sequence[tuple[int, int]]) -> None:

@@ -62,6 +62,7 @@ class ModelDrafter:
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         if self.reader is None:
             return
+        # Not the reader's own commit: it would take over what the target computed.
         held = self.reader.lengths(rows)
         self.reader.rewind(rows, [min(h, n) for h, n in zip(held, lengths, strict=True)])
 
