@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from magicdec.checks import check_filters_act, check_lengths, check_rank_group, check_sampling
+from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
+from magicdec.options import option
 
 # Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
 # line here and a file there.
@@ -37,6 +39,7 @@ STRATEGIES = {
 }
 DRAFTERS = {
     "self": "magicdec.decoding.self_draft:SelfDrafter",
+    "model": "magicdec.decoding.model_draft:ModelDrafter",
     "ngram": "magicdec.decoding.ngram:NgramDrafter",
 }
 DTYPES = ("float32", "bfloat16")
@@ -49,11 +52,6 @@ def load_named(table: dict[str, str], name: str) -> Any:
     """The class behind a name of one of the tables above."""
     module, _, attribute = table[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def option(default: Any, help: str, *flags: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that `bench.cli` turns into a command-line flag."""
-    return field(default=default, metadata={"flags": flags, "help": help, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,15 @@ class ModelSection:
         "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
         "--linear",
         choices=("auto", *LINEARS),
+    )
+
+
+@dataclass(frozen=True)
+class TargetSection(ModelSection):
+    """Where `--model` names the draft, as in the original suite."""
+
+    model: str = option(
+        "demo", "the target, which verifies; named as --model names a draft", "--target"
     )
 
 
@@ -103,7 +110,7 @@ class KVSection:
         choices=tuple(KV_POLICIES),
     )
     budget: int = option(
-        257, "KV entries a draft step reads of the committed context, sink tokens included",
+        257, "KV entries a draft step reads of the committed context, sinks included; -1: all",
         "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
@@ -212,6 +219,7 @@ class OutputSection:
 @dataclass(frozen=True)
 class RunConfig:
     model: ModelSection = ModelSection()
+    draft: DraftSection | None = None
     parallel: ParallelSection = ParallelSection()
     kv: KVSection = KVSection()
     attention: AttentionSection = AttentionSection()
@@ -239,7 +247,8 @@ class RunConfig:
             if value < least:
                 raise ValueError(f"{flag} {value} is too small; it must be at least {least}")
         check_lengths(w.prefix_len, w.gen_len, w.max_len)
-        if kv.policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
+        policy = "full" if kv.budget == -1 else kv.policy
+        if policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
             raise ValueError(
                 f"--streamingllm_budget {kv.budget} must be larger than "
                 f"--num_sink_tokens {kv.num_sink_tokens}"
@@ -249,16 +258,35 @@ class RunConfig:
                 f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
                 "that flag is for selfspec and longspec"
             )
-        if kv.policy == "snapkv" and kv.budget <= kv.window_size:
+        if policy == "snapkv" and kv.budget <= kv.window_size:
             raise ValueError(
                 f"--draft_budget {kv.budget} must be larger than --window_size {kv.window_size}"
             )
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
         check_sampling(self.sampling)
         check_filters_act(self.sampling)
+        self._check_draft(world_size)
 
-    def resolve(self, machine: Machine, head_dim: int = 64) -> RunConfig:
-        """Turn every `auto` and every None into what will run, for a model of that head size.
+    def _check_draft(self, world_size: int) -> None:
+        drafter = self.decoding.drafter
+        if self.draft is None:
+            if drafter == "model":
+                raise ValueError("--drafter model: no draft is named here; that is longspec")
+            return
+        self.draft.check(world_size)
+        if drafter != "model":
+            raise ValueError(
+                f"--drafter {drafter}: the draft --model would do nothing; "
+                "choose model, or run selfspec"
+            )
+        if self.kv.reselect_every:
+            raise ValueError(
+                f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "
+                "context to choose from anew; leave it at 0"
+            )
+
+    def resolve(self, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64) -> RunConfig:
+        """Turn every `auto` and every None into what will run, for models of these head sizes.
 
         Raises ValueError for what is not there: a device, a compiler, a way to exchange."""
         device = self.parallel.device
@@ -276,9 +304,16 @@ class RunConfig:
         backend, backend_reason = self.attention.backend, self.attention.backend_reason
         if backend_reason is None:
             backend, backend_reason = choose_backend(backend, device, machine, head_dim)
+        rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
+        draft = self.draft and self.draft.resolve(
+            self.attention.backend, rank_group, device, machine, draft_head_dim
+        )
         replace = dataclasses.replace
         return replace(
             self,
+            draft=draft,
+            # The original suite's spelling of "no budget".
+            kv=replace(self.kv, policy="full") if self.kv.budget == -1 else self.kv,
             model=replace(
                 self.model,
                 dtype=dtype,
@@ -289,7 +324,7 @@ class RunConfig:
                 device=device,
                 collectives=collectives,
                 collectives_reason=reason,
-                rank_group=self.parallel.rank_group or tuple(range(machine.world_size)),
+                rank_group=rank_group,
                 threads=self.parallel.threads
                 or max(1, machine.num_cpus // machine.local_world_size),
             ),

@@ -64,6 +64,7 @@ class ModelRunner:
     group: Group
     num_rows: int
     max_tokens: int
+    policy: RangePolicy = FULL  # what a forward sees unless told otherwise
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
 
@@ -71,15 +72,14 @@ class ModelRunner:
         weight = next(self.model.parameters())
         self.device, dtype = weight.device, weight.dtype
         config = self.model.config
-        block_size = self.backend.block_size(self.max_tokens)
-        blocks_per_row = -(-self.max_tokens // block_size)
+        block_size, blocks_per_row, num_blocks = self.storage()
         _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
         shape = CacheShape(
             num_layers=len(self.model.layers),
             num_kv_heads=last - first,
             head_dim=config.head_dim,
             block_size=block_size,
-            num_blocks=self.num_rows * blocks_per_row,
+            num_blocks=num_blocks,
         )
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
@@ -93,12 +93,23 @@ class ModelRunner:
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         return runner
 
+    def storage(self) -> tuple[int, int, int]:
+        """(tokens a block, blocks that a row addresses, blocks of the pool): every row may hold
+        max_tokens."""
+        block_size = self.backend.block_size(self.max_tokens)
+        blocks_per_row = -(-self.max_tokens // block_size)
+        return block_size, blocks_per_row, self.num_rows * blocks_per_row
+
+    def allocate(self, row: int) -> None:
+        """Make room for a prompt and what follows it, in a row that was released."""
+        self.cache.allocate(row, self.max_tokens)
+
     @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
         rows: Sequence[int],
-        policy: RangePolicy = FULL,
+        policy: RangePolicy | None = None,
         committed: Sequence[int] | None = None,
         last_only: bool = False,
         watch_queries: QueryWatch | None = None,
@@ -106,11 +117,11 @@ class ModelRunner:
         """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V] ([B, 1, V] with
         `last_only`).
 
-        `policy` says what is visible of the first `committed` tokens of each row (default: all it
-        holds).
+        `policy` (default: the runner's own) says what is visible of the first `committed` tokens of
+        each row (default: all it holds).
         """
         num_new = token_ids.shape[1]
-        view = make_view(self.cache, rows, policy, num_new, committed)
+        view = make_view(self.cache, rows, policy or self.policy, num_new, committed)
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -20,14 +20,17 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.sampling import make_params
-from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine, Observer
+from magicdec.kv.policy import make_policy
+from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
 from magicdec.request import Request
+from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +70,26 @@ def make_runner(
     return ModelRunner(model, backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens)
 
 
+def make_draft(
+    model: Transformer,
+    kv: KVSection,
+    num_rows: int,
+    max_tokens: int,
+    backend: AttentionBackend | None = None,
+    chunk: int = 16,
+    block_size: int = 8,
+    max_drafts: int = 8,
+) -> DraftModel:
+    """A standalone draft of one rank; small chunks and blocks, so that short texts cross them."""
+    policy, rows = make_policy(kv), (num_rows, max_tokens)
+    place = model, backend or GroupedBackend(), Group((0,), 0)
+    if not isinstance(policy, StreamingLLM):
+        return DraftModel(ModelRunner(*place, *rows), 0, chunk)
+    tail = chunk + max_drafts
+    runner = RollingRunner(*place, *rows, policy, max_tail=tail, block_size=block_size)
+    return DraftModel(runner, 0, chunk)
+
+
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -103,6 +126,7 @@ def decode_both(
     num_draft_tokens: int,
     chunk: int = 64,
     drafter: str = "self",
+    draft: DraftModel | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill."""
     engine = Engine(runner, chunk)
@@ -115,7 +139,7 @@ def decode_both(
         finished = decode(
             engine,
             name,
-            Setup(runner, decoding, kv),
+            Setup(runner, decoding, kv, draft=draft),
             lambda out, s: accepted.append(out.num_accepted or []),
         )
         outputs.append([list(r.output_ids) for r in finished])

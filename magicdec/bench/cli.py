@@ -34,6 +34,8 @@ def build_parser(config: RunConfig, description: str) -> Parser:
     parser = Parser(description=description, allow_abbrev=False)
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
+        if values is None:
+            continue
         group = parser.add_argument_group(section.name)
         types = typing.get_type_hints(type(values))
         for field in dataclasses.fields(values):

@@ -10,7 +10,8 @@ from typing import NoReturn
 from magicdec.analysis.compare import main as compare
 from magicdec.analysis.table import main as table
 from magicdec.bench.cli import main
-from magicdec.config import DecodingSection, RunConfig
+from magicdec.config import DecodingSection, RunConfig, TargetSection
+from magicdec.draft_section import DraftSection
 
 
 def baseline() -> None:
@@ -24,9 +25,18 @@ def selfspec() -> None:
     main(RunConfig(decoding=decoding), selfspec.__doc__ or "")
 
 
+def longspec() -> None:
+    """Speculation with a standalone draft: a smaller model (--model) on some of the ranks drafts
+    for the target (--target)."""
+    decoding = DecodingSection(strategy="speculative", drafter="model")
+    config = RunConfig(model=TargetSection(), draft=DraftSection(), decoding=decoding)
+    main(config, longspec.__doc__ or "")
+
+
 COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
     "baseline": ("autoregressive decoding", baseline),
     "selfspec": ("self-speculation, checked against the baseline of the same run", selfspec),
+    "longspec": ("speculation with a standalone draft on a subgroup of ranks", longspec),
     "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
     "table": ("print records as tables", table),
 }

@@ -27,6 +27,20 @@ def untimed(name: str) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
+class DraftModel:
+    """A standalone draft: a model of its own on some of the target's ranks, which all ranks learn
+    the draft tokens of.
+
+    `runner` is None on ranks that hold no draft; `source` is the place, in the target's group, of
+    the rank that tells the others.
+    """
+
+    runner: ModelRunner | None
+    source: int
+    prefill_chunk: int
+
+
+@dataclass(frozen=True)
 class Setup:
     """What a strategy is built from: the runner that holds the target, and its sections."""
 
@@ -34,6 +48,7 @@ class Setup:
     decoding: DecodingSection
     kv: KVSection
     phase: Phase = untimed
+    draft: DraftModel | None = None
 
 
 class DecodingStrategy(Protocol):
@@ -103,7 +118,7 @@ def prefill(
     """
     tokens, times = [], []
     for request, row in zip(batch.requests, batch.rows, strict=True):
-        runner.cache.allocate(row, runner.max_tokens)
+        runner.allocate(row)
         prompt = torch.tensor([request.prompt_ids], device=runner.device)
         for part in prompt.split(chunk, dim=1):
             logits = runner.forward(part, [row], last_only=True)
