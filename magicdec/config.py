@@ -24,9 +24,11 @@ ATTENTION_BACKENDS = {
 KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
     "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
+    "verified": "magicdec.kv.verified:VerifiedKV",
 }
 DRAFT_READERS = {
     "view": "magicdec.decoding.view_reader:ViewReader",
+    "heaviest": "magicdec.decoding.heaviest_reader:HeaviestReader",
 }
 STRATEGIES = {
     "autoregressive": "magicdec.decoding.autoregressive:Autoregressive",
@@ -39,6 +41,7 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed")
 COLLECTIVES = ("gloo", "shared_memory", "nccl")
+MOST_WATCHED = 31  # new tokens of a forward whose attention every backend can add up
 
 
 def load_named(table: dict[str, str], name: str) -> Any:
@@ -103,8 +106,21 @@ class KVSection:
         "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
-        16, "first tokens that stay visible (StreamingLLM)", "--num_sink_tokens"
+        16, "first tokens that stay visible (streaming_llm, verified)", "--num_sink_tokens"
     )
+    recent_window: int | None = option(
+        None,
+        "newest tokens that stay visible (verified); default: a quarter of the budget past the "
+        "sinks",
+        "--recent_window",
+    )
+
+    @property
+    def num_recent_tokens(self) -> int:
+        """The recent window, asked for or not."""
+        if self.recent_window is not None:
+            return self.recent_window
+        return max(1, (self.budget - self.num_sink_tokens) // 4)
 
 
 @dataclass(frozen=True)
@@ -194,6 +210,7 @@ class RunConfig:
             ("--warmup_batches", w.warmup_batches, 0),
             ("--prefill_chunk", self.attention.prefill_chunk, 1),
             ("--num_sink_tokens", kv.num_sink_tokens, 0),
+            ("--recent_window", kv.num_recent_tokens, 1),
             ("--threads", 1 if self.parallel.threads is None else self.parallel.threads, 1),
         ):
             if value < least:
@@ -210,11 +227,7 @@ class RunConfig:
         if w.num_new_tokens < 1:
             flag = "--gen_len" if w.max_len is None else "--max_len minus --prefix_len"
             raise ValueError(f"{flag} is {w.num_new_tokens}; it must be at least 1")
-        if kv.policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
-            raise ValueError(
-                f"--streamingllm_budget {kv.budget} must be larger than "
-                f"--num_sink_tokens {kv.num_sink_tokens}"
-            )
+        check_budget(kv, self.decoding)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
 
     def resolve(self, machine: Machine, head_dim: int = 64) -> RunConfig:
@@ -253,6 +266,12 @@ class RunConfig:
                 threads=self.parallel.threads
                 or max(1, machine.num_cpus // machine.local_world_size),
             ),
+            kv=replace(
+                self.kv,
+                recent_window=self.kv.num_recent_tokens
+                if self.kv.policy == "verified"
+                else self.kv.recent_window,
+            ),
             attention=replace(self.attention, backend=backend, backend_reason=backend_reason),
             workload=replace(
                 self.workload,
@@ -264,6 +283,28 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested by section, for the record."""
         return dataclasses.asdict(self)
+
+
+def check_budget(kv: KVSection, decoding: DecodingSection) -> None:
+    """The budget must hold what always stays visible, and a verification must be one that can be
+    watched."""
+    if kv.policy != "full" and kv.budget <= kv.num_sink_tokens:
+        raise ValueError(
+            f"--streamingllm_budget {kv.budget} must be larger than "
+            f"--num_sink_tokens {kv.num_sink_tokens}"
+        )
+    if kv.policy != "verified":
+        return
+    if kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
+        raise ValueError(
+            f"--recent_window {kv.num_recent_tokens} does not fit --draft_budget {kv.budget} "
+            f"beside --num_sink_tokens {kv.num_sink_tokens}"
+        )
+    if decoding.num_draft_tokens >= MOST_WATCHED:
+        raise ValueError(
+            f"--gamma {decoding.num_draft_tokens} is too large for --kv_policy verified; "
+            f"it must be at most {MOST_WATCHED - 1}"
+        )
 
 
 def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) -> None:

@@ -9,7 +9,7 @@ Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,10 +19,14 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVPolicy, make_view
+from magicdec.kv.policy import Visible, make_view
 from magicdec.model.transformer import Transformer
 
 FULL = FullKV()
+
+Watch = Callable[[int, Tensor], None]
+"""Told of each layer of a forward where its attention went: (layer, mass [B, G, blocks]), as
+`AttentionBackend.run_with_mass` gives it."""
 
 
 @dataclass
@@ -80,9 +84,10 @@ class ModelRunner:
         self,
         token_ids: Tensor,
         rows: Sequence[int],
-        policy: KVPolicy = FULL,
+        policy: Visible = FULL,
         committed: Sequence[int] | None = None,
         last_only: bool = False,
+        watch: Watch | None = None,
     ) -> Tensor:
         """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V] ([B, 1, V] with
         `last_only`).
@@ -95,7 +100,12 @@ class ModelRunner:
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.backend.run(layer - self.model.layers.start, q, k, v, view)
+            index = layer - self.model.layers.start
+            if watch is None:
+                return self.backend.run(index, q, k, v, view)
+            out, mass = self.backend.run_with_mass(index, q, k, v, view)
+            watch(index, mass)
+            return out
 
         logits = self.model(
             token_ids, view.query_positions(), attend, self.group.all_reduce, last_only

@@ -11,6 +11,7 @@ from torch import Tensor
 from magicdec.config import DRAFTERS, load_named
 from magicdec.decoding.strategy import Setup
 from magicdec.request import Batch
+from magicdec.runner import Watch
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Proposal:
 
 
 class Drafter(Protocol):
+    @property
+    def watch(self) -> Watch | None:
+        """Told where the attention of each verification went; None where that is no concern."""
+        ...
+
     @classmethod
     def build(cls, setup: Setup) -> Drafter: ...
 

@@ -16,6 +16,7 @@ from magicdec.decoding.drafter import Proposal
 from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.strategy import Setup, choose, newest_tokens
 from magicdec.request import Batch
+from magicdec.runner import Watch
 
 
 class SelfDrafter:
@@ -25,6 +26,10 @@ class SelfDrafter:
     @classmethod
     def build(cls, setup: Setup) -> SelfDrafter:
         return cls(make_reader(setup.runner, setup.kv))
+
+    @property
+    def watch(self) -> Watch | None:
+        return self.reader.watch
 
     def begin(self, batch: Batch) -> None:
         self.reader.begin(batch)
@@ -36,7 +41,7 @@ class SelfDrafter:
         for _ in range(num_draft_tokens):
             drafts.append(choose(reader.runner, reader.forward(drafts[-1], rows, settled)))
         reader.rewind(rows, settled)
-        return Proposal(torch.cat(drafts[1:], dim=1))
+        return Proposal(torch.cat(drafts, dim=1)[:, 1:])
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.reader.commit(rows, lengths)

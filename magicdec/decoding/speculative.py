@@ -42,7 +42,8 @@ class Speculative:
         with self.phase("draft"):
             drafts = self.drafter.propose(batch, self.num_draft_tokens).ids  # [B, K]
         with self.phase("verify"):
-            logits = runner.forward(torch.cat([last, drafts], dim=1), rows)
+            tokens = torch.cat([last, drafts], dim=1)
+            logits = runner.forward(tokens, rows, watch=self.drafter.watch)
             target = choose(runner, logits)  # [B, K+1]
             verdict = torch.cat(
                 [count_accepted(drafts, target).unsqueeze(1), target], dim=1
@@ -53,5 +54,5 @@ class Speculative:
         lengths = [b + 1 + a for b, a in zip(before, accepted, strict=True)]
         runner.truncate(rows, lengths)
         self.drafter.commit(rows, lengths)
-        tokens = [row[1 : 2 + row[0]] for row in verdict]
-        return StepOutput(tokens, self.num_draft_tokens * len(rows), accepted)
+        emitted = [row[1 : 2 + row[0]] for row in verdict]
+        return StepOutput(emitted, self.num_draft_tokens * len(rows), accepted)

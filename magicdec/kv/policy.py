@@ -22,14 +22,8 @@ from magicdec.kv.cache import KVCache
 MASS_BLOCK = 16  # keys, from a multiple of it on, whose attention probability is summed up
 
 
-class KVPolicy(Protocol):
-    """Implementations are dataclasses: their repr goes into the record. `reader` names how a draft
-    reads under it (`config.DRAFT_READERS`)."""
-
-    reader: ClassVar[str]
-
-    @classmethod
-    def build(cls, kv: KVSection) -> KVPolicy: ...
+class Visible(Protocol):
+    """Which committed tokens a forward reads: a policy, or the choice one has made."""
 
     def ranges(self, committed: Tensor) -> Tensor:
         """Visible token ranges (start, stop) of rows with `committed` [B] tokens, disjoint and
@@ -41,6 +35,16 @@ class KVPolicy(Protocol):
         """Committed tokens a row of that length reads: the sum of its ranges, computed on the
         host."""
         ...
+
+
+class KVPolicy(Visible, Protocol):
+    """Implementations are dataclasses: their repr goes into the record. `reader` names how a draft
+    reads under it (`config.DRAFT_READERS`)."""
+
+    reader: ClassVar[str]
+
+    @classmethod
+    def build(cls, kv: KVSection) -> KVPolicy: ...
 
 
 def make_policy(kv: KVSection) -> KVPolicy:
@@ -119,7 +123,7 @@ class KVView:
 def make_view(
     cache: KVCache,
     rows: Sequence[int],
-    policy: KVPolicy,
+    policy: Visible,
     num_new: int,
     committed: Sequence[int] | None = None,
 ) -> KVView:

@@ -30,6 +30,7 @@ for kv in (
     KVSection("full"),
     KVSection("streaming_llm", 17, 16),
     KVSection("streaming_llm", 60, 4),
+    KVSection("verified", 60, 4),
 ):
     runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
     requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])

@@ -59,17 +59,18 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [6, 3, 1])
-@pytest.mark.parametrize("budget", [17, 33, 5000])
-def test_speculation_in_bfloat16_emits_the_baseline_tokens(budget: int, heads: int) -> None:
+@pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
+@pytest.mark.parametrize("budget", [17, 33, 60, 5000])
+def test_speculation_in_bfloat16_emits_the_baseline_tokens(
+    budget: int, policy: str, heads: int
+) -> None:
     """Exactly: nothing is settled as a tie here."""
     config = replace(EVERYTHING, num_kv_heads=heads)
     model = packed(tiny_transformer(config, dtype=BF16))
     lengths = [5, 70, 1, 33]
     runner = make_runner(model, len(lengths), 70 + 60 + 4, NativeBackend())
     requests = make_requests(random_prompts(lengths, config.vocab_size), 60)
-    baseline, ours, accepted = decode_both(
-        runner, requests, KVSection("streaming_llm", budget, 16), 4
-    )
+    baseline, ours, accepted = decode_both(runner, requests, KVSection(policy, budget, 16), 4)
     assert ours == baseline
     assert all(a == 4 for step in accepted for a in step) == (budget == 5000)
 
