@@ -148,7 +148,12 @@ def test_drafts_depend_on_the_text_alone(kv: KVSection) -> None:
     engine, drafter = begin(draft, kv, lengths)
     generator = torch.Generator().manual_seed(0)
     running = engine.scheduler.running
-    for num_drafts, emitted in ((3, [4, 1, 2]), (0, [1, 1, 1]), (2, [1, 3, 3]), *[(0, [1] * 3)] * 20):
+    for num_drafts, emitted in (
+        (3, [4, 1, 2]),
+        (0, [1, 1, 1]),
+        (2, [1, 3, 3]),
+        *[(0, [1] * 3)] * 20,
+    ):
         batch = Batch(tuple(running), is_prefill=False)
         forwards = draft.runner.counts.num_forwards if draft.runner else 0
         proposal = drafter.propose(batch, num_drafts)
