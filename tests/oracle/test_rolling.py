@@ -42,7 +42,10 @@ class WrittenOut:
 
     def forward(self, ids: list[int], settled: int) -> Tensor:
         """Logits [T, V] of `ids`, which follow what the row holds."""
-        sinks, window = self.policy.num_sink_tokens, self.policy.budget - self.policy.num_sink_tokens
+        sinks, window = (
+            self.policy.num_sink_tokens,
+            self.policy.budget - self.policy.num_sink_tokens,
+        )
         held = len(self.k[0])
         first = max(min(sinks, settled), settled - window)
         seen = [*range(min(sinks, settled)), *range(first, held + len(ids))]
