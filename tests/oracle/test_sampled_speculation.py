@@ -70,9 +70,11 @@ def emitted(
 
 
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Cells that are expected fewer than 8 times are taken together."""
+    """Of a chi-squared test; 0 where a token is impossible. Cells expected fewer than 8 times are
+    taken together."""
     total = sum(counts.values())
-    assert set(counts) <= {k for k, p in expected.items() if p > 0}, "an impossible token"
+    if not set(counts) <= {k for k, p in expected.items() if p > 0}:
+        return 0.0
     cells = [k for k, p in expected.items() if p * total >= 8]
     found = [counts[k] for k in cells]
     wanted = [expected[k] * total for k in cells]
@@ -104,7 +106,7 @@ def test_the_distribution_is_the_targets(
 def test_the_baseline_samples_it_too_and_the_test_can_tell() -> None:
     counts = emitted("autoregressive", "self", KVSection("full"), 1)
     assert p_value(counts, exact_distribution(SECTION)) > 0.001
-    other = replace(SECTION, temperature=1.3)
+    other = replace(SECTION, temperature=1.0)
     assert p_value(counts, exact_distribution(other)) < 1e-6
 
 
