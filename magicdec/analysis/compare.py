@@ -48,6 +48,7 @@ def conditions(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": record["workload"]["model"],
         "model fingerprint": record["workload"].get("model_sha256"),
+        "draft fingerprint": (record["workload"].get("draft") or {}).get("model_sha256"),
         "workload sha256": record["workload"]["sha256"],
         "dtype": record["config"]["model"]["dtype"],
         "generated tokens": record["config"]["workload"]["gen_len"],

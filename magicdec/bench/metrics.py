@@ -25,10 +25,10 @@ class PassSamples:
     num_accepted: list[list[list[int]]] = field(default_factory=list)  # batch, step, row
     num_tokens: list[int] = field(default_factory=list)  # decoded after the first, a number a batch
     tpot_s: list[float] = field(default_factory=list)  # one a request
-    draft_prefill_s: list[float] = field(default_factory=list)  # a number a batch
     bytes_read: int = 0  # over all ranks
     peak_memory_bytes: int = 0  # over all ranks
     phase_ms: dict[str, float | None] = field(default_factory=dict)
+    draft_prefill_s: list[float] = field(default_factory=list)  # a number a batch
 
     def begin_batch(self) -> None:
         self.step_s.append([])

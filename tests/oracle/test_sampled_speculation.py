@@ -13,6 +13,7 @@ from conftest import (
     TINY,
     decode,
     decode_both,
+    make_draft,
     make_requests,
     make_runner,
     random_prompts,
@@ -56,7 +57,9 @@ def emitted(
 ) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
     runner = make_runner(tiny_transformer(TOY), ROWS, 32)
-    setup = Setup(runner, DecodingSection(strategy, drafter, num_draft_tokens), kv)
+    draft = make_draft(tiny_transformer(TOY, seed=4), kv, ROWS, 32) if drafter == "model" else None
+    decoding = DecodingSection(strategy, drafter, num_draft_tokens)
+    setup = Setup(runner, decoding, kv, draft=draft)
     for seed in range(ROUNDS):
         engine = Engine(runner, 16)
         section = replace(SECTION, seed=seed)
@@ -88,6 +91,8 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
         ("self", KVSection("streaming_llm", 3, 1), 5),
         ("self", KVSection("snapkv", 4, window_size=2), 3),
         ("ngram", KVSection("full"), 4),
+        ("model", KVSection("full"), 3),
+        ("model", KVSection("streaming_llm", 5, 2), 2),
     ],
     ids=str,
 )

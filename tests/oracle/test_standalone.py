@@ -139,9 +139,8 @@ def begin(draft: DraftModel, kv: KVSection, lengths: list[int]) -> tuple[Engine,
 
 @pytest.mark.parametrize("kv", [KVSection("full"), KVSection("streaming_llm", 30, 4)], ids=repr)
 def test_drafts_depend_on_the_text_alone(kv: KVSection) -> None:
-    """After steps that drafted 3, nothing, 2, nothing for long, 4: the draft has the whole text,
-    and proposes what it would have if it had taken the text as a prompt (the exact window under
-    full KV; the same storage, in order, under a rolling one)."""
+    """After steps that drafted 3, nothing, 2, nothing for long, 4: the draft has taken the whole
+    text, and under full KV proposes what it would have if the text had been its prompt."""
     lengths = [9, 40, 21]
     model = tiny_transformer()
     draft = make_draft(model, kv, 3, 200)

@@ -21,17 +21,24 @@ from magicdec.config import (
     KVSection,
     ParallelSection,
     RunConfig,
+    TargetSection,
     WorkloadSection,
     load_named,
 )
+from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine, choose_backend
 
 DRIVER = RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self"))
+LONGSPEC = RunConfig(
+    model=TargetSection(),
+    draft=DraftSection(),
+    decoding=DecodingSection(strategy="speculative", drafter="model"),
+)
 TABLES = ("ATTENTION_BACKENDS", "KV_POLICIES", "STRATEGIES", "DRAFTERS")
 
 
-def parsed(*argv: object) -> RunConfig:
-    return parse(DRIVER, [str(a) for a in argv], "")
+def parsed(*argv: object, driver: RunConfig = DRIVER) -> RunConfig:
+    return parse(driver, [str(a) for a in argv], "")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +176,8 @@ def fields(config: RunConfig) -> Iterator[tuple[str, dataclasses.Field[Any], Any
     """(section, field, value) of all that has a flag."""
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
+        if values is None:  # this way of decoding has no such section
+            continue
         for field in dataclasses.fields(values):
             if field.metadata:
                 yield section.name, field, getattr(values, field.name)
@@ -184,8 +193,9 @@ def test_no_flags_change_nothing() -> None:
     assert parse(other, [], "") == other
 
 
-def test_every_flag_reaches_its_own_field() -> None:
-    for section, field, default in fields(DRIVER):
+@pytest.mark.parametrize("driver", [DRIVER, LONGSPEC], ids=["selfspec", "longspec"])
+def test_every_flag_reaches_its_own_field(driver: RunConfig) -> None:
+    for section, field, default in fields(driver):
         choices = field.metadata["choices"]
         given: Any = {int: 77, float: 7.5, bool: not default}.get(type(default), "77")
         if choices:
@@ -196,10 +206,71 @@ def test_every_flag_reaches_its_own_field() -> None:
             given = 77
         words = () if type(default) is bool else given if type(given) is tuple else (given,)
         for flag in field.metadata["flags"]:
-            changed = dataclasses.replace(getattr(DRIVER, section), **{field.name: given})
-            expected = dataclasses.replace(DRIVER, **{section: changed})
-            assert parsed(flag, *words) == expected, flag
-            assert parsed(flag, *words) != DRIVER, flag
+            changed = dataclasses.replace(getattr(driver, section), **{field.name: given})
+            expected = dataclasses.replace(driver, **{section: changed})
+            assert parsed(flag, *words, driver=driver) == expected, flag
+            assert parsed(flag, *words, driver=driver) != driver, flag
+
+
+def test_the_draft_has_the_flags_of_the_original_suite() -> None:
+    config = parsed("--target", "a", "--model", "b", "--draft_ranks", 1, 0, driver=LONGSPEC)
+    assert config.draft is not None
+    assert (config.model.model, config.draft.model, config.draft.rank_group) == ("a", "b", (1, 0))
+    for other in ("--draft_rank_group", "--draft_group"):
+        spelt = parsed("--target", "a", "--model", "b", other, 1, 0, driver=LONGSPEC)
+        assert spelt == config
+    for flag in ("--target", "--draft_ranks", "--draft_group"):
+        with pytest.raises(ValueError, match=f"unknown argument {flag}"):
+            parsed(flag, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (("--draft_ranks", 3), "--draft_ranks 3 names rank 3, which does not exist; choose from"),
+        (("--draft_ranks", 0, -1), "--draft_ranks 0 -1 names rank -1"),
+        (("--draft_group", 2, 0, 2), "--draft_ranks 2 0 2 names a rank twice; name some of"),
+        (("--drafter", "self"), "--drafter self: the draft --model would do nothing"),
+        (("--reselect_every", 3), "--reselect_every 3: a standalone draft keeps no whole context"),
+        (("--draft_budget", -2), "--streamingllm_budget -2 must be larger than"),
+    ],
+)
+def test_what_a_draft_cannot_be(config: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parsed(*config, driver=LONGSPEC).check(world_size=3)
+
+
+def test_a_draft_group_is_never_empty() -> None:
+    with pytest.raises(ValueError, match="--draft_ranks names no rank; name some of the launched"):
+        DraftSection(rank_group=()).check(2)
+
+
+def test_a_draft_stands_on_any_ranks_and_by_default_on_the_targets_first() -> None:
+    machine = Machine(4, world_size=3)
+    for ranks in itertools.chain(*(itertools.permutations(range(3), n) for n in (1, 2, 3))):
+        config = parsed("--draft_ranks", *ranks, driver=LONGSPEC)
+        config.check(world_size=3)
+        draft = config.resolve(machine).draft
+        assert draft is not None and draft.rank_group == ranks
+    draft = parsed("--rank_group", 2, 0, 1, driver=LONGSPEC).resolve(machine).draft
+    assert draft is not None and draft.rank_group == (2,)
+
+
+def test_a_draft_has_the_attention_that_its_own_head_size_allows() -> None:
+    resolved = LONGSPEC.resolve(Machine(2, has_compiler=True), head_dim=64, draft_head_dim=72)
+    assert resolved.attention.backend == "native" and resolved.draft is not None
+    assert resolved.draft.backend == "grouped"
+    assert resolved.draft.backend_reason == "auto: grouped; head size 72 is not a multiple of 16"
+    with pytest.raises(ValueError, match="--attention native: head size 72"):
+        asked = parsed("--attention", "native", driver=LONGSPEC)
+        asked.resolve(Machine(2, has_compiler=True), 64, 72)
+
+
+def test_a_budget_of_minus_one_is_the_full_cache() -> None:
+    for policy in ("streaming_llm", "snapkv", "full"):
+        config = parsed("--draft_budget", -1, "--kv_policy", policy)
+        config.check(world_size=1)
+        assert config.resolve(Machine(1)).kv.policy == "full"
 
 
 def test_help_tells_every_flag_and_default() -> None:
@@ -236,13 +307,15 @@ def test_two_spellings_of_a_budget() -> None:
     assert parsed("--draft_budget", 99).kv.budget == 99
 
 
-@pytest.mark.parametrize("config", [RunConfig(), DRIVER])
+@pytest.mark.parametrize("config", [RunConfig(), DRIVER, LONGSPEC])
 def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = config.resolve(Machine(num_cpus=8, world_size=2, local_world_size=2))
     open_ends = {("output", "save_tokens"), ("kv", "recent_window")}
     if config.decoding.strategy == "autoregressive":
         open_ends.add(("decoding", "drafter"))
-    values = {(s, n): v for s, section in resolved.to_dict().items() for n, v in section.items()}
+    sections = {s: section for s, section in resolved.to_dict().items() if section is not None}
+    assert ("draft" in sections) == (config.draft is not None)
+    values = {(s, n): v for s, section in sections.items() for n, v in section.items()}
     assert "auto" not in values.values()
     assert {name for name, value in values.items() if value is None} == open_ends
     resolved.check(world_size=2)

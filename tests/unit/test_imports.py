@@ -12,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "magicdec"
 # A place may import from lower ones and from itself; `analysis` of others only `bench.record`.
 HEIGHT = {"bench": 6, "analysis": 5.5, "engine": 5, "scheduler": 4, "decoding": 4, "runner": 3}
+HEIGHT |= {"rolling_runner": 3.5}
 HEIGHT |= {
     "model": 2,
     "attention": 1.5,
@@ -21,6 +22,8 @@ HEIGHT |= {
     "request": 0,
     "build": 0,
     "machine": -1,
+    "draft_section": -0.5,
+    "options": -1,
     "checks": -1,
 }
 # Files of a package of alternatives share these, and never import each other.

@@ -24,6 +24,7 @@ from magicdec.bench.run import Run, make_record
 from magicdec.bench.workload import Workload
 from magicdec.config import DecodingSection, RunConfig
 from magicdec.distributed.groups import Launch
+from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine
 from magicdec.model.checkpoint import ModelSource
 
@@ -39,22 +40,29 @@ def sample_pass(num_accepted: list[list[list[int]]]) -> PassSamples:
     return PassSamples([[0.1, 0.2], [0.3]], num_accepted, [4, 3], [0.08, 0.1], 10**9, 10**8)
 
 
-def run_record(strategy: str, correctness: Correctness, is_random: bool = False) -> RunRecord:
+def run_record(
+    strategy: str, correctness: Correctness, is_random: bool = False, has_draft: bool = False
+) -> RunRecord:
     """What a run of these samples would write, without the run."""
     launch = Launch(0, 1, 0, 1)
-    drafter = None if strategy == "autoregressive" else "self"
-    config = RunConfig(decoding=DecodingSection(strategy, drafter)).resolve(Machine(2))
+    drafter = None if strategy == "autoregressive" else "model" if has_draft else "self"
+    decoding, draft = DecodingSection(strategy, drafter), DraftSection() if has_draft else None
+    config = RunConfig(draft=draft, decoding=decoding).resolve(Machine(2))
     workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee")
     weights = SimpleNamespace(shapes=dict, read=lambda piece: torch.ones(piece.full_shape))
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
-    prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload)
+    draft_source = source if has_draft else None
+    prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload, draft_source)
     passes = dict.fromkeys((*(["autoregressive"] if correctness.reference else []), strategy))
     accepted = {"autoregressive": [[], []], "speculative": [[[1], [2]], [[2]]]}
+    samples = {name: sample_pass(accepted[name]) for name in passes}
+    if has_draft:
+        samples[strategy].draft_prefill_s = [0.2, 0.4]
     run = SimpleNamespace(
         prepared=prepared,
         config=config,
         passes=list(passes),
-        samples={name: sample_pass(accepted[name]) for name in passes},
+        samples=samples,
         timers={name: SimpleNamespace(mean_ms=lambda phase: 1.0) for name in passes},
     )
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -77,6 +85,7 @@ RECORDS = {
     "baseline": lambda: run_record("autoregressive", UNCOMPARED),
     "alone": lambda: run_record("speculative", UNCOMPARED),
     "random": lambda: run_record("speculative", PASSED, is_random=True),
+    "drafted": lambda: run_record("speculative", UNCOMPARED, has_draft=True),
     "failed": failed_record,
 }
 
