@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
-from magicdec.decoding.sampling import count_accepted, probabilities
+from magicdec.decoding.randomness import Purpose, uniforms
+from magicdec.decoding.sampling import count_accepted, probabilities, sample
 from magicdec.decoding.verification import residual, verify
 from magicdec.request import SamplingParams
 
@@ -41,8 +43,8 @@ def test_the_rule_token_by_token() -> None:
 def test_nothing_left_by_rounding() -> None:
     """p is q up to rounding, yet a draft was rejected: the target's own distribution remains."""
     below_one = math.nextafter(1.0, 0.0)
-    p = exact([[[0.0, below_one], [1.0, 0.0]]])
-    q = exact([[[0.0, 1.0]]])
+    p = exact([[[0.0, below_one, 0.0], [1.0, 0.0, 0.0]]])
+    q = exact([[[0.0, 1.0, 0.0]]])
     drafts, u = torch.tensor([[1]]), exact([[below_one]])
     for draft_probs in (q, None):
         accepted, ids = verify(drafts, draft_probs, p, u, torch.zeros(1, 2).double())
@@ -79,3 +81,32 @@ def test_without_drafts_the_target_is_sampled() -> None:
     none = torch.empty(1, 0)
     accepted, ids = verify(none.long(), None, p, none.double(), exact([[0.3]]))
     assert (accepted.tolist(), ids.tolist()) == ([0], [1])
+
+
+def test_sums_that_rise_at_an_impossible_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parallel sums, as on a GPU, round each place apart: they may rise, or fall, where nothing was
+    added."""
+    monkeypatch.setattr(Tensor, "cumsum", lambda x, dim: exact([[0.3, 0.31, 0.30, 0.9, 0.91]]))
+    probs = exact([[0.3, 0.0, 0.0, 0.6, 0.0]])
+    for u, token in ((0.32, 0), (0.335, 3), (0.34, 3), (0.98, 3), (0.995, 3)):
+        assert sample(probs, exact([u])).tolist() == [token], u
+
+
+@pytest.mark.cuda
+def test_a_gpu_judges_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 4, 997, generator=generator) * 4
+    drafts = logits[:, :3].argmax(-1)
+    seeds = torch.arange(64)
+    positions = torch.arange(4).expand(64, -1)
+    params = [SamplingParams(9, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)] * 64
+    verdicts = []
+    for device in ("cpu", "cuda"):
+        accept, resample = (
+            uniforms(seeds.to(device), positions.to(device), purpose)
+            for purpose in (Purpose.ACCEPT, Purpose.RESAMPLE)
+        )
+        probs = probabilities(logits.to(device), params)
+        verdicts.append(verify(drafts.to(device), None, probs, accept[:, :3], resample))
+    for ours, theirs in zip(*verdicts, strict=True):
+        assert torch.equal(ours, theirs.cpu())
