@@ -30,6 +30,7 @@ def request(index: int, output: Sequence[int]) -> Request:
         (("123",), "it is 123.", 1.0),
         (("123",), "it is 12 3.", 0.0),
         (("one", "two", "six", "ten"), "TWO, and One", 0.5),
+        (("ABCDE",), "abcde", 1.0),
         (("a", "b"), "", 0.0),
     ],
 )

@@ -74,6 +74,16 @@ def test_too_short_a_context_is_named_with_the_least_length(task: str) -> None:
         build(task, least - 1)
 
 
+@pytest.mark.parametrize("task", ["cwe", "fwe"])
+def test_nothing_but_haystack_is_cut(task: str) -> None:
+    """Words differ in length, so some prompts hold fewer of them than others."""
+    with pytest.raises(ValueError, match="it must be at least") as error:
+        build(task, 9, num_prompts=12)
+    for length in (int(str(error.value).split()[-1]), 1300, 3001):
+        for prompt in build(task, length, num_prompts=12).prompts:
+            assert "and then we rest. " in load_tokenizer(DEMO).decode(prompt)
+
+
 @pytest.mark.parametrize("name", ["", "qa", "niah"])
 def test_unknown_tasks_are_refused_with_the_choices(name: str) -> None:
     choices = ", ".join(f"ruler:{task}" for task in TASKS)
@@ -98,7 +108,9 @@ def test_needles_lie_at_all_depths() -> None:
 
 
 def test_variables_are_a_chain_of_the_value_asked_for() -> None:
-    for text, answers in texts("vt", 3000):
+    dense = [TASKS["vt"].make(random.Random(seed), 8) for seed in range(20)]
+    crowded = [(s.body + s.question, s.answers) for s in dense]  # some places are drawn twice
+    for text, answers in [*texts("vt", 3000), *crowded]:
         asked = re.search(r"have the value (\d{5}) are$", text)
         statements = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", text)
         assert asked is not None and statements[0][1] == asked[1]
@@ -117,11 +129,20 @@ def test_common_words_are_the_most_common(length: int) -> None:
         assert counts[9][1] > 3 * counts[10][1]
 
 
+@pytest.mark.parametrize("task", ["cwe", "fwe"])
+def test_the_least_list_has_an_answer(task: str) -> None:
+    sample = TASKS[task].make(random.Random(0), TASKS[task].least)
+    counts = Counter(w for w in sample.body.split() if re.match("[a-z]", w)).most_common()
+    num = len(sample.answers)
+    assert {word for word, _ in counts[:num]} == set(sample.answers)
+    assert counts[num - 1][1] > counts[num][1]
+
+
 def test_lists_longer_than_there_are_words_keep_an_answer() -> None:
-    sample = TASKS["cwe"].make(random.Random(0), 60000)
+    sample = TASKS["cwe"].make(random.Random(0), 120_000)
     words = sample.body.split()[1::2]
     counts = Counter(words).most_common()
-    assert len(words) == 60000
+    assert len(words) == 120_000
     assert {word for word, _ in counts[:10]} == set(sample.answers)
     assert counts[9][1] > 3 * counts[10][1]
 
