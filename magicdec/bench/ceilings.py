@@ -1,6 +1,6 @@
-"""Measures what one rank of this machine can do at most: read, multiply, exchange, and what a
-forward costs that reads next to nothing. All ranks measure at once, since in a run they work at
-once.
+"""Measures what one rank of this machine can do: read, multiply and exchange at most, read a KV
+cache in attention, and what a forward costs that reads next to nothing. All ranks measure at once,
+since in a run they work at once.
 
 Owns the clocks of `magicdec probe`. Must not know what the figures are used for.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from magicdec.bench.costs import Deployment
+from magicdec.bench.costs import Deployment, kv_bytes_per_token
 from magicdec.bench.hardware import Hardware, Link
 from magicdec.bench.timing import read_bandwidth, synchronize
 from magicdec.config import ATTENTION_BACKENDS, load_named
@@ -26,11 +26,11 @@ from magicdec.runner import ModelRunner
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
 STRETCHES, ROUNDS = 5, 30
-CACHED = 32  # tokens of the tiny forward: attention runs, and costs next to nothing
+CACHED, CONTEXT = 32, 8192  # tokens a row: attention costs next to nothing, or nearly all
 
 
 def measure_hardware(group: Group, device: torch.device, dtype: str, bandwidth: float) -> Hardware:
-    """Ceilings in `dtype`, of the slowest rank; the overhead is left to `layer_overhead`."""
+    """Ceilings in `dtype`, of the slowest rank; `measure_forwards` adds to it."""
     rate = gemm_flops(getattr(torch, dtype), device)
     return Hardware(bandwidth, min(group.all_gather_object(rate)))
 
@@ -84,27 +84,52 @@ def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) 
     return min(medians)
 
 
-def layer_overhead(
+def measure_forwards(
     group: Group, device: torch.device, hardware: Hardware, dtype: str, backend: str, linear: str
-) -> float:
-    """Seconds a layer of a tiny forward (the demo model on each rank by itself, one row, one token)
-    beyond what its bytes account for; 0 where nothing is left."""
-    source = find_model("--model", "demo")
-    torch_dtype: torch.dtype = getattr(torch, dtype)
+) -> Hardware:
+    """`hardware` with what whole forwards of the demo model show, on each rank by itself: the rate
+    at which attention reads a long cache, and the fixed cost of a layer."""
+    num_rows = 32 if device.type == "cuda" else 4  # larger than a last-level cache
+    runner = load_runner(group, device, dtype, backend, linear, num_rows)
+    config, size = runner.model.config, runner.cache.k.element_size()
+    rows = range(num_rows)
+    short, long = (forward_seconds(runner, rows, n, group) for n in (CACHED, CONTEXT))
+    kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
+    # Noise must not make attention faster than memory.
+    rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
+    found = replace(hardware, kv_bytes_per_s=rate, layer_overhead_s=0.0)
+    accounted = Deployment(config, found, size).seconds(1, 1, CACHED)
+    beyond = forward_seconds(runner, [0], CACHED, group) - accounted
+    return replace(found, layer_overhead_s=max(0.0, beyond) / config.num_layers)
+
+
+def load_runner(
+    group: Group, device: torch.device, dtype: str, backend: str, linear: str, num_rows: int
+) -> ModelRunner:
+    """The demo model, whole on this rank, with room for CONTEXT tokens a row."""
+    source, torch_dtype = find_model("--model", "demo"), getattr(torch, dtype)
     model = load_transformer(source.config, source.weights, Shard(), None, torch_dtype, device)
     if linear == "packed":
         model.pack()
     alone = Group((group.ranks[group.index],), 0)
-    runner = ModelRunner(model, load_named(ATTENTION_BACKENDS, backend)(), alone, 1, 2 * CACHED)
-    runner.cache.allocate(0, 2 * CACHED)
-    runner.forward(torch.ones(1, CACHED, dtype=torch.long, device=device), [0])
-    last = torch.ones(1, 1, dtype=torch.long, device=device)
+    runner = ModelRunner(
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + 1
+    )
+    for pool in (runner.cache.k, runner.cache.v):
+        pool.fill_(0.1)  # untouched pages would all be one page of zeros, read from cache
+    for row in range(num_rows):
+        runner.cache.allocate(row, CONTEXT + 1)
+    return runner
+
+
+def forward_seconds(runner: ModelRunner, rows: Sequence[int], cached: int, group: Group) -> float:
+    """One new token for each of `rows`, which hold `cached` tokens."""
+    runner.truncate(rows, [0] * len(rows))
+    runner.cache.advance(rows, cached)
+    last = torch.ones(len(rows), 1, dtype=torch.long, device=runner.device)
 
     def step() -> None:
-        runner.forward(last, [0])
-        runner.truncate([0], [CACHED])
+        runner.forward(last, rows)
+        runner.truncate(rows, [cached] * len(rows))
 
-    seconds = median_seconds(step, group, device)
-    bare = replace(hardware, layer_overhead_s=0.0)
-    accounted = Deployment(source.config, bare, torch_dtype.itemsize).seconds(1, 1, CACHED)
-    return max(0.0, seconds - accounted) / source.config.num_layers
+    return median_seconds(step, group, runner.device)

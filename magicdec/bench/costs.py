@@ -64,7 +64,8 @@ class Deployment:
         """Time of one forward."""
         cost, h = self.forward(B, T, S), self.hardware
         linear = max(cost.weight_bytes / h.read_bytes_per_s, cost.linear_flops / h.flops_per_s)
-        attention = max(cost.kv_bytes / h.read_bytes_per_s, cost.attention_flops / h.flops_per_s)
+        kv_rate = h.kv_bytes_per_s or h.read_bytes_per_s
+        attention = max(cost.kv_bytes / kv_rate, cost.attention_flops / h.flops_per_s)
         sums = sum(n * h.all_reduce_s(size, self.tp, self.nodes) for n, size in cost.all_reduces)
         return linear + attention + sums + self.config.num_layers * h.layer_overhead_s
 

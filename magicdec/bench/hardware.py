@@ -1,4 +1,4 @@
-"""What a machine can do at most, as the cost model takes it, and the file that `magicdec probe`
+"""What a machine can do, as the cost model takes it, and the file that `magicdec probe`
 writes and `magicdec plan` reads. Imports no torch.
 
 Every rate is of one rank: a CPU's bandwidth is shared by the ranks of a host, so what each of them
@@ -37,6 +37,7 @@ class Hardware:
     read_bytes_per_s: float
     flops_per_s: float
     layer_overhead_s: float = 0.0  # fixed cost of a layer of one forward: launches, Python
+    kv_bytes_per_s: float | None = None  # at which attention reads a long cache; None: the ceiling
     link: Link | None = None
     node_link: Link | None = None
 
@@ -60,6 +61,7 @@ class MachineFile:
     read_bytes_per_s: float
     flops_per_s: dict[str, float]
     layer_overhead_s: dict[str, float]
+    kv_bytes_per_s: dict[str, float]
     link: Link | None
     node_link: Link | None
 
@@ -72,6 +74,7 @@ class MachineFile:
             self.read_bytes_per_s,
             self.flops_per_s[dtype],
             self.layer_overhead_s[dtype],
+            self.kv_bytes_per_s[dtype],
             self.link,
             self.node_link,
         )
@@ -103,13 +106,17 @@ def _parse(raw: dict[str, Any]) -> MachineFile:
         raise ValueError(
             f"schema_version is {raw['schema_version']}, this program reads {SCHEMA_VERSION}"
         )
-    flops = {d: _positive("flops_per_s", v) for d, v in raw["flops_per_s"].items()}
-    overhead = raw["layer_overhead_s"]
+    dtypes = list(raw["flops_per_s"])
+
+    def rates(field: str, zero_too: bool = False) -> dict[str, float]:
+        return {dtype: _positive(field, raw[field][dtype], zero_too) for dtype in dtypes}
+
     return MachineFile(
         dict(raw["description"]),
         _positive("read_bytes_per_s", raw["read_bytes_per_s"]),
-        flops,
-        {d: _positive("layer_overhead_s", overhead[d], zero_too=True) for d in flops},
+        rates("flops_per_s"),
+        rates("layer_overhead_s", zero_too=True),
+        rates("kv_bytes_per_s"),
         _parse_link(raw["link"]),
         _parse_link(raw["node_link"]),
     )

@@ -175,6 +175,7 @@ def find_hardware(args: argparse.Namespace, num_layers: int) -> Hardware:
         base.read_bytes_per_s,
         base.flops_per_s,
         base.layer_overhead_s if overhead is None else overhead / num_layers,
+        base.kv_bytes_per_s,
         _find_link(rates, "link", base.link, args.tp // args.nodes > 1),
         _find_link(rates, "node_link", base.node_link, args.nodes > 1),
     )

@@ -69,7 +69,8 @@ def _header(plan: Plan) -> list[str]:
     lines = [
         "predicted, not measured: no kernel reaches its ceiling everywhere",
         f"model       {_name(plan.target)}, {plan.dtype}; draft: {drafts}",
-        f"machine     {plan.machine_source}: a rank reads {h.read_bytes_per_s / 1e9:,.1f} GB/s, "
+        f"machine     {plan.machine_source}: a rank reads {h.read_bytes_per_s / 1e9:,.1f} GB/s"
+        f" (KV {(h.kv_bytes_per_s or h.read_bytes_per_s) / 1e9:,.1f}), "
         f"computes {h.flops_per_s / 1e12:,.2f} TFLOP/s, "
         f"{h.layer_overhead_s * c.num_layers * 1e6:,.0f} us fixed a forward",
         f"acceptance  {plan.acceptance_source}, the same at every context; {curves}",

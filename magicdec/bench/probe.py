@@ -76,12 +76,11 @@ def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
     torch.set_num_threads(config.parallel.threads or 1)
     group = make_groups(launch, everyone, device, config.parallel.collectives).target
     bandwidth, link = ceilings.rank_bandwidth(group, device), ceilings.measure_link(group, device)
-    flops, overhead = {}, {}
+    found = {}
     for dtype in DTYPES:
         hardware = ceilings.measure_hardware(group, device, dtype, bandwidth)
         linear = choose_linear("auto", kind, dtype, machine)
-        flops[dtype] = hardware.flops_per_s
-        overhead[dtype] = ceilings.layer_overhead(
+        found[dtype] = ceilings.measure_forwards(
             group, device, hardware, dtype, config.attention.backend, linear
         )
     close_groups()
@@ -91,7 +90,14 @@ def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
     # Over several hosts it was their network that bound.
     spans_nodes = launch.world_size > launch.local_world_size
     links = (None, link) if spans_nodes else (link, None)
-    return MachineFile(description, bandwidth, flops, overhead, *links)
+    return MachineFile(
+        description,
+        bandwidth,
+        {dtype: h.flops_per_s for dtype, h in found.items()},
+        {dtype: h.layer_overhead_s for dtype, h in found.items()},
+        {dtype: h.kv_bytes_per_s or bandwidth for dtype, h in found.items()},
+        *links,
+    )
 
 
 def print_machine(machine: MachineFile, out: Path) -> None:
@@ -106,6 +112,8 @@ def print_machine(machine: MachineFile, out: Path) -> None:
     table.add_row("read bandwidth, GB/s", f"{machine.read_bytes_per_s / 1e9:.1f}")
     for dtype, rate in machine.flops_per_s.items():
         table.add_row(f"matrix product, {dtype}, TFLOP/s", f"{rate / 1e12:.3f}")
+    for dtype, rate in machine.kv_bytes_per_s.items():
+        table.add_row(f"attention over a long cache, {dtype}, GB/s", f"{rate / 1e9:.1f}")
     for dtype, seconds in machine.layer_overhead_s.items():
         table.add_row(f"overhead of a layer, {dtype}, us", f"{seconds * 1e6:.1f}")
     for name, link in (("ranks", machine.link), ("nodes", machine.node_link)):
