@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from magicdec.checks import check_filters_act, check_lengths, check_rank_group, check_sampling
+from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
+from magicdec.options import option
 
 # Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
 # line here and a file there.
@@ -24,6 +27,11 @@ ATTENTION_BACKENDS = {
 KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
     "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
+    "snapkv": "magicdec.kv.snapkv:SnapKV",
+}
+DRAFT_READERS = {
+    "view": "magicdec.decoding.view_reader:ViewReader",
+    "gathered": "magicdec.decoding.gathered_reader:GatheredReader",
 }
 STRATEGIES = {
     "autoregressive": "magicdec.decoding.autoregressive:Autoregressive",
@@ -31,6 +39,8 @@ STRATEGIES = {
 }
 DRAFTERS = {
     "self": "magicdec.decoding.self_draft:SelfDrafter",
+    "model": "magicdec.decoding.model_draft:ModelDrafter",
+    "ngram": "magicdec.decoding.ngram:NgramDrafter",
 }
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
@@ -42,11 +52,6 @@ def load_named(table: dict[str, str], name: str) -> Any:
     """The class behind a name of one of the tables above."""
     module, _, attribute = table[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def option(default: Any, help: str, *flags: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that `bench.cli` turns into a command-line flag."""
-    return field(default=default, metadata={"flags": flags, "help": help, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,15 @@ class ModelSection:
         "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
         "--linear",
         choices=("auto", *LINEARS),
+    )
+
+
+@dataclass(frozen=True)
+class TargetSection(ModelSection):
+    """Where `--model` names the draft, as in the original suite."""
+
+    model: str = option(
+        "demo", "the target, which verifies; named as --model names a draft", "--target"
     )
 
 
@@ -96,11 +110,20 @@ class KVSection:
         choices=tuple(KV_POLICIES),
     )
     budget: int = option(
-        257, "KV entries a draft step reads of the committed context, sink tokens included",
+        257, "KV entries a draft step reads of the committed context, sinks included; -1: all",
         "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
         16, "first tokens that stay visible (StreamingLLM)", "--num_sink_tokens"
+    )
+    window_size: int = option(
+        32, "newest prompt tokens that are observed and kept (SnapKV)", "--window_size"
+    )
+    pooling: str = option(
+        "avg", "how neighbours share a score (SnapKV)", "--pooling", choices=("avg", "max")
+    )
+    reselect_every: int = option(
+        0, "choose anew after so many tokens; 0: once after prefill (SnapKV)", "--reselect_every"
     )
 
 
@@ -116,7 +139,9 @@ class AttentionSection:
 @dataclass(frozen=True)
 class DecodingSection:
     strategy: str = "autoregressive"
-    drafter: str | None = None
+    drafter: str | None = option(
+        None, "what proposes draft tokens", "--drafter", choices=tuple(DRAFTERS)
+    )
     num_draft_tokens: int = option(4, "draft tokens a step (gamma)", "--gamma")
     ignore_eos: bool = option(
         False, "decode to the full length, past any end token", "--ignore_eos"
@@ -127,9 +152,29 @@ class DecodingSection:
 
 
 @dataclass(frozen=True)
+class SamplingSection:
+    temperature: float = option(0.0, "0: greedy; else divides the logits", "--temperature")
+    top_k: int = option(0, "sample from the k likeliest tokens; 0: off", "--top_k")
+    top_p: float = option(
+        1.0, "sample from the likeliest tokens that hold this probability; 1: off", "--top_p"
+    )
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0: off", "--min_p")
+    repetition_penalty: float = option(
+        1.0, "weakens tokens of the prompt and the output; 1: off", "--repetition_penalty"
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from the logits of tokens of the output; 0: off", "--presence_penalty"
+    )
+    seed: int = option(0, "of every request's random numbers, with its id", "--sampling_seed")
+
+
+@dataclass(frozen=True)
 class WorkloadSection:
     dataset: str = option(
-        "demo", "demo, pg19, or a path to .jsonl/.json/.parquet/.txt text", "--dataset"
+        "demo",
+        "demo, pg19, or a path to .jsonl/.json/.parquet/.txt text; with known answers: "
+        "recall, recall:<any of these>, ruler:<task>",
+        "--dataset",
     )
     batch_size: int = option(4, "sequences decoded together", "--B")
     prefix_len: int = option(4096, "prompt tokens a sequence", "--prefix_len")
@@ -141,7 +186,9 @@ class WorkloadSection:
     warmup_batches: int = option(
         1, "unmeasured decodes of the first batch beforehand", "--warmup_batches"
     )
-    seed: int = option(123, "order of the prefixes", "--seed")
+    seed: int = option(
+        123, "order of the prefixes, and what is drawn for recall and ruler", "--seed"
+    )
 
     @property
     def num_new_tokens(self) -> int:
@@ -172,10 +219,12 @@ class OutputSection:
 @dataclass(frozen=True)
 class RunConfig:
     model: ModelSection = ModelSection()
+    draft: DraftSection | None = None
     parallel: ParallelSection = ParallelSection()
     kv: KVSection = KVSection()
     attention: AttentionSection = AttentionSection()
     decoding: DecodingSection = DecodingSection()
+    sampling: SamplingSection = SamplingSection()
     workload: WorkloadSection = WorkloadSection()
     output: OutputSection = OutputSection()
 
@@ -191,31 +240,53 @@ class RunConfig:
             ("--warmup_batches", w.warmup_batches, 0),
             ("--prefill_chunk", self.attention.prefill_chunk, 1),
             ("--num_sink_tokens", kv.num_sink_tokens, 0),
+            ("--window_size", kv.window_size, 1),
+            ("--reselect_every", kv.reselect_every, 0),
             ("--threads", 1 if self.parallel.threads is None else self.parallel.threads, 1),
         ):
             if value < least:
                 raise ValueError(f"{flag} {value} is too small; it must be at least {least}")
-        if (
-            w.gen_len is not None
-            and w.max_len is not None
-            and w.prefix_len + w.gen_len != w.max_len
-        ):
-            raise ValueError(
-                f"--max_len {w.max_len} is not --prefix_len {w.prefix_len} + "
-                f"--gen_len {w.gen_len}; give one of the two"
-            )
-        if w.num_new_tokens < 1:
-            flag = "--gen_len" if w.max_len is None else "--max_len minus --prefix_len"
-            raise ValueError(f"{flag} is {w.num_new_tokens}; it must be at least 1")
-        if kv.policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
+        check_lengths(w.prefix_len, w.gen_len, w.max_len)
+        policy = "full" if kv.budget == -1 else kv.policy
+        if policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
             raise ValueError(
                 f"--streamingllm_budget {kv.budget} must be larger than "
                 f"--num_sink_tokens {kv.num_sink_tokens}"
             )
+        if self.decoding.strategy == "autoregressive" and self.decoding.drafter is not None:
+            raise ValueError(
+                f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
+                "that flag is for selfspec and longspec"
+            )
+        if policy == "snapkv" and kv.budget <= kv.window_size:
+            raise ValueError(
+                f"--draft_budget {kv.budget} must be larger than --window_size {kv.window_size}"
+            )
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
+        check_sampling(self.sampling)
+        check_filters_act(self.sampling)
+        self._check_draft(world_size)
 
-    def resolve(self, machine: Machine, head_dim: int = 64) -> RunConfig:
-        """Turn every `auto` and every None into what will run, for a model of that head size.
+    def _check_draft(self, world_size: int) -> None:
+        drafter = self.decoding.drafter
+        if self.draft is None:
+            if drafter == "model":
+                raise ValueError("--drafter model: no draft is named here; that is longspec")
+            return
+        self.draft.check(world_size)
+        if drafter != "model":
+            raise ValueError(
+                f"--drafter {drafter}: the draft --model would do nothing; "
+                "choose model, or run selfspec"
+            )
+        if self.kv.reselect_every:
+            raise ValueError(
+                f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "
+                "context to choose from anew; leave it at 0"
+            )
+
+    def resolve(self, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64) -> RunConfig:
+        """Turn every `auto` and every None into what will run, for models of these head sizes.
 
         Raises ValueError for what is not there: a device, a compiler, a way to exchange."""
         device = self.parallel.device
@@ -233,9 +304,16 @@ class RunConfig:
         backend, backend_reason = self.attention.backend, self.attention.backend_reason
         if backend_reason is None:
             backend, backend_reason = choose_backend(backend, device, machine, head_dim)
+        rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
+        draft = self.draft and self.draft.resolve(
+            self.attention.backend, rank_group, device, machine, draft_head_dim
+        )
         replace = dataclasses.replace
         return replace(
             self,
+            draft=draft,
+            # The original suite's spelling of "no budget".
+            kv=replace(self.kv, policy="full") if self.kv.budget == -1 else self.kv,
             model=replace(
                 self.model,
                 dtype=dtype,
@@ -246,7 +324,7 @@ class RunConfig:
                 device=device,
                 collectives=collectives,
                 collectives_reason=reason,
-                rank_group=self.parallel.rank_group or tuple(range(machine.world_size)),
+                rank_group=rank_group,
                 threads=self.parallel.threads
                 or max(1, machine.num_cpus // machine.local_world_size),
             ),
@@ -261,22 +339,3 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested by section, for the record."""
         return dataclasses.asdict(self)
-
-
-def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) -> None:
-    """The target group must be every launched rank, each once, in any order."""
-    if ranks is None:
-        return
-    shown = " ".join(map(str, ranks))
-    launched = f"the launched ranks: {' '.join(map(str, range(world_size)))}"
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"{flag} {shown} names a rank twice; name each of {launched}")
-    outside = [r for r in ranks if not 0 <= r < world_size]
-    if outside:
-        raise ValueError(
-            f"{flag} {shown} names rank {outside[0]}, which does not exist; choose from {launched}"
-        )
-    if len(ranks) != world_size:
-        raise ValueError(
-            f"{flag} {shown} leaves out some of {launched}; the target group must be all of them"
-        )

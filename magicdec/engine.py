@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from magicdec.decoding.strategy import DecodingStrategy, prefill
-from magicdec.request import Request, StepOutput
+from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.scheduler import Scheduler
 
@@ -36,10 +36,16 @@ class Engine:
             self.scheduler.commit(batch, output, time.perf_counter())
         return [request.snapshot() for request in self.scheduler.requests]
 
+    def begin(self, strategy: DecodingStrategy) -> None:
+        """Let `strategy` prepare for the requests that were just prefilled."""
+        running = tuple(self.scheduler.running)
+        if running:
+            strategy.begin(Batch(running, is_prefill=False))
+
     def decode(
         self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
     ) -> list[Request]:
-        """Run `strategy` until every request has ended; the requests as they ended."""
+        """Run `strategy`, which has begun, until every request has ended; returns them."""
         while (batch := self.scheduler.schedule()) is not None:
             started = time.perf_counter()
             output = strategy.step(batch)

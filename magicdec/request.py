@@ -1,10 +1,13 @@
 """The state of a request and what passes between scheduler and strategy. Imports nothing of ours
-and no torch."""
+but the checks, and no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
+
+from magicdec.checks import check_sampling
 
 
 class Status(Enum):
@@ -15,10 +18,36 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """When a request ends. Decoding is greedy."""
+    """How a request's tokens are chosen, and when it ends. Greedy without penalties by default.
+
+    Raises ValueError, naming the flag, for a value out of its range.
+    """
 
     max_new_tokens: int
     eos_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off; of tokens in the prompt or the output
+    presence_penalty: float = 0.0  # 0: off; of tokens in the output
+    seed: int = 0  # of this request's random numbers
+
+    def __post_init__(self) -> None:
+        check_sampling(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """The next token is the largest logit, whatever came before."""
+        return self.is_greedy and not self.has_penalties
 
     def ends(self, num_output: int, token: int) -> bool:
         return num_output >= self.max_new_tokens or token in self.eos_token_ids
@@ -41,6 +70,11 @@ class Request:
     @property
     def last_token(self) -> int:
         return self.output_ids[-1]
+
+    @cached_property
+    def distinct_prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens, each once. Penalties ask for them every step."""
+        return tuple(sorted(set(self.prompt_ids)))
 
     @property
     def num_cached(self) -> int:

@@ -9,7 +9,8 @@ Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +20,7 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVPolicy, make_view
+from magicdec.kv.policy import RangePolicy, make_view
 from magicdec.model.transformer import Transformer
 
 FULL = FullKV()
@@ -45,16 +46,25 @@ class ForwardCounts:
         )
 
 
+QueryWatch = Callable[[int, Tensor], None]
+"""Shown the rotated queries [B, T, H, D] of every layer, before it attends."""
+
+
 @dataclass
 class ModelRunner:
     """`model` with set positions; `num_rows` sequences of at most `max_tokens` cached tokens
-    each."""
+    each.
+
+    `offsets` [num_rows] is how far a row's tokens stand past their place in the cache: not 0 where
+    the cache holds a choice of a longer context.
+    """
 
     model: Transformer
     backend: AttentionBackend
     group: Group
     num_rows: int
     max_tokens: int
+    policy: RangePolicy = FULL  # what a forward sees unless told otherwise
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
 
@@ -62,49 +72,91 @@ class ModelRunner:
         weight = next(self.model.parameters())
         self.device, dtype = weight.device, weight.dtype
         config = self.model.config
-        block_size = self.backend.block_size(self.max_tokens)
-        blocks_per_row = -(-self.max_tokens // block_size)
+        block_size, blocks_per_row, num_blocks = self.storage()
         _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
         shape = CacheShape(
             num_layers=len(self.model.layers),
             num_kv_heads=last - first,
             head_dim=config.head_dim,
             block_size=block_size,
-            num_blocks=self.num_rows * blocks_per_row,
+            num_blocks=num_blocks,
         )
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
+        self.offsets: Tensor | None = None
+
+    def with_cache(self, max_tokens: int) -> ModelRunner:
+        """The same model over a cache of its own, of that many tokens a row; forwards of both are
+        counted together."""
+        runner = replace(self, backend=copy(self.backend), max_tokens=max_tokens)
+        runner.counts = self.counts
+        runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
+        return runner
+
+    def storage(self) -> tuple[int, int, int]:
+        """(tokens a block, blocks that a row addresses, blocks of the pool): every row may hold
+        max_tokens."""
+        block_size = self.backend.block_size(self.max_tokens)
+        blocks_per_row = -(-self.max_tokens // block_size)
+        return block_size, blocks_per_row, self.num_rows * blocks_per_row
+
+    def allocate(self, row: int) -> None:
+        """Make room for a prompt and what follows it, in a row that was released."""
+        self.cache.allocate(row, self.max_tokens)
 
     @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
         rows: Sequence[int],
-        policy: KVPolicy = FULL,
+        policy: RangePolicy | None = None,
         committed: Sequence[int] | None = None,
         last_only: bool = False,
+        watch_queries: QueryWatch | None = None,
     ) -> Tensor:
         """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V] ([B, 1, V] with
         `last_only`).
 
-        `policy` says what is visible of the first `committed` tokens of each row (default: all it
-        holds).
+        `policy` (default: the runner's own) says what is visible of the first `committed` tokens of
+        each row (default: all it holds).
         """
         num_new = token_ids.shape[1]
-        view = make_view(self.cache, rows, policy, num_new, committed)
+        view = make_view(self.cache, rows, policy or self.policy, num_new, committed)
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.backend.run(layer - self.model.layers.start, q, k, v, view)
+            local = layer - self.model.layers.start
+            if watch_queries is not None:
+                watch_queries(local, q)
+            return self.backend.run(local, q, k, v, view)
 
-        logits = self.model(
-            token_ids, view.query_positions(), attend, self.group.all_reduce, last_only
-        )
+        positions = view.query_positions()
+        if self.offsets is not None:
+            positions = positions + self.offsets[view.row_index].unsqueeze(1)
+        logits = self.model(token_ids, positions, attend, self.group.all_reduce, last_only)
         self.cache.advance(rows, num_new)
         self.counts.num_forwards += 1
         self.counts.num_tokens += token_ids.numel()
         self.counts.kv_tokens_read += sum(view.num_visible) + num_new * len(rows)
         return logits
+
+    def replay(self, row: int, token_ids: Sequence[int], watch_queries: QueryWatch) -> None:
+        """Run the newest tokens of `row`, which are `token_ids`, once more to see their queries.
+
+        Leaves the cache as it was, to the bit: K and V of a forward of another length may round
+        otherwise. Not counted.
+        """
+        cache, length, counts = self.cache, self.cache.lengths[row], self.counts.copy()
+        first = length - len(token_ids)
+        index = torch.tensor([row], device=self.device)
+        slots = cache.slots(index, torch.arange(first, length, device=self.device).unsqueeze(0))
+        kept = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
+        cache.truncate([row], [first])
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        self.forward(ids, [row], last_only=True, watch_queries=watch_queries)
+        for layer, (k, v) in enumerate(kept):
+            cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
+        vars(self.counts).update(vars(counts))
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget what `rows` hold past `lengths` tokens."""

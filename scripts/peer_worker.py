@@ -49,7 +49,7 @@ class Magicdec:
         import torch
 
         from magicdec.config import ATTENTION_BACKENDS, DecodingSection, KVSection, load_named
-        from magicdec.decoding.strategy import make_strategy
+        from magicdec.decoding.strategy import Setup, make_strategy
         from magicdec.distributed.groups import Group
         from magicdec.distributed.tensor_parallel import Shard
         from magicdec.engine import Engine
@@ -66,9 +66,8 @@ class Magicdec:
         backend = load_named(ATTENTION_BACKENDS, "native")()
         self.runner = ModelRunner(loaded, backend, Group((0,), 0), batch, max_tokens)
         self.engine = Engine(self.runner, CHUNK)
-        self.strategy = make_strategy(
-            "autoregressive", self.runner, DecodingSection(), KVSection("full")
-        )
+        setup = Setup(self.runner, DecodingSection(), KVSection("full"))
+        self.strategy = make_strategy("autoregressive", setup)
 
     def prefill(self, prompts: list[list[int]]) -> None:
         from magicdec.request import Request, SamplingParams
@@ -77,6 +76,7 @@ class Magicdec:
         self.engine = type(self.engine)(self.runner, CHUNK)
         requests = [Request(i, tuple(p), SamplingParams(room, ())) for i, p in enumerate(prompts)]
         self.engine.prefill(requests)
+        self.engine.begin(self.strategy)
 
     def step(self) -> None:
         batch = self.engine.scheduler.schedule()
@@ -92,12 +92,12 @@ class MagicdecSelfSpeculation(Magicdec):
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         from magicdec.config import DecodingSection, KVSection
-        from magicdec.decoding.strategy import make_strategy
+        from magicdec.decoding.strategy import Setup, make_strategy
 
         super().__init__(model, dtype, threads, max_tokens, batch)
         decoding = DecodingSection("speculative", "self", 3)
         kv = KVSection("streaming_llm", 257)
-        self.strategy = make_strategy("speculative", self.runner, decoding, kv)
+        self.strategy = make_strategy("speculative", Setup(self.runner, decoding, kv))
 
 
 class Transformers:

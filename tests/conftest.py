@@ -18,15 +18,19 @@ from safetensors.torch import save_file
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.config import DecodingSection, KVSection
-from magicdec.decoding.strategy import make_strategy
+from magicdec.config import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding.sampling import make_params
+from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.engine import Engine
+from magicdec.engine import Engine, Observer
+from magicdec.kv.policy import make_policy
+from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
-from magicdec.request import Request, SamplingParams
+from magicdec.request import Request
+from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +70,26 @@ def make_runner(
     return ModelRunner(model, backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens)
 
 
+def make_draft(
+    model: Transformer,
+    kv: KVSection,
+    num_rows: int,
+    max_tokens: int,
+    backend: AttentionBackend | None = None,
+    chunk: int = 16,
+    block_size: int = 8,
+    max_drafts: int = 8,
+) -> DraftModel:
+    """A standalone draft of one rank; small chunks and blocks, so that short texts cross them."""
+    policy, rows = make_policy(kv), (num_rows, max_tokens)
+    place = model, backend or GroupedBackend(), Group((0,), 0)
+    if not isinstance(policy, StreamingLLM):
+        return DraftModel(ModelRunner(*place, *rows), 0, chunk)
+    tail = chunk + max_drafts
+    runner = RollingRunner(*place, *rows, policy, max_tail=tail, block_size=block_size)
+    return DraftModel(runner, 0, chunk)
+
+
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -74,13 +98,25 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 
 def make_requests(
-    prompts: Sequence[tuple[int, ...]], num_new: int | Sequence[int], eos: tuple[int, ...] = ()
+    prompts: Sequence[tuple[int, ...]],
+    num_new: int | Sequence[int],
+    eos: tuple[int, ...] = (),
+    sampling: SamplingSection = SamplingSection(),
 ) -> list[Request]:
     each = [num_new] * len(prompts) if isinstance(num_new, int) else list(num_new)
     return [
-        Request(i, prompt, SamplingParams(n, eos))
+        Request(i, prompt, make_params(sampling, n, eos, i))
         for i, (prompt, n) in enumerate(zip(prompts, each, strict=True))
     ]
+
+
+def decode(
+    engine: Engine, name: str, setup: Setup, observe: Observer = lambda o, s: None
+) -> list[Request]:
+    """Decode what `engine` has prefilled by the strategy of that name."""
+    strategy = make_strategy(name, setup)
+    engine.begin(strategy)
+    return engine.decode(strategy, observe)
 
 
 def decode_both(
@@ -89,17 +125,23 @@ def decode_both(
     kv: KVSection,
     num_draft_tokens: int,
     chunk: int = 64,
+    drafter: str = "self",
+    draft: DraftModel | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill."""
     engine = Engine(runner, chunk)
     snapshots = engine.prefill(requests)
-    decoding = DecodingSection("speculative", "self", num_draft_tokens)
+    decoding = DecodingSection("speculative", drafter, num_draft_tokens)
     accepted: list[list[int]] = []
     outputs = []
     for name in ("autoregressive", "speculative"):
         engine.rewind(snapshots)
-        strategy = make_strategy(name, runner, decoding, kv)
-        finished = engine.decode(strategy, lambda out, s: accepted.append(out.num_accepted or []))
+        finished = decode(
+            engine,
+            name,
+            Setup(runner, decoding, kv, draft=draft),
+            lambda out, s: accepted.append(out.num_accepted or []),
+        )
         outputs.append([list(r.output_ids) for r in finished])
     return outputs[0], outputs[1], [a for a in accepted if a]
 

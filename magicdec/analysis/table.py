@@ -34,6 +34,8 @@ ROWS: tuple[tuple[str, str, Show], ...] = (
     ("p99_tpot_ms", "TPOT p99, ms", _number(2)),
     ("mean_ttft_ms", "TTFT mean, ms (shared prefill)", _number(0)),
     ("prefill_tokens_per_s", "prefill, tokens/s", _number(0)),
+    ("draft_prefill_ms", "draft's own prefill, ms/batch", _number(0)),
+    ("answer_score", "answer score", _number(3)),
     ("acceptance_rate", "acceptance rate", _number(3)),
     ("acceptance_length", "acceptance length", _number(2)),
     ("acceptance_per_position", "acceptance per position", _list),
@@ -138,7 +140,9 @@ def _name(decoding: dict[str, Any], kv: dict[str, Any]) -> str:
     if decoding["strategy"] == "autoregressive":
         return "autoregressive"
     budget = "full KV" if kv["policy"] == "full" else f"{kv['policy']} {kv['budget']}"
-    return f"{decoding['drafter']}-speculation, {budget}, gamma {decoding['num_draft_tokens']}"
+    names = {"model": "standalone draft"}
+    drafter = names.get(decoding["drafter"], f"{decoding['drafter']}-speculation")
+    return f"{drafter}, {budget}, gamma {decoding['num_draft_tokens']}"
 
 
 def _title(record: dict[str, Any]) -> str:

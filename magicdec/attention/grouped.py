@@ -35,7 +35,8 @@ class Run:
 
 
 class GroupedBackend:
-    """One block holds a row, so that a row's cache is one strided matrix for the GEMM."""
+    """One block holds a row, so that a row's cache is one strided matrix for the GEMM. Rows of
+    several blocks (a rolling cache chooses its own block size) are gathered."""
 
     def __init__(self) -> None:
         self._new: Tensor | None = None
@@ -46,7 +47,8 @@ class GroupedBackend:
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_positions())
-        self._runs = list(_dense_runs(view)) if view.is_full else [_gathered_run(view)]
+        in_place = view.is_full and all(len(view.cache.blocks[row]) == 1 for row in view.rows)
+        self._runs = list(_dense_runs(view)) if in_place else [_gathered_run(view)]
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
         assert self._new is not None, "plan before run"
@@ -58,7 +60,6 @@ class GroupedBackend:
 def _dense_runs(view: KVView) -> Iterator[Run]:
     """Batch rows whose blocks follow each other in the pool, as stretches read in place."""
     blocks = [view.cache.blocks[row] for row in view.rows]
-    assert all(len(owned) == 1 for owned in blocks), "one block a row"
     first = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i][0] != blocks[i - 1][0] + 1:

@@ -88,7 +88,10 @@ def check_outputs(
 
 def margin(wider: ModelRunner, request: Request, chunk: int) -> float:
     """How far from a greedy output of `wider` this is: see `deficit`; infinite if it does not end
-    where its sampling parameters say."""
+    where its sampling parameters say, or has penalties, which the replay does not apply: between
+    such outputs no difference is excused."""
+    if not request.sampling.is_plain:
+        return float("inf")
     output, ends = request.output_ids, request.sampling.ends
     ended = [n for n, token in enumerate(output, 1) if ends(n, token)]
     if ended != [len(output)]:

@@ -34,6 +34,8 @@ def build_parser(config: RunConfig, description: str) -> Parser:
     parser = Parser(description=description, allow_abbrev=False)
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
+        if values is None:
+            continue
         group = parser.add_argument_group(section.name)
         types = typing.get_type_hints(type(values))
         for field in dataclasses.fields(values):
@@ -68,7 +70,7 @@ def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> Non
     if field.metadata["choices"]:
         options["choices"] = field.metadata["choices"]
     else:
-        options["metavar"] = "N" if base is int else "NAME"
+        options["metavar"] = {int: "N", float: "X"}.get(base, "NAME")
     group.add_argument(*flags, type=base, **options)
 
 

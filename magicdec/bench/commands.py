@@ -12,7 +12,8 @@ from magicdec.analysis.table import main as table
 from magicdec.bench.cli import main
 from magicdec.bench.plan import main as plan
 from magicdec.bench.probe import main as probe
-from magicdec.config import DecodingSection, RunConfig
+from magicdec.config import DecodingSection, RunConfig, TargetSection
+from magicdec.draft_section import DraftSection
 
 
 def baseline() -> None:
@@ -26,9 +27,18 @@ def selfspec() -> None:
     main(RunConfig(decoding=decoding), selfspec.__doc__ or "")
 
 
+def longspec() -> None:
+    """Speculation with a standalone draft: a smaller model (--model) on some of the ranks drafts
+    for the target (--target)."""
+    decoding = DecodingSection(strategy="speculative", drafter="model")
+    config = RunConfig(model=TargetSection(), draft=DraftSection(), decoding=decoding)
+    main(config, longspec.__doc__ or "")
+
+
 COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
     "baseline": ("autoregressive decoding", baseline),
     "selfspec": ("self-speculation, checked against the baseline of the same run", selfspec),
+    "longspec": ("speculation with a standalone draft on a subgroup of ranks", longspec),
     "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
     "probe": ("measure what this machine can do at most; write it to a file", probe),
     "plan": ("predict when speculation pays, from the model's shape and the machine", plan),

@@ -21,15 +21,16 @@ CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or
 
 
 def find_curves(
-    values: Sequence[str], budgets: Sequence[int] | None
+    values: Sequence[str], budgets: Sequence[int] | None, drafter: str
 ) -> tuple[dict[int, Acceptance], str]:
     """(budget -> acceptance, where it came from). `values` is what followed `--acceptance`: one for
-    all budgets, one a budget, or one file; `budgets` None means those of the file, or the default.
+    all budgets, one a budget, or one file, of which records with that `drafter` count (`self` or
+    `model`); `budgets` None means those of the file, or the default.
 
     Raises ValueError, one line, for what is none of these.
     """
     if len(values) == 1 and _is_file(values[0]):
-        return _from_records(Path(values[0]), budgets), values[0]
+        return _from_records(Path(values[0]), budgets, drafter)
     budgets = (DEFAULT_BUDGET,) if budgets is None else budgets
     if len(values) not in (1, len(budgets)):
         raise ValueError(
@@ -68,28 +69,36 @@ def _is_file(text: str) -> bool:
     return Path(text).suffix == ".jsonl" or Path(text).is_file()
 
 
-def _from_records(path: Path, budgets: Sequence[int] | None) -> dict[int, Acceptance]:
+def _from_records(
+    path: Path, budgets: Sequence[int] | None, drafter: str
+) -> tuple[dict[int, Acceptance], str]:
     """The longest curve of each budget; of equally long ones the newest."""
     found: dict[int, tuple[float, ...]] = {}
+    models: dict[int, str] = {}
     for record in load_records(path):
-        budget, curve = _curve(record)
-        if budget is not None and curve and len(curve) >= len(found.get(budget, ())):
-            found[budget] = curve
+        budget, curve = _curve(record, drafter)
+        if budget is not None and len(curve) >= len(found.get(budget, ())):
+            found[budget], models[budget] = curve, record["config"]["model"]["model"]
     if not found:
+        command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
             f"--acceptance {path} has no record with acceptance under a KV budget; "
-            "`magicdec selfspec` makes one"
+            f"`magicdec {command}` makes one"
         )
     wanted = sorted(found) if budgets is None else budgets
     for budget in wanted:
         if budget not in found:
             known = " ".join(map(str, sorted(found)))
             raise ValueError(f"--budget {budget} is not in {path}; choose from {known}")
-    return {budget: found[budget] for budget in wanted}
+    of = ", ".join(sorted({models[budget] for budget in wanted}))
+    return {budget: found[budget] for budget in wanted}, f"{path} (measured with {of})"
 
 
-def _curve(record: dict[str, Any]) -> tuple[int | None, tuple[float, ...]]:
-    """Budget and acceptance per position; (None, ()) where the record has neither."""
+def _curve(record: dict[str, Any], drafter: str) -> tuple[int | None, tuple[float, ...]]:
+    """Budget and acceptance per position; (None, ()) where the record is of another kind."""
     kv, metrics = record["config"]["kv"], record["metrics"] or {}
     curve = tuple(metrics.get("acceptance_per_position") or ())
-    return (None, ()) if kv["policy"] == "full" else (kv["budget"], curve)
+    is_bounded = kv["policy"] != "full" and kv["budget"] > 0
+    if not is_bounded or not curve or record["config"]["decoding"]["drafter"] != drafter:
+        return None, ()
+    return kv["budget"], curve

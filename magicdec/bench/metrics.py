@@ -25,6 +25,7 @@ class PassSamples:
     num_accepted: list[list[list[int]]] = field(default_factory=list)  # batch, step, row
     num_tokens: list[int] = field(default_factory=list)  # decoded after the first, a number a batch
     tpot_s: list[float] = field(default_factory=list)  # one a request
+    draft_prefill_s: list[float] = field(default_factory=list)  # a number a batch
     bytes_read: int = 0  # over all ranks
     peak_memory_bytes: int = 0  # over all ranks
     phase_ms: dict[str, float | None] = field(default_factory=dict)
@@ -57,13 +58,14 @@ def decode_metrics(
     samples: PassSamples, bandwidth: float, num_draft_tokens: int | None
 ) -> dict[str, Any]:
     """Metrics of one pass; `num_draft_tokens` is None where nothing was drafted."""
-    tokens, seconds = sum(samples.num_tokens), samples.seconds
+    tokens, seconds, prefills = sum(samples.num_tokens), samples.seconds, samples.draft_prefill_s
     draft, verify = samples.phase_ms.get("draft"), samples.phase_ms.get("verify")
     step_ms = 1e3 * seconds / samples.num_steps if samples.num_steps else None
     timed = [ms for ms in (samples.phase_ms.get("decode"), draft, verify) if ms is not None]
     return {
         "decode_tokens_per_s": tokens / seconds if seconds else None,
         "mean_step_ms": step_ms,
+        "draft_prefill_ms": 1e3 * statistics.fmean(prefills) if prefills else None,
         "draft_ms": draft,
         "verify_ms": verify,
         "decode_ms": samples.phase_ms.get("decode"),
@@ -71,7 +73,8 @@ def decode_metrics(
         "bytes_read": samples.bytes_read,
         "roofline_fraction": samples.bytes_read / bandwidth / seconds if seconds else None,
         "peak_memory_bytes": samples.peak_memory_bytes or None,
-        "speedup": None,  # needs another pass: whoever has both fills these in
+        "answer_score": None,  # needs the answers: whoever has them fills it in
+        "speedup": None,  # needs another pass: likewise
         "speedup_per_batch": None,
         **_tpot(samples.tpot_s),
         **acceptance(samples.num_accepted, num_draft_tokens),

@@ -109,7 +109,7 @@ def build_parser() -> Parser:
         help="KV entries a draft step reads; default: those of the records, or 257")  # fmt: skip
     add("--max_gamma", type=int, metavar="N", help=f"most draft tokens a step [{MAX_GAMMA}]")
     add("--tp", type=int, default=1, metavar="N", help="ranks that share the model [1]")
-    add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model; default: --tp")
+    add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
     add("--nodes", type=int, default=1, metavar="N", help="hosts the ranks are spread over [1]")
     add("--json", type=Path, metavar="FILE", help="write the predictions to this file")
     return parser
@@ -124,7 +124,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise ValueError(f"--nodes {args.nodes} does not divide --tp {args.tp}")
     hardware = find_hardware(args, config.num_layers)
     target = Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, args.nodes)
-    curves, source = find_curves(args.acceptance, args.budget)
+    drafter = "self" if args.draft_model is None else "model"
+    curves, source = find_curves(args.acceptance, args.budget, drafter)
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")
@@ -147,7 +148,7 @@ def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:
         if args.draft_tp is not None:
             raise ValueError("--draft_tp is for --draft_model; self-speculation drafts on --tp")
         return target
-    config, tp = find_config("--draft_model", args.draft_model), args.draft_tp or args.tp
+    config, tp = find_config("--draft_model", args.draft_model), args.draft_tp or 1
     if config.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"--draft_model {args.draft_model} has a vocabulary of {config.vocab_size}, "

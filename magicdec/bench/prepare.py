@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from magicdec.bench.draft_checks import check_draft
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
@@ -17,6 +18,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import ModelSource, find_model
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.model.transformer import weight_map
+from magicdec.options import flag_of
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,30 @@ class Prepared:
     tokenizer: Tokenizer
     tokenizer_name: str
     workload: Workload
+    draft_source: ModelSource | None = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether acceptance means nothing: the target, or what drafts for it, has random
+        weights."""
+        return self.source.is_random or bool(self.draft_source and self.draft_source.is_random)
 
     def describe_workload(self) -> dict[str, Any]:
         """For the record: what was decoded, by which model, from which tokenizer."""
         return {
-            "model": self.source.name,
-            "random_weights": self.source.is_random,
-            "model_sha256": fingerprint(self.source),
+            **describe_model(self.source),
+            "draft": None if self.draft_source is None else describe_model(self.draft_source),
             "tokenizer": self.tokenizer_name,
             **self.workload.describe(),
         }
+
+
+def describe_model(source: ModelSource) -> dict[str, Any]:
+    return {
+        "model": source.name,
+        "random_weights": source.is_random,
+        "model_sha256": fingerprint(source),
+    }
 
 
 def fingerprint(source: ModelSource) -> str:
@@ -56,9 +72,19 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     """Resolve and check everything. Raises ValueError, one line naming the flag, for what a user
     can mend."""
     config.check(launch.world_size)
-    source = find_model("--model", config.model.model)
-    config = config.resolve(probe_machine(launch), source.config.head_dim)
+    flag = flag_of(config.model, "model")
+    source = find_model(flag, config.model.model)
+    draft = None
+    if config.draft is not None:
+        draft = find_model(flag_of(config.draft, "model"), config.draft.model)
+    config = config.resolve(
+        probe_machine(launch),
+        source.config.head_dim,
+        source.config.head_dim if draft is None else draft.config.head_dim,
+    )
     check_fits(config, source, launch.world_size)
+    if draft is not None:
+        check_draft(config, source, draft)
     # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
     # large.
     described = find_model("--model", "demo") if source.tokenizer_directory is None else source
@@ -67,29 +93,29 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     tokenizer = load_tokenizer(directory)
     if tokenizer.vocab_size > source.config.vocab_size:
         raise ValueError(
-            f"--model {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
+            f"{flag} {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
             f"its embedding {source.config.vocab_size}"
         )
     w = config.workload
+    bos = source.config.bos_token_id
     workload = build_workload(
-        w.dataset, tokenizer, source.config.bos_token_id, w.prefix_len, w.num_prompts, w.seed
+        w.dataset, tokenizer, bos, w.prefix_len, w.num_prompts, w.seed, gen_len=w.num_new_tokens
     )
-    return Prepared(config, launch, source, tokenizer, described.name, workload)
+    return Prepared(config, launch, source, tokenizer, described.name, workload, draft)
 
 
 def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     """The model must reach as far as the run, and must be divisible over the ranks."""
-    model, w = source.config, config.workload
+    model, w, flag = source.config, config.workload, flag_of(config.model, "model")
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     if length > model.max_position_embeddings:
         raise ValueError(
-            f"{asked} exceeds the {model.max_position_embeddings} positions "
-            f"of --model {source.name}"
+            f"{asked} exceeds the {model.max_position_embeddings} positions of {flag} {source.name}"
         )
     if model.sliding_window is not None and length > model.sliding_window:
         raise ValueError(
-            f"{asked} exceeds the sliding window of --model {source.name} "
+            f"{asked} exceeds the sliding window of {flag} {source.name} "
             f"({model.sliding_window}), which is not implemented; keep within it"
         )
     Shard(0, world_size).heads(model.num_heads, model.num_kv_heads)

@@ -71,6 +71,8 @@ def describe_config(config: RunConfig) -> str:
     """The resolved config, a line a section."""
     lines = []
     for section, values in config.to_dict().items():
+        if values is None:
+            continue
         shown = " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
         lines.append(f"{section:<10} {shown}")
     return "\n".join(lines)

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from magicdec.bench.answers import answer_score
 from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
+from magicdec.bench.loading import load_model, make_backend, make_draft
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
 from magicdec.bench.prepare import Prepared
 from magicdec.bench.progress import Progress, make_progress
@@ -27,14 +29,13 @@ from magicdec.bench.timing import (
     peak_memory_bytes,
     read_bandwidth,
     reset_peak_memory,
+    synchronize,
 )
-from magicdec.config import ATTENTION_BACKENDS, load_named
-from magicdec.decoding.strategy import DecodingStrategy, make_strategy
+from magicdec.decoding.sampling import make_params
+from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import ParallelGroups, close_groups, make_groups
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
-from magicdec.model.checkpoint import load_transformer
-from magicdec.request import Request, SamplingParams
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
 BASELINE = "autoregressive"
@@ -55,7 +56,6 @@ class Run:
     def __init__(self, prepared: Prepared, groups: ParallelGroups, progress: Progress) -> None:
         self.prepared, self.groups, self.progress = prepared, groups, progress
         self.config = prepared.config
-        self.shard = Shard(groups.target.index, groups.target.size)
         w, d = self.config.workload, self.config.decoding
         # The newest token is never cached, but a verification holds its draft tokens on top.
         drafted = 0 if d.strategy == BASELINE else d.num_draft_tokens
@@ -65,6 +65,7 @@ class Run:
             self.config.model.dtype, w.batch_size, self.config.attention.backend,
             self.config.model.linear,
         )  # fmt: skip
+        self.draft = make_draft(prepared, groups, self.max_tokens, self.device, progress)
         self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
         self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
         if d.baseline and d.strategy != BASELINE:
@@ -74,19 +75,18 @@ class Run:
         self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
 
     def make_runner(self, dtype: str, num_rows: int, backend_name: str, linear: str) -> ModelRunner:
-        source = self.prepared.source
-        backend = load_named(ATTENTION_BACKENDS, backend_name)()
-        with self.progress.task(f"loading {source.name} as {dtype}", 1) as advance:
-            model = load_transformer(
-                source.config, source.weights, self.shard, None, getattr(torch, dtype), self.device
-            )
-            if linear == "packed":
-                model.pack()
-            advance()
-        return ModelRunner(model, backend, self.groups.target, num_rows, self.max_tokens)
+        source, group = self.prepared.source, self.groups.target
+        model = load_model(source, group, dtype, linear, self.device, self.progress)
+        return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
-        return make_strategy(name, self.runner, self.config.decoding, self.config.kv, timer)
+        setup = Setup(self.runner, self.config.decoding, self.config.kv, timer, self.draft)
+        return make_strategy(name, setup)
+
+    def runners(self) -> list[ModelRunner]:
+        """All that this rank computes with: the target's runner, and the draft's if it has one."""
+        drafts = [] if self.draft is None else [self.draft.runner]
+        return [self.runner, *(runner for runner in drafts if runner is not None)]
 
     def _times_phases(self) -> bool:
         return self.device.type == "cpu" or self.config.output.benchmark
@@ -94,10 +94,13 @@ class Run:
     def make_requests(self, batch: int) -> list[Request]:
         w = self.config.workload
         eos = () if self.config.decoding.ignore_eos else self.prepared.source.config.eos_token_ids
-        sampling = SamplingParams(w.num_new_tokens, eos)
+        section = self.config.sampling
         first = batch * w.batch_size
         prompts = self.prepared.workload.prompts[first : first + w.batch_size]
-        return [Request(first + i, prompt, sampling) for i, prompt in enumerate(prompts)]
+        return [
+            Request(first + i, prompt, make_params(section, w.num_new_tokens, eos, first + i))
+            for i, prompt in enumerate(prompts)
+        ]
 
     def measure(self) -> dict[str, Any]:
         """Every batch: one prefill, then every pass from the same state; returns the prefill's
@@ -126,15 +129,23 @@ class Run:
             for name in self.passes * rounds:
                 self.engine.rewind(snapshots)
                 untimed = PhaseTimer(self.device, enabled=False)
-                self.engine.decode(self.make_strategy(name, untimed))
+                strategy = self.make_strategy(name, untimed)
+                self.engine.begin(strategy)
+                self.engine.decode(strategy)
                 advance()
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w = self.samples[name], self.config.workload
         self.engine.rewind(snapshots)
         strategy = self.make_strategy(name, self.timers[name])
-        before = self.runner.counts.copy()
         self.groups.target.barrier()
+        started = time.perf_counter()
+        self.engine.begin(strategy)
+        synchronize(self.device)
+        self.groups.target.barrier()
+        if self.draft is not None and name != BASELINE:
+            samples.draft_prefill_s.append(time.perf_counter() - started)
+        before = [runner.counts.copy() for runner in self.runners()]
         reset_peak_memory(self.device)
         samples.begin_batch()
         started = time.perf_counter()
@@ -147,7 +158,10 @@ class Run:
             finished = self.engine.decode(strategy, observe)
         samples.end_batch(finished, started)
         self.finished[name] += [r.snapshot() for r in finished]
-        read = bytes_read(self.runner.model, self.runner.counts.minus(before))
+        read = sum(
+            bytes_read(runner.model, runner.counts.minus(counts))
+            for runner, counts in zip(self.runners(), before, strict=True)
+        )
         totals = self.groups.target.all_gather_object((read, peak_memory_bytes(self.device)))
         samples.bytes_read += sum(t[0] for t in totals)
         samples.peak_memory_bytes = max(samples.peak_memory_bytes, sum(t[1] for t in totals))
@@ -156,7 +170,9 @@ class Run:
         """The pass that was asked for against the baseline of the same run."""
         asked, dtype = self.passes[-1], self.config.model.dtype
         num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
-        if BASELINE not in self.passes[:-1]:
+        # Sampled tokens have nothing to be equal to: what speculation keeps is the distribution,
+        # which the tests show.
+        if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
             return Correctness(None, num_tokens=num_tokens)
         return check_outputs(
             BASELINE,
@@ -179,6 +195,7 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
         config.parallel.rank_group,
         rank_device(prepared),
         config.parallel.collectives,
+        None if config.draft is None else config.draft.rank_group,
     )
     run = Run(prepared, groups, make_progress(is_leader))
     bandwidth = read_bandwidth(groups.target, run.device)
@@ -212,13 +229,14 @@ def make_record(
     for name in run.passes:
         drafted = d.num_draft_tokens if name != BASELINE else None
         metrics[name] = prefill | decode_metrics(run.samples[name], bandwidth, drafted)
+        metrics[name]["answer_score"] = score_pass(run, name)
     if BASELINE in run.passes[:-1]:
         values = speedups(run.samples[BASELINE], run.samples[asked])
         metrics[asked] |= {
             "speedup": statistics.median(values) if values else None,
             "speedup_per_batch": values or None,
         }
-    if run.prepared.source.is_random and asked != BASELINE:
+    if run.prepared.is_random and asked != BASELINE:
         withhold_acceptance(metrics[asked])
     passed = correctness.passed
     return RunRecord(
@@ -233,6 +251,12 @@ def make_record(
     )
 
 
+def score_pass(run: Run, name: str) -> float | None:
+    """How right the pass's outputs are; None without known answers, and of random weights."""
+    answers = None if run.prepared.source.is_random else run.prepared.workload.answers
+    return answer_score(answers, run.finished[name], run.prepared.tokenizer)
+
+
 def withhold_acceptance(metrics: dict[str, Any]) -> None:
     """Random weights agree with themselves by chance: times of a step count, acceptance and what
     follows from it do not."""
@@ -243,7 +267,7 @@ def withhold_acceptance(metrics: dict[str, Any]) -> None:
 
 def describe_samples(run: Run) -> dict[str, Any]:
     """Raw step times (ms) and accepted counts of each pass, by batch."""
-    random = run.prepared.source.is_random
+    random = run.prepared.is_random
     return {
         name: {
             "step_ms": [[round(1e3 * s, 4) for s in batch] for batch in samples.step_s],

@@ -1,29 +1,24 @@
-"""Workload: the token prefixes that a benchmark run decodes from, cut out of books.
+"""Workload: the token prefixes that a benchmark run decodes from, and their answers where known.
 
-Owns where books come from, how they become prefixes and the hash that proves two runs used the
-same ones. Must not know of models, devices or ranks, nor of what is done with the prefixes.
+Owns which prefixes are taken, in which order, and the hash that proves two runs used the same ones.
+Must not know of models, devices or ranks, nor of what is done with the prefixes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import json
-import lzma
 import random
 import struct
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from importlib import resources
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from magicdec.bench import recall, ruler
+from magicdec.bench.answers import Answer
+from magicdec.bench.books import check_positive, read_books
 from magicdec.model.tokenizer import Tokenizer
 
-DEMO_FILE = "demo/text.jsonl.xz"  # inside the package
-PG19_REPOSITORY = "emozilla/pg19"
 SKIP_TOKENS = 8000  # front matter: title page, contents, preface
 SKIP_TOKENS_BY_NAME = {"demo": 0}  # sampled text has no front matter
 
@@ -33,19 +28,21 @@ class Workload:
     """Prefixes in the order they are run, and what is needed to find the same ones again.
 
     `sources`: (book index, chunk index) of each prompt; `num_available`: how many prefixes they
-    were drawn from; `sha256`: over the token ids and the prompt boundaries.
+    were drawn from; both and `skip_tokens` are None where prompts are generated. `sha256`: over the
+    token ids and the prompt boundaries. `answers`: one a prompt, None where none are known.
     """
 
     dataset: str
     prompts: tuple[tuple[int, ...], ...]
-    sources: tuple[tuple[int, int], ...]
-    num_available: int
-    skip_tokens: int
+    sources: tuple[tuple[int, int], ...] | None
+    num_available: int | None
+    skip_tokens: int | None
     seed: int
     sha256: str
+    answers: tuple[Answer, ...] | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the token ids, for a JSON record."""
+        """Everything but the token ids and the answers, for a JSON record."""
         return {
             "dataset": self.dataset,
             "num_prompts": len(self.prompts),
@@ -53,7 +50,7 @@ class Workload:
             "num_available": self.num_available,
             "skip_tokens": self.skip_tokens,
             "seed": self.seed,
-            "sources": [list(source) for source in self.sources],
+            "sources": self.sources and [list(source) for source in self.sources],
             "sha256": self.sha256,
         }
 
@@ -66,13 +63,39 @@ def build_workload(
     num_prompts: int,
     seed: int,
     max_books: int = 50,
+    gen_len: int = 64,
 ) -> Workload:
-    """Draw distinct prefixes of `prefix_len` tokens: pieces of each book after its front matter.
+    """Distinct prefixes of `prefix_len` tokens, as the dataset says: `ruler:TASK`, `recall` or
+    `recall:BOOKS`, or books. `gen_len`: tokens of a continuation that `recall` expects.
 
-    BOS, if any, overwrites token 0 of each. ValueError when a size is below 1, the dataset cannot
-    be read (see `read_books`) or it holds fewer than `num_prompts` prefixes.
+    ValueError when a size is below 1, the dataset is not known or cannot be read (see
+    `read_books`), or holds fewer than `num_prompts` prefixes, or the prefix is too short for it.
     """
-    _check_positive(("--prefix_len", prefix_len), ("--B x --num_batches", num_prompts))
+    check_positive(("--prefix_len", prefix_len), ("--B x --num_batches", num_prompts))
+    kind, colon, name = dataset.partition(":")
+    if kind == "ruler":
+        prompts, answers = ruler.make_prompts(
+            name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed
+        )
+        digest = _hash_prompts(prompts)
+        return Workload(dataset, prompts, None, None, None, seed, digest, answers)
+    if kind != "recall":
+        return _draw(dataset, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books)
+    books = name if colon else "demo"
+    drawn = _draw(books, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books)
+    return _with_cues(drawn, gen_len)
+
+
+def _draw(
+    dataset: str,
+    tokenizer: Tokenizer,
+    bos: int | None,
+    prefix_len: int,
+    num_prompts: int,
+    seed: int,
+    max_books: int,
+) -> Workload:
+    """Pieces of each book after its front matter. BOS, if any, overwrites token 0 of each."""
     skip = SKIP_TOKENS_BY_NAME.get(dataset, SKIP_TOKENS)
     books = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(dataset, max_books)]
     sources = [(b, c) for b, book in enumerate(books) for c in range(len(book) // prefix_len)]
@@ -80,14 +103,19 @@ def build_workload(
     _check_enough(name, len(sources), prefix_len, num_prompts)
     random.Random(seed).shuffle(sources)
     chosen = tuple(sources[:num_prompts])
-    prompts = tuple(_prefix(books[b], c, prefix_len, bos_token_id) for b, c in chosen)
+    prompts = tuple(_prefix(books[b], c, prefix_len, bos) for b, c in chosen)
     return Workload(name, prompts, chosen, len(sources), skip, seed, _hash_prompts(prompts))
 
 
-def _check_positive(*sizes: tuple[str, int]) -> None:
-    for flag, value in sizes:
-        if value < 1:
-            raise ValueError(f"{flag} is {value}; it must be at least 1")
+def _with_cues(drawn: Workload, gen_len: int) -> Workload:
+    prompts, answers = recall.make_prompts(drawn.prompts, gen_len, drawn.seed)
+    return replace(
+        drawn,
+        dataset=f"recall:{drawn.dataset}",
+        prompts=prompts,
+        sha256=_hash_prompts(prompts),
+        answers=answers,
+    )
 
 
 def _check_enough(name: str, available: int, prefix_len: int, needed: int) -> None:
@@ -111,140 +139,3 @@ def _hash_prompts(prompts: tuple[tuple[int, ...], ...]) -> str:
     for prompt in prompts:
         digest.update(struct.pack(f"<{len(prompt) + 1}q", len(prompt), *prompt))
     return digest.hexdigest()
-
-
-def read_books(dataset: str, max_books: int) -> list[str]:
-    """Text of the first `max_books` books of a named dataset or of a file, chosen by its suffix.
-
-    ValueError, in one line, for an unknown name, a file that is missing, empty or malformed, a
-    record without text, and a hub that cannot be reached.
-    """
-    _check_positive(("max_books", max_books))
-    read = _reader_of(dataset)
-    try:
-        books = read(max_books)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--dataset {dataset}: is not UTF-8 text ({error.reason})") from error
-    except OSError as error:
-        raise ValueError(f"--dataset {dataset}: cannot be read ({_reason(error)})") from error
-    if not books:
-        raise ValueError(f"--dataset {dataset}: is empty; it holds no books")
-    return books
-
-
-def _reader_of(dataset: str) -> Callable[[int], list[str]]:
-    suffix = Path(dataset).suffix.lower()
-    if dataset in NAMED_READERS:
-        return NAMED_READERS[dataset]
-    if suffix in FILE_READERS:
-        return partial(FILE_READERS[suffix], Path(dataset))
-    raise ValueError(
-        f"--dataset {dataset!r} is not known; choose from {', '.join(NAMED_READERS)}, "
-        f"or a path ending in {', '.join(FILE_READERS)}"
-    )
-
-
-def _read_demo(max_books: int) -> list[str]:
-    packaged = resources.files("magicdec").joinpath(DEMO_FILE)
-    place = f"--dataset demo (magicdec/{DEMO_FILE})"
-    if not packaged.is_file():
-        raise ValueError(f"{place}: is missing from this installation; give the path of a file")
-    try:
-        text = lzma.decompress(packaged.read_bytes()).decode("utf-8")
-    except lzma.LZMAError as error:
-        raise ValueError(f"{place}: is not a whole xz file ({_reason(error)})") from error
-    return _parse_json_books(io.StringIO(text), place, max_books)
-
-
-def _read_pg19(max_books: int) -> list[str]:
-    import datasets
-
-    place = f"--dataset pg19 ({PG19_REPOSITORY} on the Hugging Face hub)"
-    try:
-        records = datasets.load_dataset(PG19_REPOSITORY, split="test", streaming=True)
-        rows = list(records.take(max_books))
-    except Exception as error:  # hub, HTTP and parquet layers share no narrower base class
-        reason = f"cannot be read ({type(error).__name__}: {_reason(error)})"
-        raise ValueError(f"{place}: {reason}; give the path of a local copy instead") from error
-    return [_text_of(row, f"{place}, book {i}") for i, row in enumerate(rows)]
-
-
-def _read_json(path: Path, max_books: int) -> list[str]:
-    with path.open(encoding="utf-8-sig") as stream:
-        return _parse_json_books(stream, f"--dataset {path}", max_books)
-
-
-def _parse_json_books(stream: TextIO, place: str, max_books: int) -> list[str]:
-    """Texts of JSON lines, or of one JSON array; a line after the last book wanted is not read."""
-    books: list[str] = []
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        if not books and line.lstrip().startswith("["):
-            records = _parse_json(line + stream.read(), place, number)
-            return [_text_of(r, f"{place}, item {i}") for i, r in enumerate(records[:max_books])]
-        books.append(_text_of(_parse_json(line, place, number), f"{place}, line {number}"))
-        if len(books) == max_books:
-            break
-    return books
-
-
-def _parse_json(text: str, place: str, first_line: int) -> Any:
-    try:
-        return json.loads(text.rstrip())  # a final line end would count as another line
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise ValueError(f"{place}: line {line} is not JSON ({error.msg})") from error
-
-
-def _read_parquet(path: Path, max_books: int) -> list[str]:
-    import pyarrow.parquet
-
-    books: list[str] = []
-    place = f"--dataset {path}"
-    try:
-        with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
-            columns = file.schema_arrow.names
-            if "text" not in columns:
-                raise ValueError(f"{place}: no 'text' column; it has {', '.join(columns)}")
-            for batch in file.iter_batches(batch_size=max_books, columns=["text"]):
-                for row in batch.to_pylist()[: max_books - len(books)]:
-                    books.append(_text_of(row, f"{place}, row {len(books)}"))
-                if len(books) == max_books:
-                    break
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{place}: is not a parquet file ({_reason(error)})") from error
-    return books
-
-
-def _read_txt(path: Path, max_books: int) -> list[str]:
-    text = path.read_text(encoding="utf-8-sig")
-    return [text] if text.strip() else []
-
-
-NAMED_READERS: dict[str, Callable[[int], list[str]]] = {"demo": _read_demo, "pg19": _read_pg19}
-FILE_READERS: dict[str, Callable[[Path, int], list[str]]] = {
-    ".jsonl": _read_json,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".txt": _read_txt,
-}
-
-
-def _text_of(record: object, place: str) -> str:
-    if not isinstance(record, dict) or "text" not in record:
-        raise ValueError(f"{place}: has no 'text' field")
-    text = record["text"]
-    if not isinstance(text, str):
-        raise ValueError(f"{place}: 'text' is {type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")  # JSON can spell half a character, which tokenizers refuse or replace
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: 'text' is not valid Unicode ({error.reason})") from error
-    return text
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]

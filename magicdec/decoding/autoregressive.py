@@ -3,10 +3,7 @@ reproduce."""
 
 from __future__ import annotations
 
-import torch
-
-from magicdec.config import DecodingSection, KVSection
-from magicdec.decoding.strategy import Phase, choose, untimed
+from magicdec.decoding.strategy import Phase, Setup, newest_tokens, next_tokens, untimed
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -16,13 +13,14 @@ class Autoregressive:
         self.runner, self.phase = runner, phase
 
     @classmethod
-    def build(
-        cls, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase
-    ) -> Autoregressive:
-        return cls(runner, phase)
+    def build(cls, setup: Setup) -> Autoregressive:
+        return cls(setup.runner, setup.phase)
+
+    def begin(self, batch: Batch) -> None:
+        """Nothing to prepare."""
 
     def step(self, batch: Batch) -> StepOutput:
-        last = torch.tensor([[r.last_token] for r in batch.requests], device=self.runner.device)
+        last = newest_tokens(batch, self.runner.device)
         with self.phase("decode"):
-            ids = choose(self.runner, self.runner.forward(last, batch.rows))
+            ids = next_tokens(self.runner, self.runner.forward(last, batch.rows), batch.requests)
         return StepOutput(ids.tolist())

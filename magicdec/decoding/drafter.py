@@ -1,30 +1,65 @@
-"""Drafter: the protocol of what proposes draft tokens."""
+"""Drafter: the protocol of what proposes draft tokens, and what it proposes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from magicdec.config import DRAFTERS, KVSection, load_named
+from magicdec.config import DRAFTERS, load_named
+from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.sampling import probabilities, sample
+from magicdec.decoding.strategy import Setup, choose, whole_logits
+from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens of a batch and the distributions they were drawn from.
+
+    `probabilities` is None where a draft was not drawn: greedy requests, prompt lookup.
+    """
+
+    ids: Tensor  # int64 [B, K]
+    probabilities: Tensor | None = None  # [B, K, V] over the whole vocabulary
 
 
 class Drafter(Protocol):
     @classmethod
-    def build(cls, target: ModelRunner, kv: KVSection) -> Drafter: ...
+    def build(cls, setup: Setup) -> Drafter: ...
 
-    def propose(self, last_ids: Tensor, rows: Sequence[int], num_draft_tokens: int) -> Tensor:
-        """Continue each of `rows` after its newest token last_ids [B, 1] by draft ids [B,
-        num_draft_tokens].
+    def begin(self, batch: Batch) -> None:
+        """Prepare for `batch`, whose prompts stand in the target's cache. Before its first step,
+        and outside what is timed as decoding."""
+        ...
 
-        Leaves the target's cache as it found it.
-        """
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        """Continue each request after its newest token. Leaves the target's cache as it found
+        it."""
+        ...
+
+    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """A step has ended: the target's cache holds `lengths` tokens of `rows`, all settled."""
         ...
 
 
-def make_drafter(name: str, target: ModelRunner, kv: KVSection) -> Drafter:
-    """The drafter of that name for `target`."""
-    drafter: Drafter = load_named(DRAFTERS, name).build(target, kv)
+def draw(
+    runner: ModelRunner, logits: Tensor, requests: Sequence[Request], drafts: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of a drafting model:
+    ids [B, 1], and what they were drawn from [B, 1, V], None where all requests are greedy."""
+    params = [request.sampling for request in requests]
+    if all(p.is_greedy for p in params):
+        return choose(runner, logits, requests, drafts), None
+    probs = probabilities(whole_logits(runner, logits, requests, drafts), params)
+    u = uniforms_ahead(requests, 1, Purpose.DRAFT, logits.device, skip=drafts.shape[1])
+    return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
+
+
+def make_drafter(name: str, setup: Setup) -> Drafter:
+    """The drafter of that name."""
+    drafter: Drafter = load_named(DRAFTERS, name).build(setup)
     return drafter

@@ -1,16 +1,24 @@
-"""Choosing tokens and judging drafts: pure functions of logits and ids.
+"""Choosing tokens: pure functions of logits and ids. Random numbers are given (`randomness`);
+drafts of a sampling target are judged by `verification`.
 
-Source of the verification rule: Leviathan et al. 2023, section 2.3, in its greedy case: a draft
+Greedy drafts are judged here, by Leviathan et al. 2023, section 2.3, in its greedy case: a draft
 token is accepted while it is the target's own choice; the target's next choice, correction or
-bonus, follows the accepted ones.
+bonus, follows the accepted ones. Source of the filters: Holtzman et al. 2020 (top_p), Nguyen et al.
+2024 (min_p); of the repetition penalty: Keskar et al. 2019, section 4.1.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from magicdec.config import SamplingSection
+from magicdec.decoding.randomness import derive_seed
 from magicdec.distributed.groups import Group
+from magicdec.request import Request, SamplingParams
 
 
 def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
@@ -35,3 +43,140 @@ def count_accepted(draft_ids: Tensor, target_ids: Tensor) -> Tensor:
     [B]."""
     equal = draft_ids == target_ids[:, :-1]
     return equal.long().cumprod(dim=1).sum(dim=1)
+
+
+def gather_vocab(logits: Tensor, first_row: int, group: Group) -> Tensor:
+    """Logits of a vocabulary sharded by rank, whole on every rank: [B, T, columns of this rank] ->
+    [B, T, V].
+
+    `first_row` is the vocabulary id of this rank's first column. Two collectives: the shards'
+    places, as shards may be uneven and the group gathers in an order of its own; then the columns,
+    padded to the widest.
+    """
+    if group.size == 1:
+        return logits
+    num_columns = logits.shape[-1]
+    place = torch.tensor([first_row, num_columns], device=logits.device)
+    places = group.all_gather(place).tolist()
+    widest = max(width for _, width in places)
+    padded = torch.nn.functional.pad(logits, (0, widest - num_columns))
+    shards = zip(places, group.all_gather(padded), strict=True)
+    ordered = sorted(shards, key=lambda shard: shard[0])
+    return torch.cat([columns[..., :width] for (_, width), columns in ordered], dim=-1)
+
+
+def process(logits: Tensor, requests: Sequence[Request], drafts: Tensor | None = None) -> Tensor:
+    """Penalties of each request on its logits [B, T, V]: float32 [B, T, V].
+
+    `drafts` [B, D] are the tokens proposed after the committed output, and the T positions are the
+    last of the D + 1 that follow it: T = D + 1 when a chain is verified, T = 1 when its next token
+    is drafted. A position's history is prompt, output and the drafts before it; drafts count as
+    output. First the repetition penalty (as transformers': divides positive logits, multiplies
+    negative ones), then the presence penalty (as vLLM's: subtracted, once a token).
+    """
+    logits = logits.float()
+    rows = [i for i, r in enumerate(requests) if r.sampling.has_penalties]
+    if not rows:
+        return logits
+    chosen = [requests[i] for i in rows]
+    index = torch.tensor(rows, device=logits.device)
+    x = logits[index]  # [R, T, V]
+    (_, num_positions, vocab_size), device = x.shape, x.device
+    in_output = _seen([r.output_ids for r in chosen], vocab_size, device).unsqueeze(1)
+    if drafts is not None:
+        in_output = in_output | _drafted(drafts[index], num_positions, vocab_size)
+    in_prompt = _seen([r.distinct_prompt_ids for r in chosen], vocab_size, device).unsqueeze(1)
+    repetition = _per_row([r.sampling.repetition_penalty for r in chosen], x)
+    presence = _per_row([r.sampling.presence_penalty for r in chosen], x)
+    weakened = torch.where(x < 0, x * repetition, x / repetition)
+    x = torch.where(in_prompt | in_output, weakened, x) - presence * in_output
+    return logits.index_copy(0, index, x)
+
+
+def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What each position's token is sampled from: logits [B, T, V], params of each row -> float64
+    [B, T, V].
+
+    The order is that of transformers' `generate`: temperature, top_k, top_p, min_p, each on what
+    the one before left. Tokens as likely as the last one kept are kept too, so the result does not
+    depend on how equal values are sorted; the likeliest token always stays. A greedy row is one-hot
+    at its largest logit, the smallest id among equals.
+    """
+    best = logits.argmax(dim=-1, keepdim=True)
+    choice = torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, best, 1.0)
+    if all(p.is_greedy for p in params):
+        return choice
+    scores = logits.double()
+    temperature = _per_row([p.temperature or 1.0 for p in params], scores)
+    # The largest becomes 0 first: no temperature, however small, makes it infinite.
+    scores = (scores - scores.gather(-1, best)) / temperature
+    if any(p.top_k > 0 or p.top_p < 1 for p in params):
+        scores = _keep_top(scores, params)
+    probs = scores.softmax(dim=-1)
+    if any(p.min_p > 0 for p in params):
+        least = _per_row([p.min_p for p in params], probs) * probs.amax(dim=-1, keepdim=True)
+        probs = torch.where(probs < least, 0.0, probs)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    is_greedy = torch.tensor([p.is_greedy for p in params], device=logits.device)
+    return torch.where(is_greedy.view(-1, 1, 1), choice, probs)
+
+
+def sample(probs: Tensor, u: Tensor) -> Tensor:
+    """Inverse CDF: ids int64 [B] from probs float64 [B, V], which need not sum to 1, at u [B] in
+    [0, 1).
+
+    The first token whose cumulative probability exceeds u, in order of ids; never one of
+    probability 0, even where rounding lets no sum exceed u. Each row must have a positive entry.
+    """
+    is_possible = probs > 0
+    cumulative = probs.cumsum(dim=-1)
+    is_past = is_possible & (cumulative > u.unsqueeze(-1) * cumulative[:, -1:])
+    last = probs.shape[-1] - 1 - is_possible.flip(-1).long().argmax(dim=-1)
+    return torch.where(is_past.any(dim=-1), is_past.long().argmax(dim=-1), last)
+
+
+def make_params(
+    section: SamplingSection, max_new_tokens: int, eos_token_ids: tuple[int, ...], request_id: int
+) -> SamplingParams:
+    """A request's parameters; its seed derives from the section's and its id."""
+    values = dataclasses.asdict(section)
+    values["seed"] = derive_seed(section.seed, request_id)
+    return SamplingParams(max_new_tokens, eos_token_ids, **values)
+
+
+def _keep_top(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Scores float64 [B, T, V] with -inf for what top_k, then top_p, drops."""
+    vocab_size = scores.shape[-1]
+    ascending = scores.sort(dim=-1).values
+    num_kept = [min(p.top_k, vocab_size) or vocab_size for p in params]
+    first = torch.tensor([vocab_size - k for k in num_kept], device=scores.device)
+    floor = ascending.gather(-1, first.view(-1, 1, 1).expand(*scores.shape[:2], 1))
+    ascending = torch.where(ascending < floor, -torch.inf, ascending)
+    # A token goes if it and all less likely ones hold no more than 1 - top_p.
+    held = ascending.softmax(dim=-1).cumsum(dim=-1)
+    num_dropped = (held <= 1 - _per_row([p.top_p for p in params], held)).sum(-1, keepdim=True)
+    floor = ascending.gather(-1, num_dropped.clamp(max=vocab_size - 1))
+    return torch.where(scores < floor, -torch.inf, scores)
+
+
+def _per_row(values: Sequence[float], like: Tensor) -> Tensor:
+    """[B, 1, 1], to go with [B, T, V]."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+
+
+def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """Which tokens occur in each row: bool [R, V]."""
+    seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
+    rows = [row for row, ids in enumerate(token_ids) for _ in ids]
+    seen[rows, [i for ids in token_ids for i in ids]] = True
+    return seen
+
+
+def _drafted(drafts: Tensor, num_positions: int, vocab_size: int) -> Tensor:
+    """Which tokens are among the drafts [R, D] before each of the last T = `num_positions` of D + 1
+    positions: bool [R, T, V]."""
+    num_rows, num_drafts = drafts.shape
+    assert num_positions <= num_drafts + 1
+    at = torch.zeros(num_rows, num_drafts + 1, vocab_size, dtype=torch.int32, device=drafts.device)
+    at[:, 1:].scatter_(2, drafts.unsqueeze(2), 1)
+    return at.cumsum(dim=1)[:, -num_positions:] > 0

@@ -1,9 +1,9 @@
 """Self-speculation: the target drafts for itself, reading only what a KV policy shows of its own
 cache.
 
-Costs no second prefill and no KV memory: draft tokens' K and V land past the committed length, and
-verification overwrites them. Source: MagicDec (Chen et al. 2024), section 4; TriForce (Sun et al.
-2024), section 4.1.
+Costs no second prefill. With a policy that is a view it costs no KV memory either: draft tokens' K
+and V land past the committed length, and verification overwrites them. Source: MagicDec (Chen et
+al. 2024), section 4; TriForce (Sun et al. 2024), section 4.1.
 """
 
 from __future__ import annotations
@@ -11,28 +11,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from magicdec.config import KVSection
-from magicdec.decoding.strategy import choose
-from magicdec.kv.policy import KVPolicy, make_policy
-from magicdec.runner import ModelRunner
+from magicdec.decoding.drafter import Proposal, draw
+from magicdec.decoding.reader import Reader, make_reader
+from magicdec.decoding.strategy import Setup, newest_tokens
+from magicdec.request import Batch
 
 
 class SelfDrafter:
-    def __init__(self, runner: ModelRunner, policy: KVPolicy) -> None:
-        self.runner, self.policy = runner, policy
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
 
     @classmethod
-    def build(cls, target: ModelRunner, kv: KVSection) -> SelfDrafter:
-        return cls(target, make_policy(kv))
+    def build(cls, setup: Setup) -> SelfDrafter:
+        return cls(make_reader(setup.runner, setup.kv))
 
-    def propose(self, last_ids: Tensor, rows: Sequence[int], num_draft_tokens: int) -> Tensor:
-        committed = [self.runner.cache.lengths[row] for row in rows]
-        ids, drafts = last_ids, []
+    def begin(self, batch: Batch) -> None:
+        self.reader.begin(batch)
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        reader, rows = self.reader, batch.rows
+        reader.refresh(batch)
+        settled = reader.lengths(rows)
+        newest = newest_tokens(batch, reader.runner.device)
+        drafts, drawn_from = newest[:, 1:], []
         for _ in range(num_draft_tokens):
-            logits = self.runner.forward(ids, rows, self.policy, committed)
-            ids = choose(self.runner, logits)
-            drafts.append(ids)
-        self.runner.truncate(rows, committed)
-        return torch.cat(drafts, dim=1)
+            logits = reader.forward(newest, rows, settled)
+            newest, probs = draw(reader.runner, logits, batch.requests, drafts)
+            drafts = torch.cat([drafts, newest], dim=1)
+            drawn_from += [] if probs is None else [probs]
+        reader.rewind(rows, settled)
+        return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)
+
+    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self.reader.commit(rows, lengths)

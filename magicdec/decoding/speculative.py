@@ -1,5 +1,6 @@
 """Speculative decoding: propose, verify all proposals in one forward, keep each row's accepted
-prefix and one token more.
+prefix and one token more. Greedy requests take their own branch, exact; others are judged by
+rejection sampling.
 
 Source: Leviathan et al. 2023, algorithm 1; ragged over the batch as in MagicDec (Chen et al. 2024).
 """
@@ -7,11 +8,20 @@ Source: Leviathan et al. 2023, algorithm 1; ragged over the batch as in MagicDec
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from magicdec.config import DecodingSection, KVSection
-from magicdec.decoding.drafter import Drafter, make_drafter
-from magicdec.decoding.sampling import count_accepted
-from magicdec.decoding.strategy import Phase, choose, untimed
+from magicdec.decoding.drafter import Drafter, Proposal, make_drafter
+from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.sampling import count_accepted, probabilities
+from magicdec.decoding.strategy import (
+    Phase,
+    Setup,
+    choose,
+    newest_tokens,
+    untimed,
+    whole_logits,
+)
+from magicdec.decoding.verification import verify
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -26,30 +36,50 @@ class Speculative:
         self.num_draft_tokens, self.phase = num_draft_tokens, phase
 
     @classmethod
-    def build(
-        cls, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase
-    ) -> Speculative:
-        assert decoding.drafter is not None, "a speculative run names its drafter"
-        drafter = make_drafter(decoding.drafter, runner, kv)
-        return cls(runner, drafter, decoding.num_draft_tokens, phase)
+    def build(cls, setup: Setup) -> Speculative:
+        assert setup.decoding.drafter is not None, "a speculative run names its drafter"
+        drafter = make_drafter(setup.decoding.drafter, setup)
+        return cls(setup.runner, drafter, setup.decoding.num_draft_tokens, setup.phase)
+
+    def begin(self, batch: Batch) -> None:
+        self.drafter.begin(batch)
 
     def step(self, batch: Batch) -> StepOutput:
         """One verification: every row emits 1 to num_draft_tokens + 1 tokens. One read by the
         host."""
         runner, rows = self.runner, batch.rows
         before = [runner.cache.lengths[row] for row in rows]
-        last = torch.tensor([[r.last_token] for r in batch.requests], device=runner.device)
+        last = newest_tokens(batch, runner.device)
         with self.phase("draft"):
-            drafts = self.drafter.propose(last, rows, self.num_draft_tokens)  # [B, K]
+            proposal = self.drafter.propose(batch, self.num_draft_tokens)
         with self.phase("verify"):
-            logits = runner.forward(torch.cat([last, drafts], dim=1), rows)
-            target = choose(runner, logits)  # [B, K+1]
-            verdict = torch.cat(
-                [count_accepted(drafts, target).unsqueeze(1), target], dim=1
-            ).tolist()
+            logits = runner.forward(torch.cat([last, proposal.ids], dim=1), rows)
+            count, tokens = self._judge(batch, proposal, logits)
+            verdict = torch.cat([count.unsqueeze(1), tokens], dim=1).tolist()
         accepted = [row[0] for row in verdict]
         # What stays cached is the last token and the accepted drafts; the newest emitted token is
         # not cached yet.
-        runner.truncate(rows, [b + 1 + a for b, a in zip(before, accepted, strict=True)])
-        tokens = [row[1 : 2 + row[0]] for row in verdict]
-        return StepOutput(tokens, self.num_draft_tokens * len(rows), accepted)
+        lengths = [b + 1 + a for b, a in zip(before, accepted, strict=True)]
+        runner.truncate(rows, lengths)
+        self.drafter.commit(rows, lengths)
+        emitted = [row[1 : 2 + row[0]] for row in verdict]
+        return StepOutput(emitted, self.num_draft_tokens * len(rows), accepted)
+
+    def _judge(self, batch: Batch, proposal: Proposal, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """How many drafts of each row are kept [B], and ids [B, K+1] whose first that many + 1 the
+        row emits."""
+        runner, requests, drafts = self.runner, batch.requests, proposal.ids
+        params = [request.sampling for request in requests]
+        if all(p.is_greedy for p in params):
+            target = choose(runner, logits, requests, drafts)
+            return count_accepted(drafts, target), target
+        probs = probabilities(whole_logits(runner, logits, requests, drafts), params)
+        count, following = verify(
+            drafts,
+            proposal.probabilities,
+            probs,
+            uniforms_ahead(requests, drafts.shape[1], Purpose.ACCEPT, logits.device),
+            uniforms_ahead(requests, drafts.shape[1] + 1, Purpose.RESAMPLE, logits.device),
+        )
+        tokens = torch.cat([drafts, following.unsqueeze(1)], dim=1)
+        return count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1))

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.config import STRATEGIES, DecodingSection, KVSection, load_named
-from magicdec.decoding.sampling import greedy
-from magicdec.request import Batch, StepOutput
+from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.sampling import gather_vocab, greedy, probabilities, process, sample
+from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -24,28 +26,86 @@ def untimed(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@dataclass(frozen=True)
+class DraftModel:
+    """A standalone draft: a model of its own on some of the target's ranks, which all ranks learn
+    the draft tokens of.
+
+    `runner` is None on ranks that hold no draft; `source` is the place, in the target's group, of
+    the rank that tells the others.
+    """
+
+    runner: ModelRunner | None
+    source: int
+    prefill_chunk: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a strategy is built from: the runner that holds the target, and its sections."""
+
+    runner: ModelRunner
+    decoding: DecodingSection
+    kv: KVSection
+    phase: Phase = untimed
+    draft: DraftModel | None = None
+
+
 class DecodingStrategy(Protocol):
     @classmethod
-    def build(
-        cls, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase
-    ) -> DecodingStrategy: ...
+    def build(cls, setup: Setup) -> DecodingStrategy: ...
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare for `batch`, whose prompts were just taken; not timed as decoding."""
+        ...
 
     def step(self, batch: Batch) -> StepOutput:
         """Advance every request of `batch` by at least one token."""
         ...
 
 
-def make_strategy(
-    name: str, runner: ModelRunner, decoding: DecodingSection, kv: KVSection, phase: Phase = untimed
-) -> DecodingStrategy:
-    """The strategy of that name, set up from its sections."""
-    strategy: DecodingStrategy = load_named(STRATEGIES, name).build(runner, decoding, kv, phase)
+def make_strategy(name: str, setup: Setup) -> DecodingStrategy:
+    """The strategy of that name."""
+    strategy: DecodingStrategy = load_named(STRATEGIES, name).build(setup)
     return strategy
 
 
-def choose(runner: ModelRunner, logits: Tensor) -> Tensor:
-    """Greedy ids [B, T] of this rank's logits [B, T, V], agreed by the runner's group."""
-    return greedy(logits, runner.model.head_rows[0], runner.group)
+def newest_tokens(batch: Batch, device: torch.device) -> Tensor:
+    """The newest token of each request, which the next forward takes: int64 [B, 1]."""
+    return torch.tensor([[r.last_token] for r in batch.requests], device=device)
+
+
+def choose(
+    runner: ModelRunner,
+    logits: Tensor,
+    requests: Sequence[Request],
+    drafts: Tensor | None = None,
+) -> Tensor:
+    """Greedy ids [B, T] of this rank's logits [B, T, V], agreed by the runner's group, for greedy
+    requests whose T positions follow `drafts` (see `sampling.process`)."""
+    if all(request.sampling.is_plain for request in requests):
+        return greedy(logits, runner.model.head_rows[0], runner.group)
+    return whole_logits(runner, logits, requests, drafts).argmax(dim=-1)
+
+
+def whole_logits(
+    runner: ModelRunner, logits: Tensor, requests: Sequence[Request], drafts: Tensor | None = None
+) -> Tensor:
+    """Logits over the whole vocabulary with each request's penalties, the same on every rank:
+    float32 [B, T, V]."""
+    whole = gather_vocab(logits, runner.model.head_rows[0], runner.group)
+    return process(whole, requests, drafts)
+
+
+def next_tokens(runner: ModelRunner, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """The token after each request's output, from this rank's logits [B, 1, V] of it: int64 [B,
+    1]."""
+    params = [request.sampling for request in requests]
+    if all(p.is_greedy for p in params):
+        return choose(runner, logits, requests)
+    probs = probabilities(whole_logits(runner, logits, requests), params)
+    u = uniforms_ahead(requests, 1, Purpose.RESAMPLE, logits.device)
+    return sample(probs[:, 0], u[:, 0]).unsqueeze(1)
 
 
 def prefill(
@@ -58,11 +118,11 @@ def prefill(
     """
     tokens, times = [], []
     for request, row in zip(batch.requests, batch.rows, strict=True):
-        runner.cache.allocate(row, runner.max_tokens)
+        runner.allocate(row)
         prompt = torch.tensor([request.prompt_ids], device=runner.device)
         for part in prompt.split(chunk, dim=1):
             logits = runner.forward(part, [row], last_only=True)
             progress(part.shape[1])
-        tokens.append(choose(runner, logits)[0].tolist())
+        tokens.append(next_tokens(runner, logits, [request])[0].tolist())
         times.append(time.perf_counter())
     return StepOutput(tokens, emitted_s=times)

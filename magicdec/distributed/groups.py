@@ -75,6 +75,18 @@ class Group:
         dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self.handle)
         return out
 
+    def broadcast(self, x: Tensor, index: int) -> Tensor:
+        """The x of rank `index` of the group, on every rank; the others give one of its shape and
+        dtype."""
+        if self.exchange is not None:
+            return self.exchange.all_gather(x)[index]
+        if self.handle is not None:
+            import torch.distributed as dist
+
+            x = x.contiguous()
+            dist.broadcast(x, src=self.ranks[index], group=self.handle)
+        return x
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value (small, picklable, from our own ranks)."""
         if self.handle is None:
@@ -94,20 +106,24 @@ class Group:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The layout of a run: this rank, and the group that holds the target model."""
+    """The layout of a run: this rank, the group that holds the target model, and the one that holds
+    a standalone draft; None where there is no draft, or this rank holds none of it."""
 
     rank: int
     world_size: int
     target: Group
+    draft: Group | None = None
 
 
 def make_groups(
-    launch: Launch, rank_group: tuple[int, ...], device: torch.device, collectives: str | None
+    launch: Launch,
+    rank_group: tuple[int, ...],
+    device: torch.device,
+    collectives: str | None,
+    draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
     """Start torch.distributed if there are several ranks, and build the groups in the same order on
     every rank. `collectives` is a resolved name: gloo, shared_memory, nccl, None for one rank."""
-    handle = exchange = None
-    index = rank_group.index(launch.rank)
     if launch.world_size > 1:
         import torch.distributed as dist
 
@@ -117,13 +133,36 @@ def make_groups(
             torch.cuda.set_device(device)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        handle = dist.new_group(sorted(rank_group))
-        if collectives == "shared_memory":
-            from magicdec.distributed.shared_memory import SharedMemoryExchange
+    target = _make_group(launch.rank, rank_group, device, collectives)
+    assert target is not None, "every rank is one of the target's"
+    draft = None
+    if draft_ranks is not None:
+        draft = _make_group(launch.rank, draft_ranks, device, collectives)
+    return ParallelGroups(launch.rank, launch.world_size, target, draft)
 
-            exchange = SharedMemoryExchange(handle, index, len(rank_group))
-    target = Group(rank_group, index, handle, exchange)
-    return ParallelGroups(launch.rank, launch.world_size, target)
+
+def _make_group(
+    rank: int, ranks: tuple[int, ...], device: torch.device, collectives: str | None
+) -> Group | None:
+    """A group of `ranks`, and None on the others. Called by all ranks, which must name it alike:
+    a group that adds up to another size is an error here, not a deadlock later."""
+    if len(ranks) == 1:
+        return Group(ranks, 0) if rank in ranks else None
+    import torch
+    import torch.distributed as dist
+
+    handle, exchange = dist.new_group(sorted(ranks)), None
+    if rank not in ranks:
+        return None
+    index = ranks.index(rank)
+    if collectives == "shared_memory":
+        from magicdec.distributed.shared_memory import SharedMemoryExchange
+
+        exchange = SharedMemoryExchange(handle, index, len(ranks))
+    group = Group(ranks, index, handle, exchange)
+    total = group.all_reduce(torch.ones(1, device=device))
+    assert int(total.item()) == len(ranks), f"the group of ranks {ranks} has {total.item():g}"
+    return group
 
 
 def close_groups() -> None:

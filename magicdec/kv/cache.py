@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+EVICTED = -1  # in `KVCache.blocks`: the row gave this block back, tokens after it stay
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -84,9 +86,18 @@ class KVCache:
 
     def release(self, row: int) -> None:
         """Return all blocks of `row` to the pool."""
-        self._free.extend(reversed(self.blocks[row]))
+        self._free.extend(block for block in reversed(self.blocks[row]) if block != EVICTED)
         self.blocks[row].clear()
         self.truncate([row], [0])
+
+    def evict(self, row: int, first: int, last: int) -> None:
+        """Return blocks `first` to `last` - 1 of `row`, counted along its tokens, to the pool.
+        Their tokens keep their positions and may not be read again."""
+        blocks = self.blocks[row]
+        assert EVICTED not in blocks[first:last] and last <= len(blocks), "evicted once"
+        self._free.extend(reversed(blocks[first:last]))
+        blocks[first:last] = [EVICTED] * (last - first)
+        self.block_table[row, first:last] = 0  # an address, should a kernel look ahead
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget what `rows` hold past `lengths` tokens. The only undo; it moves no data."""
@@ -108,6 +119,18 @@ class KVCache:
         head = torch.arange(heads, device=positions.device).view(1, heads, 1)
         return (blocks.unsqueeze(1) * heads + head) * size + (positions % size).unsqueeze(1)
 
+    def read_keys(self, slots: Tensor) -> Tensor:
+        """Copies of all layers' K at `slots` [B, G, N]: [B, layers, G, N, D]."""
+        keys = self.k.view(self.shape.num_layers, -1, self.shape.head_dim)
+        keys = keys.index_select(1, slots.reshape(-1))
+        return keys.view(self.shape.num_layers, *slots.shape, -1).transpose(0, 1)
+
+    def write_keys(self, slots: Tensor, keys: Tensor) -> None:
+        """Replace all layers' K at `slots` [B, G, N] by keys [B, layers, G, N, D]."""
+        pool = self.k.view(self.shape.num_layers, -1, self.shape.head_dim)
+        flat = keys.transpose(0, 1).reshape(self.shape.num_layers, -1, self.shape.head_dim)
+        pool.index_copy_(1, slots.reshape(-1), flat)
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B, T, G, D] at `slots` [B, G, T]."""
         flat = slots.transpose(1, 2).reshape(-1)
@@ -115,6 +138,14 @@ class KVCache:
             pool.view(-1, self.shape.head_dim).index_copy_(
                 0, flat, new.reshape(-1, self.shape.head_dim)
             )
+
+    def copy_from(self, other: KVCache, source: Tensor, target: Tensor) -> None:
+        """Copy K and V of all layers from `other`'s slots `source` to this cache's slots `target`,
+        of one shape."""
+        layers, size = self.shape.num_layers, self.shape.head_dim
+        for mine, theirs in ((self.k, other.k), (self.v, other.v)):
+            picked = theirs.view(layers, -1, size).index_select(1, source.reshape(-1))
+            mine.view(layers, -1, size).index_copy_(1, target.reshape(-1), picked)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from magicdec.config import KVSection
 @dataclass(frozen=True)
 class FullKV:
     """The target's own policy; as a draft's policy it makes self-speculation accept everything."""
+
+    reader: ClassVar[str] = "view"
 
     @classmethod
     def build(cls, kv: KVSection) -> FullKV:

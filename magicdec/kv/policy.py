@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +20,17 @@ from magicdec.kv.cache import KVCache
 
 
 class KVPolicy(Protocol):
-    """Implementations are dataclasses: their repr goes into the record."""
+    """Implementations are dataclasses: their repr goes into the record. `reader` names how a draft
+    reads under it (`config.DRAFT_READERS`)."""
+
+    reader: ClassVar[str]
 
     @classmethod
     def build(cls, kv: KVSection) -> KVPolicy: ...
+
+
+class RangePolicy(KVPolicy, Protocol):
+    """A policy whose choice is arithmetic on lengths."""
 
     def ranges(self, committed: Tensor) -> Tensor:
         """Visible token ranges [B, R, 2] (start, stop) of rows with `committed` [B] tokens;
@@ -91,7 +98,7 @@ class KVView:
 def make_view(
     cache: KVCache,
     rows: Sequence[int],
-    policy: KVPolicy,
+    policy: RangePolicy,
     num_new: int,
     committed: Sequence[int] | None = None,
 ) -> KVView:

@@ -7,6 +7,7 @@ section 4. Here keys keep their original positions, since the draft reads the ta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ class StreamingLLM:
     """At most `budget` committed tokens: `num_sink_tokens` sinks and the newest `budget -
     num_sink_tokens`."""
 
+    reader: ClassVar[str] = "view"
     num_sink_tokens: int
     budget: int
 

@@ -140,7 +140,9 @@ class Transformer(nn.Module):
                 self.head = None
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
-        """Compute the rotary table for positions 0 .. max_positions - 1."""
+        """Have the rotary table reach positions 0 .. max_positions - 1 at least."""
+        if hasattr(self, "rope") and len(self.rope) >= max_positions:
+            return
         self.rope = rope_table(self.config.rope, self.config.head_dim, max_positions).to(device)
 
     def forward(

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import decode_both, make_requests, random_prompts
 
 from magicdec.attention.native import NativeBackend
-from magicdec.config import KVSection
+from magicdec.config import KVSection, SamplingSection
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import find_model, load_transformer
@@ -30,12 +30,19 @@ for kv in (
     KVSection("full"),
     KVSection("streaming_llm", 17, 16),
     KVSection("streaming_llm", 60, 4),
+    KVSection("snapkv", 20, window_size=6),
 ):
     runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
     requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
     baseline, ours, _ = decode_both(runner, requests, kv, 4)
     assert ours == baseline, kv
     outputs.append(baseline)
+    if kv.policy == "snapkv":
+        continue  # sampled tokens depend on the draft, its choice of entries on the last bit
+    # Sampled tokens are not the baseline's, but each rank count draws the same ones.
+    section = SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    sampled = make_requests(random_prompts([5, 70, 1, 33], 97), 20, sampling=section)
+    outputs.append(decode_both(runner, sampled, kv, 4)[1])
 if launch.rank == 0:
     print(json.dumps(outputs), flush=True)
 close_groups()

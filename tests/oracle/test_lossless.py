@@ -18,8 +18,12 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config import KVSection
+from magicdec.decoding.self_draft import SelfDrafter
+from magicdec.decoding.view_reader import ViewReader
 from magicdec.engine import Engine
+from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import RopeConfig
+from magicdec.request import Batch
 
 RAGGED = [5, 70, 1, 33]
 SHAPES = {
@@ -43,7 +47,12 @@ KV_SECTIONS = [
     KVSection("streaming_llm", 33, 16),  # the last prompt, and around it
     KVSection("streaming_llm", 34, 16),
     KVSection("streaming_llm", 5000, 16),
+    KVSection("snapkv", 9, window_size=8),
+    KVSection("snapkv", 40, window_size=32, pooling="max"),
+    KVSection("snapkv", 20, window_size=3, reselect_every=7),
+    KVSection("snapkv", 5000),
 ]
+DRAFTERS = ["self", "ngram"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -72,6 +81,15 @@ def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type) -> Non
     assert ours == baseline and all(len(t) == 300 for t in ours)
     counts = {a for step in accepted for a in step}
     assert 0 in counts and len(counts) > 1, "some drafts were refused, some were not"
+
+
+@pytest.mark.parametrize("kv", KV_SECTIONS, ids=repr)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_300_ragged_tokens(drafter: str, kv: KVSection) -> None:
+    requests = make_requests(random_prompts(RAGGED, TINY.vocab_size, seed=5), 300)
+    runner = make_runner(tiny_transformer(seed=2), len(RAGGED), 374, NativeBackend())
+    baseline, ours, _ = decode_both(runner, requests, kv, 4, drafter=drafter)
+    assert ours == baseline and all(len(t) == 300 for t in ours)
 
 
 def test_rows_end_alone_at_their_own_length_and_end_token() -> None:
@@ -139,14 +157,12 @@ def test_speculation_adds_no_second_prefill_and_no_kv_memory() -> None:
 
 
 def test_drafting_leaves_the_cache_as_it_was() -> None:
-    from magicdec.decoding.self_draft import SelfDrafter
-    from magicdec.kv.streaming_llm import StreamingLLM
-
     runner = make_runner(tiny_transformer(), 1, 64)
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts([40], TINY.vocab_size), 5))
     before = runner.cache.k[:, :, :, :40].clone()
-    SelfDrafter(runner, StreamingLLM(4, 10)).propose(torch.tensor([[5]]), [0], 3)
+    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    SelfDrafter(ViewReader(runner, StreamingLLM(4, 10))).propose(batch, 3)
     assert runner.cache.lengths == [40] and torch.equal(runner.cache.k[:, :, :, :40], before)
 
 

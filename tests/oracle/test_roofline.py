@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import TINY, decode, make_requests, make_runner, random_prompts, tiny_transformer
 
 from magicdec.attention.native import NativeBackend, kernel
 from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.config import DecodingSection, KVSection
-from magicdec.decoding.strategy import make_strategy
+from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 
 LENGTHS = [5, 70, 1, 33]
@@ -37,7 +37,7 @@ def test_kv_bytes_are_what_the_kernel_counts(
     engine = Engine(runner, 16)
     engine.prefill(make_requests(random_prompts(LENGTHS, config.vocab_size), 20))
     counts, keys = runner.counts.copy(), kernel(config.head_dim).magicdec_keys_read()
-    engine.decode(make_strategy(strategy, runner, DecodingSection(strategy, "self", 3), kv))
+    decode(engine, strategy, Setup(runner, DecodingSection(strategy, "self", 3), kv))
     keys = kernel(config.head_dim).magicdec_keys_read() - keys
     used = runner.counts.minus(counts)
     bytes_counted = keys * 2 * config.head_dim * dtype.itemsize  # a key and its value, of one head

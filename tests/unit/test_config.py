@@ -130,7 +130,7 @@ def test_the_rank_group_is_all_ranks_in_any_order() -> None:
         ("--device tpu", "argument --device: invalid choice: 'tpu'"),
         ("--dtype float16", "argument --dtype: invalid choice: 'float16'"),
         ("--attention flash", "argument --attention: invalid choice: 'flash'"),
-        ("--kv_policy snapkv", "argument --kv_policy: invalid choice: 'snapkv'"),
+        ("--kv_policy pyramid", "argument --kv_policy: invalid choice: 'pyramid'"),
     ],
 )
 def test_flags_that_do_not_exist_or_hold_what_they_cannot(flags: str, message: str) -> None:
@@ -173,7 +173,7 @@ def test_no_flags_change_nothing() -> None:
 def test_every_flag_reaches_its_own_field() -> None:
     for section, field, default in fields(DRIVER):
         choices = field.metadata["choices"]
-        given: Any = {int: 77, bool: not default}.get(type(default), "77")
+        given: Any = {int: 77, float: 7.5, bool: not default}.get(type(default), "77")
         if choices:
             given = next(c for c in choices if c != default)
         elif field.name == "rank_group":

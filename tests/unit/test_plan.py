@@ -1,5 +1,4 @@
-"""`magicdec plan` and the file of `magicdec probe`: what is read, what is refused, what is
-printed."""
+"""`magicdec plan`: what is read, what is refused, what is printed."""
 
 from __future__ import annotations
 
@@ -8,19 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from magicdec.bench import ceilings, commands, plan, probe
+from magicdec.bench import commands, plan
 from magicdec.bench.curves import find_curves, parse_acceptance
-from magicdec.bench.hardware import Hardware, Link, MachineFile, load_machine
-from magicdec.config import DTYPES, ParallelSection, RunConfig
-from magicdec.distributed.groups import Launch
-from magicdec.machine import Machine
+from magicdec.bench.hardware import Hardware, Link, MachineFile
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
 BY_HAND = "--bandwidth 2039 --flops 312"
@@ -128,12 +121,29 @@ def test_a_directory_needs_no_weights(run: Run, tiny_checkpoint: Path, tmp_path:
 
 def test_acceptance_as_rate_or_curve() -> None:
     assert parse_acceptance("0.8") == 0.8 and parse_acceptance("0.8,0.7,0.7") == (0.8, 0.7, 0.7)
-    assert find_curves(["0.8"], None) == ({257: 0.8}, "given")
-    assert find_curves(["0.8"], [9, 5])[0] == {9: 0.8, 5: 0.8}
-    assert find_curves(["0.8", "0.9,0.5"], [9, 5])[0] == {9: 0.8, 5: (0.9, 0.5)}
+    assert find_curves(["0.8"], None, "self") == ({257: 0.8}, "given")
+    assert find_curves(["0.8"], [9, 5], "self")[0] == {9: 0.8, 5: 0.8}
+    assert find_curves(["0.8", "0.9,0.5"], [9, 5], "self")[0] == {9: 0.8, 5: (0.9, 0.5)}
     assert make(f"{BY_HAND} --acceptance 0.8").max_gamma == 8
     assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6").max_gamma == 3
     assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6 --max_gamma 2").max_gamma == 2
+
+
+def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
+    first = json.loads(BASELINES.read_text().splitlines()[0])
+    for section, key, value in (
+        ("decoding", "drafter", "ngram"),
+        ("kv", "policy", "full"),
+        ("kv", "budget", -1),
+    ):
+        other = json.loads(json.dumps(first))
+        other["config"][section][key] = value
+        path = tmp_path / f"{key}.jsonl"
+        path.write_text(json.dumps(other))
+        with pytest.raises(ValueError, match="has no record with acceptance under a KV budget"):
+            find_curves([str(path)], None, "self")
+    with pytest.raises(ValueError, match="`magicdec longspec` makes one"):
+        find_curves([str(BASELINES)], None, "model")
 
 
 def test_acceptance_from_records() -> None:
@@ -145,8 +155,11 @@ def test_acceptance_from_records() -> None:
         if r["config"]["kv"]["policy"] == "streaming_llm"
         and r["config"]["decoding"]["num_draft_tokens"] == 4
     }
-    assert find_curves([str(BASELINES)], None)[0] == expected and len(expected) == 5
-    assert find_curves([str(BASELINES)], [513, 33])[0] == {b: expected[b] for b in (513, 33)}
+    found, source = find_curves([str(BASELINES)], None, "self")
+    assert found == expected and len(expected) == 5
+    assert source == f"{BASELINES} (measured with demo)"
+    two, _ = find_curves([str(BASELINES)], [513, 33], "self")
+    assert two == {b: expected[b] for b in (513, 33)}
     assert make(f"{BY_HAND} --acceptance {BASELINES}").max_gamma == 4
 
 
@@ -194,38 +207,6 @@ def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: st
     assert err.startswith("magicdec plan: ") and err.count("\n") == 1
 
 
-def broken(**fields: Any) -> str:
-    return json.dumps({"schema_version": 1, **asdict(MACHINE), **fields})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "not JSON"),
-        ("[1]", "not a machine file; a field has another type"),
-        ("{}", "not a machine file; it has no 'schema_version'"),
-        (broken(schema_version=2), "schema_version is 2, this program reads 1"),
-        (broken(read_bytes_per_s=0), "read_bytes_per_s 0 is not a positive number"),
-        (broken(read_bytes_per_s=float("nan")), "read_bytes_per_s nan is not"),
-        (broken(read_bytes_per_s="fast"), "read_bytes_per_s 'fast' is not"),
-        (broken(flops_per_s=None), "a field has another type"),
-        (broken(kv_bytes_per_s={"float32": 1.0}), "it has no 'bfloat16'"),
-        (broken(link={"latency_s": 1.0}), "it has no 'bytes_per_s'"),
-        (broken(link={"latency_s": -1.0, "bytes_per_s": 1.0}), "latency_s -1.0 is not"),
-        (broken(flops_per_s={"float32": 1.0}), "--dtype bfloat16 is not in the machine file"),
-    ],
-)
-def test_malformed_machine_files_are_refused(run: Run, text: str, message: str) -> None:
-    Path("bad.json").write_text(text)
-    code, out, err = run("--machine bad.json --acceptance 0.8")
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-
-
-def test_a_machine_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    MACHINE.save(tmp_path / "new" / "machine.json")
-    assert load_machine(tmp_path / "new" / "machine.json") == MACHINE
-
-
 def test_a_plan_imports_no_torch() -> None:
     code = (
         "import sys; from magicdec.bench import plan, plan_report; "
@@ -233,25 +214,3 @@ def test_a_plan_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_probe_measures_everything(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One rank, few and short rounds: rates are positive, and there is no link."""
-    for name, value in (("STRETCHES", 1), ("ROUNDS", 2), ("CONTEXT", 64)):
-        monkeypatch.setattr(ceilings, name, value)
-    machine, launch = Machine(1), Launch(0, 1, 0, 1)
-    parallel = ParallelSection(device="cpu", threads=torch.get_num_threads())
-    config = RunConfig(parallel=parallel).resolve(machine)
-    found = probe.measure(config, machine, launch)
-    assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0
-    for rates in (found.flops_per_s, found.kv_bytes_per_s):
-        assert tuple(rates) == DTYPES and all(rate > 0 for rate in rates.values())
-    assert all(rate <= found.read_bytes_per_s for rate in found.kv_bytes_per_s.values())
-    assert all(seconds >= 0 for seconds in found.layer_overhead_s.values())
-    found.save(tmp_path / "machine.json")
-    assert load_machine(tmp_path / "machine.json") == found
-    probe.print_machine(found, tmp_path / "machine.json")
-    out = capsys.readouterr().out
-    assert "read bandwidth, GB/s" in out and "all-reduce" not in out

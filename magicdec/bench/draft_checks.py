@@ -1,0 +1,81 @@
+"""What a standalone draft must have to serve its target; checked before any process group starts.
+
+Raises ValueError, one line with the flags of both. Must not know how anything is loaded or run.
+"""
+
+from __future__ import annotations
+
+from magicdec.config import RunConfig
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint import ModelSource
+from magicdec.model.tokenizer import load_tokenizer
+from magicdec.options import flag_of
+
+
+def check_draft(config: RunConfig, target: ModelSource, draft: ModelSource) -> None:
+    """`config` is resolved and names both."""
+    draft_flag = flag_of(config.draft, "model")
+    named = f"{draft_flag} {draft.name}"
+    check_vocabularies(named, draft, f"{flag_of(config.model, 'model')} {target.name}", target)
+    check_reach(config, named, draft)
+    check_shards(config, named, draft)
+
+
+def check_vocabularies(
+    named: str, draft: ModelSource, target_named: str, target: ModelSource
+) -> None:
+    """One id must mean one piece of text to both. Random weights have no tokenizer: there the
+    number of ids decides."""
+    if draft.tokenizer_directory is None or target.tokenizer_directory is None:
+        ours, theirs = draft.config.vocab_size, target.config.vocab_size
+        if ours != theirs:
+            raise ValueError(
+                f"{named} has a vocabulary of {ours} ids, {target_named} of {theirs}; "
+                "a draft needs its target's vocabulary"
+            )
+        return
+    hashes = [
+        load_tokenizer(directory).vocabulary_hash()
+        for directory in (draft.tokenizer_directory, target.tokenizer_directory)
+    ]
+    if hashes[0] != hashes[1]:
+        raise ValueError(
+            f"the tokenizers of {named} and {target_named} have different vocabularies; "
+            "a draft needs its target's"
+        )
+
+
+def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
+    """The draft must have learnt the distances that it will see: those of the whole text, or under
+    a rolling cache those of the budget and what stands after it."""
+    model, w, kv = draft.config, config.workload, config.kv
+    reach = min(
+        model.max_position_embeddings, model.sliding_window or model.max_position_embeddings
+    )
+    length = w.prefix_len + w.num_new_tokens
+    if length <= reach:
+        return
+    if kv.policy != "streaming_llm":
+        raise ValueError(
+            f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
+            f"the {reach} positions of the draft {named} under --kv_policy {kv.policy}; "
+            "--kv_policy streaming_llm would serve"
+        )
+    tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.num_draft_tokens)
+    if kv.budget + tail > reach:
+        raise ValueError(
+            f"--streamingllm_budget {kv.budget} and the --prefill_chunk "
+            f"{config.attention.prefill_chunk} or --gamma {config.decoding.num_draft_tokens} after "
+            f"it exceed the {reach} positions of the draft {named}; make them smaller"
+        )
+
+
+def check_shards(config: RunConfig, named: str, draft: ModelSource) -> None:
+    """The draft's heads must be divisible over its ranks."""
+    assert config.draft is not None and config.draft.rank_group is not None, "resolved"
+    ranks = config.draft.rank_group
+    try:
+        Shard(0, len(ranks)).heads(draft.config.num_heads, draft.config.num_kv_heads)
+    except ValueError as error:
+        shown = " ".join(map(str, ranks))
+        raise ValueError(f"--draft_ranks {shown}, draft {named}: {error}") from error

@@ -1,0 +1,77 @@
+"""From checked models to this rank's runners: weights loaded, caches made.
+
+Owns which kind of runner a model gets. Must not know what is measured with it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.bench.prepare import Prepared
+from magicdec.bench.progress import Progress
+from magicdec.config import ATTENTION_BACKENDS, load_named
+from magicdec.decoding.strategy import DraftModel
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.kv.policy import make_policy
+from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.model.checkpoint import ModelSource, load_transformer
+from magicdec.model.transformer import Transformer
+from magicdec.rolling_runner import RollingRunner
+from magicdec.runner import ModelRunner
+
+
+def load_model(
+    source: ModelSource,
+    group: Group,
+    dtype: str,
+    linear: str,
+    device: torch.device,
+    progress: Progress,
+) -> Transformer:
+    """This rank's shard of a model over `group`."""
+    shard = Shard(group.index, group.size)
+    with progress.task(f"loading {source.name} as {dtype}", 1) as advance:
+        model = load_transformer(
+            source.config, source.weights, shard, None, getattr(torch, dtype), device
+        )
+        if linear == "packed":
+            model.pack()
+        advance()
+    return model
+
+
+def make_backend(name: str) -> AttentionBackend:
+    backend: AttentionBackend = load_named(ATTENTION_BACKENDS, name)()
+    return backend
+
+
+def make_draft(
+    prepared: Prepared,
+    groups: ParallelGroups,
+    max_tokens: int,
+    device: torch.device,
+    progress: Progress,
+) -> DraftModel | None:
+    """The standalone draft of a run that has one; its weights and cache only on the draft's
+    ranks. Texts of at most `max_tokens`."""
+    config, source = prepared.config, prepared.draft_source
+    if config.draft is None or source is None:
+        return None
+    assert config.draft.rank_group is not None and config.draft.backend is not None, "resolved"
+    chunk = config.attention.prefill_chunk
+    runner: ModelRunner | None = None
+    if groups.draft is not None:
+        model = load_model(
+            source, groups.draft, config.model.dtype, config.model.linear, device, progress
+        )
+        place = (model, make_backend(config.draft.backend), groups.draft)
+        policy, num_rows = make_policy(config.kv), config.workload.batch_size
+        if isinstance(policy, StreamingLLM):
+            tail = min(chunk, config.workload.prefix_len) + config.decoding.num_draft_tokens
+            runner = RollingRunner(*place, num_rows, max_tokens, policy, max_tail=tail)
+        else:
+            runner = ModelRunner(*place, num_rows, max_tokens)
+    first = groups.target.ranks.index(config.draft.rank_group[0])
+    return DraftModel(runner, first, chunk)

@@ -1,0 +1,171 @@
+"""RULER's synthetic tasks (Hsieh et al. 2024, section 3): text of any size, a question and the
+answer.
+
+Owns what is asked, in words of this project. Must not know of tokens: `ruler.py` finds the size.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# The haystack repeats these without end (RULER's "noise").
+HAYSTACK = (
+    "The road goes on past the mill.",
+    "The river is wide and slow.",
+    "The bread on the table is still warm.",
+    "A bell rings in the town.",
+    "We walk a little and then we rest.",
+)
+# No adjective ends in another and no noun begins with another: no pair is found inside another.
+ADJECTIVES = """
+    able amber ancient bitter blue bold brave brief bright broad calm careful clean clear clever
+    cold common cool curious dark deep distant dry dusty eager early empty even faint fair famous
+    fast fierce final firm flat foreign frank fresh gentle glad golden good grand gray great green
+    happy hard heavy high hollow honest humble idle iron jolly kind large late lazy light little
+    lively lonely long loud loyal lucky mellow merry mild narrow neat noble odd open pale
+    patient plain polite proud quick quiet"""
+NOUNS = """
+    anchor apple arrow barrel basket beach bird boat bottle branch bridge brush bucket butter
+    button candle carpet castle cellar chair cherry circle cloud coat coin corner cottage crown cup
+    desk doctor donkey door dragon drum eagle engine farmer feather fence field finger fire fish
+    flag flower forest fountain fox garden gate ghost giant glass glove goat guitar hammer harbor
+    hat hill horse house island jacket jewel kettle key kitchen kite ladder lake lamp lantern leaf
+    lemon letter lion market meadow mirror monkey moon mountain needle nest ocean orange owl paper
+    pencil piano pillow pocket pond potato queen rabbit ribbon"""
+NUM_KEYS = 4  # needles of niah_multikey
+NUM_VARIABLES = 5  # of vt: one is given a value, four take it over
+NUM_COMMON = 10  # words that cwe asks for
+MOST_COMMON, MOST_RARE = 30, 3  # occurrences in cwe's list of the words asked for, of the others
+NUM_FREQUENT = 3  # words that fwe asks for
+DOTS = "...."  # fwe's most frequent word, not to be counted
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt's text, in order: `head`, `body`, `question`; the question ends on the beginning
+    of the answer, for models that continue and do not chat."""
+
+    head: str
+    body: str
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """`make` fills a body of `size` units (sentences, words); `least` is the smallest that has an
+    answer. Equal generators and sizes give equal samples."""
+
+    make: Callable[[random.Random, int], Sample]
+    least: int
+
+
+def niah_single(rng: random.Random, size: int) -> Sample:
+    """A needle in a haystack: one sentence with a number among `size` sentences."""
+    return _niah(rng, size, num_keys=1)
+
+
+def niah_multikey(rng: random.Random, size: int) -> Sample:
+    """The same with needles of other keys, which are not asked for."""
+    return _niah(rng, size, num_keys=NUM_KEYS)
+
+
+def vt(rng: random.Random, size: int) -> Sample:
+    """Variable tracking: a value handed on from variable to variable among `size` sentences."""
+    letters = "".join(rng.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 5 * NUM_VARIABLES))
+    names = [letters[i : i + 5] for i in range(0, len(letters), 5)]
+    value = rng.randrange(10_000, 100_000)
+    links = zip(names, [str(value), *(f"VAR {name}" for name in names)], strict=False)
+    return Sample(
+        head="Variables are set in the text below. Keep track of their values.\n",
+        body=_hide(rng, [f"VAR {name} = {source}." for name, source in links], size),
+        question=f"\nQuestion: Which variables have the value {value}, directly or through another "
+        f"one? Answer: The {NUM_VARIABLES} variables that have the value {value} are",
+        answers=tuple(names),
+    )
+
+
+def cwe(rng: random.Random, size: int) -> Sample:
+    """Common words extraction: a shuffled, numbered list of `size` words. Up to 600, half of them
+    are the common ones; longer lists are filled with rare ones."""
+    num_others = len(_all_words()) - NUM_COMMON
+    often = min(MOST_COMMON, size // 20)
+    rare = max(1, often * MOST_RARE // MOST_COMMON, -(-size // num_others))
+    often = max(often, rare // MOST_RARE * MOST_COMMON)  # where words run out
+    num_rare = size - NUM_COMMON * often
+    words = _words(rng, NUM_COMMON + -(-num_rare // rare))
+    common = words[:NUM_COMMON]
+    listed = common * often + (words[NUM_COMMON:] * rare)[:num_rare]
+    rng.shuffle(listed)
+    return Sample(
+        head="Below is a numbered list of words. Remember those that come most often.\n",
+        body=" ".join(f"{i}. {word}" for i, word in enumerate(listed, 1)),
+        question=f"\nQuestion: Which {NUM_COMMON} words come most often in the list? "
+        f"Answer: The {NUM_COMMON} words that come most often are",
+        answers=tuple(common),
+    )
+
+
+def fwe(rng: random.Random, size: int) -> Sample:
+    """Frequent words extraction: `size` coded words, the k-th most frequent 1 / k^2 as often as
+    the first, which is dots."""
+    share = 6 / math.pi**2  # of the first: the sum of 1 / k^2 over all k is pi^2 / 6
+    counts = [int(size * share / k**2) for k in range(1, size + 1)]
+    counts = [count for count in counts if count > 0]
+    counts += [1] * (size - sum(counts))  # the tail: words that come once
+    coded = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in counts[1:]]
+    words = [DOTS, *dict.fromkeys(coded)]  # a code drawn twice is one word
+    text = [word for word, count in zip(words, counts, strict=False) for _ in range(count)]
+    rng.shuffle(text)
+    return Sample(
+        head=f"Below is a text of coded words. Keep track of how often each comes; "
+        f"{DOTS} is not a word.\n",
+        body=" ".join(text),
+        question=f"\nQuestion: Which {NUM_FREQUENT} coded words come most often in the text? "
+        f"Answer: The {NUM_FREQUENT} coded words that come most often are",
+        answers=tuple(words[1 : 1 + NUM_FREQUENT]),
+    )
+
+
+TASKS = {
+    "niah_single": Task(niah_single, least=8),
+    "niah_multikey": Task(niah_multikey, least=8),
+    "vt": Task(vt, least=8),
+    "cwe": Task(cwe, least=80),
+    "fwe": Task(fwe, least=80),
+}
+
+
+def _niah(rng: random.Random, size: int, num_keys: int) -> Sample:
+    keys = _words(rng, num_keys)
+    values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_keys)]
+    needles = [f"The magic number of {k} is {v}." for k, v in zip(keys, values, strict=True)]
+    asked = rng.randrange(num_keys)
+    return Sample(
+        head="Magic numbers are hidden in the text below. Remember them.\n",
+        body=_hide(rng, needles, size),
+        question=f"\nQuestion: What is the magic number of {keys[asked]} in the text? "
+        f"Answer: The magic number of {keys[asked]} is",
+        answers=(values[asked],),
+    )
+
+
+def _hide(rng: random.Random, statements: Sequence[str], size: int) -> str:
+    """The statements, in order, at random places among `size` sentences of the haystack."""
+    places = sorted(rng.randint(0, size) for _ in statements)
+    text = [HAYSTACK[i % len(HAYSTACK)] for i in range(size)]
+    for place, statement in zip(reversed(places), reversed(statements), strict=True):
+        text.insert(place, statement)
+    return " ".join(text)
+
+
+def _words(rng: random.Random, count: int) -> list[str]:
+    """Distinct words such as brave-lantern, in random order."""
+    return rng.sample(_all_words(), count)
+
+
+def _all_words() -> list[str]:
+    return [f"{adjective}-{noun}" for noun in NOUNS.split() for adjective in ADJECTIVES.split()]

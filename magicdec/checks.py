@@ -1,0 +1,104 @@
+"""Checks of what a user can write that need more than one comparison. Imports nothing of ours and
+no torch.
+
+Every check raises ValueError, one line with the flag, the value and what is allowed. Shared by
+`config`, which checks a command line, and `request`, which checks what a program asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+
+class SamplingValues(Protocol):
+    """What `SamplingSection` and `SamplingParams` have in common."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def check_sampling(values: SamplingValues) -> None:
+    """Each value in its own range. NaN is in none."""
+    v, inf = values, math.inf
+    for flag, value, fits, allowed in (
+        ("--temperature", v.temperature, 0 <= v.temperature < inf, "0 (greedy) or larger"),
+        ("--top_k", v.top_k, v.top_k >= 0, "0 (off) or larger"),
+        ("--top_p", v.top_p, 0 < v.top_p <= 1, "larger than 0 and at most 1 (off)"),
+        ("--min_p", v.min_p, 0 <= v.min_p <= 1, "between 0 (off) and 1"),
+        (
+            "--repetition_penalty",
+            v.repetition_penalty,
+            0 < v.repetition_penalty < inf,
+            "larger than 0 (1: off) and finite",
+        ),
+        (
+            "--presence_penalty",
+            v.presence_penalty,
+            -2 <= v.presence_penalty <= 2,
+            "between -2 and 2 (0: off)",
+        ),
+        ("--sampling_seed", v.seed, 0 <= v.seed < 1 << 63, "at least 0 and less than 2^63"),
+    ):
+        if not fits:
+            raise ValueError(f"{flag} {value} is out of range; it must be {allowed}")
+
+
+def check_filters_act(values: SamplingValues) -> None:
+    """Greedy decoding ignores the filters, so they are refused beside it."""
+    for flag, value, off in (
+        ("--top_k", values.top_k, 0),
+        ("--top_p", values.top_p, 1),
+        ("--min_p", values.min_p, 0),
+    ):
+        if values.temperature == 0 and value != off:
+            raise ValueError(
+                f"{flag} {value} does nothing at --temperature 0 (greedy); "
+                "give a --temperature larger than 0"
+            )
+
+
+def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> None:
+    """Two spellings of the generated length agree, and there is something to generate."""
+    if gen_len is not None and max_len is not None and prefix_len + gen_len != max_len:
+        raise ValueError(
+            f"--max_len {max_len} is not --prefix_len {prefix_len} + "
+            f"--gen_len {gen_len}; give one of the two"
+        )
+    if max_len is not None and max_len - prefix_len < 1:
+        raise ValueError(
+            f"--max_len minus --prefix_len is {max_len - prefix_len}; it must be at least 1"
+        )
+    if gen_len is not None and gen_len < 1:
+        raise ValueError(f"--gen_len is {gen_len}; it must be at least 1")
+
+
+def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) -> None:
+    """The target group must be every launched rank, each once, in any order."""
+    if ranks is None:
+        return
+    shown = " ".join(map(str, ranks))
+    launched = f"the launched ranks: {' '.join(map(str, range(world_size)))}"
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"{flag} {shown} names a rank twice; name each of {launched}")
+    outside = [r for r in ranks if not 0 <= r < world_size]
+    if outside:
+        raise ValueError(
+            f"{flag} {shown} names rank {outside[0]}, which does not exist; choose from {launched}"
+        )
+    if len(ranks) != world_size:
+        raise ValueError(
+            f"{flag} {shown} leaves out some of {launched}; the target group must be all of them"
+        )

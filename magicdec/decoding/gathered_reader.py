@@ -1,0 +1,104 @@
+"""GatheredReader: a draft reads a small cache of its own, filled once with the entries that SnapKV
+chose, per KV head, from the model's full cache.
+
+Owns the copy and its upkeep. A token keeps the rotation of its place in the context; only its
+address is new. Source: SnapKV (Li et al. 2024), section 4; as a self-speculation draft: MagicDec
+(Chen et al. 2024), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.snapkv import SnapKV
+from magicdec.request import Batch, Request
+from magicdec.runner import ModelRunner
+
+
+class GatheredReader:
+    """`source` holds the whole context; `runner`, which drafts, what was chosen of it and the
+    tokens since."""
+
+    def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
+        self.source, self.policy = source, policy
+        self.runner = source
+        self.chosen_at = [0] * source.num_rows  # context length at the last choice
+        self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
+
+    @classmethod
+    def build(cls, runner: ModelRunner, policy: SnapKV) -> GatheredReader:
+        return cls(runner, policy)
+
+    @property
+    def _offsets(self) -> Tensor:
+        assert self.runner.offsets is not None, "a cache of its own has offsets"
+        return self.runner.offsets
+
+    def begin(self, batch: Batch) -> None:
+        room = self.source.max_tokens - min(r.num_cached for r in batch.requests)
+        kept = min(self.policy.budget, max(r.num_cached for r in batch.requests))
+        self.runner = self.source.with_cache(min(kept + room, self.source.max_tokens))
+        for request, row in zip(batch.requests, batch.rows, strict=True):
+            self.runner.cache.allocate(row, self.runner.max_tokens)
+            self._choose(request, row)
+
+    def refresh(self, batch: Batch) -> None:
+        every = self.policy.reselect_every
+        for request, row in zip(batch.requests, batch.rows, strict=True):
+            if every and request.num_cached >= self.chosen_at[row] + every:
+                self._choose(request, row)
+
+    def _choose(self, request: Request, row: int) -> None:
+        """Fill `row` anew from the source, which holds all of the request's settled tokens."""
+        source, cache = self.source, self.runner.cache
+        length = request.num_cached
+        tokens = [*request.prompt_ids, *request.output_ids][:length]
+        kept: list[Tensor] = []
+        index = torch.tensor([row], device=source.device)
+        everything = source.cache.slots(index, torch.arange(length, device=source.device)[None])
+
+        def select(layer: int, queries: Tensor) -> None:
+            keys, _ = source.cache.read(layer, everything)
+            kept.append(self.policy.select(queries[0], keys[0]))
+
+        source.replay(row, tokens[-self.policy.window_size :], select)
+        count = kept[0].shape[1]
+        target = cache.slots(index, torch.arange(count, device=source.device)[None])
+        for layer, positions in enumerate(kept):
+            slots = everything.gather(2, positions.unsqueeze(0))  # [1, G, count]
+            k, v = source.cache.read(layer, slots)
+            cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
+        cache.truncate([row], [0])
+        cache.advance([row], count)
+        self._offsets[row] = self.shifts[row] = length - count
+        self.chosen_at[row] = length
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        return [self.runner.cache.lengths[row] + self.shifts[row] for row in rows]
+
+    def forward(self, token_ids: Tensor, rows: Sequence[int], settled: Sequence[int]) -> Tensor:
+        return self.runner.forward(token_ids, rows)
+
+    def rewind(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        pairs = zip(rows, lengths, strict=True)
+        self.runner.truncate(rows, [length - self.shifts[row] for row, length in pairs])
+
+    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take over the source's own K and V of the tokens that were settled since."""
+        held = self.lengths(rows)
+        count = max(new - old for new, old in zip(lengths, held, strict=True))
+        index = torch.tensor(rows, device=self.source.device)
+        steps = torch.arange(count, device=self.source.device)
+        start = torch.tensor(held, device=self.source.device).unsqueeze(1)
+        local = start - self._offsets[index].unsqueeze(1)
+        # Rows that settled fewer copy past their end too: rejected drafts, forgotten right after.
+        self.runner.cache.copy_from(
+            self.source.cache,
+            self.source.cache.slots(index, start + steps),
+            self.runner.cache.slots(index, local + steps),
+        )
+        self.runner.cache.advance(rows, count)
+        self.rewind(rows, lengths)

@@ -1,0 +1,58 @@
+"""Reader: what a drafting model reads of its context, and where its own tokens go meanwhile.
+
+Owns the meeting of a draft forward with a KV policy. Must not know which tokens are drafted nor
+why. A policy names its reader: most are views of the model's own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from magicdec.config import DRAFT_READERS, KVSection, load_named
+from magicdec.kv.policy import make_policy
+from magicdec.request import Batch
+from magicdec.runner import ModelRunner
+
+
+class Reader(Protocol):
+    """Speaks in tokens of the context, wherever their K and V are kept."""
+
+    runner: ModelRunner
+
+    @classmethod
+    def build(cls, runner: ModelRunner, policy: Any) -> Reader: ...
+
+    def begin(self, batch: Batch) -> None:
+        """The prompts of `batch` stand in the runner's cache."""
+        ...
+
+    def refresh(self, batch: Batch) -> None:
+        """Tokens are about to be drafted for `batch`: time to choose anew."""
+        ...
+
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        """Tokens of context that the next forward builds on, a number a row."""
+        ...
+
+    def forward(self, token_ids: Tensor, rows: Sequence[int], settled: Sequence[int]) -> Tensor:
+        """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`; the policy chooses
+        among the first `settled` tokens of each, and all that follow are read."""
+        ...
+
+    def rewind(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget what `rows` hold past `lengths` tokens of context."""
+        ...
+
+    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """The target holds `lengths` settled tokens of `rows` after a verification."""
+        ...
+
+
+def make_reader(runner: ModelRunner, kv: KVSection) -> Reader:
+    """The reader of the policy that a run's KV section names."""
+    policy = make_policy(kv)
+    reader: Reader = load_named(DRAFT_READERS, policy.reader).build(runner, policy)
+    return reader

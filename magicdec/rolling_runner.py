@@ -1,0 +1,114 @@
+"""RollingRunner: a ModelRunner under StreamingLLM whose storage is bounded by the budget, however
+long the text.
+
+Owns eviction from the window and the positions of the sinks. Must not know what is decoded: it is
+called like any runner.
+
+Source: Xiao et al. 2023, section 3.2: positions are those within the cache, not those in the text.
+Rotary attention depends on the distance of query and key alone, so the window's keys keep the
+rotation of their positions in the text, and the few sinks are turned to stand directly before the
+window, each time from their original values: no error builds up. No query is ever further from a
+key than budget + new tokens, so a model trained on short texts follows a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.policy import RangePolicy
+from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.model.rope import apply_rope
+from magicdec.runner import ModelRunner, QueryWatch
+
+BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
+
+
+@dataclass
+class RollingRunner(ModelRunner):
+    """Rows of at most `max_tokens` positions, of which a row holds the sinks, the window before the
+    settled tokens' end, and at most `max_tail` tokens after it (a chunk of a prompt, drafts)."""
+
+    max_tail: int = 0
+    block_size: int = BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.policy, StreamingLLM) and self.max_tail > 0
+        self.num_sinks, self.budget = self.policy.num_sink_tokens, self.policy.budget
+        super().__post_init__()
+        self.settled = [0] * self.num_rows  # what each row was last rolled to
+        self.evicted = [0] * self.num_rows  # blocks before this one are gone, but for the sinks'
+        shape = self.cache.shape
+        size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
+        self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
+
+    def storage(self) -> tuple[int, int, int]:
+        """As `ModelRunner.storage`, for what a row holds at once: neither window nor sinks need to
+        begin or end with a block."""
+        blocks_per_row = -(-self.max_tokens // self.block_size)
+        window = self.budget - self.num_sinks + self.max_tail
+        held = self._sink_blocks() - (-window // self.block_size) + 1
+        return self.block_size, blocks_per_row, self.num_rows * min(held, blocks_per_row)
+
+    def allocate(self, row: int) -> None:
+        """Blocks are taken as the row grows."""
+        assert not self.cache.blocks[row], "the row was released"
+        self.settled[row], self.evicted[row] = 0, self._sink_blocks()
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: Sequence[int],
+        policy: RangePolicy | None = None,
+        committed: Sequence[int] | None = None,
+        last_only: bool = False,
+        watch_queries: QueryWatch | None = None,
+    ) -> Tensor:
+        """As `ModelRunner.forward`; the policy is the runner's own."""
+        assert policy is None or policy == self.policy, "what was evicted cannot be shown"
+        held = [self.cache.lengths[row] for row in rows]
+        settled = held if committed is None else committed
+        self._roll(rows, settled)
+        for row, length, start in zip(rows, held, settled, strict=True):
+            tail = length + token_ids.shape[1] - start
+            assert tail <= self.max_tail, "the tail is as long as was announced"
+            self.cache.allocate(row, start + tail)
+        return super().forward(token_ids, rows, self.policy, settled, last_only, watch_queries)
+
+    def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
+        """Let the window of each row end at its settled tokens: give back what fell out of it, move
+        the sinks up to it."""
+        moved = [(r, s) for r, s in zip(rows, settled, strict=True) if s != self.settled[r]]
+        turned = [(r, s) for r, s in moved if max(s, self.settled[r]) > self.budget]
+        if turned and self.num_sinks:
+            self._turn_sinks(turned)
+        for row, length in moved:
+            self.settled[row] = length
+            start = max(self.num_sinks, length - (self.budget - self.num_sinks))
+            last = start // self.block_size
+            gone = self.evicted[row]
+            assert last >= gone or gone == self._sink_blocks(), "the window is still there"
+            if last > gone:
+                self.cache.evict(row, gone, last)
+                self.evicted[row] = last
+
+    def _turn_sinks(self, rolled: Sequence[tuple[int, int]]) -> None:
+        """Rotate the sinks of each (row, settled tokens) to the positions before its window."""
+        rows = torch.tensor([row for row, _ in rolled], device=self.device)
+        places = torch.arange(self.num_sinks, device=self.device).expand(len(rolled), -1)
+        slots = self.cache.slots(rows, places)
+        # As long as a row fits the budget its sinks stand where they were written.
+        new = [i for i, (row, _) in enumerate(rolled) if self.settled[row] <= self.budget]
+        if new:
+            self.sinks[rows[new]] = self.cache.read_keys(slots[new])
+        by = torch.tensor([max(0, s - self.budget) for _, s in rolled], device=self.device)
+        original = self.sinks[rows]  # [B, layers, G, sinks, D]
+        flat = original.float().view(len(rolled), 1, -1, original.shape[-1])
+        turned = apply_rope(flat, self.model.rope[by].unsqueeze(1)).view_as(original)
+        self.cache.write_keys(slots, turned.to(original.dtype))
+
+    def _sink_blocks(self) -> int:
+        return -(-self.num_sinks // self.block_size)

@@ -1,0 +1,130 @@
+"""Sampled speculation through the whole engine: the emitted tokens have the target's distribution,
+shown on a toy vocabulary; greedy requests with penalties stay exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    decode,
+    decode_both,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+from scipy.stats import chisquare
+
+from magicdec.config import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding.sampling import make_params, probabilities, process
+from magicdec.decoding.strategy import Setup
+from magicdec.engine import Engine
+from magicdec.request import Request
+
+TOY = replace(TINY, vocab_size=6, bos_token_id=None, eos_token_ids=())
+PROMPT = (3, 1, 4, 1, 5, 5, 3, 0, 2, 4, 4, 1)
+SECTION = SamplingSection(temperature=1.7, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3)
+NUM_TOKENS = 3
+ROWS, ROUNDS = 500, 5
+
+
+def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]:
+    """Of the first NUM_TOKENS tokens, token by token from the target's own logits."""
+    runner = make_runner(tiny_transformer(TOY), 1, 64)
+    runner.cache.allocate(0, 64)
+    result = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, mass in result.items():
+            runner.truncate([0], [0])
+            logits = runner.forward(torch.tensor([[*PROMPT, *tokens]]), [0], last_only=True)
+            params = make_params(section, NUM_TOKENS, (), 0)
+            request = Request(0, PROMPT, params, list(tokens))
+            probs = probabilities(process(logits, [request]), [params])[0, 0]
+            longer |= {(*tokens, i): mass * p for i, p in enumerate(probs.tolist())}
+        result = longer
+    return result
+
+
+def emitted(
+    strategy: str, drafter: str, kv: KVSection, num_draft_tokens: int
+) -> Counter[tuple[int, ...]]:
+    counts: Counter[tuple[int, ...]] = Counter()
+    runner = make_runner(tiny_transformer(TOY), ROWS, 32)
+    setup = Setup(runner, DecodingSection(strategy, drafter, num_draft_tokens), kv)
+    for seed in range(ROUNDS):
+        engine = Engine(runner, 16)
+        section = replace(SECTION, seed=seed)
+        engine.prefill(make_requests([PROMPT] * ROWS, NUM_TOKENS, sampling=section))
+        finished = decode(engine, strategy, setup)
+        counts.update(tuple(r.output_ids) for r in finished)
+    return counts
+
+
+def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Of a chi-squared test; 0 where a token is impossible. Cells expected fewer than 8 times are
+    taken together."""
+    total = sum(counts.values())
+    if not set(counts) <= {k for k, p in expected.items() if p > 0}:
+        return 0.0
+    cells = [k for k, p in expected.items() if p * total >= 8]
+    found = [counts[k] for k in cells]
+    wanted = [expected[k] * total for k in cells]
+    rest = total - sum(wanted)
+    assert len(cells) > 15
+    return float(chisquare([*found, total - sum(found)], [*wanted, rest]).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kv", "num_draft_tokens"),
+    [
+        ("self", KVSection("full"), 2),
+        ("self", KVSection("streaming_llm", 3, 1), 1),
+        ("self", KVSection("streaming_llm", 3, 1), 5),
+        ("self", KVSection("snapkv", 4, window_size=2), 3),
+        ("ngram", KVSection("full"), 4),
+    ],
+    ids=str,
+)
+def test_the_distribution_is_the_targets(
+    drafter: str, kv: KVSection, num_draft_tokens: int
+) -> None:
+    counts = emitted("speculative", drafter, kv, num_draft_tokens)
+    assert p_value(counts, exact_distribution(SECTION)) > 0.001
+
+
+def test_the_baseline_samples_it_too_and_the_test_can_tell() -> None:
+    counts = emitted("autoregressive", "self", KVSection("full"), 1)
+    assert p_value(counts, exact_distribution(SECTION)) > 0.001
+    other = replace(SECTION, temperature=1.0)
+    assert p_value(counts, exact_distribution(other)) < 1e-6
+
+
+def test_a_request_samples_the_same_tokens_in_any_batch() -> None:
+    prompts = random_prompts([9, 20, 5], TINY.vocab_size)
+    section = SamplingSection(temperature=1.0, seed=3)
+    together = make_requests(prompts, 30, sampling=section)
+    runner = make_runner(tiny_transformer(), 3, 60)
+    _, sampled, _ = decode_both(runner, together, KVSection("streaming_llm", 8, 2), 3)
+    for request, tokens in zip(make_requests(prompts, 30, sampling=section), sampled, strict=True):
+        alone = make_runner(tiny_transformer(), 1, 60)
+        _, found, _ = decode_both(alone, [request], KVSection("streaming_llm", 8, 2), 3)
+        assert found == [tokens]
+
+
+@pytest.mark.parametrize(("repetition", "presence"), [*product([1.0, 1.3], [0.0, 2.0])])
+def test_greedy_with_penalties_is_exact(repetition: float, presence: float) -> None:
+    section = SamplingSection(repetition_penalty=repetition, presence_penalty=presence)
+    prompts = random_prompts([5, 40, 1], TINY.vocab_size)
+    runner = make_runner(tiny_transformer(), 3, 110)
+    requests = make_requests(prompts, 60, sampling=section)
+    baseline, ours, accepted = decode_both(runner, requests, KVSection("streaming_llm", 20, 4), 4)
+    assert ours == baseline and {a for step in accepted for a in step} != {0}
+    if (repetition, presence) != (1.0, 0.0):
+        plain, _, _ = decode_both(runner, make_requests(prompts, 60), KVSection("full"), 4)
+        assert baseline != plain

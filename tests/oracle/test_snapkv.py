@@ -1,0 +1,136 @@
+"""SnapKV's choice against the definition, written out head by head, and what the reader keeps of
+it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+from torch import Tensor
+
+from magicdec.attention.native import NativeBackend
+from magicdec.decoding.gathered_reader import GatheredReader
+from magicdec.engine import Engine
+from magicdec.kv.snapkv import SnapKV
+from magicdec.request import Batch
+
+
+def expected(queries: Tensor, keys: Tensor, policy: SnapKV) -> list[set[int]]:
+    """The kept positions of each KV head, by loops over heads, queries and positions."""
+    window, num_heads, size = queries.shape
+    groups, num_keys, _ = keys.shape
+    kept = []
+    for g in range(groups):
+        votes = torch.zeros(num_keys, dtype=torch.float64)
+        for h in range(g * num_heads // groups, (g + 1) * num_heads // groups):
+            for w in range(window):
+                seen = num_keys - window + w + 1
+                scores = keys[g, :seen].double() @ queries[w, h].double() / size**0.5
+                votes[:seen] += scores.softmax(0)
+        votes = votes[: num_keys - window]
+        padded = torch.cat([torch.zeros(2), votes, torch.zeros(2)])
+        near = torch.stack([padded[i : i + 5] for i in range(len(votes))])
+        pooled = near.mean(1) if policy.pooling == "avg" else near.amax(1)
+        best = pooled.topk(policy.budget - window).indices
+        kept.append(set(best.tolist()) | set(range(num_keys - window, num_keys)))
+    return kept
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
+@pytest.mark.parametrize(("window", "pooling"), [(1, "avg"), (13, "max"), (32, "avg")])
+def test_the_choice_is_the_definition(group: int, window: int, pooling: str) -> None:
+    generator = torch.Generator().manual_seed(group * 100 + window)
+    queries = 3 * torch.randn(window, 2 * group, 16, generator=generator)
+    keys = torch.randn(2, 117, 16, generator=generator)
+    policy = SnapKV(window + 21, window, pooling)
+    found = policy.select(queries, keys)
+    wanted = expected(queries, keys, policy)
+    assert found.shape == (2, window + 21) and bool((found.diff(dim=1) > 0).all())
+    if pooling == "avg":
+        assert [set(row.tolist()) for row in found] == wanted
+    else:  # a maximum is shared by its neighbours: which of equals is kept does not matter
+        sizes = [len(set(row.tolist()) & want) for row, want in zip(found, wanted, strict=True)]
+        assert min(sizes) >= window + 21 - 4
+
+
+def test_a_budget_that_holds_everything_keeps_everything() -> None:
+    keys = torch.randn(3, 30, 16)
+    assert SnapKV(30, 8).select(torch.randn(8, 6, 16), keys).tolist() == [list(range(30))] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
+    """After the choice and after verifications, the small cache holds exactly what the full one
+    holds of the chosen tokens and of all since; and choosing left the full one as it was."""
+    model = tiny_transformer(replace(TINY, num_layers=3), dtype=dtype)
+    runner = make_runner(model, 3, 100, NativeBackend())
+    engine = Engine(runner, 16)
+    requests = make_requests(random_prompts([70, 9, 41], TINY.vocab_size), 20)
+    engine.prefill(requests)
+    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    full = runner.cache.k.clone()
+    counted = runner.counts.num_forwards
+    reader = GatheredReader(runner, SnapKV(24, 8))
+    reader.begin(batch)
+    assert torch.equal(runner.cache.k, full) and runner.counts.num_forwards == counted
+    assert reader.lengths([0, 1, 2]) == [70, 9, 41]
+    assert reader.runner.cache.lengths == [24, 9, 24]
+    before = [small_keys(reader, row) for row in range(3)]
+    runner.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [0, 2])
+    runner.truncate([0, 2], [73, 42])  # two drafts accepted and none
+    reader.commit([0, 2], [73, 42])
+    assert reader.lengths([0, 1, 2]) == [73, 9, 42]
+    for row, added in ((0, 3), (2, 1)):
+        keys = small_keys(reader, row)
+        length = reader.lengths([row])[0]
+        positions = torch.arange(length - added, length).unsqueeze(0)
+        newest, _ = runner.cache.read(1, runner.cache.slots(torch.tensor([row]), positions))
+        assert torch.equal(keys[:, :-added], before[row]) and torch.equal(
+            keys[:, -added:], newest[0]
+        )
+
+
+def small_keys(reader: GatheredReader, row: int) -> Tensor:
+    """Layer 1's keys of a row of the small cache, [G, N, D]."""
+    cache = reader.runner.cache
+    positions = torch.arange(cache.lengths[row]).unsqueeze(0)
+    return cache.read(1, cache.slots(torch.tensor([row]), positions))[0][0]
+
+
+def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
+    """One draft step against attention written out over the chosen entries of every head."""
+    model = tiny_transformer()
+    runner = make_runner(model, 1, 100)
+    engine = Engine(runner, 64)
+    engine.prefill(make_requests(random_prompts([60], TINY.vocab_size), 20))
+    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    chosen: list[Tensor] = []
+
+    class Noted(SnapKV):
+        def select(self, queries: Tensor, keys: Tensor) -> Tensor:
+            chosen.append(super().select(queries, keys))
+            return chosen[-1]
+
+    reader = GatheredReader(runner, Noted(20, 8))
+    reader.begin(batch)
+    full = runner.cache
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slots = full.slots(torch.tensor([0]), torch.arange(60).unsqueeze(0))
+        kept_k, kept_v = full.read(layer, slots.gather(2, chosen[layer].unsqueeze(0)))
+        keys, values = (
+            torch.cat([kept_k, k.transpose(1, 2)], 2),
+            torch.cat([kept_v, v.transpose(1, 2)], 2),
+        )
+        group = TINY.num_heads // TINY.num_kv_heads
+        heads = q[0, 0].view(TINY.num_kv_heads, group, TINY.head_dim)
+        weights = (heads @ keys[0].mT / TINY.head_dim**0.5).softmax(-1)
+        return (weights @ values[0]).view(1, 1, TINY.num_heads, TINY.head_dim)
+
+    token = torch.tensor([[11]])
+    found = reader.forward(token, [0], [60])
+    reference = model(token, torch.tensor([[60]]), attend, lambda x: x)
+    torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
+    assert len({tuple(row.tolist()) for layer in chosen for row in layer}) > 1, "heads differ"

@@ -1,0 +1,249 @@
+"""Logits to tokens: penalties and filters against transformers', ties and single tokens, the
+inverse CDF, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from magicdec.bench.cli import parse
+from magicdec.config import RunConfig, SamplingSection
+from magicdec.decoding.sampling import make_params, probabilities, process, sample
+from magicdec.request import Request, SamplingParams
+
+VOCAB = 50
+BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+def random_logits(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def params(**values: float) -> SamplingParams:
+    return SamplingParams(9, **values)  # type: ignore[arg-type]
+
+
+def request(prompt: list[int], output: list[int], **values: float) -> Request:
+    return Request(0, tuple(prompt), params(**values), output)
+
+
+def penalised(logits: Tensor, request: Request, drafted: list[int]) -> Tensor:
+    """One position's logits [V], token by token."""
+    p, out = request.sampling, logits.clone().unsqueeze(0)
+    output = [*request.output_ids, *drafted]
+    history = torch.tensor([[*request.prompt_ids, *output]])
+    out = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(history, out)[0]
+    for token in set(output):
+        out[token] -= p.presence_penalty
+    return out
+
+
+REQUESTS = (
+    request([3, 3, 7, 9], [7, 11], repetition_penalty=1.7),
+    request([4], [], temperature=0.8, top_k=3),
+    request([5, 6], [6, 6, 1], presence_penalty=1.25, temperature=1.0),
+    request([8] * 20, [0], presence_penalty=-0.5, repetition_penalty=0.6),
+    request([2, 1], [], repetition_penalty=1.3, presence_penalty=2.0),
+)
+DRAFTS = torch.tensor([[9, 11, 20], [0, 1, 2], [30, 30, 5], [8, 0, 8], [49, 2, 49]])
+
+
+def test_penalties_know_each_position_s_history() -> None:
+    logits = random_logits(len(REQUESTS), 4, VOCAB)
+    before = logits.clone()
+    result = process(logits, REQUESTS, DRAFTS)
+    assert result.dtype == torch.float32 and torch.equal(logits, before), "a pure function"
+    for row, r in enumerate(REQUESTS):
+        for place in range(4):
+            expected = penalised(logits[row, place], r, DRAFTS[row, :place].tolist())
+            torch.testing.assert_close(result[row, place], expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(result[1], logits[1]), "no penalties"
+    assert not torch.equal(result[0, 0], result[0, 3])
+
+
+def test_penalties_while_drafting_equal_those_of_verification() -> None:
+    logits = random_logits(len(REQUESTS), 4, VOCAB)
+    chain = process(logits, REQUESTS, DRAFTS)
+    for place in range(4):
+        drafts = DRAFTS[:, :place] if place else None
+        assert torch.equal(
+            process(logits[:, place : place + 1], REQUESTS, drafts)[:, 0], chain[:, place]
+        )
+
+
+def test_without_penalties_nothing_is_done() -> None:
+    logits = random_logits(1, 4, VOCAB)
+    assert process(logits, REQUESTS[1:2], DRAFTS[1:2]) is logits
+    assert process(logits.bfloat16(), REQUESTS[1:2], DRAFTS[1:2]).dtype == torch.float32
+
+
+def warped(logits: Tensor, p: SamplingParams) -> Tensor:
+    """[N, V] by transformers, in the order of its `generate`."""
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(p.temperature)]
+    if p.top_k:
+        warpers.append(TopKLogitsWarper(p.top_k))
+    if p.top_p < 1:
+        warpers.append(TopPLogitsWarper(p.top_p))
+    if p.min_p:
+        warpers.append(MinPLogitsWarper(p.min_p))
+    scores = LogitsProcessorList(warpers)(torch.zeros(len(logits), 1).long(), logits.double())
+    return scores.softmax(dim=-1)
+
+
+FILTERS = [
+    params(temperature=1.0),
+    params(temperature=0.3),
+    params(temperature=2.5),
+    params(temperature=1.0, top_k=1),
+    params(temperature=0.7, top_k=7),
+    params(temperature=1.0, top_k=10_000),
+    params(temperature=1.3, top_p=0.9),
+    params(temperature=1.0, top_p=1e-9),
+    params(temperature=1.0, min_p=0.05),
+    params(temperature=1.0, min_p=1.0),
+    params(temperature=1.5, top_k=20, top_p=0.8, min_p=0.1),
+    params(temperature=0.9, top_k=5, top_p=0.5),
+    params(temperature=3.0, top_p=0.95, min_p=0.02),
+]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, VOCAB, 1009])
+def test_filters_equal_transformers(vocab_size: int) -> None:
+    logits = random_logits(len(FILTERS), 5, vocab_size, seed=vocab_size)
+    result = probabilities(logits, FILTERS)
+    assert result.dtype == torch.float64
+    for row, p in enumerate(FILTERS):
+        expected = warped(logits[row], p)
+        assert torch.equal(result[row] > 0, expected > 0), p
+        torch.testing.assert_close(result[row], expected, rtol=1e-12, atol=1e-15)
+        alone = probabilities(logits[row : row + 1], [p])
+        torch.testing.assert_close(result[row : row + 1], alone, rtol=1e-12, atol=1e-15)
+
+
+def test_every_filter_does_something() -> None:
+    logits = random_logits(1, 1, VOCAB) / 3
+    plain = probabilities(logits, [params(temperature=1.0)])
+    for values in ({"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}):
+        kept = (probabilities(logits, [params(temperature=1.0, **values)]) > 0).sum()
+        assert 1 < kept < (plain > 0).sum()
+
+
+def test_equal_tokens_stay_or_go_together() -> None:
+    logits = torch.tensor([[[1.0, 2.0, 2.0, 0.0, 2.0, 0.0]]])
+    for values in ({"top_k": 1}, {"top_k": 2}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 1.0}):
+        probs = probabilities(logits, [params(temperature=1.0, **values)])
+        expected = torch.tensor([0, 1, 1, 0, 1, 0]).double() / 3
+        torch.testing.assert_close(probs[0, 0], expected)
+    greedy = probabilities(logits, [params()])
+    assert greedy.tolist() == [[[0, 1, 0, 0, 0, 0]]], "the smallest id among equals"
+    flat = probabilities(torch.zeros(1, 1, 8), [params(temperature=2.0, top_k=2, top_p=0.5)])
+    torch.testing.assert_close(flat[0, 0], torch.full((8,), 1 / 8).double())
+
+
+def test_one_token_left_and_extreme_temperatures() -> None:
+    only = torch.full((1, 1, 5), -math.inf)
+    only[..., 3] = -7.0
+    logits = torch.tensor([[[100.0, -100.0, 99.0, 0.0, 1.0]]])
+    for p in FILTERS:
+        assert probabilities(only, [p]).tolist() == [[[0, 0, 0, 1, 0]]]
+        assert probabilities(logits, [p]).sum() == pytest.approx(1.0)
+    for temperature in (1e-9, 5e-324):
+        cold = probabilities(logits, [params(temperature=temperature)])
+        assert cold.tolist() == [[[1, 0, 0, 0, 0]]]
+    hot = probabilities(logits, [params(temperature=1e300)])
+    torch.testing.assert_close(hot[0, 0], torch.full((5,), 0.2).double())
+
+
+def test_greedy_rows_among_sampled_ones() -> None:
+    logits = random_logits(3, 2, VOCAB)
+    mixed = probabilities(logits, [params(), params(temperature=1.0), params(top_k=5)])
+    for row in (0, 2):
+        assert torch.equal(mixed[row].argmax(-1), logits[row].argmax(-1))
+        assert mixed[row].max(-1).values.tolist() == [1, 1] and mixed[row].sum() == 2
+    assert (mixed[1] > 0).all()
+
+
+def test_samples_follow_the_inverse_cdf() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0]).double()
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, BELOW_ONE]).double()
+    for scale in (1.0, 1e-300, 7.0):  # need not sum to 1
+        assert sample(probs.expand(6, 6) * scale, u).tolist() == [1, 1, 3, 3, 4, 4]
+    u = (torch.arange(1000).double() + 0.5) / 1000
+    counts = sample(probs.expand(1000, 6), u).bincount(minlength=6)
+    assert counts.tolist() == [0, 250, 0, 500, 250, 0]
+
+
+def test_an_impossible_token_is_never_sampled() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(4000, 97, generator=generator, dtype=torch.float64)
+    probs[torch.rand(4000, 97, generator=generator) < 0.9] = 0
+    probs[:, 5] += 1e-300
+    probs[2000:, 60:] = 0
+    probs /= probs.sum(-1, keepdim=True)
+    rows = torch.arange(4000)
+    for u in (0.0, 5e-324, 0.5, 1 - 2**-24, BELOW_ONE):
+        ids = sample(probs, torch.full((4000,), u).double())
+        assert (probs[rows, ids] > 0).all()
+    # Sums that fall short of u by rounding: the last possible token.
+    assert sample(torch.tensor([[0.5, 0.5, 0.0]]).double(), torch.tensor([1.0])).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--temperature -0.5", "--temperature -0.5 is out of range; it must be 0 (greedy) or"),
+        ("--temperature nan", "--temperature nan is out of range"),
+        ("--temperature inf", "--temperature inf is out of range"),
+        ("--top_k -1", "--top_k -1 is out of range; it must be 0 (off) or larger"),
+        ("--top_p 0", "--top_p 0.0 is out of range; it must be larger than 0 and at most 1 (off)"),
+        ("--top_p 1.01", "--top_p 1.01 is out of range"),
+        ("--min_p -0.1", "--min_p -0.1 is out of range; it must be between 0 (off) and 1"),
+        ("--min_p 1.5", "--min_p 1.5 is out of range"),
+        ("--repetition_penalty 0", "--repetition_penalty 0.0 is out of range; it must be larger"),
+        ("--repetition_penalty inf", "--repetition_penalty inf is out of range"),
+        ("--presence_penalty 2.1", "--presence_penalty 2.1 is out of range; it must be between -2"),
+        ("--presence_penalty nan", "--presence_penalty nan is out of range"),
+        ("--sampling_seed -1", "--sampling_seed -1 is out of range; it must be at least 0"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_in_one_line(flags: str, message: str) -> None:
+    section = parse(RunConfig(), flags.split(), "").sampling
+    for refused in (
+        lambda: RunConfig(sampling=section).check(1),
+        lambda: make_params(section, 9, (), 0) if section.seed >= 0 else params(seed=section.seed),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            refused()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--top_k 5", "--top_p 0.9", "--min_p 0.1"])
+def test_a_filter_of_greedy_decoding_is_refused(flag: str) -> None:
+    message = re.escape("does nothing at --temperature 0 (greedy); give a --temperature larger")
+    with pytest.raises(ValueError, match=message):
+        parse(RunConfig(), flag.split(), "").check(1)
+    parse(RunConfig(), [*flag.split(), "--temperature", "0.1"], "").check(1)
+
+
+def test_parameters_of_a_request() -> None:
+    section = SamplingSection(0.7, 5, 0.9, 0.1, 1.2, -1.0, seed=3)
+    made = [make_params(section, 9, (2,), request_id) for request_id in (0, 1, 0)]
+    assert made[0] == made[2] and made[0].seed != made[1].seed
+    assert made[0] == SamplingParams(9, (2,), 0.7, 5, 0.9, 0.1, 1.2, -1.0, made[0].seed)
+    assert params().is_greedy and params().is_plain and not params(temperature=0.1).is_greedy
+    assert params(repetition_penalty=1.1).is_greedy
+    for values in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"temperature": 1.0}):
+        assert not params(**values).is_plain
