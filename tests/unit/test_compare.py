@@ -257,6 +257,10 @@ def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str])
     assert "self-speculation, streaming_llm 257, gamma 4" in out
     assert "decode, tokens/s" in out and "1,234,567.8" in out and "1.50x" in out and "0.800" in out
     assert "verify" not in out, "a row without numbers is left out"
+    assert "answer score" not in out
+    scored = make()
+    scored["metrics"]["answer_score"] = 0.125
+    assert "answer score" in (out := printed(scored, capsys)) and "0.125" in out
     tie = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2})
     out = printed(tie, capsys)
     assert "equal up to 2 settled tie(s)" in out and "sequence 3, token 5 (margin 1e-05)" in out

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import TINY
 
+from magicdec.bench.answers import Answer, Continuation
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.metrics import PassSamples, prefill_metrics
 from magicdec.bench.prepare import Prepared
@@ -27,6 +28,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine
 from magicdec.model.checkpoint import ModelSource
+from magicdec.request import Request, SamplingParams
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
 PASSED = Correctness("autoregressive", True, 12, None, 0, 1e-4)
@@ -40,15 +42,29 @@ def sample_pass(num_accepted: list[list[list[int]]]) -> PassSamples:
     return PassSamples([[0.1, 0.2], [0.3]], num_accepted, [4, 3], [0.08, 0.1], 10**9, 10**8)
 
 
+def finished(name: str) -> list[Request]:
+    """Two prompts' outputs; the two passes differ in the last token, as after a tie."""
+    last = 9 if name == "speculative" else 8
+    outputs = [[5, 6], [7, last]]
+    return [Request(i, (1, 2), SamplingParams(2), ids) for i, ids in enumerate(outputs)]
+
+
+ANSWERS = (Continuation((5, 6)), Continuation((7, 8)))
+
+
 def run_record(
-    strategy: str, correctness: Correctness, is_random: bool = False, has_draft: bool = False
+    strategy: str,
+    correctness: Correctness,
+    is_random: bool = False,
+    answers: tuple[Answer, ...] | None = None,
+    has_draft: bool = False,
 ) -> RunRecord:
     """What a run of these samples would write, without the run."""
     launch = Launch(0, 1, 0, 1)
     drafter = None if strategy == "autoregressive" else "model" if has_draft else "self"
     decoding, draft = DecodingSection(strategy, drafter), DraftSection() if has_draft else None
     config = RunConfig(draft=draft, decoding=decoding).resolve(Machine(2))
-    workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee")
+    workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee", answers)
     weights = SimpleNamespace(shapes=dict, read=lambda piece: torch.ones(piece.full_shape))
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
     draft_source = source if has_draft else None
@@ -62,6 +78,7 @@ def run_record(
         prepared=prepared,
         config=config,
         passes=list(passes),
+        finished={name: finished(name) for name in passes},
         samples=samples,
         timers={name: SimpleNamespace(mean_ms=lambda phase: 1.0) for name in passes},
     )
@@ -86,6 +103,7 @@ RECORDS = {
     "alone": lambda: run_record("speculative", UNCOMPARED),
     "random": lambda: run_record("speculative", PASSED, is_random=True),
     "drafted": lambda: run_record("speculative", UNCOMPARED, has_draft=True),
+    "answered": lambda: run_record("speculative", PASSED, answers=ANSWERS),
     "failed": failed_record,
 }
 
@@ -146,7 +164,23 @@ def test_only_correct_runs_have_performance() -> None:
         record = make()
         is_correct = kind not in ("diverged", "failed")
         assert (record.metrics is not None) == is_correct, kind
-        assert (record.baseline_metrics is not None) == (kind in ("speculative", "tie", "random"))
+        assert (record.baseline_metrics is not None) == (
+            kind in ("speculative", "tie", "random", "answered")
+        )
+
+
+def test_each_pass_has_the_score_of_its_own_answers() -> None:
+    record = RECORDS["answered"]()
+    assert record.metrics is not None and record.baseline_metrics is not None
+    assert record.metrics["answer_score"] == 0.75
+    assert record.baseline_metrics["answer_score"] == 1.0
+    for strategy, is_random, answers in (
+        ("speculative", True, ANSWERS),
+        ("speculative", False, None),
+        ("autoregressive", True, ANSWERS),
+    ):
+        metrics = run_record(strategy, UNCOMPARED, is_random, answers).metrics
+        assert metrics is not None and metrics["answer_score"] is None
 
 
 def test_random_weights_have_times_but_no_acceptance() -> None:

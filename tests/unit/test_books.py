@@ -1,0 +1,139 @@
+"""Books: every file type, every bad file, the packaged text and the hub."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from magicdec.bench import books
+from magicdec.bench.books import read_books
+
+BOOKS = ("first book", "second book, é\n漢", "third")
+
+
+def write_lines(path: Path) -> None:
+    path.write_text("".join(json.dumps({"text": b, "url": "u"}) + "\n" for b in BOOKS))
+
+
+def write_parquet(path: Path) -> None:
+    table = pyarrow.table({"url": ["u"] * len(BOOKS), "text": [*BOOKS]})
+    pyarrow.parquet.write_table(table, path, row_group_size=1)
+
+
+def write_array(path: Path) -> None:
+    path.write_text("\n" + json.dumps([{"text": b} for b in BOOKS], indent=1))
+
+
+def write_marked(path: Path) -> None:
+    """Blank lines, a byte-order mark and text that is not escaped."""
+    lines = "\n\n".join(json.dumps({"text": b}, ensure_ascii=False) for b in BOOKS)
+    path.write_text(lines, encoding="utf-8-sig")
+
+
+@pytest.mark.parametrize("write", [write_lines, write_marked, write_array, write_parquet])
+def test_file_types(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    for name in ("b.parquet",) if write is write_parquet else ("b.jsonl", "b.json", "b.JSON"):
+        write(tmp_path / name)
+        for count in (1, 2, 3, 50):
+            assert tuple(read_books(str(tmp_path / name), count)) == BOOKS[:count]
+
+
+def test_txt_is_one_book(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("é\n\nx\n", encoding="utf-8-sig")
+    assert read_books(str(tmp_path / "b.txt"), 50) == ["é\n\nx\n"]
+
+
+def test_lines_after_the_last_book_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "b.jsonl"
+    write_lines(path)
+    path.write_text(path.read_text() + "not JSON\n")
+    assert read_books(str(path), 3) == [*BOOKS]
+    with pytest.raises(ValueError, match="line 4 is not JSON"):
+        read_books(str(path), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("b.jsonl", b"", ": is empty; it holds no books"),
+        ("b.json", b"[]", ": is empty; it holds no books"),
+        ("b.txt", b" \n", ": is empty; it holds no books"),
+        ("b.jsonl", b'{"text": "a"}\n\n{"text"\n', ": line 3 is not JSON (Expecting ':'"),
+        ("b.json", b'\n[{"text": "a"},\n]', ": line 3 is not JSON ("),
+        ("b.jsonl", b'{"text": "a"}\n{"body": "b"}', ", line 2: has no 'text' field"),
+        ("b.json", b'[{"text": "a"}, 7]', ", item 1: has no 'text' field"),
+        ("b.jsonl", b'{"text": null}', ", line 1: 'text' is NoneType, not a string"),
+        ("b.jsonl", b'{"text": "\\ud800"}', ", line 1: 'text' is not valid Unicode ("),
+        ("b.txt", b"caf\xe9", ": is not UTF-8 text ("),
+        ("b.parquet", b"", ": is not a parquet file ("),
+        ("b.parquet", b"PAR1 and no more", ": is not a parquet file ("),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(f"--dataset {tmp_path / name}{message}")) as e:
+        read_books(str(tmp_path / name), 50)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("values", [{"body": ["a"]}, {"text": [1]}, {"text": ["a", None]}])
+def test_bad_parquet_columns(tmp_path: Path, values: dict[str, list[Any]]) -> None:
+    path = tmp_path / "b.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(values), path)
+    with pytest.raises(ValueError, match=f"--dataset {path}.*'text'"):
+        read_books(str(path), 50)
+
+
+def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
+    paths = "or a path ending in .jsonl, .json, .parquet, .txt"
+    choices = f"choose from demo, pg19, recall, ruler:<task>, {paths}"
+    for name in ("pg20", "books.csv", ""):
+        with pytest.raises(
+            ValueError, match=re.escape(f"--dataset {name!r} is not known; {choices}")
+        ):
+            read_books(name, 50)
+    for suffix in books.FILE_READERS:
+        path = tmp_path / f"b{suffix}"
+        with pytest.raises(ValueError, match=f"--dataset {path}: cannot be read \\(No such file"):
+            read_books(str(path), 50)
+
+
+def test_demo_is_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books.resources, "files", lambda package: tmp_path)
+    with pytest.raises(ValueError, match=r"demo/text.jsonl.xz\): is missing from this install"):
+        read_books("demo", 50)
+    (tmp_path / "demo").mkdir()
+    packed = lzma.compress(json.dumps({"text": "x" * 45}).encode())
+    (tmp_path / books.DEMO_FILE).write_bytes(packed)
+    assert read_books("demo", 50) == ["x" * 45]
+    (tmp_path / books.DEMO_FILE).write_bytes(packed[:-9])
+    with pytest.raises(ValueError, match="is not a whole xz file"):
+        read_books("demo", 50)
+
+
+def test_pg19_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load(repository: str, split: str, streaming: bool) -> SimpleNamespace:
+        assert (repository, split, streaming) == ("emozilla/pg19", "test", True)
+        return SimpleNamespace(take=lambda count: [{"text": b} for b in BOOKS[:count]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_books("pg19", 2) == [*BOOKS[:2]]
+
+    def offline(*args: Any, **options: Any) -> None:
+        raise ConnectionError("Couldn't reach 'emozilla/pg19' on the Hub\nsecond line")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ValueError, match=r"ConnectionError: Couldn't .* give the path of a") as e:
+        read_books("pg19", 2)
+    assert "\n" not in str(e.value)
