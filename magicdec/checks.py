@@ -102,3 +102,46 @@ def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) 
         raise ValueError(
             f"{flag} {shown} leaves out some of {launched}; the target group must be all of them"
         )
+
+
+MOST_WATCHED = 31  # new tokens of a forward whose attention every backend can add up
+
+
+class BudgetValues(Protocol):
+    """What the checks ask of a `KVSection`."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def num_sink_tokens(self) -> int: ...
+    @property
+    def window_size(self) -> int: ...
+    @property
+    def num_recent_tokens(self) -> int: ...
+
+
+def check_budget(kv: BudgetValues, num_draft_tokens: int) -> None:
+    """The budget must hold what always stays visible, and a verification must be one that can be
+    watched. A budget of -1 is the whole cache."""
+    policy = "full" if kv.budget == -1 else kv.policy
+    if policy in ("streaming_llm", "verified") and kv.budget <= kv.num_sink_tokens:
+        raise ValueError(
+            f"--streamingllm_budget {kv.budget} must be larger than "
+            f"--num_sink_tokens {kv.num_sink_tokens}"
+        )
+    if policy == "snapkv" and kv.budget <= kv.window_size:
+        raise ValueError(
+            f"--draft_budget {kv.budget} must be larger than --window_size {kv.window_size}"
+        )
+    if policy == "verified" and kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
+        raise ValueError(
+            f"--recent_window {kv.num_recent_tokens} does not fit --draft_budget {kv.budget} "
+            f"beside --num_sink_tokens {kv.num_sink_tokens}"
+        )
+    if policy == "verified" and num_draft_tokens >= MOST_WATCHED:
+        raise ValueError(
+            f"--gamma {num_draft_tokens} is too large for --kv_policy verified; "
+            f"it must be at most {MOST_WATCHED - 1}"
+        )

@@ -12,7 +12,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from magicdec.checks import check_filters_act, check_lengths, check_rank_group, check_sampling
+from magicdec.checks import (
+    check_budget,
+    check_filters_act,
+    check_lengths,
+    check_rank_group,
+    check_sampling,
+)
 from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
 from magicdec.options import option
@@ -28,10 +34,12 @@ KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
     "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
     "snapkv": "magicdec.kv.snapkv:SnapKV",
+    "verified": "magicdec.kv.verified:VerifiedKV",
 }
 DRAFT_READERS = {
     "view": "magicdec.decoding.view_reader:ViewReader",
     "gathered": "magicdec.decoding.gathered_reader:GatheredReader",
+    "heaviest": "magicdec.decoding.heaviest_reader:HeaviestReader",
 }
 STRATEGIES = {
     "autoregressive": "magicdec.decoding.autoregressive:Autoregressive",
@@ -114,7 +122,7 @@ class KVSection:
         "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
-        16, "first tokens that stay visible (StreamingLLM)", "--num_sink_tokens"
+        16, "first tokens that stay visible (streaming_llm, verified)", "--num_sink_tokens"
     )
     window_size: int = option(
         32, "newest prompt tokens that are observed and kept (SnapKV)", "--window_size"
@@ -125,6 +133,25 @@ class KVSection:
     reselect_every: int = option(
         0, "choose anew after so many tokens; 0: once after prefill (SnapKV)", "--reselect_every"
     )
+    recent_window: int | None = option(
+        None,
+        "newest tokens that stay visible (verified); default: a quarter of the budget past the "
+        "sinks",
+        "--recent_window",
+    )
+
+    @property
+    def num_recent_tokens(self) -> int:
+        """The recent window, asked for or not."""
+        if self.recent_window is not None:
+            return self.recent_window
+        return max(1, (self.budget - self.num_sink_tokens) // 4)
+
+    def resolve(self) -> KVSection:
+        """A budget of -1 is the original suite's spelling of the full cache."""
+        policy = "full" if self.budget == -1 else self.policy
+        window = self.num_recent_tokens if policy == "verified" else self.recent_window
+        return dataclasses.replace(self, policy=policy, recent_window=window)
 
 
 @dataclass(frozen=True)
@@ -242,26 +269,18 @@ class RunConfig:
             ("--num_sink_tokens", kv.num_sink_tokens, 0),
             ("--window_size", kv.window_size, 1),
             ("--reselect_every", kv.reselect_every, 0),
+            ("--recent_window", kv.num_recent_tokens, 1),
             ("--threads", 1 if self.parallel.threads is None else self.parallel.threads, 1),
         ):
             if value < least:
                 raise ValueError(f"{flag} {value} is too small; it must be at least {least}")
         check_lengths(w.prefix_len, w.gen_len, w.max_len)
-        policy = "full" if kv.budget == -1 else kv.policy
-        if policy == "streaming_llm" and kv.budget <= kv.num_sink_tokens:
-            raise ValueError(
-                f"--streamingllm_budget {kv.budget} must be larger than "
-                f"--num_sink_tokens {kv.num_sink_tokens}"
-            )
         if self.decoding.strategy == "autoregressive" and self.decoding.drafter is not None:
             raise ValueError(
                 f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
                 "that flag is for selfspec and longspec"
             )
-        if policy == "snapkv" and kv.budget <= kv.window_size:
-            raise ValueError(
-                f"--draft_budget {kv.budget} must be larger than --window_size {kv.window_size}"
-            )
+        check_budget(kv, self.decoding.num_draft_tokens)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
         check_sampling(self.sampling)
         check_filters_act(self.sampling)
@@ -278,6 +297,11 @@ class RunConfig:
             raise ValueError(
                 f"--drafter {drafter}: the draft --model would do nothing; "
                 "choose model, or run selfspec"
+            )
+        if self.kv.policy == "verified" and self.kv.budget != -1:
+            raise ValueError(
+                "--kv_policy verified: a standalone draft is never verified itself; "
+                "choose from full, streaming_llm, snapkv"
             )
         if self.kv.reselect_every:
             raise ValueError(
@@ -312,8 +336,7 @@ class RunConfig:
         return replace(
             self,
             draft=draft,
-            # The original suite's spelling of "no budget".
-            kv=replace(self.kv, policy="full") if self.kv.budget == -1 else self.kv,
+            kv=self.kv.resolve(),
             model=replace(
                 self.model,
                 dtype=dtype,

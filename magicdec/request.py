@@ -3,6 +3,7 @@ but the checks, and no torch."""
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -72,9 +73,10 @@ class Request:
         return self.output_ids[-1]
 
     @cached_property
-    def distinct_prompt_ids(self) -> tuple[int, ...]:
-        """The prompt's tokens, each once. Penalties ask for them every step."""
-        return tuple(sorted(set(self.prompt_ids)))
+    def distinct_prompt_ids(self) -> array[int]:
+        """The prompt's tokens, each once, as int64. Penalties ask for them every step, and a tensor
+        takes an array as it is."""
+        return array("q", sorted(set(self.prompt_ids)))
 
     @property
     def num_cached(self) -> int:

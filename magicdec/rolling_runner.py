@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.kv.policy import RangePolicy
+from magicdec.kv.policy import Visible
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.rope import apply_rope
-from magicdec.runner import ModelRunner, QueryWatch
+from magicdec.runner import ModelRunner, QueryWatch, Watch
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
 
@@ -62,9 +62,10 @@ class RollingRunner(ModelRunner):
         self,
         token_ids: Tensor,
         rows: Sequence[int],
-        policy: RangePolicy | None = None,
+        policy: Visible | None = None,
         committed: Sequence[int] | None = None,
         last_only: bool = False,
+        watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
     ) -> Tensor:
         """As `ModelRunner.forward`; the policy is the runner's own."""
@@ -76,7 +77,9 @@ class RollingRunner(ModelRunner):
             tail = length + token_ids.shape[1] - start
             assert tail <= self.max_tail, "the tail is as long as was announced"
             self.cache.allocate(row, start + tail)
-        return super().forward(token_ids, rows, self.policy, settled, last_only, watch_queries)
+        return super().forward(
+            token_ids, rows, self.policy, settled, last_only, watch, watch_queries
+        )
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
         """Let the window of each row end at its settled tokens: give back what fell out of it, move

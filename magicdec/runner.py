@@ -20,10 +20,14 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
-from magicdec.kv.policy import RangePolicy, make_view
+from magicdec.kv.policy import RangePolicy, Visible, make_view
 from magicdec.model.transformer import Transformer
 
 FULL = FullKV()
+
+Watch = Callable[[int, Tensor], None]
+"""Told of each layer of a forward where its attention went: (layer, mass [B, G, blocks]), as
+`AttentionBackend.run_with_mass` gives it."""
 
 
 @dataclass
@@ -109,9 +113,10 @@ class ModelRunner:
         self,
         token_ids: Tensor,
         rows: Sequence[int],
-        policy: RangePolicy | None = None,
+        policy: Visible | None = None,
         committed: Sequence[int] | None = None,
         last_only: bool = False,
+        watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
     ) -> Tensor:
         """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V] ([B, 1, V] with
@@ -125,10 +130,14 @@ class ModelRunner:
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            local = layer - self.model.layers.start
+            index = layer - self.model.layers.start
             if watch_queries is not None:
-                watch_queries(local, q)
-            return self.backend.run(local, q, k, v, view)
+                watch_queries(index, q)
+            if watch is None:
+                return self.backend.run(index, q, k, v, view)
+            out, mass = self.backend.run_with_mass(index, q, k, v, view)
+            watch(index, mass)
+            return out
 
         positions = view.query_positions()
         if self.offsets is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from magicdec.bench.ceilings import gemm_flops
 from magicdec.bench.timing import read_bandwidth
 from magicdec.distributed.groups import Group
 
@@ -63,14 +64,3 @@ def describe_machine() -> dict[str, Any]:
         "float32_flops": gemm_flops(torch.float32),
         "bfloat16_flops": gemm_flops(torch.bfloat16),
     }
-
-
-def gemm_flops(dtype: torch.dtype, size: int = 1024) -> float:
-    """Floating-point operations a second of a square matrix product: the best of several."""
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    best = float("inf")
-    for _ in range(8):
-        started = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from magicdec.kv.policy import KVView
+from magicdec.kv.policy import MASS_BLOCK, KVView
 
 
 class AttentionBackend(Protocol):
@@ -33,9 +33,33 @@ class AttentionBackend(Protocol):
         q.k / sqrt(D)."""
         ...
 
+    def run_with_mass(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, to the bit, and where the attention went: float32 [B, G, num_mass_blocks], the
+        softmax probability of a block's keys summed over the new tokens and the query heads of a
+        KV head. Raises ValueError for what the backend cannot serve."""
+        ...
+
 
 def visible_mask(view: KVView, key_positions: Tensor) -> Tensor:
-    """Which of the keys [B, N] (position, or -1 for padding) each new token sees: bool [B, T,
-    N]."""
-    keys = key_positions.unsqueeze(1)
-    return (keys >= 0) & (keys <= view.query_positions().unsqueeze(2))
+    """Which of the keys [B, G or 1, N] (position, or -1 for padding) each new token sees: bool [B,
+    G or 1, T, N]."""
+    keys = key_positions.unsqueeze(2)
+    return (keys >= 0) & (keys <= view.query_positions()[:, None, :, None])
+
+
+def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tensor:
+    """Probabilities of keys [B, G, N], float32, at positions [B, G or 1, N], added up by block:
+    [B, G, num_blocks]."""
+    blocks = (key_positions.clamp(min=0) // MASS_BLOCK).expand_as(weights)  # padding weighs 0
+    return weights.new_zeros(*weights.shape[:2], num_blocks).scatter_add_(2, blocks, weights)
+
+
+def check_mass(backend: str, num_new: int, limit: int) -> None:
+    """Refuse to sum up the attention of `limit` new tokens or more."""
+    if num_new >= limit:
+        raise ValueError(
+            f"--attention {backend} tells where the attention of at most {limit - 1} new tokens "
+            f"goes, not of {num_new}; choose a smaller --gamma, or --attention sdpa"
+        )

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from magicdec.attention.backend import check_mass, sum_blocks
 from magicdec.kv.policy import KVView
 
 FUSED_FROM = 32  # new tokens from which the fused kernel is used: it never writes the scores out
@@ -29,9 +30,10 @@ class Run:
     last: int
     block: int
     num_keys: int
+    positions: Tensor  # of the keys, [rows, G or 1, num_keys], -1 for padding
     slots: Tensor | None
     num_unmasked: int  # leading keys that every new token of every row sees
-    mask: Tensor | None  # bool [rows, T, num_keys - num_unmasked]; None where all see all
+    mask: Tensor | None  # bool [rows, G or 1, T, num_keys - num_unmasked]; None: all see all
 
 
 class GroupedBackend:
@@ -40,7 +42,7 @@ class GroupedBackend:
 
     def __init__(self) -> None:
         self._new: Tensor | None = None
-        self._runs: list[Run] = []
+        self._runs: list[Run] | None = None  # None where every layer reads keys of its own
 
     def block_size(self, max_tokens: int) -> int:
         return max_tokens
@@ -48,13 +50,38 @@ class GroupedBackend:
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_positions())
         in_place = view.is_full and all(len(view.cache.blocks[row]) == 1 for row in view.rows)
-        self._runs = list(_dense_runs(view)) if in_place else [_gathered_run(view)]
+        self._runs = None
+        if in_place:
+            self._runs = list(_dense_runs(view))
+        elif not view.per_head:
+            self._runs = [_gathered_run(0, view)]
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
+        outputs = [
+            _fused(layer, q[r.first : r.last], r, view)
+            if q.shape[1] >= FUSED_FROM
+            else _attend(layer, q[r.first : r.last], r, view)[0]
+            for r in self._write(layer, k, v, view)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def run_with_mass(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        """From the weights that attention computes; the fused kernel never has them."""
+        check_mass("grouped", q.shape[1], FUSED_FROM)
+        outputs, masses = [], []
+        for r in self._write(layer, k, v, view):
+            out, weights = _attend(layer, q[r.first : r.last], r, view)
+            outputs.append(out)
+            masses.append(sum_blocks(weights.sum(dim=2), r.positions, view.num_mass_blocks))
+        return torch.cat(outputs), torch.cat(masses)
+
+    def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[Run]:
+        """Append k and v; what the layer then reads."""
         assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
-        outputs = [_attend(layer, q[r.first : r.last], r, view) for r in self._runs]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return [_gathered_run(layer, view)] if self._runs is None else self._runs
 
 
 def _dense_runs(view: KVView) -> Iterator[Run]:
@@ -65,20 +92,21 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
         if i == len(blocks) or blocks[i][0] != blocks[i - 1][0] + 1:
             lengths = view.lengths[first:i]
             num_keys = max(lengths) + view.num_new
-            positions = torch.arange(num_keys, device=view.seq_lens.device).expand(i - first, -1)
+            positions = torch.arange(num_keys, device=view.seq_lens.device)
+            positions = positions.expand(i - first, 1, -1)
             unmasked, mask = _tail_mask(view, first, i, positions, min(lengths), max(lengths))
-            yield Run(first, i, blocks[first][0], num_keys, None, unmasked, mask)
+            yield Run(first, i, blocks[first][0], num_keys, positions, None, unmasked, mask)
             first = i
 
 
-def _gathered_run(view: KVView) -> Run:
+def _gathered_run(layer: int, view: KVView) -> Run:
     """The visible keys of all rows, to be copied together; shorter rows are padded and the padding
     masked."""
-    keys = view.key_positions()  # [B, N]
+    keys = view.key_positions(layer)  # [B, G or 1, N]
     least, most = min(view.num_visible), max(view.num_visible)
     unmasked, mask = _tail_mask(view, 0, len(view.rows), keys, least, most)
     slots = view.cache.slots(view.row_index, keys.clamp(min=0))
-    return Run(0, len(view.rows), 0, keys.shape[1], slots, unmasked, mask)
+    return Run(0, len(view.rows), 0, keys.shape[2], keys, slots, unmasked, mask)
 
 
 def _tail_mask(
@@ -87,22 +115,25 @@ def _tail_mask(
     """Only the last columns can be hidden from some token: those past the shortest row's old
     tokens."""
     if view.num_new == 1 and least == most:
-        return keys.shape[1], None
-    tail = keys[:, least:].unsqueeze(1)
-    queries = view.query_positions()[first:last].unsqueeze(2)
+        return keys.shape[2], None
+    tail = keys[..., least:].unsqueeze(2)
+    queries = view.query_positions()[first:last, None, :, None]
     return least, (tail >= 0) & (tail <= queries)
 
 
-def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
-    """q [rows, T, H, D] -> [rows, T, H, D] over the keys of one run."""
+def _keys(layer: int, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
+    """K and V of one run, [rows, G, num_keys, D] each."""
     cache = view.cache
-    if run.slots is None:
-        place = slice(run.block, run.block + run.last - run.first)
-        k, v = cache.k[layer, place, :, : run.num_keys], cache.v[layer, place, :, : run.num_keys]
-    else:
-        k, v = cache.read(layer, run.slots)
-    if q.shape[1] >= FUSED_FROM:
-        return _fused(q, k, v, run)
+    if run.slots is not None:
+        return cache.read(layer, run.slots)
+    place = slice(run.block, run.block + run.last - run.first)
+    return cache.k[layer, place, :, : run.num_keys], cache.v[layer, place, :, : run.num_keys]
+
+
+def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
+    """q [rows, T, H, D] -> [rows, T, H, D] over the keys of one run, and the weights, float32
+    [rows, G, H/G * T, num_keys]."""
+    k, v = _keys(layer, run, view)
     rows, num_new, num_heads, size = q.shape
     groups = k.shape[1]
     packed = (q * size**-0.5).view(rows, num_new, groups, -1, size).permute(0, 2, 3, 1, 4)
@@ -110,18 +141,20 @@ def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
     scores = torch.matmul(packed, k.transpose(-1, -2))
     if run.mask is not None:
         tail = scores.view(rows, groups, -1, num_new, run.num_keys)[..., run.num_unmasked :]
-        tail.masked_fill_(~run.mask[:, None, None], float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    out = torch.matmul(weights, v).view(rows, groups, -1, num_new, size)
-    return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads, size)
+        tail.masked_fill_(~run.mask[:, :, None], float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    out = torch.matmul(weights.to(v.dtype), v).view(rows, groups, -1, num_new, size)
+    return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads, size), weights
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
+def _fused(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
     """torch's scaled_dot_product_attention with the mask widened to all keys."""
+    k, v = _keys(layer, run, view)
     mask = None
     if run.mask is not None:
-        mask = torch.ones(*run.mask.shape[:2], run.num_keys, dtype=torch.bool, device=q.device)
+        mask = torch.ones(*run.mask.shape[:3], run.num_keys, dtype=torch.bool, device=q.device)
         mask[..., run.num_unmasked :] = run.mask
-        mask = mask.unsqueeze(1)
+        if mask.shape[1] > 1:
+            mask = mask.repeat_interleave(q.shape[2] // k.shape[1], dim=1)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)

@@ -3,7 +3,8 @@
 // One pass over the visible keys of each (row, KV head): the query heads that share the KV head and the new
 // tokens of the row are packed into M queries, so K and V are read once for all of them. Work is cut into pieces of
 // the sequence, spread over threads, and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32
-// or bfloat16, arithmetic float32. This file plans and merges; native_portable.h holds the arithmetic for every CPU,
+// or bfloat16, arithmetic float32. Asked for, the same pass adds up where the attention went, by blocks of keys; it
+// changes no bit of the output. This file plans and merges; native_portable.h holds the arithmetic for every CPU,
 // native_bf16.h that of bfloat16 where the CPU has dot products for it, which serves long chunks (prefill) as well.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
@@ -23,6 +24,7 @@
 namespace {
 
 constexpr int TILE = 64;            // keys scored together: their K and V stay in the first-level cache
+constexpr int BLOCK = 16;           // keys whose attention is added up (MASS_BLOCK of policy.py); divides TILE
 constexpr int MAX_QUERIES = 64;     // packed queries of one task
 constexpr int64_t LONG_CHUNK = 32;  // new tokens from which a chunk is prefill (PREFILL_FROM of native.py)
 constexpr int64_t SHARE = 512;      // keys of one task, where a row is cut into pieces
@@ -65,6 +67,32 @@ struct Segment { int64_t row, first, count, slot; };  // keys first.. of a row, 
 // Queries first_query.. of one row and KV head over some of the row's segments.
 struct Task { int64_t row, head, first_query, num_queries, segment_begin, segment_end, piece; };
 
+// Where one task's attention goes: for each query the sums of weights of `width` (segment, block) pairs, in order and
+// relative to the query's running maximum. `data` is null where nobody asks.
+struct Mass {
+    float* data;
+    int64_t width;
+    float* of(int64_t query) const { return data + query * width; }
+    void clear(int64_t num_queries) const {
+        if (data) std::fill(data, data + num_queries * width, 0.0f);
+    }
+    // The maximum of a query has risen, and the first `count` sums are relative to the one before.
+    void rescale(int64_t query, int64_t count, float scale) const {
+        if (scale != 1.0f)
+            for (int64_t i = 0; i < count; ++i) of(query)[i] *= scale;
+    }
+    // Weights of adjacent keys, the first of them `offset` keys into its block, to the sums from `at` on.
+    void add(int64_t query, int64_t at, int64_t offset, const float* weights, int64_t count) const {
+        for (int64_t j = 0, end; j < count; j = end, ++at) {
+            end = std::min(count, (offset + j) / BLOCK * BLOCK + BLOCK - offset);
+            float sum = 0;
+            for (int64_t i = j; i < end; ++i) sum += weights[i];
+            of(query)[at] += sum;
+        }
+    }
+};
+inline int64_t blocks_touched(int64_t first, int64_t count) { return (first + count - 1) / BLOCK - first / BLOCK + 1; }
+
 struct Problem {
     int64_t B, T, H, G, D, block_size;
     const int64_t* seq_lens;
@@ -83,12 +111,13 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 struct Strides { int64_t row, token; };
 
 // Tokens of one forward, cut into what is adjacent in the pool, and those into pieces of about equal work.
-struct Piece { int64_t row, segment_begin, segment_end; };
+struct Piece { int64_t segment_begin, segment_end, num_keys, num_blocks, mass; };  // mass: where its sums begin
 struct Plan {
     std::vector<Segment> segments;
-    std::vector<Piece> pieces;
+    std::vector<Piece> pieces;        // of one row and head follow each other
+    std::vector<int64_t> first_piece;  // of each row and head, and the end
     std::vector<Task> tasks;
-    int64_t query_block;
+    int64_t query_block, mass_size;
 };
 
 struct Table {
@@ -99,7 +128,40 @@ struct Table {
     }
 };
 
-void make_plan(const Problem& p, const Table& table, const int64_t* ranges, int64_t num_ranges, Plan& plan) {
+struct Ranges {
+    const int64_t* data;  // [B, heads, count, 2]
+    int64_t count, heads;
+    const int64_t* of(int64_t b, int64_t g) const { return data + (b * heads + (heads > 1 ? g : 0)) * count * 2; }
+};
+
+// Segments and pieces of one row and head.
+void add_pieces(const Problem& p, const Table& table, const int64_t* range, int64_t num_ranges, int64_t b, bool cut,
+                Plan& plan) {
+    bool fresh = true;
+    for (int64_t r = 0; r < num_ranges;) {
+        int64_t at = range[2 * r], stop = range[2 * r + 1];
+        for (++r; r < num_ranges && (range[2 * r] == stop || at == stop); ++r) {  // adjacent, or none so far
+            if (at == stop) at = range[2 * r];
+            stop = range[2 * r + 1];
+        }
+        while (at < stop) {
+            // Scattered ranges seldom meet a multiple of SHARE: those are cut by their number of keys.
+            if (fresh || (cut && (at % SHARE == 0 || plan.pieces.back().num_keys >= SHARE)))
+                plan.pieces.push_back({int64_t(plan.segments.size()), 0, 0, 0, 0});
+            fresh = false;
+            const int64_t count = std::min({stop - at, p.block_size - at % p.block_size,
+                                            cut ? SHARE - at % SHARE : stop - at});
+            plan.segments.push_back({b, at, count, table.slot(p, b, at)});
+            Piece& piece = plan.pieces.back();
+            piece.segment_end = int64_t(plan.segments.size());
+            piece.num_keys += count;
+            piece.num_blocks += blocks_touched(at, count);
+            at += count;
+        }
+    }
+}
+
+void make_plan(const Problem& p, const Table& table, const Ranges& ranges, Plan& plan) {
     const int64_t M = p.num_queries(), threads = omp_get_max_threads();
     plan.query_block = M <= MAX_QUERIES ? M : MAX_QUERIES / 2;
     const int64_t blocks = (M + plan.query_block - 1) / plan.query_block;
@@ -109,56 +171,76 @@ void make_plan(const Problem& p, const Table& table, const int64_t* ranges, int6
     const bool cut = p.T < LONG_CHUNK || p.B * p.G * blocks < 4 * threads;
     plan.segments.clear();
     plan.pieces.clear();
+    plan.first_piece.clear();
     plan.tasks.clear();
-    for (int64_t b = 0; b < p.B; ++b) {
-        const int64_t* range = ranges + b * num_ranges * 2;
-        for (int64_t r = 0; r < num_ranges;) {
-            int64_t at = range[2 * r], stop = range[2 * r + 1];
-            for (++r; r < num_ranges && (range[2 * r] == stop || at == stop); ++r) {  // adjacent, or none so far
-                if (at == stop) at = range[2 * r];
-                stop = range[2 * r + 1];
-            }
-            while (at < stop) {
-                if (plan.pieces.empty() || plan.pieces.back().row != b || (cut && at % SHARE == 0))
-                    plan.pieces.push_back({b, int64_t(plan.segments.size()), 0});
-                const int64_t count = std::min({stop - at, p.block_size - at % p.block_size,
-                                                cut ? SHARE - at % SHARE : stop - at});
-                plan.segments.push_back({b, at, count, table.slot(p, b, at)});
-                plan.pieces.back().segment_end = int64_t(plan.segments.size());
-                at += count;
-            }
-        }
-    }
+    plan.mass_size = 0;
     // Pieces of one head follow each other: a thread that takes several reads memory front to back, and what it asked
     // for past the end of one is the beginning of the next.
-    for (int64_t first = 0, last; first < int64_t(plan.pieces.size()); first = last) {
-        for (last = first; last < int64_t(plan.pieces.size()) && plan.pieces[last].row == plan.pieces[first].row;) ++last;
-        for (int64_t g = 0; g < p.G; ++g)
-            for (int64_t i = first; i < last; ++i)
+    for (int64_t b = 0; b < p.B; ++b)
+        for (int64_t g = 0; g < p.G; ++g) {
+            const int64_t begin = int64_t(plan.pieces.size());
+            if (g == 0 || ranges.heads > 1) {
+                add_pieces(p, table, ranges.of(b, g), ranges.count, b, cut, plan);
+            } else {  // the pieces of the head before, over the same segments
+                for (int64_t i = plan.first_piece.back(); i < begin; ++i) plan.pieces.push_back(Piece(plan.pieces[i]));
+            }
+            plan.first_piece.push_back(begin);
+            for (int64_t i = begin; i < int64_t(plan.pieces.size()); ++i) {
+                Piece& piece = plan.pieces[i];
+                piece.mass = plan.mass_size;
+                plan.mass_size += M * piece.num_blocks;
                 for (int64_t m = 0; m < M; m += plan.query_block)
-                    plan.tasks.push_back({plan.pieces[i].row, g, m, std::min(plan.query_block, M - m),
-                                          plan.pieces[i].segment_begin, plan.pieces[i].segment_end, i});
-    }
+                    plan.tasks.push_back({b, g, m, std::min(plan.query_block, M - m), piece.segment_begin,
+                                          piece.segment_end, i});
+            }
+        }
+    plan.first_piece.push_back(int64_t(plan.pieces.size()));
 }
 
 std::atomic<int64_t> keys_read{0};
 
+// Sums of one row and head, relative to the maxima of its pieces, to probabilities: added up over the queries (into the
+// first one's sums), then over the segments that share a block.
+inline void merge_mass(const Problem& p, const Plan& plan, int64_t b, int64_t g, const float* results, int64_t width,
+                       float* sums, const float* lse, float* out, int64_t num_blocks) {
+    const int64_t M = p.num_queries(), rep = p.group();
+    std::fill(out, out + num_blocks, 0.0f);
+    for (int64_t i = plan.first_piece[b * p.G + g]; i < plan.first_piece[b * p.G + g + 1]; ++i) {
+        const Piece& piece = plan.pieces[i];
+        float* added = sums + piece.mass;
+        for (int64_t m = 0; m < M; ++m) {
+            const float total = lse[(b * p.T + m / rep) * p.H + g * rep + m % rep];
+            const float weight = exp_negative(results[i * width + m] - total);
+            for (int64_t e = 0; e < piece.num_blocks; ++e) {
+                const float part = weight * added[m * piece.num_blocks + e];
+                added[e] = m ? added[e] + part : part;
+            }
+        }
+        for (int64_t s = piece.segment_begin; s < piece.segment_end; ++s) {
+            const Segment& segment = plan.segments[s];
+            const int64_t first = segment.first / BLOCK, count = blocks_touched(segment.first, segment.count);
+            for (int64_t e = 0; e < count; ++e) out[first + e] += *added++;
+        }
+    }
+}
+
 template <typename Kernel, typename S>
 void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, const S* v_new, Strides vs, S* k_pool,
-         S* v_pool, const Table& table, const int64_t* ranges, int64_t num_ranges, S* out, float* lse) {
+         S* v_pool, const Table& table, const Ranges& ranges, S* out, float* lse, float* mass, int64_t num_blocks) {
     constexpr int D = HEAD_SIZE;
     using Query = typename Kernel::Query;
     const int64_t M = p.num_queries(), rep = p.group(), size = p.block_size;
     static thread_local Plan plan;
-    static thread_local std::vector<float> results;
+    static thread_local std::vector<float> results, sums;
     static thread_local std::vector<Query> queries;
-    make_plan(p, table, ranges, num_ranges, plan);
+    make_plan(p, table, ranges, plan);
     constexpr int64_t query_size = Kernel::QUERY_SIZE;
     const int64_t width = M * (D + 2);
     queries.resize(p.B * p.G * M * query_size);
-    results.resize(plan.pieces.size() * p.G * width);
+    results.resize(plan.pieces.size() * width);
+    if (mass) sums.resize(plan.mass_size);
     Query* query_data = queries.data();  // not the thread-local names: each thread of a region has its own
-    float* result_data = results.data();
+    float *result_data = results.data(), *sum_data = sums.data();
     const Plan& planned = plan;
 #pragma omp parallel
     {
@@ -179,27 +261,25 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
 #pragma omp for schedule(dynamic, taken)
         for (int64_t i = 0; i < int64_t(planned.tasks.size()); ++i) {
             const Task& task = planned.tasks[i];
-            float* result = result_data + (task.piece * p.G + task.head) * width;
+            float* result = result_data + task.piece * width;
+            const Piece& piece = planned.pieces[task.piece];
+            const Mass to{mass ? sum_data + piece.mass + task.first_query * piece.num_blocks : nullptr, piece.num_blocks};
             keys_read += Kernel::attend(p, task, planned.segments.data(), k_pool, v_pool,
                            query_data + ((task.row * p.G + task.head) * M + task.first_query) * query_size, scratch,
                            result + task.first_query, result + M + task.first_query,
-                           result + 2 * M + task.first_query * D);
+                           result + 2 * M + task.first_query * D, to);
         }
 #pragma omp for collapse(2) schedule(static)
         for (int64_t b = 0; b < p.B; ++b)  // merge the pieces of each row
-            for (int64_t t = 0; t < p.T; ++t) {
-                const auto& pieces = planned.pieces;
-                int64_t first = 0;
-                while (pieces[first].row < b) ++first;
-                int64_t last = first;
-                while (last < int64_t(pieces.size()) && pieces[last].row == b) ++last;
+            for (int64_t t = 0; t < p.T; ++t)
                 for (int64_t h = 0; h < p.H; ++h) {
                     const int64_t g = h / rep, m = t * rep + h % rep;
+                    const int64_t first = planned.first_piece[b * p.G + g], last = planned.first_piece[b * p.G + g + 1];
                     float top = HIDDEN, total = 0, merged[D] = {};
                     for (int64_t i = first; i < last; ++i)
-                        top = std::max(top, result_data[(i * p.G + g) * width + m]);
+                        top = std::max(top, result_data[i * width + m]);
                     for (int64_t i = first; i < last; ++i) {
-                        const float* result = result_data + (i * p.G + g) * width;
+                        const float* result = result_data + i * width;
                         const float weight = exp_negative(result[m] - top);
                         total += weight * result[M + m];
                         for (int d = 0; d < D; ++d) merged[d] += weight * result[2 * M + m * D + d];
@@ -208,7 +288,13 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
                     for (int d = 0; d < D; ++d) store(to + d, merged[d] / total);
                     lse[(b * p.T + t) * p.H + h] = top + std::log(total);
                 }
-            }
+        if (mass) {
+#pragma omp for collapse(2) schedule(static)
+            for (int64_t b = 0; b < p.B; ++b)
+                for (int64_t g = 0; g < p.G; ++g)
+                    merge_mass(p, planned, b, g, result_data, width, sum_data, lse, mass + (b * p.G + g) * num_blocks,
+                               num_blocks);
+        }
     }
 }
 
@@ -227,20 +313,22 @@ extern "C" int magicdec_has_bfloat16_path() {
 extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
 // Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and attends; out [B,T,H,D], lse [B,T,H] float32.
-// `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new.
-// `ranges` [B, num_ranges, 2] holds the visible keys, new ones included. `portable` asks for the path of every CPU.
+// `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
+// range_heads and num_blocks. `ranges` [B, range_heads, num_ranges, 2] holds the visible keys, new ones included;
+// range_heads is G, or 1 where all see the same. `mass` [B, G, num_blocks] float32 takes the probability of each block
+// of keys summed over the queries, or is null. `portable` asks for the path of every CPU.
 // Compiled for one head size, HEAD_SIZE (a second's work); returns 0, or 1 if D is another.
 extern "C" int magicdec_attention(int is_bfloat16, int portable, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
-                                  const int64_t* ranges, void* out, float* lse) {
+                                  const int64_t* ranges, void* out, float* lse, float* mass) {
     const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens};
     if (p.D != HEAD_SIZE) return 1;
     auto call = [&](auto kernel, auto storage) {
         using S = decltype(storage);
         run<decltype(kernel)>(p, (const S*)q, {shape[8], shape[9]}, (const S*)k_new, {shape[10], shape[11]},
                               (const S*)v_new, {shape[12], shape[13]}, (S*)k_pool, (S*)v_pool,
-                              {table, rows, shape[6]}, ranges, shape[7], (S*)out, lse);
+                              {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, (S*)out, lse, mass, shape[15]);
         return 0;
     };
     if (!is_bfloat16) return call(Portable<float>{}, float{});

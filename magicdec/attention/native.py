@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.backend import AttentionBackend, check_mass
 from magicdec.build import load_library, share_openmp
 from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.kv.policy import KVView
@@ -42,7 +42,6 @@ class NativeBackend:
         """`portable` keeps to the arithmetic that every CPU has, for tests and comparisons."""
         self._portable = portable
         self._prefill: AttentionBackend = load_named(ATTENTION_BACKENDS, "grouped")()
-        self._ranges: Tensor | None = None
 
     def block_size(self, max_tokens: int) -> int:
         return self._prefill.block_size(max_tokens)
@@ -50,9 +49,6 @@ class NativeBackend:
     def plan(self, view: KVView) -> None:
         if self._delegates(view):
             self._prefill.plan(view)
-            return
-        tail = torch.stack([view.committed, view.seq_lens + view.num_new], dim=1).unsqueeze(1)
-        self._ranges = torch.cat([view.ranges, tail], dim=1).contiguous()
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
         if self._delegates(view):
@@ -63,16 +59,28 @@ class NativeBackend:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """As `run`, and the log of each softmax's denominator, float32 [B,T,H]."""
-        assert self._ranges is not None, "plan before run"
         cache = view.cache
         # Dispatch costs as much as the kernel on a short context, so only tracing goes through it.
         compiling = torch.compiler.is_compiling()
         call = torch.ops.magicdec.native_attention if compiling else attention
         out: tuple[Tensor, Tensor] = call(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
-            view.seq_lens, self._ranges, self._portable,
+            view.seq_lens, view.layer_ranges(layer), self._portable,
         )  # fmt: skip
         return out
+
+    def run_with_mass(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        """A by-product of the same pass. Does not trace."""
+        check_mass("native", q.shape[1], PREFILL_FROM)
+        mass = torch.empty(q.shape[0], k.shape[2], view.num_mass_blocks)
+        cache = view.cache
+        out, _ = attention(
+            q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
+            view.seq_lens, view.layer_ranges(layer), self._portable, mass,
+        )  # fmt: skip
+        return out, mass
 
     def _delegates(self, view: KVView) -> bool:
         if view.num_new < PREFILL_FROM:
@@ -102,9 +110,11 @@ def has_bfloat16_path() -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
     block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, portable: bool,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Append k, v [B,T,G,D] to one layer's pools [blocks, G, block_size, D] and attend: output
-    [B,T,H,D] and log-sum-exp of the scores, float32 [B,T,H]."""
+    [B,T,H,D] and log-sum-exp of the scores, float32 [B,T,H]. `ranges` [B, G or 1, R, 2] holds the
+    visible keys; `mass`, float32 [B, G, blocks], is filled with the probability of each block."""
     if q.dtype not in STORAGE:
         raise ValueError(f"--attention native stores float32 or bfloat16, not {q.dtype}")
     for tensor in (q, k, v):
@@ -112,9 +122,11 @@ def attention(
     num_rows, num_new, num_heads, size = q.shape
     out = torch.empty(num_rows, num_new, num_heads, size, dtype=q.dtype)
     lse = torch.empty(num_rows, num_new, num_heads, dtype=torch.float32)
-    shape = (ctypes.c_int64 * 14)(
+    assert ranges.is_contiguous(), "the library goes by shape"
+    shape = (ctypes.c_int64 * 16)(
         num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
-        ranges.shape[1], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        ranges.shape[2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        ranges.shape[1], 0 if mass is None else mass.shape[2],
     )  # fmt: skip
     inputs = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse)
     failed = kernel(size).magicdec_attention(
@@ -122,6 +134,7 @@ def attention(
         int(portable),
         shape,
         *(ctypes.c_void_p(t.data_ptr()) for t in inputs),
+        ctypes.c_void_p(None if mass is None else mass.data_ptr()),
     )
     assert not failed, "compiled for this head size"
     return out, lse

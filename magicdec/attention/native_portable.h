@@ -85,9 +85,10 @@ void accumulate(const float* p, const S* v, int64_t count, float* acc) {
 // One piece for one KV head: running maximum, sum and weighted values of M queries. Returns how many keys it read.
 template <int D, typename S>
 int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
-                  const float* q, float* scores, float* maximum, float* total, float* acc) {
+                  const float* q, float* scores, float* maximum, float* total, float* acc, const Mass& mass) {
     const int64_t M = task.num_queries, rep = p.group();
-    int64_t read = 0;
+    int64_t read = 0, met = 0;  // keys, and blocks of them for `mass`
+    mass.clear(M);
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * D, 0.0f);
@@ -112,6 +113,10 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
                 for (int64_t j = 0; j < seen; ++j) s[j] = exp_negative(s[j] - top);
                 for (int64_t j = 0; j < seen; ++j) added += s[j];
                 for (int64_t j = seen; j < count; ++j) s[j] = 0.0f;
+                if (mass.data) {
+                    mass.rescale(m, met, scale);
+                    mass.add(m, met, (segment.first + at) % BLOCK, s, seen);
+                }
                 total[m] = total[m] * scale + added;
                 maximum[m] = top;
             }
@@ -119,6 +124,7 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
             for (; m + 4 <= M; m += 4) accumulate<D, 4>(scores + m * TILE, v, count, acc + m * D);
             for (; m + 2 <= M; m += 2) accumulate<D, 2>(scores + m * TILE, v, count, acc + m * D);
             for (; m < M; ++m) accumulate<D, 1>(scores + m * TILE, v, count, acc + m * D);
+            met += blocks_touched(segment.first + at, count);
         }
     }
     return read;
@@ -136,7 +142,7 @@ struct Portable {
         for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]) * scale;
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
-                       const Query* q, Scratch& scratch, float* maximum, float* total, float* acc) {
-        return attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc);
+                       const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
+        return attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc, mass);
     }
 };

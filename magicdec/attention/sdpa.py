@@ -3,10 +3,11 @@ Plain, and the others' test."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.attention.backend import visible_mask
+from magicdec.attention.backend import sum_blocks, visible_mask
 from magicdec.kv.policy import KVView
 
 
@@ -17,23 +18,44 @@ class SDPABackend:
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
         self._new: Tensor | None = None
-        self._slots: Tensor | None = None
-        self._mask: Tensor | None = None
+        self._chosen: tuple[Tensor, Tensor, Tensor] | None = None
 
     def block_size(self, max_tokens: int) -> int:
         return self._block_size
 
     def plan(self, view: KVView) -> None:
-        keys = view.key_positions()  # [B, N]
         self._new = view.cache.slots(view.row_index, view.query_positions())
-        self._slots = view.cache.slots(view.row_index, keys.clamp(min=0))
-        self._mask = visible_mask(view, keys).unsqueeze(1)  # [B, 1, T, N]
+        self._chosen = None if view.per_head else _choose(0, view)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        assert self._new is not None and self._slots is not None, "plan before run"
+        assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
-        keys, values = view.cache.read(layer, self._slots)
+        _, slots, mask = self._chosen or _choose(layer, view)
+        keys, values = view.cache.read(layer, slots)
+        if mask.shape[1] > 1:
+            mask = mask.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=self._mask, enable_gqa=True
+            q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
         )
         return out.transpose(1, 2)
+
+    def run_with_mass(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        """The softmax a second time, written out, in float32."""
+        out = self.run(layer, q, k, v, view)
+        positions, slots, mask = self._chosen or _choose(layer, view)
+        keys = view.cache.read(layer, slots)[0].float()  # [B, G, N, D]
+        rows, num_new, _, size = q.shape
+        packed = q.float().view(rows, num_new, keys.shape[1], -1, size).permute(0, 2, 3, 1, 4)
+        scores = packed @ keys.unsqueeze(2).transpose(-1, -2) * size**-0.5  # [B, G, H/G, T, N]
+        scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
+        weights = torch.softmax(scores, dim=-1).sum(dim=(2, 3))
+        return out, sum_blocks(weights, positions, view.num_mass_blocks)
+
+
+def _choose(layer: int, view: KVView) -> tuple[Tensor, Tensor, Tensor]:
+    """What a layer reads: positions [B, G or 1, N], slots [B, G, N] and mask [B, G or 1, T, N]."""
+    positions = view.key_positions(layer)
+    slots = view.cache.slots(view.row_index, positions.clamp(min=0))
+    return positions, slots, visible_mask(view, positions)

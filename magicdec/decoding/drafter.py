@@ -13,7 +13,7 @@ from magicdec.decoding.randomness import Purpose, uniforms_ahead
 from magicdec.decoding.sampling import probabilities, sample
 from magicdec.decoding.strategy import Setup, choose, whole_logits
 from magicdec.request import Batch, Request
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, Watch
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Proposal:
 
 
 class Drafter(Protocol):
+    @property
+    def watch(self) -> Watch | None:
+        """Told where the attention of each verification went; None where that is no concern."""
+        ...
+
     @classmethod
     def build(cls, setup: Setup) -> Drafter: ...
 

@@ -22,6 +22,8 @@ class GatheredReader:
     """`source` holds the whole context; `runner`, which drafts, what was chosen of it and the
     tokens since."""
 
+    watch = None
+
     def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
         self.source, self.policy = source, policy
         self.runner = source

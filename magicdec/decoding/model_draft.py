@@ -23,6 +23,8 @@ from magicdec.runner import ModelRunner
 class ModelDrafter:
     """On ranks without the draft `propose` only receives; the rest does nothing there."""
 
+    watch = None
+
     def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection) -> None:
         self.target, self.draft = target, draft
         self.vocab_size = target.model.config.vocab_size

@@ -52,6 +52,8 @@ class Lookup:
 
 
 class NgramDrafter:
+    watch = None
+
     def __init__(self, device: torch.device, max_ngram: int = MAX_NGRAM) -> None:
         self.device, self.max_ngram = device, max_ngram
         self.lookups: dict[int, Lookup] = {}

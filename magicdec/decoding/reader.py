@@ -14,13 +14,18 @@ from torch import Tensor
 from magicdec.config import DRAFT_READERS, KVSection, load_named
 from magicdec.kv.policy import make_policy
 from magicdec.request import Batch
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, Watch
 
 
 class Reader(Protocol):
     """Speaks in tokens of the context, wherever their K and V are kept."""
 
     runner: ModelRunner
+
+    @property
+    def watch(self) -> Watch | None:
+        """Told where the attention of each verification went; None where that is no concern."""
+        ...
 
     @classmethod
     def build(cls, runner: ModelRunner, policy: Any) -> Reader: ...

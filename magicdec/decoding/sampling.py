@@ -167,8 +167,8 @@ def _per_row(values: Sequence[float], like: Tensor) -> Tensor:
 def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
     """Which tokens occur in each row: bool [R, V]."""
     seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
-    rows = [row for row, ids in enumerate(token_ids) for _ in ids]
-    seen[rows, [i for ids in token_ids for i in ids]] = True
+    for row, ids in enumerate(token_ids):
+        seen[row, torch.asarray(ids, dtype=torch.long, device=device)] = True
     return seen
 
 
@@ -177,6 +177,9 @@ def _drafted(drafts: Tensor, num_positions: int, vocab_size: int) -> Tensor:
     positions: bool [R, T, V]."""
     num_rows, num_drafts = drafts.shape
     assert num_positions <= num_drafts + 1
-    at = torch.zeros(num_rows, num_drafts + 1, vocab_size, dtype=torch.int32, device=drafts.device)
-    at[:, 1:].scatter_(2, drafts.unsqueeze(2), 1)
-    return at.cumsum(dim=1)[:, -num_positions:] > 0
+    shape = (num_rows, num_drafts + 1, vocab_size)
+    before = torch.zeros(shape, dtype=torch.bool, device=drafts.device)
+    before[:, 1:].scatter_(2, drafts.unsqueeze(2), True)
+    for place in range(1, num_drafts + 1):
+        before[:, place] |= before[:, place - 1]
+    return before[:, -num_positions:]

@@ -16,6 +16,7 @@ from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.strategy import Setup, newest_tokens
 from magicdec.request import Batch
+from magicdec.runner import Watch
 
 
 class SelfDrafter:
@@ -25,6 +26,10 @@ class SelfDrafter:
     @classmethod
     def build(cls, setup: Setup) -> SelfDrafter:
         return cls(make_reader(setup.runner, setup.kv))
+
+    @property
+    def watch(self) -> Watch | None:
+        return self.reader.watch
 
     def begin(self, batch: Batch) -> None:
         self.reader.begin(batch)

@@ -53,7 +53,8 @@ class Speculative:
         with self.phase("draft"):
             proposal = self.drafter.propose(batch, self.num_draft_tokens)
         with self.phase("verify"):
-            logits = runner.forward(torch.cat([last, proposal.ids], dim=1), rows)
+            tokens = torch.cat([last, proposal.ids], dim=1)
+            logits = runner.forward(tokens, rows, watch=self.drafter.watch)
             count, tokens = self._judge(batch, proposal, logits)
             verdict = torch.cat([count.unsqueeze(1), tokens], dim=1).tolist()
         accepted = [row[0] for row in verdict]

@@ -14,6 +14,8 @@ from magicdec.runner import ModelRunner
 class ViewReader:
     """For policies whose choice is arithmetic on lengths (full, StreamingLLM)."""
 
+    watch = None
+
     def __init__(self, runner: ModelRunner, policy: RangePolicy) -> None:
         self.runner, self.policy = runner, policy
 

@@ -113,11 +113,14 @@ class KVCache:
         self.seq_lens[list(rows)] += num_tokens
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots of token positions [B, N] of `rows` [B]: int64 [B, G, N]."""
+        """Slots of token positions [B, N], or [B, G or 1, N] by KV head, of `rows` [B]: int64 [B,
+        G, N]."""
+        if positions.ndim == 2:
+            positions = positions.unsqueeze(1)
         size, heads = self.shape.block_size, self.shape.num_kv_heads
-        blocks = self.block_table[rows.unsqueeze(1), positions // size]  # [B, N]
+        blocks = self.block_table[rows.view(-1, 1, 1), positions // size]  # [B, G or 1, N]
         head = torch.arange(heads, device=positions.device).view(1, heads, 1)
-        return (blocks.unsqueeze(1) * heads + head) * size + (positions % size).unsqueeze(1)
+        return (blocks * heads + head) * size + positions % size
 
     def read_keys(self, slots: Tensor) -> Tensor:
         """Copies of all layers' K at `slots` [B, G, N]: [B, layers, G, N, D]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,6 +18,23 @@ from torch import Tensor
 
 from magicdec.config import KV_POLICIES, KVSection, load_named
 from magicdec.kv.cache import KVCache
+
+MASS_BLOCK = 16  # keys, from a multiple of it on, whose attention probability is summed up
+
+
+class Visible(Protocol):
+    """Which committed tokens a forward reads: a policy, or the choice one has made."""
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        """Visible token ranges (start, stop) of rows with `committed` [B] tokens, disjoint and
+        ascending, some perhaps empty: [B, R, 2], or [L, B, G, R, 2] where each layer and KV head
+        has its own, as many tokens in each."""
+        ...
+
+    def num_visible(self, committed: int) -> int:
+        """Committed tokens a row of that length reads: the sum of its ranges, computed on the
+        host."""
+        ...
 
 
 class KVPolicy(Protocol):
@@ -29,18 +47,8 @@ class KVPolicy(Protocol):
     def build(cls, kv: KVSection) -> KVPolicy: ...
 
 
-class RangePolicy(KVPolicy, Protocol):
+class RangePolicy(KVPolicy, Visible, Protocol):
     """A policy whose choice is arithmetic on lengths."""
-
-    def ranges(self, committed: Tensor) -> Tensor:
-        """Visible token ranges [B, R, 2] (start, stop) of rows with `committed` [B] tokens;
-        disjoint and ascending."""
-        ...
-
-    def num_visible(self, committed: int) -> int:
-        """Committed tokens a row of that length reads: the sum of its ranges, computed on the
-        host."""
-        ...
 
 
 def make_policy(kv: KVSection) -> KVPolicy:
@@ -63,7 +71,7 @@ class KVView:
     row_index: Tensor  # [B]
     seq_lens: Tensor  # [B]
     committed: Tensor  # [B]
-    ranges: Tensor  # [B, R, 2]
+    ranges: Tensor  # [B, R, 2] or [L, B, G, R, 2]
     lengths: tuple[int, ...]  # seq_lens on the host
     num_visible: tuple[int, ...]  # policy tokens plus tail before this forward, on the host
     num_new: int
@@ -73,32 +81,53 @@ class KVView:
         """Every cached token is visible in every row."""
         return self.num_visible == self.lengths
 
+    @property
+    def per_head(self) -> bool:
+        """Each layer and KV head has ranges of its own."""
+        return self.ranges.ndim == 5
+
+    @property
+    def num_mass_blocks(self) -> int:
+        """Blocks of MASS_BLOCK positions that hold all keys of the longest row, new ones
+        included."""
+        return -(-(max(self.lengths) + self.num_new) // MASS_BLOCK)
+
+    @cached_property
+    def _visible(self) -> Tensor:
+        """All ranges with the tail as the last: [L or 1, B, G or 1, R+1, 2]."""
+        ranges = self.ranges if self.per_head else self.ranges[None, :, None]
+        tail = torch.stack([self.committed, self.seq_lens + self.num_new], dim=1)
+        tail = tail[None, :, None, None].expand(len(ranges), -1, ranges.shape[2], 1, 2)
+        return torch.cat([ranges, tail], dim=3)
+
+    def layer_ranges(self, layer: int) -> Tensor:
+        """What a layer sees, tail and new tokens included: [B, G, R+1, 2], or [B, 1, R+1, 2] where
+        the heads see the same."""
+        return self._visible[layer if self.per_head else 0]
+
     def query_positions(self) -> Tensor:
         """Positions of the new tokens, [B, T]."""
         return self.seq_lens.unsqueeze(1) + torch.arange(self.num_new, device=self.seq_lens.device)
 
-    def key_positions(self) -> Tensor:
-        """Positions of all visible keys, new tokens included, ascending: [B, N], padded with -1 to
-        the longest row."""
+    def key_positions(self, layer: int = 0) -> Tensor:
+        """Positions of all visible keys, new tokens included, ascending: [B, G, N], or [B, 1, N]
+        where the heads see the same; padded with -1 to the longest row."""
         size = max(self.num_visible) + self.num_new
-        tail = torch.stack([self.committed, self.seq_lens + self.num_new], dim=1).unsqueeze(1)
-        ranges = torch.cat([self.ranges, tail], dim=1)  # [B, R+1, 2]
-        stops = (ranges[..., 1] - ranges[..., 0]).cumsum(
-            1
-        )  # [B, R+1] where each range ends among the keys
-        index = torch.arange(size, device=stops.device).expand(len(self.rows), size).contiguous()
+        ranges = self.layer_ranges(layer)
+        stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
+        index = torch.arange(size, device=stops.device).expand(*stops.shape[:2], size).contiguous()
         which = torch.searchsorted(stops, index, right=True)  # the range that key i falls in
-        inside = which < ranges.shape[1]
-        which = which.clamp(max=ranges.shape[1] - 1)
-        before = torch.cat([torch.zeros_like(stops[:, :1]), stops[:, :-1]], dim=1)
-        position = ranges[..., 0].gather(1, which) + index - before.gather(1, which)
+        inside = which < ranges.shape[2]
+        which = which.clamp(max=ranges.shape[2] - 1)
+        before = torch.cat([torch.zeros_like(stops[..., :1]), stops[..., :-1]], dim=2)
+        position = ranges[..., 0].gather(2, which) + index - before.gather(2, which)
         return torch.where(inside, position, -1)
 
 
 def make_view(
     cache: KVCache,
     rows: Sequence[int],
-    policy: RangePolicy,
+    policy: Visible,
     num_new: int,
     committed: Sequence[int] | None = None,
 ) -> KVView:

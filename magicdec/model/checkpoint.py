@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Protocol
 
@@ -19,14 +18,12 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import load_model_config
+from magicdec.model.named import DEMO_DIRECTORIES, RANDOM_PREFIX, WEIGHT_SUFFIXES, demo_directory
 from magicdec.model.presets import PRESETS
 from magicdec.model.random_weights import TILE_ROWS, RandomWeights
 from magicdec.model.transformer import Piece, Transformer, weight_map
 from magicdec.model.weight_files import open_weights
 
-DEMO_DIRECTORIES = {"demo": "target", "demo-draft": "draft"}
-RANDOM_PREFIX = "random:"
-WEIGHT_SUFFIXES = (".safetensors", ".pth")
 CHOICES = (
     "demo, demo-draft, random:<preset>, a Hugging Face directory, "
     "or a .pth/.safetensors file beside its config.json"
@@ -198,7 +195,7 @@ def _random_model(flag: str, name: str) -> ModelSource:
 
 
 def _packaged_model(flag: str, name: str) -> ModelSource:
-    directory = Path(str(resources.files("magicdec") / "demo" / DEMO_DIRECTORIES[name]))
+    directory = demo_directory(name)
     if not directory.is_dir():
         raise ValueError(
             f"{flag} {name!r}: this installation lacks the packaged model {directory}; "

@@ -31,6 +31,7 @@ for kv in (
     KVSection("streaming_llm", 17, 16),
     KVSection("streaming_llm", 60, 4),
     KVSection("snapkv", 20, window_size=6),
+    KVSection("verified", 60, 4),
 ):
     runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
     requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])

@@ -51,6 +51,11 @@ KV_SECTIONS = [
     KVSection("snapkv", 40, window_size=32, pooling="max"),
     KVSection("snapkv", 20, window_size=3, reselect_every=7),
     KVSection("snapkv", 5000),
+    KVSection("verified", 17, 16),
+    KVSection("verified", 1, 0),
+    KVSection("verified", 60, 4),
+    KVSection("verified", 64, 0, recent_window=1),
+    KVSection("verified", 5000, 16),
 ]
 DRAFTERS = ["self", "ngram"]
 
@@ -71,12 +76,13 @@ def test_speculation_emits_the_baseline_tokens(shape: str, kv: KVSection) -> Non
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 7])
 @pytest.mark.parametrize("backend", [GroupedBackend, SDPABackend, NativeBackend])
-def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type) -> None:
+@pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
+def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type, policy: str) -> None:
     """The window rolls on: 300 tokens past prompts of different lengths, budget 40."""
     requests = make_requests(random_prompts([3, 50], TINY.vocab_size, seed=4), 300)
     runner = make_runner(tiny_transformer(seed=1), 2, 350 + num_draft_tokens, backend())
     baseline, ours, accepted = decode_both(
-        runner, requests, KVSection("streaming_llm", 40, 4), num_draft_tokens
+        runner, requests, KVSection(policy, 40, 4), num_draft_tokens
     )
     assert ours == baseline and all(len(t) == 300 for t in ours)
     counts = {a for step in accepted for a in step}

@@ -59,17 +59,18 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [6, 3, 1])
-@pytest.mark.parametrize("budget", [17, 33, 5000])
-def test_speculation_in_bfloat16_emits_the_baseline_tokens(budget: int, heads: int) -> None:
+@pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
+@pytest.mark.parametrize("budget", [17, 33, 60, 5000])
+def test_speculation_in_bfloat16_emits_the_baseline_tokens(
+    budget: int, policy: str, heads: int
+) -> None:
     """Exactly: nothing is settled as a tie here."""
     config = replace(EVERYTHING, num_kv_heads=heads)
     model = packed(tiny_transformer(config, dtype=BF16))
     lengths = [5, 70, 1, 33]
     runner = make_runner(model, len(lengths), 70 + 60 + 4, NativeBackend())
     requests = make_requests(random_prompts(lengths, config.vocab_size), 60)
-    baseline, ours, accepted = decode_both(
-        runner, requests, KVSection("streaming_llm", budget, 16), 4
-    )
+    baseline, ours, accepted = decode_both(runner, requests, KVSection(policy, budget, 16), 4)
     assert ours == baseline
     assert all(a == 4 for step in accepted for a in step) == (budget == 5000)
 
@@ -91,7 +92,7 @@ def test_the_kernels_trace() -> None:
     q, k, v = (torch.randn(heads).to(BF16) for _ in range(3))
     k_pool, v_pool = (torch.zeros(2, 2, size, 64, dtype=BF16) for _ in range(2))
     table, rows = torch.tensor([[0], [1]]), torch.tensor([0, 1])
-    lengths, ranges = torch.tensor([0, 0]), torch.tensor([[[0, 3]], [[0, 3]]])
+    lengths, ranges = torch.tensor([0, 0]), torch.tensor([[[[0, 3]]], [[[0, 3]]]])
     arguments = (q, k, v, k_pool, v_pool, table, rows, lengths, ranges, False)
     torch.library.opcheck(
         torch.ops.magicdec.native_attention.default,

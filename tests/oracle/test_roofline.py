@@ -24,6 +24,7 @@ LENGTHS = [5, 70, 1, 33]
         ("autoregressive", KVSection("full")),
         ("speculative", KVSection("full")),
         ("speculative", KVSection("streaming_llm", 21, 16)),
+        ("speculative", KVSection("verified", 50, 4)),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from checkpoint_files import (
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model import checkpoint
+from magicdec.model import checkpoint, named
 from magicdec.model.checkpoint import WeightSource, find_model, load_transformer
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.random_weights import TILE_ROWS
@@ -55,7 +55,7 @@ def test_dtype_and_files_by_name(tmp_path: Path) -> None:
 
 
 def test_packaged_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(named.resources, "files", lambda package: tmp_path)
     with pytest.raises(ValueError, match=r"--draft 'demo-draft': this installation lacks"):
         find_model("--draft", "demo-draft")
     (tmp_path / "demo" / "target").mkdir(parents=True)

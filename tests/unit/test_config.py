@@ -66,6 +66,19 @@ def parsed(*argv: object, driver: RunConfig = DRIVER) -> RunConfig:
             "--streamingllm_budget 16 must be larger than --num_sink_tokens 16",
         ),
         (
+            "--kv_policy verified --draft_budget 16",
+            "--streamingllm_budget 16 must be larger than --num_sink_tokens 16",
+        ),
+        (
+            "--kv_policy verified --draft_budget 40 --recent_window 25",
+            "--recent_window 25 does not fit --draft_budget 40 beside --num_sink_tokens 16",
+        ),
+        ("--recent_window 0", "--recent_window 0 is too small; it must be at least 1"),
+        (
+            "--kv_policy verified --gamma 31",
+            "--gamma 31 is too large for --kv_policy verified; it must be at most 30",
+        ),
+        (
             "--draft_budget 4 --num_sink_tokens 9",
             "budget 4 must be larger than --num_sink_tokens 9",
         ),
@@ -101,6 +114,7 @@ def test_check_names_flag_and_value(flags: str, message: str) -> None:
         "--num_sink_tokens 0 --draft_budget 1 --threads 1 --gen_len 1",
         "--prefix_len 9 --gen_len 3 --max_len 12",
         "--kv_policy full --streamingllm_budget 0",
+        "--kv_policy verified --draft_budget 40 --recent_window 24 --gamma 30",
     ],
 )
 def test_the_least_that_is_allowed(flags: str) -> None:
@@ -278,6 +292,16 @@ def test_two_spellings_of_a_length() -> None:
     assert parsed("--prefix_len", 100).resolve(machine).workload.max_len == 164
 
 
+def test_the_recent_window_is_a_share_of_the_budget_unless_given() -> None:
+    machine = Machine(num_cpus=1)
+    verified = parsed("--kv_policy", "verified", "--draft_budget", 257)
+    assert verified.resolve(machine).kv.recent_window == (257 - 16) // 4
+    assert parsed("--kv_policy", "verified").resolve(machine).resolve(machine).kv.recent_window
+    given = parsed("--kv_policy", "verified", "--recent_window", 9)
+    assert given.resolve(machine).kv.recent_window == 9
+    assert parsed().resolve(machine).kv.recent_window is None
+
+
 def test_two_spellings_of_a_budget() -> None:
     assert parsed("--streamingllm_budget", 99) == parsed("--draft_budget", 99)
     assert parsed("--draft_budget", 99).kv.budget == 99
@@ -286,7 +310,7 @@ def test_two_spellings_of_a_budget() -> None:
 @pytest.mark.parametrize("config", [RunConfig(), DRIVER, LONGSPEC])
 def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = config.resolve(Machine(num_cpus=8, world_size=2, local_world_size=2))
-    open_ends = {("output", "save_tokens")}
+    open_ends = {("output", "save_tokens"), ("kv", "recent_window")}
     if config.decoding.strategy == "autoregressive":
         open_ends.add(("decoding", "drafter"))
     sections = {s: section for s, section in resolved.to_dict().items() if section is not None}

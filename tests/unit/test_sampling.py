@@ -178,7 +178,7 @@ def test_greedy_rows_among_sampled_ones() -> None:
 
 def test_samples_follow_the_inverse_cdf() -> None:
     probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0]).double()
-    u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, BELOW_ONE]).double()
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, BELOW_ONE], dtype=torch.float64)
     for scale in (1.0, 1e-300, 7.0):  # need not sum to 1
         assert sample(probs.expand(6, 6) * scale, u).tolist() == [1, 1, 3, 3, 4, 4]
     u = (torch.arange(1000).double() + 0.5) / 1000
@@ -195,7 +195,7 @@ def test_an_impossible_token_is_never_sampled() -> None:
     probs /= probs.sum(-1, keepdim=True)
     rows = torch.arange(4000)
     for u in (0.0, 5e-324, 0.5, 1 - 2**-24, BELOW_ONE):
-        ids = sample(probs, torch.full((4000,), u).double())
+        ids = sample(probs, torch.full((4000,), u, dtype=torch.float64))
         assert (probs[rows, ids] > 0).all()
     # Sums that fall short of u by rounding: the last possible token.
     assert sample(torch.tensor([[0.5, 0.5, 0.0]]).double(), torch.tensor([1.0])).tolist() == [1]

@@ -1,0 +1,135 @@
+"""Measures what one rank of this machine can do: read, multiply and exchange at most, read a KV
+cache in attention, and what a forward costs that reads next to nothing. All ranks measure at once,
+since in a run they work at once.
+
+Owns the clocks of `magicdec probe`. Must not know what the figures are used for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from magicdec.bench.costs import Deployment, kv_bytes_per_token
+from magicdec.bench.hardware import Hardware, Link
+from magicdec.bench.timing import read_bandwidth, synchronize
+from magicdec.config import ATTENTION_BACKENDS, load_named
+from magicdec.distributed.groups import Group
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.runner import ModelRunner
+
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
+STRETCHES, ROUNDS = 5, 30
+CACHED, CONTEXT = 32, 8192  # tokens a row: attention costs next to nothing, or nearly all
+
+
+def measure_hardware(group: Group, device: torch.device, dtype: str, bandwidth: float) -> Hardware:
+    """Ceilings in `dtype`, of the slowest rank; `measure_forwards` adds to it."""
+    rate = gemm_flops(getattr(torch, dtype), device)
+    return Hardware(bandwidth, min(group.all_gather_object(rate)))
+
+
+def rank_bandwidth(group: Group, device: torch.device) -> float:
+    """Bytes a second that one rank reads while all do."""
+    return read_bandwidth(group, device) / group.size
+
+
+def gemm_flops(
+    dtype: torch.dtype, device: torch.device = torch.device("cpu"), size: int | None = None
+) -> float:
+    """Floating-point operations a second of a square matrix product: the best of several."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
+    best = float("inf")
+    for _ in range(8):
+        synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def measure_link(group: Group, device: torch.device) -> Link | None:
+    """Latency from a small all-reduce; bandwidth from what a large one takes beyond it. None for
+    one rank."""
+    if group.size == 1:
+        return None
+    small, large = (torch.zeros(n // 4, device=device) for n in (SMALL_BYTES, LARGE_BYTES))
+    latency = median_seconds(lambda: group.all_reduce(small), group, device)
+    seconds = median_seconds(lambda: group.all_reduce(large), group, device)
+    moved = 2 * (group.size - 1) / group.size * LARGE_BYTES
+    return Link(latency, moved / max(seconds - latency, 1e-9))
+
+
+def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> float:
+    """The slowest rank's median, in the best of several stretches: a busy host slows one of them,
+    not all as likely. The first stretch warms up as well."""
+    medians = []
+    for _ in range(STRETCHES):
+        samples = []
+        for _ in range(ROUNDS):
+            synchronize(device)
+            started = time.perf_counter()
+            call()
+            synchronize(device)
+            samples.append(time.perf_counter() - started)
+        medians.append(max(group.all_gather_object(statistics.median(samples))))
+    return min(medians)
+
+
+def measure_forwards(
+    group: Group, device: torch.device, hardware: Hardware, dtype: str, backend: str, linear: str
+) -> Hardware:
+    """`hardware` with what whole forwards of the demo model show, on each rank by itself: the rate
+    at which attention reads a long cache, and the fixed cost of a layer."""
+    num_rows = 32 if device.type == "cuda" else 4  # larger than a last-level cache
+    runner = load_runner(group, device, dtype, backend, linear, num_rows)
+    config, size = runner.model.config, runner.cache.k.element_size()
+    rows = range(num_rows)
+    short, long = (forward_seconds(runner, rows, n, group) for n in (CACHED, CONTEXT))
+    kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
+    # Noise must not make attention faster than memory.
+    rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
+    found = replace(hardware, kv_bytes_per_s=rate, layer_overhead_s=0.0)
+    accounted = Deployment(config, found, size).seconds(1, 1, CACHED)
+    beyond = forward_seconds(runner, [0], CACHED, group) - accounted
+    return replace(found, layer_overhead_s=max(0.0, beyond) / config.num_layers)
+
+
+def load_runner(
+    group: Group, device: torch.device, dtype: str, backend: str, linear: str, num_rows: int
+) -> ModelRunner:
+    """The demo model, whole on this rank, with room for CONTEXT tokens a row."""
+    source, torch_dtype = find_model("--model", "demo"), getattr(torch, dtype)
+    model = load_transformer(source.config, source.weights, Shard(), None, torch_dtype, device)
+    if linear == "packed":
+        model.pack()
+    alone = Group((group.ranks[group.index],), 0)
+    runner = ModelRunner(
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + 1
+    )
+    for pool in (runner.cache.k, runner.cache.v):
+        pool.fill_(0.1)  # untouched pages would all be one page of zeros, read from cache
+    for row in range(num_rows):
+        runner.cache.allocate(row, CONTEXT + 1)
+    return runner
+
+
+def forward_seconds(runner: ModelRunner, rows: Sequence[int], cached: int, group: Group) -> float:
+    """One new token for each of `rows`, which hold `cached` tokens."""
+    runner.truncate(rows, [0] * len(rows))
+    runner.cache.advance(rows, cached)
+    last = torch.ones(len(rows), 1, dtype=torch.long, device=runner.device)
+
+    def step() -> None:
+        runner.forward(last, rows)
+        runner.truncate(rows, [cached] * len(rows))
+
+    return median_seconds(step, group, runner.device)

@@ -1,0 +1,138 @@
+"""What a machine can do, as the cost model takes it, and the file that `magicdec probe`
+writes and `magicdec plan` reads. Imports no torch.
+
+Every rate is of one rank: a CPU's bandwidth is shared by the ranks of a host, so what each of them
+got while all of them measured is what counts. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network that ranks exchange over."""
+
+    latency_s: float  # of an all-reduce too small for the bandwidth to matter
+    bytes_per_s: float
+
+    def all_reduce_s(self, num_bytes: float, num_ends: int) -> float:
+        """Seconds of a ring all-reduce: each end sends and receives nearly twice the message."""
+        return self.latency_s + 2 * (num_ends - 1) / num_ends * num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Ceilings of one rank in one dtype. `link` joins the ranks of a node, `node_link` whole nodes;
+    None where nobody said what it costs."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+    layer_overhead_s: float = 0.0  # fixed cost of a layer of one forward: launches, Python
+    kv_bytes_per_s: float | None = None  # at which attention reads a long cache; None: the ceiling
+    link: Link | None = None
+    node_link: Link | None = None
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
+        """Seconds of an all-reduce over `num_ranks`, first within nodes, then between them."""
+        per_node, seconds = num_ranks // num_nodes, 0.0
+        if per_node > 1:
+            assert self.link is not None, "checked with the flags"
+            seconds += self.link.all_reduce_s(num_bytes, per_node)
+        if num_nodes > 1:
+            assert self.node_link is not None, "checked with the flags"
+            seconds += self.node_link.all_reduce_s(num_bytes, num_nodes)
+        return seconds
+
+
+@dataclass(frozen=True)
+class MachineFile:
+    """What a probe measured, for each dtype, and where. Written and read as JSON."""
+
+    description: dict[str, Any]  # of the machine, the software and the launch; for people
+    read_bytes_per_s: float
+    flops_per_s: dict[str, float]
+    layer_overhead_s: dict[str, float]
+    kv_bytes_per_s: dict[str, float]
+    link: Link | None
+    node_link: Link | None
+
+    def hardware(self, dtype: str) -> Hardware:
+        """Raises ValueError if the probe did not measure that dtype."""
+        if dtype not in self.flops_per_s:
+            known = ", ".join(self.flops_per_s)
+            raise ValueError(f"--dtype {dtype} is not in the machine file; choose from {known}")
+        return Hardware(
+            self.read_bytes_per_s,
+            self.flops_per_s[dtype],
+            self.layer_overhead_s[dtype],
+            self.kv_bytes_per_s[dtype],
+            self.link,
+            self.node_link,
+        )
+
+    def save(self, path: Path) -> None:
+        fields = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(fields, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load_machine(path: Path) -> MachineFile:
+    """Raises ValueError naming the file and the field for what is not a machine file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
+        raise ValueError(f"--machine {path}: {reason}; `magicdec probe` writes one") from None
+    try:
+        return _parse(raw)
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else "a field has another type"
+        raise ValueError(f"--machine {path}: not a machine file; {what}") from None
+    except ValueError as error:
+        raise ValueError(f"--machine {path}: {error}") from None
+
+
+def _parse(raw: dict[str, Any]) -> MachineFile:
+    if raw["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(
+            f"schema_version is {raw['schema_version']}, this program reads {SCHEMA_VERSION}"
+        )
+    dtypes = list(raw["flops_per_s"])
+
+    def rates(field: str, zero_too: bool = False) -> dict[str, float]:
+        return {dtype: _positive(field, raw[field][dtype], zero_too) for dtype in dtypes}
+
+    return MachineFile(
+        dict(raw["description"]),
+        _positive("read_bytes_per_s", raw["read_bytes_per_s"]),
+        rates("flops_per_s"),
+        rates("layer_overhead_s", zero_too=True),
+        rates("kv_bytes_per_s"),
+        _parse_link(raw["link"]),
+        _parse_link(raw["node_link"]),
+    )
+
+
+def _parse_link(raw: dict[str, Any] | None) -> Link | None:
+    if raw is None:
+        return None
+    return Link(
+        _positive("latency_s", raw["latency_s"], zero_too=True),
+        _positive("bytes_per_s", raw["bytes_per_s"]),
+    )
+
+
+def _positive(field: str, value: Any, zero_too: bool = False) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not zero_too):
+        raise ValueError(f"{field} {value!r} is not a positive number")
+    return float(value)

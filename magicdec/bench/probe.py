@@ -1,0 +1,126 @@
+"""`magicdec probe`: what this machine can do at most, in a file that `magicdec plan` reads.
+
+    magicdec probe --out machine.json
+    torchrun --standalone --nproc_per_node=2 --no-python magicdec probe --out machine.json
+
+Owns the command line and the table; `ceilings.py` measures. Heavy imports happen after the flags
+are read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from magicdec.bench.cli import Parser, refuse
+from magicdec.bench.hardware import MachineFile
+from magicdec.config import DEVICES, DTYPES, ParallelSection, RunConfig
+from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
+from magicdec.machine import Machine, choose_linear
+
+
+def main() -> NoReturn:
+    """Measure on all ranks; the first writes the file and prints what it holds."""
+    launch = read_launch()
+    try:
+        out, config = parse(sys.argv[1:])
+        config.check(launch.world_size)
+        from magicdec.bench.environment import probe_machine
+
+        machine = probe_machine(launch)
+        config = config.resolve(machine)
+    except ValueError as error:
+        refuse(error, launch)
+    found = measure(config, machine, launch)
+    if launch.rank == 0:
+        try:
+            found.save(out)
+        except OSError as error:
+            refuse(ValueError(f"--out {out}: {error.strerror}"), launch)
+        print_machine(found, out)
+    sys.exit(0)
+
+
+def parse(argv: list[str]) -> tuple[Path, RunConfig]:
+    """Raises ValueError for flags that do not exist or hold what they cannot."""
+    parser = Parser(
+        description="Measure bandwidth, FLOP/s, all-reduce and overhead; write them to a file. "
+        "Under torchrun with several ranks all measure at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("machine.json"), metavar="FILE", help="[machine.json]"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads a rank; default: cores / ranks"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="[auto]")
+    args = parser.parse_args(argv)
+    if args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a directory; name a file")
+    return args.out, RunConfig(parallel=ParallelSection(device=args.device, threads=args.threads))
+
+
+def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
+    """`config` is resolved. All ranks go through it in lockstep."""
+    import torch
+
+    from magicdec.bench import ceilings
+    from magicdec.bench.environment import describe_environment
+
+    started = datetime.datetime.now(datetime.timezone.utc)
+    kind, everyone = config.parallel.device, tuple(range(launch.world_size))
+    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
+    torch.set_num_threads(config.parallel.threads or 1)
+    group = make_groups(launch, everyone, device, config.parallel.collectives).target
+    bandwidth, link = ceilings.rank_bandwidth(group, device), ceilings.measure_link(group, device)
+    found = {}
+    for dtype in DTYPES:
+        hardware = ceilings.measure_hardware(group, device, dtype, bandwidth)
+        linear = choose_linear("auto", kind, dtype, machine)
+        found[dtype] = ceilings.measure_forwards(
+            group, device, hardware, dtype, config.attention.backend, linear
+        )
+    close_groups()
+    description = describe_environment(launch, kind, started)
+    del description["read_bandwidth_bytes_per_s"]  # of all ranks, in a record
+    description["collectives"] = config.parallel.collectives
+    # Over several hosts it was their network that bound.
+    spans_nodes = launch.world_size > launch.local_world_size
+    links = (None, link) if spans_nodes else (link, None)
+    return MachineFile(
+        description,
+        bandwidth,
+        {dtype: h.flops_per_s for dtype, h in found.items()},
+        {dtype: h.layer_overhead_s for dtype, h in found.items()},
+        {dtype: h.kv_bytes_per_s or bandwidth for dtype, h in found.items()},
+        *links,
+    )
+
+
+def print_machine(machine: MachineFile, out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    d = machine.description
+    title = f"{d['gpu'] or d['cpu']}: ranks {d['world_size']} x threads {d['threads']}, of one rank"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    table.add_column("measured", justify="right")
+    table.add_row("read bandwidth, GB/s", f"{machine.read_bytes_per_s / 1e9:.1f}")
+    for dtype, rate in machine.flops_per_s.items():
+        table.add_row(f"matrix product, {dtype}, TFLOP/s", f"{rate / 1e12:.3f}")
+    for dtype, rate in machine.kv_bytes_per_s.items():
+        table.add_row(f"attention over a long cache, {dtype}, GB/s", f"{rate / 1e9:.1f}")
+    for dtype, seconds in machine.layer_overhead_s.items():
+        table.add_row(f"overhead of a layer, {dtype}, us", f"{seconds * 1e6:.1f}")
+    for name, link in (("ranks", machine.link), ("nodes", machine.node_link)):
+        if link is not None:
+            label = f"all-reduce between {name} ({d['collectives']})"
+            table.add_row(f"{label}, latency, us", f"{link.latency_s * 1e6:.1f}")
+            table.add_row(f"{label}, GB/s", f"{link.bytes_per_s / 1e9:.2f}")
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(table)
+    console.print(f"written to {out}")

@@ -1,0 +1,30 @@
+"""Probing over several ranks: the exchange between them is measured too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import Launch
+
+from magicdec.bench.hardware import load_machine
+
+
+def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:
+    done = launch("probe.py", "--out", "machine.json", "--threads", 1, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    machine = load_machine(tmp_path / "machine.json")
+    assert machine.description["world_size"] == 2 and machine.node_link is None
+    assert machine.link is not None and 0 < machine.link.latency_s < 1
+    assert done.stdout.count("written to machine.json") == 1, "by one rank"
+    assert "all-reduce between ranks" in done.stdout
+
+
+def test_bad_flags_are_refused_in_one_line(launch: Launch) -> None:
+    for flags, message in (
+        (("--threads", 0), "--threads 0 is too small; it must be at least 1"),
+        (("--out", "."), "--out . is a directory; name a file"),
+        (("--device", "tpu"), "invalid choice: 'tpu'"),
+    ):
+        done = launch("probe.py", *flags)
+        assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+        assert done.stderr.count("\n") == 1

@@ -1,0 +1,24 @@
+"""Logits of a sharded vocabulary are whole on every rank, whatever the shards and the order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Launch
+
+from magicdec.decoding.sampling import gather_vocab
+from magicdec.distributed.groups import Group
+
+
+@pytest.mark.parametrize("collectives", ["gloo", "shared_memory"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_rank_has_the_whole_vocabulary(
+    num_ranks: int, collectives: str, launch: Launch
+) -> None:
+    done = launch("distributed/vocabulary.py", collectives, num_ranks=num_ranks)
+    assert done.returncode == 0 and "OK" in done.stdout, done.stderr
+
+
+def test_one_rank_has_it_already() -> None:
+    logits = torch.randn(2, 3, 97)
+    assert gather_vocab(logits, 0, Group((0,), 0)) is logits

@@ -1,0 +1,22 @@
+"""One rank of a check of `gather_vocab`: uneven shards of a vocabulary, ranks in another order than
+launched. Started by test_vocabulary.py; prints OK on rank 0."""
+
+import sys
+
+import torch
+
+from magicdec.decoding.sampling import gather_vocab
+from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.tensor_parallel import split_evenly
+
+launch = read_launch()
+order = (1, 2, 0) if launch.world_size == 3 else (1, 0)
+group = make_groups(launch, order, torch.device("cpu"), sys.argv[1]).target
+for vocab_size in (97, 98, 99, 20_001):
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        first, last = split_evenly(vocab_size, group.size, group.index)
+        assert torch.equal(gather_vocab(whole[..., first:last], first, group), whole)
+if launch.rank == 0:
+    print("OK", flush=True)
+close_groups()

@@ -1,0 +1,215 @@
+"""Ranges by layer and KV head, and where attention goes, against both written out in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_attention import BACKENDS, HEADS, TOLERANCE, fill, written_out
+from torch import Tensor
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.checks import MOST_WATCHED
+from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.full import FullKV
+from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
+from magicdec.kv.streaming_llm import StreamingLLM
+
+LENGTHS, COMMITTED = [37, 3, 70, 0], [35, 3, 66, 0]
+FORWARDS = [(1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (17, [3, 2])]
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A random choice of a share of the committed tokens, another for every layer and head."""
+
+    kv_heads: int
+    share: float
+
+    def num_visible(self, committed: int) -> int:
+        return int(committed * self.share)
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        heads = [
+            [[self.runs(c) for _ in range(self.kv_heads)] for c in committed.tolist()] for _ in "01"
+        ]
+        most = max(len(r) for layer in heads for row in layer for r in row) + 1
+        # Empty ranges before, after, and between.
+        return torch.tensor(
+            [[[[*r, *[r[-1][1:] * 2] * (most - len(r))] for r in row] for row in layer]
+             for layer in heads]
+        )  # fmt: skip
+
+    def runs(self, committed: int) -> list[list[int]]:
+        chosen = torch.randperm(committed)[: self.num_visible(committed)].sort().values.tolist()
+        ranges = [[0, 0]]
+        for position in chosen:
+            if position != ranges[-1][1]:
+                ranges += [[position, position]] * 2
+            ranges[-1] = [ranges[-1][0], position + 1]
+        return ranges
+
+
+@dataclass
+class Case:
+    """One forward of `num_new` tokens over `rows` of a filled cache."""
+
+    view: KVView
+    q: Tensor
+    k: Tensor  # all tokens of all rows, [B, S, G, D]
+    v: Tensor
+
+    def run(self, backend: AttentionBackend, with_mass: bool) -> tuple[Tensor, Tensor]:
+        view = self.view
+        spans = [(r, n, n + view.num_new) for r, n in zip(view.rows, view.lengths, strict=True)]
+        k, v = (
+            torch.stack([t[r, first:last] for r, first, last in spans]) for t in (self.k, self.v)
+        )
+        backend.plan(view)
+        if with_mass:
+            return backend.run_with_mass(1, self.q, k, v, view)
+        return backend.run(1, self.q, k, v, view), torch.empty(0)
+
+    def heads(self) -> list[tuple[int, int, slice, list[int]]]:
+        """(row of the batch, KV head, its query heads, the keys they see)."""
+        groups, num_heads = self.k.shape[2], self.q.shape[2]
+        positions = self.view.key_positions(1).expand(-1, groups, -1).tolist()
+        return [
+            (i, g, slice(g * num_heads // groups, (g + 1) * num_heads // groups),
+             [s for s in keys if s >= 0])
+            for i, row in enumerate(positions)
+            for g, keys in enumerate(row)
+        ]  # fmt: skip
+
+
+def make_case(
+    backend: AttentionBackend, heads: tuple[int, int, int], policy: Visible, num_new: int,
+    rows: list[int], dtype: torch.dtype,
+) -> Case:  # fmt: skip
+    cache, k, v = fill(backend, heads[1], heads[2], LENGTHS, dtype)
+    view = make_view(cache, rows, policy, num_new, [COMMITTED[r] for r in rows])
+    return Case(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(dtype), k, v)
+
+
+def written_mass(q: Tensor, k: Tensor, keys: list[int], first: int, num_blocks: int) -> Tensor:
+    """q [T, heads, D] at positions first.. over k [S, D] at `keys`: [num_blocks], in float64."""
+    mass = torch.zeros(num_blocks, dtype=torch.float64)
+    for t in range(q.shape[0]):
+        seen = torch.tensor([s for s in keys if s <= first + t])
+        scores = q[t].double() @ k[seen].double().T / q.shape[2] ** 0.5
+        mass.index_add_(0, seen // MASS_BLOCK, torch.softmax(scores, 1).sum(0))
+    return mass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_head_reads_its_own_ranges(
+    name: str, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    for num_new, rows in [*FORWARDS, (40, [2, 1])]:
+        backend = BACKENDS[name]()
+        case = make_case(backend, heads, Scattered(heads[1], 0.4), num_new, rows, dtype)
+        out, _ = case.run(backend, with_mass=False)
+        for i, g, own, keys in case.heads():
+            row, first = rows[i], LENGTHS[rows[i]]
+            assert len(keys) == case.view.num_visible[i] + num_new
+            args = case.k[row, :, g : g + 1], case.v[row, :, g : g + 1], keys, first
+            expected = written_out(case.q[i, :, own], *args)
+            assert (out[i, :, own].double() - expected).abs().max() < TOLERANCE[dtype], (i, g)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_mass_is_what_the_softmax_gives_each_block(
+    name: str, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Whatever is visible; and asking for it changes no bit of the output."""
+    torch.manual_seed(0)
+    for policy in (FullKV(), StreamingLLM(4, 11), Scattered(heads[1], 0.4)):
+        for num_new, rows in FORWARDS:
+            backend = BACKENDS[name]()
+            case = make_case(backend, heads, policy, num_new, rows, dtype)
+            plain, _ = case.run(backend, with_mass=False)
+            out, mass = case.run(backend, with_mass=True)
+            assert torch.equal(out, plain)
+            assert mass.dtype == torch.float32 and mass.shape[2] == case.view.num_mass_blocks
+            total = num_new * heads[0] / heads[1]
+            assert (mass.sum(2) - total).abs().max() < 2e-2 * total
+            for i, g, own, keys in case.heads():
+                k, first = case.k[rows[i], :, g], LENGTHS[rows[i]]
+                expected = written_mass(case.q[i, :, own], k, keys, first, mass.shape[2])
+                # `grouped` scales the queries in the storage's dtype.
+                error = (mass[i, g].double() - expected).abs().max() / total
+                assert error < (1e-5 if dtype == torch.float32 else 1e-2), (policy, i, g)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_new", "heads"), [(1, 2), (3, 4), (5, 16), (20, 8), (31, 2)])
+def test_native_mass_over_pieces_and_blocks_of_queries(
+    num_new: int, heads: int, dtype: torch.dtype, portable: bool
+) -> None:
+    """Long ragged rows, keys that grow towards the end: maxima rise from tile to tile."""
+    torch.manual_seed(0)
+    lengths, kv_heads, size, total = [1501, 700], 2, 64, 1540
+    cache = KVCache(CacheShape(1, kv_heads, size, total, 2), 2, 1, dtype, torch.device("cpu"))
+    for row, length in enumerate(lengths):
+        cache.allocate(row, total)
+        cache.advance([row], length)
+    grows = torch.linspace(0.1, 2, total).view(1, 1, total, 1)
+    cache.k[0], cache.v[0] = torch.randn(2, kv_heads, total, size) * grows, 1.0
+    q = torch.randn(2, num_new, heads, size).to(dtype)
+    k, v = (torch.randn(2, num_new, kv_heads, size).to(dtype) for _ in range(2))
+    view = make_view(cache, [1, 0], FullKV(), num_new)
+    results = []
+    for backend in (NativeBackend(portable), SDPABackend(total)):
+        backend.plan(view)
+        plain = backend.run(0, q, k, v, view)
+        out, mass = backend.run_with_mass(0, q, k, v, view)
+        assert torch.equal(plain, out)
+        results.append(mass)
+    assert (results[0] - results[1]).abs().max() < 1e-4 * results[1].max()
+    assert results[1].shape == (2, kv_heads, -(-(1501 + num_new) // MASS_BLOCK))
+
+
+@pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
+@pytest.mark.parametrize("heads", [(6, 2, 64), (32, 2, 64)])
+def test_native_keeps_a_tokens_bits_under_ranges_of_its_own(heads: tuple[int, int, int]) -> None:
+    """One token at a time and five at once, over the same choice of keys."""
+    torch.manual_seed(0)
+    backend = NativeBackend()
+    chosen = Scattered(heads[1], 0.5).ranges(torch.tensor([COMMITTED[2], COMMITTED[0]]))
+
+    class Kept(Scattered):
+        def ranges(self, committed: Tensor) -> Tensor:
+            return chosen
+
+    policy = Kept(heads[1], 0.5)
+    case = make_case(backend, heads, policy, 5, [2, 0], torch.bfloat16)
+    together, _ = case.run(backend, with_mass=False)
+    for t in range(5):
+        view = make_view(case.view.cache, [2, 0], policy, 1, [COMMITTED[2], COMMITTED[0]])
+        alone = Case(view, case.q[:, t : t + 1], case.k, case.v).run(backend, with_mass=False)[0]
+        assert torch.equal(alone[:, 0], together[:, t]), t
+        case.view.cache.advance([2, 0], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), [("grouped", GroupedBackend), ("native", NativeBackend)]
+)
+def test_a_chunk_too_long_to_be_watched_is_refused(name: str, build: type) -> None:
+    for num_new in (MOST_WATCHED, MOST_WATCHED + 1):
+        backend = build()
+        case = make_case(backend, (2, 2, 64), FullKV(), num_new, [1], torch.float32)
+        if num_new == MOST_WATCHED:
+            case.run(backend, with_mass=True)
+            continue
+        with pytest.raises(ValueError, match=f"--attention {name} tells .* at most 31 new tokens"):
+            case.run(backend, with_mass=True)

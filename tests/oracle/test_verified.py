@@ -1,0 +1,194 @@
+"""Verification-guided KV: the arithmetic of the choice, and the reader that keeps it fresh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.config import KVSection
+from magicdec.decoding.heaviest_reader import HeaviestReader
+from magicdec.decoding.self_draft import SelfDrafter
+from magicdec.decoding.speculative import Speculative
+from magicdec.engine import Engine
+from magicdec.kv.policy import MASS_BLOCK
+from magicdec.kv.verified import VerifiedKV
+from magicdec.request import Batch
+from magicdec.runner import ModelRunner
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    committed=st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    sinks=st.integers(0, 40),
+    window=st.integers(1, 60),
+    more=st.integers(0, 150),
+    seed=st.integers(0, 50),
+)
+def test_the_choice_is_sinks_window_and_the_heaviest_blocks(
+    committed: list[int], sinks: int, window: int, more: int, seed: int
+) -> None:
+    policy = VerifiedKV(sinks, window, sinks + window + more)
+    generator = torch.Generator().manual_seed(seed)
+    blocks = -(-max(committed) // MASS_BLOCK)
+    mass = torch.rand(2, len(committed), 3, blocks, generator=generator)
+    mass = mass * (torch.rand(mass.shape, generator=generator) < 0.7)  # some have none at all
+    ranges = policy.heaviest(committed, mass)
+    assert ranges.shape[:3] == mass.shape[:3]
+    for row, length in enumerate(committed):
+        start, count = policy.split(length)
+        assert policy.num_visible(length) <= min(length, policy.budget)
+        assert length - start >= min(length, window)
+        for layer in range(2):
+            for head in range(3):
+                flat = ranges[layer, row, head].flatten().tolist()
+                assert flat == sorted(flat), "ascending and disjoint"
+                seen = {p for a, b in ranges[layer, row, head].tolist() for p in range(a, b)}
+                assert len(seen) == policy.num_visible(length)
+                assert {*range(min(sinks, length)), *range(start, length)} <= seen
+                between = list(range(-(-sinks // MASS_BLOCK), start // MASS_BLOCK))
+                taken = [b for b in between if b * MASS_BLOCK in seen]
+                assert len(taken) == count
+                weights = mass[layer, row, head]
+                left = [float(weights[b]) for b in between if b not in taken]
+                assert all(float(weights[b]) >= max(left, default=0.0) for b in taken)
+
+
+def test_a_row_within_the_budget_is_read_whole() -> None:
+    policy = VerifiedKV(16, 60, 257)
+    for committed in (0, 1, 16, 256, 257):
+        assert policy.num_visible(committed) == committed
+    assert all(257 - MASS_BLOCK < policy.num_visible(c) <= 257 for c in range(258, 600))
+
+
+def test_what_is_not_known_yet_goes_to_the_newest() -> None:
+    ranges = VerifiedKV(4, 20, 70).ranges(torch.tensor([200, 30]))
+    kept = [(a, b) for a, b in ranges[0].tolist() if a < b]
+    assert kept == [(0, 4), (144, 160), (160, 176), (176, 200)]
+    assert [(a, b) for a, b in ranges[1].tolist() if a < b] == [(0, 30)]
+
+
+@pytest.mark.parametrize(
+    ("sinks", "window", "budget"), [(16, 1, 16), (0, 0, 5), (-1, 2, 5), (4, 9, 12)]
+)
+def test_a_budget_without_room_is_refused(sinks: int, window: int, budget: int) -> None:
+    with pytest.raises(ValueError, match=f"KV budget {budget} has no room"):
+        VerifiedKV(sinks, window, budget)
+
+
+def started(
+    dtype: torch.dtype, lengths: list[int], policy: VerifiedKV
+) -> tuple[ModelRunner, HeaviestReader, Batch, Engine]:
+    """A prefilled batch and a reader that has not begun."""
+    model = tiny_transformer(replace(TINY, num_kv_heads=3), dtype=dtype)
+    if dtype == torch.bfloat16:
+        model.pack()
+    runner = make_runner(model, len(lengths), 160, NativeBackend())
+    engine = Engine(runner, 64)
+    engine.prefill(make_requests(random_prompts(lengths, TINY.vocab_size), 20))
+    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    return runner, HeaviestReader(runner, policy), batch, engine
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(
+            torch.bfloat16, marks=pytest.mark.skipif(not has_bfloat16_path(), reason="AVX512-BF16")
+        ),
+    ],
+    ids=str,
+)
+def test_beginning_leaves_the_cache_as_it_was(dtype: torch.dtype) -> None:
+    """The newest prompt tokens are run a second time in another company; not a bit of it stays."""
+    runner, reader, batch, _ = started(dtype, [120, 7, 90], VerifiedKV(4, 16, 64))
+    before = [runner.cache.k.clone(), runner.cache.v.clone()]
+    lens = runner.cache.seq_lens.clone()
+    reader.begin(batch)
+    assert torch.equal(runner.cache.k, before[0]) and torch.equal(runner.cache.v, before[1])
+    assert runner.cache.lengths == [120, 7, 90] and torch.equal(runner.cache.seq_lens, lens)
+    # Both long rows know where 16 queries of two heads looked; the short one needs no choice.
+    assert (reader._mass.sum(3)[:, [0, 2]] - 32).abs().max() < 0.5
+    assert not reader._mass[:, 1].any()
+
+
+def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None:
+    """Every step: the choice is that of the masses which the verification's backend gave, and no
+    draft reads more than the budget."""
+    policy = VerifiedKV(4, 16, 64)
+    runner, reader, batch, engine = started(torch.float32, [120, 100], policy)
+    strategy = Speculative(runner, SelfDrafter(reader), 3)
+    strategy.begin(batch)
+    told: list[tuple[int, Tensor]] = []
+    views = []
+    run, run_with_mass = runner.backend.run, runner.backend.run_with_mass
+
+    def spy(layer, q, k, v, view):  # type: ignore[no-untyped-def]
+        views.append((layer, view))
+        return run(layer, q, k, v, view)
+
+    def spy_mass(layer, q, k, v, view):  # type: ignore[no-untyped-def]
+        out, mass = run_with_mass(layer, q, k, v, view)
+        told.append((layer, mass.clone()))
+        return out, mass
+
+    runner.backend.run, runner.backend.run_with_mass = spy, spy_mass  # type: ignore[method-assign]
+    chosen = []
+    for _ in range(4):
+        settled = list(runner.cache.lengths)
+        masses, views[:], told[:] = dict(told), [], []
+        engine.scheduler.commit(batch, strategy.step(batch), 0.0)
+        assert len(views) == 3 * 2 and len(told) == 2, "3 drafts and a verification of 2 layers"
+        for layer, view in views:
+            assert all(
+                n - (length - c) <= policy.budget
+                for n, length, c in zip(view.num_visible, view.lengths, settled, strict=True)
+            )
+            assert view.ranges is views[0][1].ranges, "chosen once a step"
+            if masses:
+                mass = torch.stack([masses[0], masses[1]])
+                expected = policy.heaviest(settled, mass)[layer]
+                assert torch.equal(view.layer_ranges(layer)[:, :, :-1], expected)
+        chosen.append(views[0][1].ranges)
+    assert len({str(c.tolist()) for c in chosen}) > 1, "the choice follows the text"
+    assert any(not torch.equal(c[:, :, 0], c[:, :, 1]) for c in chosen), "heads differ"
+
+
+def test_a_plain_step_refreshes_the_choice_too() -> None:
+    """Without draft tokens a step is a decode step, and still tells where it looked."""
+    runner, reader, batch, engine = started(torch.float32, [120, 100], VerifiedKV(4, 16, 64))
+    strategy = Speculative(runner, SelfDrafter(reader), 0)
+    strategy.begin(batch)
+    before = reader._mass.clone()
+    output = strategy.step(batch)
+    engine.scheduler.commit(batch, output, 0.0)
+    assert [len(t) for t in output.token_ids] == [1, 1]
+    assert (reader._mass.sum(3) - 2).abs().max() < 1e-3, "one query of two heads"
+    assert not torch.equal(before, reader._mass)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 30])
+def test_a_full_budget_accepts_everything(num_draft_tokens: int) -> None:
+    runner = make_runner(tiny_transformer(), 3, 100 + 40 + 30, NativeBackend())
+    requests = make_requests(random_prompts([100, 3, 60], TINY.vocab_size), 40)
+    kv = KVSection("verified", 5000, 16)
+    baseline, ours, accepted = decode_both(runner, requests, kv, num_draft_tokens)
+    assert ours == baseline
+    assert all(a == num_draft_tokens for step in accepted for a in step)
+
+
+def test_a_row_that_outgrows_its_budget_begins_to_choose() -> None:
+    """Rows of unlike lengths pass the budget at unlike steps, and end at unlike steps."""
+    requests = make_requests(random_prompts([10, 40, 2], TINY.vocab_size), [90, 30, 60])
+    runner = make_runner(tiny_transformer(), 3, 140, NativeBackend())
+    baseline, ours, accepted = decode_both(runner, requests, KVSection("verified", 50, 4), 4)
+    assert ours == baseline and [len(t) for t in ours] == [90, 30, 60]
+    counts = {a for step in accepted for a in step}
+    assert len(counts) > 1 and accepted[0] == [4, 4, 4], "at first everything is visible"

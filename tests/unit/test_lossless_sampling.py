@@ -1,0 +1,185 @@
+"""Sampled speculation keeps the target's distribution: chi-squared tests of first tokens and of
+pairs, on toy vocabularies with known probabilities; wrong rules fail them. Seeds are fixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from magicdec.config import SamplingSection
+from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.sampling import make_params, probabilities, process, sample
+from magicdec.decoding.verification import verify
+from magicdec.request import Request
+
+CPU = torch.device("cpu")
+VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token
+NUM_REQUESTS = 8_000
+ACCEPTED, REFUSED = 1e-3, 1e-9  # p-values: chance explains one test in 1000; it explains nothing
+Rule = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def chain(seed: int, spread: float, vocab_size: int = VOCAB) -> Tensor:
+    """Logits [V, V] of the next token given the last."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(vocab_size, vocab_size, generator=generator) * spread
+
+
+def make_requests(count: int, section: SamplingSection) -> list[Request]:
+    return [Request(i, (FIRST,), make_params(section, 99, (), i)) for i in range(count)]
+
+
+class Toy:
+    """A target and a draft that look at the last token only, with everything else as in decoding:
+    penalties with history, filters, draws by output position."""
+
+    def __init__(self, target: Tensor, draft: Tensor | None, section: SamplingSection) -> None:
+        self.target, self.draft, self.section = target, draft, section
+
+    def propose(self, requests: list[Request], count: int) -> tuple[Tensor, Tensor | None]:
+        last = torch.tensor([(*r.prompt_ids, *r.output_ids)[-1] for r in requests])
+        ids, probs = torch.empty(len(requests), 0, dtype=torch.long), []
+        for place in range(count):
+            if self.draft is None:  # without chance: some function of the last token
+                last = (last * 2 + 1) % len(self.target)
+            else:
+                logits = process(self.draft[last].unsqueeze(1), requests, ids if place else None)
+                probs.append(probabilities(logits, [r.sampling for r in requests]))
+                u = uniforms_ahead(requests, 1, Purpose.DRAFT, CPU, skip=place)
+                last = sample(probs[-1][:, 0], u[:, 0])
+            ids = torch.cat([ids, last.unsqueeze(1)], dim=1)
+        return ids, torch.cat(probs, dim=1) if probs else None
+
+    def step(self, requests: list[Request], count: int, rule: Rule) -> None:
+        drafts, draft_probs = self.propose(requests, count)
+        last = torch.tensor([[(*r.prompt_ids, *r.output_ids)[-1]] for r in requests])
+        logits = process(self.target[torch.cat([last, drafts], dim=1)], requests, drafts)
+        accepted, next_ids = rule(
+            drafts,
+            draft_probs,
+            probabilities(logits, [r.sampling for r in requests]),
+            uniforms_ahead(requests, count, Purpose.ACCEPT, CPU),
+            uniforms_ahead(requests, count + 1, Purpose.RESAMPLE, CPU),
+        )
+        for row, r in enumerate(requests):
+            r.output_ids += [*drafts[row, : accepted[row]].tolist(), int(next_ids[row])]
+
+    def emitted(self, num_drafts: int, rule: Rule = verify) -> Tensor:
+        """The first two tokens of every request: [N, 2]."""
+        requests = make_requests(NUM_REQUESTS, self.section)
+        while waiting := [r for r in requests if len(r.output_ids) < 2]:
+            self.step(waiting, num_drafts, rule)
+        return torch.tensor([r.output_ids[:2] for r in requests])
+
+    def expected(self) -> Tensor:
+        """Probabilities of the first two tokens, by enumeration: [V, V]."""
+        vocab = range(len(self.target))
+        params = make_params(self.section, 99, (), 0)
+
+        def next_probs(output: list[int]) -> Tensor:
+            logits = self.target[[FIRST, *output][-1]].view(1, 1, -1)
+            return probabilities(process(logits, [Request(0, (FIRST,), params, output)]), [params])[
+                0, 0
+            ]
+
+        return next_probs([]).unsqueeze(1) * torch.stack([next_probs([t]) for t in vocab])
+
+
+def p_value(observed: Tensor, probs: Tensor) -> float:
+    """Of Pearson's chi-squared test. Cells where few are expected count as one; an impossible cell
+    must be empty."""
+    if observed[probs == 0].sum() > 0:
+        return 0.0
+    expected = probs * observed.sum()
+    is_rare = expected < 8
+    cells = [
+        torch.cat([values[~is_rare].double(), values[is_rare].sum().double().view(1)])
+        for values in (observed, expected)
+    ]
+    observed, expected = (values[cells[1] >= 8] for values in cells)
+    statistic = ((observed - expected).square() / expected).sum()
+    freedom = torch.tensor(len(expected) - 1.0, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def p_values(tokens: Tensor, pairs: Tensor) -> list[float]:
+    """Of first tokens and of pairs [N, 2], given the pairs' probabilities [V, V]."""
+    counts = (tokens[:, 0] * len(pairs) + tokens[:, 1]).bincount(minlength=pairs.numel())
+    counts = counts.view_as(pairs)
+    return [p_value(counts.sum(1), pairs.sum(1)), p_value(counts.flatten(), pairs.flatten())]
+
+
+TARGET = chain(0, 1.0)
+DRAFTERS = {
+    "the target itself": TARGET,
+    "good": TARGET + chain(1, 0.3),
+    "bad": chain(2, 2.0),
+    "never the likeliest": torch.where(TARGET.amax(1, keepdim=True) == TARGET, -torch.inf, TARGET),
+    "without chance": None,
+}
+SECTIONS = {
+    "plain": SamplingSection(temperature=1.0),
+    "filters": SamplingSection(temperature=0.8, top_k=4, top_p=0.95, min_p=0.02),
+    "penalties": SamplingSection(
+        temperature=1.2, repetition_penalty=1.8, presence_penalty=0.7, seed=1
+    ),
+}
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_and_pairs_have_the_target_s_distribution(drafter: str, num_drafts: int) -> None:
+    toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS["plain"])
+    for p in p_values(toy.emitted(num_drafts), toy.expected()):
+        assert p > ACCEPTED
+
+
+@pytest.mark.parametrize("drafter", ["good", "bad", "without chance"])
+@pytest.mark.parametrize("section", ["filters", "penalties"])
+def test_filters_and_penalties_keep_it_too(section: str, drafter: str) -> None:
+    toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS[section])
+    for p in p_values(toy.emitted(3), toy.expected()):
+        assert p > ACCEPTED
+
+
+def accept_always(
+    d: Tensor, q: Tensor | None, p: Tensor, a: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    return verify(d, q, p, torch.zeros_like(a), r)
+
+
+def resample_from_the_target(
+    d: Tensor, q: Tensor | None, p: Tensor, a: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    accepted, _ = verify(d, q, p, a, r)
+    rows = torch.arange(len(d))
+    return accepted, sample(p[rows, accepted], r[rows, accepted])
+
+
+def reuse_one_number(
+    d: Tensor, q: Tensor | None, p: Tensor, a: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The correction depends on what was accepted."""
+    return verify(d, q, p, a, torch.cat([a, r[:, -1:]], dim=1))
+
+
+@pytest.mark.parametrize("drafter", ["bad", "good"])
+@pytest.mark.parametrize("rule", [accept_always, resample_from_the_target, reuse_one_number])
+def test_wrong_rules_fail(rule: Rule, drafter: str) -> None:
+    toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS["plain"])
+    for p in p_values(toy.emitted(3, rule), toy.expected()):
+        assert p < REFUSED
+
+
+def test_the_p_values() -> None:
+    """Against the tables of chi-squared at 0.001: 20.515 for 5 degrees of freedom."""
+    even = torch.full((6,), 1 / 6).double()
+    assert p_value(torch.full((6,), 100), even) == 1.0
+    off = round(math.sqrt(20.515 * 100_000 / 2))
+    observed = torch.tensor([100_000 + off, 100_000 - off, *[100_000] * 4])
+    assert p_value(observed, even) == pytest.approx(1e-3, rel=1e-2)
+    assert p_value(torch.tensor([500, 500, 1]), torch.tensor([0.5, 0.5, 0.0])) == 0.0

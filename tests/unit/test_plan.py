@@ -1,0 +1,216 @@
+"""`magicdec plan`: what is read, what is refused, what is printed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from magicdec.bench import commands, plan
+from magicdec.bench.curves import find_curves, parse_acceptance
+from magicdec.bench.hardware import Hardware, Link, MachineFile
+
+BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
+BY_HAND = "--bandwidth 2039 --flops 312"
+MACHINE = MachineFile(
+    {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
+    4e10, {"float32": 1e11, "bfloat16": 8e11}, {"float32": 2e-4, "bfloat16": 0.0},
+    {"float32": 3e10, "bfloat16": 2e10}, Link(1e-5, 1e9), None,
+)  # fmt: skip
+
+Run = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`magicdec plan` with these flags, in a directory with a machine file: (code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+    MACHINE.save(tmp_path / "machine.json")
+
+    def call(flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["magicdec", "plan", *flags.split()])
+        with pytest.raises(SystemExit) as stopped:
+            commands.console()
+        return int(stopped.value.code or 0), *capsys.readouterr()
+
+    return call
+
+
+def make(flags: str) -> plan.Plan:
+    return plan.make_plan(plan.build_parser().parse_args(flags.split()))
+
+
+def test_the_demo_on_a_probed_machine(run: Run) -> None:
+    code, out, err = run("--machine machine.json --acceptance 0.8 --json plan.json")
+    assert (code, err) == (0, "") and out.startswith("predicted, not measured")
+    assert out.count("predicted") == 3 and "demo on 1 rank, bfloat16" in out
+    assert "demo reaches 20480 tokens; a run refuses 32768" in out
+    found = json.loads(Path("plan.json").read_text())
+    assert found["predicted"] is True and len(found["cells"]) == 9
+    asked = make("--machine machine.json --acceptance 0.8")
+    for cell in found["cells"]:
+        p = asked.predict(cell["batch_size"], cell["prefix_len"])
+        assert cell["decode_ms"] == 1e3 * p.decode_s and cell["speedup"] == p.speedup
+        assert f"{p.speedup:.2f} ({p.gamma})" in out and f"{1e3 * p.decode_s:.2f}" in out
+    assert found["break_even_prefix_len"] == {str(B): asked.break_even(B) for B in (1, 8, 32)}
+
+
+def test_where_speculation_does_not_pay(run: Run) -> None:
+    code, out, _ = run(f"{BY_HAND} --acceptance 0 --B 4 --prefix_len 100 --json p.json")
+    assert code == 0 and "1.00 (0)" in out and "never" in out
+    cell = json.loads(Path("p.json").read_text())["cells"][0]
+    assert (cell["gamma"], cell["speedup"]) == (0, 1.0)
+    assert cell["draft_ms"] is cell["verify_ms"] is cell["budget"] is None
+
+
+@pytest.mark.parametrize("width", ["40", "200"])
+def test_no_number_is_cut_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    _, out, _ = run(f"{BY_HAND} --acceptance 0.8 --model llama-3.1-70b --B 1 8 32 64 256")
+    assert "…" not in out
+
+
+def test_hardware_from_flags() -> None:
+    asked = make(
+        f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --tp 8 --nodes 2 --link 300 "
+        "--link_latency_us 15 --node_link 25 --node_link_latency_us 30 --overhead_us 320"
+    )
+    h = asked.target.hardware
+    found = (h.read_bytes_per_s, h.flops_per_s, h.layer_overhead_s)
+    assert found == pytest.approx((2.039e12, 3.12e14, 1e-5)) and h.kv_bytes_per_s is None
+    links = [(x.latency_s, x.bytes_per_s) for x in (h.link, h.node_link) if x is not None]
+    assert links == [pytest.approx((15e-6, 300e9)), pytest.approx((30e-6, 25e9))]
+    assert (asked.target.tp, asked.target.nodes, asked.target.dtype_bytes) == (8, 2, 2)
+
+
+def test_hardware_from_a_file_and_what_flags_add(run: Run) -> None:
+    asked = make("--machine machine.json --acceptance 0.8 --tp 2 --dtype float32")
+    assert asked.target.hardware == Hardware(4e10, 1e11, 2e-4, 3e10, Link(1e-5, 1e9))
+    assert asked.target.dtype_bytes == 4
+    more = make("--machine machine.json --acceptance 0.8 --overhead_us 6 --link 5 "
+                "--link_latency_us 0")  # fmt: skip
+    assert more.target.hardware == Hardware(4e10, 8e11, 1e-6, 2e10, Link(0.0, 5e9))
+
+
+def test_a_draft_of_its_own(run: Run) -> None:
+    flags = f"{BY_HAND} --acceptance 0.8 --link 300 --link_latency_us 15 "
+    itself = make(flags)
+    assert itself.is_self_speculation and itself.draft is itself.target
+    names = "--model llama-2-7b-32k --draft_model llama-68m --tp 8 --draft_tp 2"
+    own = make(flags + names)
+    assert (own.draft.config.name, own.draft.tp, own.target.tp) == ("llama-68m", 2, 8)
+    assert not own.is_self_speculation
+    assert own.predict(32, 32768).speedup > make(flags + "--model llama-2-7b-32k --tp 8").predict(
+        32, 32768
+    ).speedup  # fmt: skip
+    assert "draft: llama-68m on 2 ranks" in run(flags + names)[1]
+
+
+def test_a_directory_needs_no_weights(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_checkpoint / "config.json", tmp_path)
+    assert make(f"{BY_HAND} --acceptance 0.8 --model {tmp_path}").target.config.num_layers == 2
+    assert make(f"{BY_HAND} --acceptance 0.8 --model random:llama-2-7b").target == (
+        make(f"{BY_HAND} --acceptance 0.8 --model llama-2-7b").target
+    )
+
+
+def test_acceptance_as_rate_or_curve() -> None:
+    assert parse_acceptance("0.8") == 0.8 and parse_acceptance("0.8,0.7,0.7") == (0.8, 0.7, 0.7)
+    assert find_curves(["0.8"], None, "self") == ({257: 0.8}, "given")
+    assert find_curves(["0.8"], [9, 5], "self")[0] == {9: 0.8, 5: 0.8}
+    assert find_curves(["0.8", "0.9,0.5"], [9, 5], "self")[0] == {9: 0.8, 5: (0.9, 0.5)}
+    assert make(f"{BY_HAND} --acceptance 0.8").max_gamma == 8
+    assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6").max_gamma == 3
+    assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6 --max_gamma 2").max_gamma == 2
+
+
+def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
+    first = json.loads(BASELINES.read_text().splitlines()[0])
+    for section, key, value in (
+        ("decoding", "drafter", "ngram"),
+        ("kv", "policy", "full"),
+        ("kv", "budget", -1),
+    ):
+        other = json.loads(json.dumps(first))
+        other["config"][section][key] = value
+        path = tmp_path / f"{key}.jsonl"
+        path.write_text(json.dumps(other))
+        with pytest.raises(ValueError, match="has no record with acceptance under a KV budget"):
+            find_curves([str(path)], None, "self")
+    with pytest.raises(ValueError, match="`magicdec longspec` makes one"):
+        find_curves([str(BASELINES)], None, "model")
+
+
+def test_acceptance_from_records() -> None:
+    """Each budget of the committed baselines, from its longest curve; never the full cache's."""
+    records = [json.loads(line) for line in BASELINES.read_text().splitlines()]
+    expected = {
+        r["config"]["kv"]["budget"]: tuple(r["metrics"]["acceptance_per_position"])
+        for r in records
+        if r["config"]["kv"]["policy"] == "streaming_llm"
+        and r["config"]["decoding"]["num_draft_tokens"] == 4
+    }
+    found, source = find_curves([str(BASELINES)], None, "self")
+    assert found == expected and len(expected) == 5
+    assert source == f"{BASELINES} (measured with demo)"
+    two, _ = find_curves([str(BASELINES)], [513, 33], "self")
+    assert two == {b: expected[b] for b in (513, 33)}
+    assert make(f"{BY_HAND} --acceptance {BASELINES}").max_gamma == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "the following arguments are required: --acceptance"),
+        ("--acceptance 0.8", "give either --machine FILE, or both --bandwidth and --flops"),
+        ("--acceptance 0.8 --flops 3", "give either --machine FILE, or both"),
+        (f"--acceptance 0.8 --machine machine.json {BY_HAND}", "give either --machine FILE"),
+        (f"{BY_HAND} --acceptance 1.2", "--acceptance 1.2: 1.2 is not between 0 and 1"),
+        (f"{BY_HAND} --acceptance nan", "nan is not between 0 and 1"),
+        (f"{BY_HAND} --acceptance 0.5,0.6", "0.6 follows 0.5"),
+        (f"{BY_HAND} --acceptance high", "--acceptance high is not known; choose from a rate"),
+        (f"{BY_HAND} --acceptance gone.jsonl", "gone.jsonl: No such file or directory"),
+        (f"{BY_HAND} --acceptance 0.8 0.7", "2 values for 1 of --budget"),
+        (f"{BY_HAND} --acceptance {BASELINES} --budget 7", "--budget 7 is not in"),
+        (f"{BY_HAND} --acceptance 0.8,0.7 --max_gamma 3", "--max_gamma 3: --acceptance has 2"),
+        (f"{BY_HAND} --acceptance 0.8 --model llama-9", "--model 'llama-9' is not known"),
+        (f"{BY_HAND} --acceptance 0.8 --draft_model x", "--draft_model 'x' is not known"),
+        (f"{BY_HAND} --acceptance 0.8 --model gone.pth", "config.json does not exist"),
+        (f"{BY_HAND} --acceptance 0.8 --draft_model llama-68m", "a vocabulary of 32000"),
+        (f"{BY_HAND} --acceptance 0.8 --draft_tp 2", "--draft_tp is for --draft_model"),
+        (f"{BY_HAND} --acceptance 0.8 --tp 3", "--tp 3 does not divide the 4 attention heads"),
+        (f"{BY_HAND} --acceptance 0.8 --tp 2", "--tp above 1 needs the cost of an all-reduce"),
+        (f"{BY_HAND} --acceptance 0.8 --tp 2 --nodes 2", "--nodes above 1 needs the cost"),
+        (f"{BY_HAND} --acceptance 0.8 --tp 2 --nodes 4", "--nodes 4 does not divide --tp 2"),
+        (f"{BY_HAND} --acceptance 0.8 --link 3", "--link and --link_latency_us go together"),
+        (f"{BY_HAND} --acceptance 0.8 --overhead_us -1", "--overhead_us -1 is not a positive"),
+        ("--bandwidth 0 --flops 1 --acceptance 0.8", "--bandwidth 0 is not a positive number"),
+        ("--bandwidth 1 --flops inf --acceptance 0.8", "--flops inf is not a positive number"),
+        (f"{BY_HAND} --acceptance 0.8 --prefix_len 9 0", "--prefix_len 0 is too small"),
+        (f"{BY_HAND} --acceptance 0.8 --B -1", "--B -1 is too small"),
+        (f"{BY_HAND} --acceptance 0.8 --budget 0", "--budget 0 is too small"),
+        (f"{BY_HAND} --acceptance 0.8 --max_gamma 0", "--max_gamma 0 is too small"),
+        (f"{BY_HAND} --acceptance 0.8 --dtype int4", "invalid choice: 'int4'"),
+        (f"{BY_HAND} --acceptance 0.8 --speed 3", "unrecognized arguments: --speed 3"),
+        (f"{BY_HAND} --acceptance 0.8 --json gone/p.json", "--json gone/p.json: No such file"),
+        ("--acceptance 0.8 --machine gone.json", "--machine gone.json: No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: str) -> None:
+    code, out, err = run(flags)
+    assert (code, out) == (2, "") and message in err
+    assert err.startswith("magicdec plan: ") and err.count("\n") == 1
+
+
+def test_a_plan_imports_no_torch() -> None:
+    code = (
+        "import sys; from magicdec.bench import plan, plan_report; "
+        f"plan.make_plan(plan.build_parser().parse_args('{BY_HAND} --acceptance 0.8'.split())); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

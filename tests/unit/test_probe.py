@@ -1,0 +1,80 @@
+"""`magicdec probe` and its file: what one rank measures, what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from magicdec.bench import ceilings, probe
+from magicdec.bench.hardware import Hardware, Link, MachineFile, load_machine
+from magicdec.config import DTYPES, ParallelSection, RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.machine import Machine
+
+MACHINE = MachineFile(
+    {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
+    4e10, {"float32": 1e11, "bfloat16": 8e11}, {"float32": 2e-4, "bfloat16": 0.0},
+    {"float32": 3e10, "bfloat16": 2e10}, None, Link(1e-5, 1e9),
+)  # fmt: skip
+
+
+def broken(**fields: Any) -> str:
+    return json.dumps({"schema_version": 1, **asdict(MACHINE), **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("[1]", "not a machine file; a field has another type"),
+        ("{}", "not a machine file; it has no 'schema_version'"),
+        (broken(schema_version=2), "schema_version is 2, this program reads 1"),
+        (broken(read_bytes_per_s=0), "read_bytes_per_s 0 is not a positive number"),
+        (broken(read_bytes_per_s=float("nan")), "read_bytes_per_s nan is not"),
+        (broken(read_bytes_per_s="fast"), "read_bytes_per_s 'fast' is not"),
+        (broken(flops_per_s=None), "a field has another type"),
+        (broken(kv_bytes_per_s={"float32": 1.0}), "it has no 'bfloat16'"),
+        (broken(link={"latency_s": 1.0}), "it has no 'bytes_per_s'"),
+        (broken(link={"latency_s": -1.0, "bytes_per_s": 1.0}), "latency_s -1.0 is not"),
+        (broken(flops_per_s={"float32": 1.0}), "--dtype bfloat16 is not in the machine file"),
+    ],
+)
+def test_malformed_machine_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as refused:
+        load_machine(path).hardware("bfloat16")
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_machine_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    MACHINE.save(tmp_path / "new" / "machine.json")
+    assert load_machine(tmp_path / "new" / "machine.json") == MACHINE
+    assert MACHINE.hardware("float32") == (Hardware(4e10, 1e11, 2e-4, 3e10, None, Link(1e-5, 1e9)))
+
+
+def test_a_probe_measures_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One rank, few and short rounds: rates are positive, and there is no link."""
+    for name, value in (("STRETCHES", 1), ("ROUNDS", 2), ("CONTEXT", 64)):
+        monkeypatch.setattr(ceilings, name, value)
+    machine, launch = Machine(1), Launch(0, 1, 0, 1)
+    parallel = ParallelSection(device="cpu", threads=torch.get_num_threads())
+    config = RunConfig(parallel=parallel).resolve(machine)
+    found = probe.measure(config, machine, launch)
+    assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0
+    for rates in (found.flops_per_s, found.kv_bytes_per_s):
+        assert tuple(rates) == DTYPES and all(rate > 0 for rate in rates.values())
+    assert all(rate <= found.read_bytes_per_s for rate in found.kv_bytes_per_s.values())
+    assert all(seconds >= 0 for seconds in found.layer_overhead_s.values())
+    found.save(tmp_path / "machine.json")
+    assert load_machine(tmp_path / "machine.json") == found
+    probe.print_machine(found, tmp_path / "machine.json")
+    out = capsys.readouterr().out
+    assert "read bandwidth, GB/s" in out and "all-reduce" not in out
