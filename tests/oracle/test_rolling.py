@@ -94,7 +94,7 @@ def forward(
     logits = runner.forward(ids, list(rows), committed=settled)
     for i, plain in enumerate(rows.values()):
         expected = plain.forward(ids[i].tolist(), settled[i])
-        assert torch.allclose(logits[i], expected, atol=2e-3, rtol=1e-4), (
+        assert torch.allclose(logits[i], expected, atol=5e-4, rtol=1e-4), (
             i, settled[i], (logits[i] - expected).abs().max(),
         )  # fmt: skip
 
