@@ -33,7 +33,7 @@ class Run:
     positions: Tensor  # of the keys, [rows, G or 1, num_keys], -1 for padding
     slots: Tensor | None
     num_unmasked: int  # leading keys that every new token of every row sees
-    mask: Tensor | None  # bool [rows, G or 1, T, num_keys - num_unmasked]; None: all see all
+    mask: Tensor | None  # bool [rows, T, num_keys - num_unmasked]; None where all see all
 
 
 class GroupedBackend:
@@ -113,11 +113,11 @@ def _tail_mask(
     view: KVView, first: int, last: int, keys: Tensor, least: int, most: int
 ) -> tuple[int, Tensor | None]:
     """Only the last columns can be hidden from some token: those past the shortest row's old
-    tokens."""
+    tokens. They are the same in every head, since all heads of a row see equally many."""
     if view.num_new == 1 and least == most:
         return keys.shape[2], None
-    tail = keys[..., least:].unsqueeze(2)
-    queries = view.query_positions()[first:last, None, :, None]
+    tail = keys[:, :1, least:]
+    queries = view.query_positions()[first:last].unsqueeze(2)
     return least, (tail >= 0) & (tail <= queries)
 
 
@@ -141,7 +141,7 @@ def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tens
     scores = torch.matmul(packed, k.transpose(-1, -2))
     if run.mask is not None:
         tail = scores.view(rows, groups, -1, num_new, run.num_keys)[..., run.num_unmasked :]
-        tail.masked_fill_(~run.mask[:, :, None], float("-inf"))
+        tail.masked_fill_(~run.mask[:, None, None], float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     out = torch.matmul(weights.to(v.dtype), v).view(rows, groups, -1, num_new, size)
     return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads, size), weights
@@ -152,9 +152,8 @@ def _fused(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
     k, v = _keys(layer, run, view)
     mask = None
     if run.mask is not None:
-        mask = torch.ones(*run.mask.shape[:3], run.num_keys, dtype=torch.bool, device=q.device)
+        mask = torch.ones(*run.mask.shape[:2], run.num_keys, dtype=torch.bool, device=q.device)
         mask[..., run.num_unmasked :] = run.mask
-        if mask.shape[1] > 1:
-            mask = mask.repeat_interleave(q.shape[2] // k.shape[1], dim=1)
+        mask = mask.unsqueeze(1)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)

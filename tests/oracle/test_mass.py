@@ -76,14 +76,17 @@ class Case:
 
     def heads(self) -> list[tuple[int, int, slice, list[int]]]:
         """(row of the batch, KV head, its query heads, the keys they see)."""
-        groups, num_heads = self.k.shape[2], self.q.shape[2]
-        positions = self.view.key_positions(1).expand(-1, groups, -1).tolist()
-        return [
-            (i, g, slice(g * num_heads // groups, (g + 1) * num_heads // groups),
-             [s for s in keys if s >= 0])
-            for i, row in enumerate(positions)
-            for g, keys in enumerate(row)
-        ]  # fmt: skip
+        view, groups, num_heads = self.view, self.k.shape[2], self.q.shape[2]
+        ranges = (
+            view.ranges[1] if view.per_head else view.ranges[:, None].expand(-1, groups, -1, -1)
+        )
+        chosen = []
+        for i, heads in enumerate(ranges.tolist()):
+            tail = range(int(view.committed[i]), view.lengths[i] + view.num_new)
+            for g, own in enumerate(heads):
+                queries = slice(g * num_heads // groups, (g + 1) * num_heads // groups)
+                chosen.append((i, g, queries, [s for a, b in own for s in range(a, b)] + [*tail]))
+        return chosen
 
 
 def make_case(

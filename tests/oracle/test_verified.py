@@ -161,6 +161,20 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
     assert any(not torch.equal(c[:, :, 0], c[:, :, 1]) for c in chosen), "heads differ"
 
 
+def test_a_choice_is_for_its_own_rows() -> None:
+    """Also where no verification came in between."""
+    policy = VerifiedKV(4, 16, 64)
+    _, reader, batch, _ = started(torch.float32, [120, 100], policy)
+    reader.begin(batch)
+    for rows in ([0], [1], [1, 0]):
+        settled = reader.lengths(rows)
+        reader.forward(torch.ones(len(rows), 1, dtype=torch.int64), rows, settled)
+        reader.rewind(rows, settled)
+        assert reader._choice is not None
+        expected = policy.heaviest(settled, reader._mass[:, rows])
+        assert torch.equal(reader._choice[2].chosen, expected)
+
+
 def test_a_plain_step_refreshes_the_choice_too() -> None:
     """Without draft tokens a step is a decode step, and still tells where it looked."""
     runner, reader, batch, engine = started(torch.float32, [120, 100], VerifiedKV(4, 16, 64))
