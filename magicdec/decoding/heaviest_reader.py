@@ -2,7 +2,8 @@
 looked at most; nothing of the cache is copied.
 
 Owns what is known of the attention, a number a block, layer, row and KV head of this rank. Which
-blocks follow from it is the policy's arithmetic (`kv/verified.py`).
+blocks follow from it is the policy's arithmetic (`kv/verified.py`). Ranks that hold copies of one
+KV head choose each for its own query heads.
 """
 
 from __future__ import annotations
