@@ -21,7 +21,7 @@ from magicdec.checks import (
 )
 from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
-from magicdec.options import option
+from magicdec.options import count_or_auto, option
 
 # Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
 # line here and a file there.
@@ -54,6 +54,7 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed")
 COLLECTIVES = ("gloo", "shared_memory", "nccl")
+MOST_DRAFT_TOKENS = 8  # that auto chooses from
 
 
 def load_named(table: dict[str, str], name: str) -> Any:
@@ -169,13 +170,25 @@ class DecodingSection:
     drafter: str | None = option(
         None, "what proposes draft tokens", "--drafter", choices=tuple(DRAFTERS)
     )
-    num_draft_tokens: int = option(4, "draft tokens a step (gamma)", "--gamma")
+    num_draft_tokens: int | str = option(
+        4,
+        "draft tokens a step; auto: as many as pay, by measurement, none included",
+        "--gamma",
+        parse=count_or_auto,
+    )
     ignore_eos: bool = option(
         False, "decode to the full length, past any end token", "--ignore_eos"
     )
     baseline: bool = option(
         True, "skip the autoregressive baseline and the check against it", "--no_baseline"
     )
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """No step drafts more."""
+        if isinstance(self.num_draft_tokens, int):
+            return self.num_draft_tokens
+        return MOST_DRAFT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -260,7 +273,7 @@ class RunConfig:
         model."""
         w, kv = self.workload, self.kv
         for flag, value, least in (
-            ("--gamma", self.decoding.num_draft_tokens, 1),
+            ("--gamma", self.decoding.most_draft_tokens, 1),
             ("--B", w.batch_size, 1),
             ("--prefix_len", w.prefix_len, 1),
             ("--num_batches", w.num_batches, 1),
@@ -280,7 +293,7 @@ class RunConfig:
                 f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
                 "that flag is for selfspec and longspec"
             )
-        check_budget(kv, self.decoding.num_draft_tokens)
+        check_budget(kv, self.decoding.most_draft_tokens)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size)
         check_sampling(self.sampling)
         check_filters_act(self.sampling)

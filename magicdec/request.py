@@ -104,8 +104,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step emitted for each request of its batch, in order; `num_accepted` is None where
-    nothing was drafted."""
+    """What a step emitted for each request of its batch, in order, after `num_drafted` draft tokens
+    a request; `num_accepted` is None where nothing was drafted."""
 
     token_ids: list[list[int]]
     num_drafted: int = 0

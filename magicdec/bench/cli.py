@@ -71,7 +71,7 @@ def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> Non
         options["choices"] = field.metadata["choices"]
     else:
         options["metavar"] = {int: "N", float: "X"}.get(base, "NAME")
-    group.add_argument(*flags, type=base, **options)
+    group.add_argument(*flags, type=field.metadata["parse"] or base, **options)
 
 
 def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:

@@ -61,7 +61,7 @@ def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
             f"the {reach} positions of the draft {named} under --kv_policy {kv.policy}; "
             "--kv_policy streaming_llm would serve"
         )
-    tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.num_draft_tokens)
+    tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.most_draft_tokens)
     if kv.budget + tail > reach:
         raise ValueError(
             f"--streamingllm_budget {kv.budget} and the --prefill_chunk "

@@ -69,7 +69,7 @@ def make_draft(
         place = (model, make_backend(config.draft.backend), groups.draft)
         policy, num_rows = make_policy(config.kv), config.workload.batch_size
         if isinstance(policy, StreamingLLM):
-            tail = min(chunk, config.workload.prefix_len) + config.decoding.num_draft_tokens
+            tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
             runner = RollingRunner(*place, num_rows, max_tokens, policy, max_tail=tail)
         else:
             runner = ModelRunner(*place, num_rows, max_tokens)

@@ -3,8 +3,9 @@ never 0.
 
 Definitions: acceptance rate = accepted / drafted; acceptance length = tokens a verification yields,
 bonus included; acceptance per position k = share of verifications that accepted at least k drafts
-(as vLLM counts it). TTFT runs from submission of the batch; TPOT of a request is its decode time
-over the tokens after its first.
+(as vLLM counts it; where steps draft different numbers, the product of the shares of those that
+drafted k and accepted k - 1). TTFT runs from submission of the batch; TPOT of a request is its
+decode time over the tokens after its first.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ class PassSamples:
     tpot_s: list[float] = field(default_factory=list)  # one a request
     bytes_read: int = 0  # over all ranks
     peak_memory_bytes: int = 0  # over all ranks
-    phase_ms: dict[str, float | None] = field(default_factory=dict)
+    phase_s: dict[str, list[float]] = field(default_factory=dict)  # of the steps that had it
     draft_prefill_s: list[float] = field(default_factory=list)  # a number a batch
+    num_drafted: list[list[int]] = field(default_factory=list)  # a row: batch, step
+    calibration_s: float | None = None  # before decoding, over all batches
 
     def begin_batch(self) -> None:
         self.step_s.append([])
         self.num_accepted.append([])
+        self.num_drafted.append([])
 
     def observe(self, output: StepOutput, seconds: float) -> None:
         self.step_s[-1].append(seconds)
-        if output.num_accepted is not None:
-            self.num_accepted[-1].append(output.num_accepted)
+        self.num_accepted[-1].append(output.num_accepted or [])
+        self.num_drafted[-1].append(output.num_drafted)
 
     def end_batch(self, requests: Sequence[Request], started_s: float) -> None:
         self.num_tokens.append(sum(len(r.output_ids) - 1 for r in requests))
@@ -54,22 +58,24 @@ class PassSamples:
         return sum(map(len, self.step_s))
 
 
-def decode_metrics(
-    samples: PassSamples, bandwidth: float, num_draft_tokens: int | None
-) -> dict[str, Any]:
-    """Metrics of one pass; `num_draft_tokens` is None where nothing was drafted."""
+def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> dict[str, Any]:
+    """Metrics of one pass; `is_drafting` where its strategy may draft."""
     tokens, seconds, prefills = sum(samples.num_tokens), samples.seconds, samples.draft_prefill_s
-    draft, verify = samples.phase_ms.get("draft"), samples.phase_ms.get("verify")
-    step_ms = 1e3 * seconds / samples.num_steps if samples.num_steps else None
-    timed = [ms for ms in (samples.phase_ms.get("decode"), draft, verify) if ms is not None]
+    num_steps, calibration_s = samples.num_steps, samples.calibration_s
+    step_ms = 1e3 * seconds / num_steps if num_steps else None
+    phases = {name: times for name, times in samples.phase_s.items() if times}
+    timed_ms = 1e3 * sum(map(sum, phases.values()))
+    drafted = sum(map(sum, samples.num_drafted))
     return {
         "decode_tokens_per_s": tokens / seconds if seconds else None,
         "mean_step_ms": step_ms,
         "draft_prefill_ms": 1e3 * statistics.fmean(prefills) if prefills else None,
-        "draft_ms": draft,
-        "verify_ms": verify,
-        "decode_ms": samples.phase_ms.get("decode"),
-        "other_ms": step_ms - sum(timed) if step_ms is not None and timed else None,
+        "calibration_ms": None if calibration_s is None else 1e3 * calibration_s,
+        "draft_ms": _mean_ms(phases.get("draft")),
+        "verify_ms": _mean_ms(phases.get("verify")),
+        "decode_ms": _mean_ms(phases.get("decode")),
+        "other_ms": step_ms - timed_ms / num_steps if step_ms is not None and phases else None,
+        "mean_draft_tokens": drafted / num_steps if num_steps and is_drafting else None,
         "bytes_read": samples.bytes_read,
         "roofline_fraction": samples.bytes_read / bandwidth / seconds if seconds else None,
         "peak_memory_bytes": samples.peak_memory_bytes or None,
@@ -77,18 +83,31 @@ def decode_metrics(
         "speedup": None,  # needs another pass: likewise
         "speedup_per_batch": None,
         **_tpot(samples.tpot_s),
-        **acceptance(samples.num_accepted, num_draft_tokens),
+        **acceptance(samples.num_accepted, samples.num_drafted),
     }
 
 
-def acceptance(num_accepted: list[list[list[int]]], num_draft_tokens: int | None) -> dict[str, Any]:
-    counts = [count for batch in num_accepted for step in batch for count in step]
-    if not counts or num_draft_tokens is None:
+def acceptance(
+    num_accepted: list[list[list[int]]], num_drafted: list[list[int]]
+) -> dict[str, list[float] | float | None]:
+    """Of accepted counts by batch, step and row, and tokens drafted a row by batch and step."""
+    steps = [
+        (drafted, count)
+        for batch, drafts in zip(num_accepted, num_drafted, strict=True)
+        for step, drafted in zip(batch, drafts, strict=True)
+        for count in step
+        if drafted
+    ]
+    if not steps:
         return {"acceptance_rate": None, "acceptance_length": None, "acceptance_per_position": None}
-    survived = [sum(c >= k for c in counts) / len(counts) for k in range(1, num_draft_tokens + 1)]
+    survived: list[float] = []
+    for k in range(1, max(drafted for drafted, _ in steps) + 1):
+        judged = [count for drafted, count in steps if drafted >= k and count >= k - 1]
+        share = sum(count >= k for count in judged) / len(judged) if judged else 0.0
+        survived.append(share * (survived[-1] if survived else 1.0))
     return {
-        "acceptance_rate": sum(counts) / (len(counts) * num_draft_tokens),
-        "acceptance_length": 1 + statistics.fmean(counts),
+        "acceptance_rate": sum(c for _, c in steps) / sum(drafted for drafted, _ in steps),
+        "acceptance_length": 1 + statistics.fmean(count for _, count in steps),
         "acceptance_per_position": survived,
     }
 
@@ -121,6 +140,10 @@ def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
         )
         if n and base_n
     ]
+
+
+def _mean_ms(seconds: Sequence[float] | None) -> float | None:
+    return 1e3 * statistics.fmean(seconds) if seconds else None
 
 
 def _tpot(values: Sequence[float]) -> dict[str, float | None]:

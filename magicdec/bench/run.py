@@ -31,6 +31,7 @@ from magicdec.bench.timing import (
     reset_peak_memory,
     synchronize,
 )
+from magicdec.decoding.draft_length import make_draft_length
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import ParallelGroups, close_groups, make_groups
@@ -58,7 +59,7 @@ class Run:
         self.config = prepared.config
         w, d = self.config.workload, self.config.decoding
         # The newest token is never cached, but a verification holds its draft tokens on top.
-        drafted = 0 if d.strategy == BASELINE else d.num_draft_tokens
+        drafted = 0 if d.strategy == BASELINE else d.most_draft_tokens
         self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
         self.device = rank_device(prepared)
         self.runner = self.make_runner(
@@ -66,6 +67,7 @@ class Run:
             self.config.model.linear,
         )  # fmt: skip
         self.draft = make_draft(prepared, groups, self.max_tokens, self.device, progress)
+        self.draft_length = make_draft_length(d, self.runner.group, self.device)
         self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
         self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
         if d.baseline and d.strategy != BASELINE:
@@ -80,7 +82,9 @@ class Run:
         return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
-        setup = Setup(self.runner, self.config.decoding, self.config.kv, timer, self.draft)
+        setup = Setup(
+            self.runner, self.config.decoding, self.config.kv, timer, self.draft, self.draft_length
+        )
         return make_strategy(name, setup)
 
     def runners(self) -> list[ModelRunner]:
@@ -220,15 +224,15 @@ def make_record(
     run: Run, prefill: dict[str, Any], correctness: Correctness, environment: dict[str, Any]
 ) -> RunRecord:
     """Metrics enter the record only if the check passed."""
-    asked, d = run.passes[-1], run.config.decoding
+    asked = run.passes[-1]
     bandwidth = environment["read_bandwidth_bytes_per_s"]
+    run.samples[asked].calibration_s = run.draft_length.calibration_s
     for name in run.passes:
-        timer = run.timers[name]
-        run.samples[name].phase_ms = {n: timer.mean_ms(n) for n in ("decode", "draft", "verify")}
+        run.samples[name].phase_s = dict(run.timers[name].seconds)
     metrics: dict[str, dict[str, Any]] = {}
     for name in run.passes:
-        drafted = d.num_draft_tokens if name != BASELINE else None
-        metrics[name] = prefill | decode_metrics(run.samples[name], bandwidth, drafted)
+        is_drafting = name != BASELINE
+        metrics[name] = prefill | decode_metrics(run.samples[name], bandwidth, is_drafting)
         metrics[name]["answer_score"] = score_pass(run, name)
     if BASELINE in run.passes[:-1]:
         values = speedups(run.samples[BASELINE], run.samples[asked])
@@ -261,7 +265,8 @@ def withhold_acceptance(metrics: dict[str, Any]) -> None:
     """Random weights agree with themselves by chance: times of a step count, acceptance and what
     follows from it do not."""
     for key in metrics:
-        if key.startswith(("acceptance", "speedup", "decode_tokens")) or key.endswith("_tpot_ms"):
+        chance = ("acceptance", "speedup", "decode_tokens", "mean_draft_tokens")
+        if key.startswith(chance) or key.endswith("_tpot_ms"):
             metrics[key] = None
 
 
@@ -272,6 +277,7 @@ def describe_samples(run: Run) -> dict[str, Any]:
         name: {
             "step_ms": [[round(1e3 * s, 4) for s in batch] for batch in samples.step_s],
             "num_tokens": samples.num_tokens,
+            "num_drafted": None if name == BASELINE or random else samples.num_drafted,
             "num_accepted": None if name == BASELINE or random else samples.num_accepted,
         }
         for name, samples in run.samples.items()

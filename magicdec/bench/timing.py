@@ -4,7 +4,6 @@ models or strategies."""
 from __future__ import annotations
 
 import resource
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -40,9 +39,6 @@ class PhaseTimer:
         yield
         synchronize(self.device)
         self.seconds[name].append(time.perf_counter() - started)
-
-    def mean_ms(self, name: str) -> float | None:
-        return 1e3 * statistics.fmean(self.seconds[name]) if self.seconds.get(name) else None
 
 
 def synchronize(device: torch.device) -> None:

@@ -48,6 +48,7 @@ class GatheredReader:
             self._choose(request, row)
 
     def refresh(self, batch: Batch) -> None:
+        self._take_over(batch.rows, [r.num_cached for r in batch.requests])
         every = self.policy.reselect_every
         for request, row in zip(batch.requests, batch.rows, strict=True):
             if every and request.num_cached >= self.chosen_at[row] + every:
@@ -89,9 +90,14 @@ class GatheredReader:
         self.runner.truncate(rows, [length - self.shifts[row] for row, length in pairs])
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take over the source's own K and V of the tokens that were settled since."""
+        """What was settled is taken over when it is next of use."""
+
+    def _take_over(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Copy the source's own K and V of the tokens that were settled since."""
         held = self.lengths(rows)
         count = max(new - old for new, old in zip(lengths, held, strict=True))
+        if count == 0:
+            return
         index = torch.tensor(rows, device=self.source.device)
         steps = torch.arange(count, device=self.source.device)
         start = torch.tensor(held, device=self.source.device).unsqueeze(1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config import STRATEGIES, DecodingSection, KVSection, load_named
+from magicdec.decoding.draft_length import DraftLength
 from magicdec.decoding.randomness import Purpose, uniforms_ahead
 from magicdec.decoding.sampling import gather_vocab, greedy, probabilities, process, sample
 from magicdec.request import Batch, Request, StepOutput
@@ -49,6 +50,7 @@ class Setup:
     kv: KVSection
     phase: Phase = untimed
     draft: DraftModel | None = None
+    draft_length: DraftLength | None = None  # default: as the section says, knowing nothing yet
 
 
 class DecodingStrategy(Protocol):

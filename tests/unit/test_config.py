@@ -144,7 +144,7 @@ def test_the_rank_group_is_all_ranks_in_any_order() -> None:
         ("--xyzzy", "unknown argument --xyzzy; choose from"),
         ("demo", "unknown argument demo; "),
         ("--strategy autoregressive", "unknown argument --strategy"),
-        ("--gamma three", "argument --gamma: invalid int value: 'three'"),
+        ("--gamma three", "argument --gamma: 'three' is not known; choose a whole number or auto"),
         ("--gamma", "argument --gamma: expected one argument"),
         ("--rank_group", "argument --rank_group: expected at least one argument"),
         ("--rank_group 0,1", "argument --rank_group: invalid int value: '0,1'"),

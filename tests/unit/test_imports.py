@@ -30,7 +30,10 @@ HEIGHT |= {
 SHARED = {
     "attention": {"backend"},
     "kv": {"cache", "policy"},
-    "decoding": {"strategy", "drafter", "reader", "sampling", "randomness", "verification"},
+    "decoding": {
+        *("strategy", "drafter", "reader", "draft_length"),
+        *("sampling", "randomness", "verification"),
+    },
 }
 
 

@@ -33,7 +33,7 @@ def test_acceptance_counts_survivors() -> None:
     """Ten verifications accepted 0, 0, 0, 1, 1, 3, 3, 4, 4, 4: nobody stopped at two, so as many
     got past the second draft token as past the third."""
     batches = [[[0, 1], [0, 3], [4]], [[1, 4], [0, 3], [4]]]
-    result = acceptance(batches, 4)
+    result = acceptance(batches, [[4] * 3, [4] * 3])
     assert result["acceptance_per_position"] == [0.7, 0.5, 0.5, 0.3]
     assert result["acceptance_rate"] == 20 / 40
     assert result["acceptance_length"] == 3.0
@@ -41,7 +41,7 @@ def test_acceptance_counts_survivors() -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_acceptance_agrees_with_itself(counts: list[int]) -> None:
-    result = acceptance([[counts]], 5)
+    result = acceptance([[counts]], [[5]])
     survived = result["acceptance_per_position"]
     assert len(survived) == 5
     assert survived == sorted(survived, reverse=True)
@@ -50,13 +50,22 @@ def test_acceptance_agrees_with_itself(counts: list[int]) -> None:
 
 
 def test_nothing_accepted_is_zero_and_nothing_drafted_is_none() -> None:
-    assert acceptance([[[0, 0]]], 2) == {
+    assert acceptance([[[0, 0]]], [[2]]) == {
         "acceptance_rate": 0.0,
         "acceptance_length": 1.0,
         "acceptance_per_position": [0.0, 0.0],
     }
-    for batches, num_draft_tokens in (([], 2), ([[]], 2), ([[[]]], 2), ([[[1]]], None)):
-        assert acceptance(batches, num_draft_tokens) == dict.fromkeys(SPECULATIVE)
+    for batches, drafted in (([], []), ([[]], [[]]), ([[[]]], [[2]]), ([[[], []]], [[0, 0]])):
+        assert acceptance(batches, drafted) == dict.fromkeys(SPECULATIVE)
+
+
+def test_steps_may_draft_different_numbers() -> None:
+    """Of 4 rows that drafted, 3 accepted their first; of the 2 among these that drafted a second, 1
+    accepted it, and not its third. Steps without drafts are no verifications."""
+    result = acceptance([[[1, 0], [], [2], [1]], [[]]], [[1, 0, 3, 2], [0]])
+    assert result["acceptance_per_position"] == [3 / 4, 3 / 4 * 1 / 2, 0.0]
+    assert result["acceptance_rate"] == 4 / 7
+    assert result["acceptance_length"] == 2.0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
@@ -78,7 +87,7 @@ def test_tpot_is_decode_time_over_the_tokens_after_the_first() -> None:
     samples.end_batch(requests, started_s=10.0)
     assert samples.tpot_s == pytest.approx([0.1, 0.05])
     assert samples.num_tokens == [4 + 2 + 0 + 2]
-    metrics = decode_metrics(samples, 1e9, None)
+    metrics = decode_metrics(samples, 1e9, False)
     assert metrics["mean_tpot_ms"] == pytest.approx(75)
     assert metrics["p50_tpot_ms"] == pytest.approx(75)
     assert metrics["p90_tpot_ms"] == pytest.approx(95)
@@ -90,18 +99,24 @@ def observed(*batches: Sequence[tuple[float, list[int] | None]]) -> PassSamples:
     for batch in batches:
         samples.begin_batch()
         for seconds, accepted in batch:
-            samples.observe(StepOutput([[1]], num_accepted=accepted), seconds)
+            drafted = 0 if accepted is None else 3
+            samples.observe(StepOutput([[1]], drafted, accepted), seconds)
     return samples
 
 
 def test_decode_metrics_by_hand() -> None:
     samples = observed([(0.25, [1, 0]), (0.25, [2])], [(0.5, [3])])
     samples.num_tokens, samples.bytes_read, samples.peak_memory_bytes = [30, 20], 4 * 10**9, 7
-    samples.phase_ms = {"draft": 100.0, "verify": 200.0, "decode": None}
-    metrics = decode_metrics(samples, bandwidth=1e10, num_draft_tokens=3)
+    samples.phase_s = {"draft": [0.1] * 3, "verify": [0.1, 0.2, 0.3], "decode": []}
+    metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
     assert metrics["decode_tokens_per_s"] == 50.0
     assert metrics["mean_step_ms"] == pytest.approx(1000 / 3)
-    assert (metrics["draft_ms"], metrics["verify_ms"], metrics["decode_ms"]) == (100, 200, None)
+    assert (metrics["draft_ms"], metrics["verify_ms"], metrics["decode_ms"]) == (
+        pytest.approx(100),
+        pytest.approx(200),
+        None,
+    )
+    assert metrics["mean_draft_tokens"] == 3
     assert metrics["other_ms"] == pytest.approx(1000 / 3 - 300)
     assert metrics["roofline_fraction"] == pytest.approx(0.4)
     assert (metrics["bytes_read"], metrics["peak_memory_bytes"]) == (4 * 10**9, 7)
@@ -109,10 +124,20 @@ def test_decode_metrics_by_hand() -> None:
     assert samples.num_accepted == [[[1, 0], [2]], [[3]]]
 
 
+def test_steps_that_draft_and_steps_that_do_not() -> None:
+    samples = observed([(0.2, [1, 2]), (0.1, None)], [(0.1, None), (0.2, [3])])
+    samples.phase_s = {"draft": [0.05, 0.06], "verify": [0.1, 0.1], "decode": [0.09, 0.08]}
+    metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
+    assert metrics["mean_draft_tokens"] == 1.5
+    assert metrics["draft_ms"] == pytest.approx(55) and metrics["decode_ms"] == pytest.approx(85)
+    assert metrics["other_ms"] == pytest.approx(150 - 480 / 4)
+    assert metrics["acceptance_rate"] == 6 / 9 and metrics["acceptance_length"] == 3
+
+
 def test_what_was_not_measured_is_none_and_never_zero() -> None:
     samples = observed([], [])
     samples.end_batch([finished(1, 1.0)], 0.0)
-    metrics = decode_metrics(samples, 1e9, 4)
+    metrics = decode_metrics(samples, 1e9, True)
     assert metrics["bytes_read"] == 0  # a count: no step ran, nothing was read
     assert all(value is None for key, value in metrics.items() if key != "bytes_read"), metrics
     assert set(prefill_metrics([], 0, 0.0).values()) == {None}
@@ -120,14 +145,13 @@ def test_what_was_not_measured_is_none_and_never_zero() -> None:
 
 def test_untimed_phases_leave_no_rest() -> None:
     samples = observed([(0.1, None)])
-    samples.phase_ms = {"draft": None, "verify": None, "decode": None}
-    metrics = decode_metrics(samples, 1e9, None)
+    metrics = decode_metrics(samples, 1e9, False)
     assert metrics["mean_step_ms"] == 100.0 and metrics["other_ms"] is None
 
 
 def test_an_autoregressive_pass_has_no_acceptance() -> None:
-    metrics = decode_metrics(observed([(0.1, None), (0.1, None)]), 1e9, None)
-    assert all(metrics[key] is None for key in SPECULATIVE)
+    metrics = decode_metrics(observed([(0.1, None), (0.1, None)]), 1e9, False)
+    assert all(metrics[key] is None for key in (*SPECULATIVE, "mean_draft_tokens"))
 
 
 def test_prefill_metrics() -> None:

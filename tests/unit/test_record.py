@@ -39,7 +39,10 @@ UNCOMPARED = Correctness(None, num_tokens=12)
 
 def sample_pass(num_accepted: list[list[list[int]]]) -> PassSamples:
     """Two batches of one row: two steps, then one."""
-    return PassSamples([[0.1, 0.2], [0.3]], num_accepted, [4, 3], [0.08, 0.1], 10**9, 10**8)
+    drafted = [[4 if step else 0 for step in batch] for batch in num_accepted]
+    return PassSamples(
+        [[0.1, 0.2], [0.3]], num_accepted, [4, 3], [0.08, 0.1], 10**9, 10**8, num_drafted=drafted
+    )
 
 
 def finished(name: str) -> list[Request]:
@@ -80,7 +83,8 @@ def run_record(
         passes=list(passes),
         finished={name: finished(name) for name in passes},
         samples=samples,
-        timers={name: SimpleNamespace(mean_ms=lambda phase: 1.0) for name in passes},
+        timers={name: SimpleNamespace(seconds={"verify": [0.001]}) for name in passes},
+        draft_length=SimpleNamespace(calibration_s=None),
     )
     started = datetime.datetime.now(datetime.timezone.utc)
     environment = describe_environment(launch, "cpu", started)
@@ -193,6 +197,7 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         "acceptance_rate",
         "acceptance_length",
         "acceptance_per_position",
+        "mean_draft_tokens",
         "speedup",
         "speedup_per_batch",
         "decode_tokens_per_s",

@@ -1,0 +1,202 @@
+"""DraftLength: how many tokens a speculative step drafts. A given number, or the one that pays.
+
+Owns the estimates behind the choice: seconds of a step by its number of draft tokens, measured, and
+how many of them are accepted, counted. Must not know how anything is drafted or verified: steps are
+measured for it.
+
+The objective is tokens a second: (1 + expected accepted) / seconds; drafting nothing is one of the
+choices. Source: Leviathan et al. 2023, section 3.5, with measured times in place of one cost ratio,
+and acceptance by position in place of one rate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Protocol
+
+import torch
+
+from magicdec.config import DecodingSection
+from magicdec.distributed.groups import Group
+from magicdec.request import Batch
+
+Measure = Callable[[Batch], Sequence[float]]
+"""Seconds of a step of `batch` with 0, 1, 2, ... draft tokens, leaving everything as it was."""
+
+WINDOW = 8  # steps between two decisions, once the first few were taken
+PRIOR, PRIOR_WEIGHT = 0.8, 4.0  # acceptance before anything was drafted, in draft tokens seen
+POOLED_WEIGHT = 8.0  # how much a position leans on the mean of all positions
+KEEP = 0.98  # weight of what was counted, after one more step of counting
+MARGIN = 1.01  # by how much speculation must promise to be faster
+PROBE_COST = 0.01  # share of the time that may go into steps of the kind not chosen
+MIN_PROBE_STEPS = 32
+
+
+class DraftLength(Protocol):
+    @property
+    def most(self) -> int:
+        """No step drafts more."""
+        ...
+
+    @property
+    def calibration_s(self) -> float | None:
+        """Seconds spent on measuring in `begin`, so far; None where nothing is measured."""
+        ...
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        """`batch` is about to be decoded; not timed as decoding."""
+        ...
+
+    def choose(self, batch: Batch) -> int:
+        """Draft tokens a row of the next step, alike on every rank."""
+        ...
+
+    def observe(self, num_drafted: int, accepted: Sequence[int], seconds: float) -> None:
+        """A step drafted that many tokens a row, of which each row accepted so many."""
+        ...
+
+
+class FixedLength:
+    calibration_s = None
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        """Nothing to measure."""
+
+    def choose(self, batch: Batch) -> int:
+        return self.most
+
+    def observe(self, num_drafted: int, accepted: Sequence[int], seconds: float) -> None:
+        """Nothing to learn."""
+
+
+class Acceptance:
+    """Running rate for each draft position, given that all before it were accepted."""
+
+    def __init__(self, most: int) -> None:
+        self.judged, self.accepted = [0.0] * most, [0.0] * most
+
+    def observe(self, num_drafted: int, accepted: Sequence[int]) -> None:
+        self.judged = [KEEP * n for n in self.judged]
+        self.accepted = [KEEP * n for n in self.accepted]
+        for count in accepted:
+            for k in range(min(count + 1, num_drafted)):
+                self.judged[k] += 1
+                self.accepted[k] += k < count
+
+    def rates(self) -> list[float]:
+        pooled = (sum(self.accepted) + PRIOR * PRIOR_WEIGHT) / (sum(self.judged) + PRIOR_WEIGHT)
+        return [
+            (a + pooled * POOLED_WEIGHT) / (n + POOLED_WEIGHT)
+            for a, n in zip(self.accepted, self.judged, strict=True)
+        ]
+
+    def expected_tokens(self) -> list[float]:
+        """Tokens that a step with 0, 1, 2, ... draft tokens yields a row."""
+        tokens, survival = [1.0], 1.0
+        for rate in self.rates():
+            survival *= rate
+            tokens.append(tokens[-1] + survival)
+        return tokens
+
+
+class StepTimes:
+    """Seconds of a step by rows and draft tokens: as measured before decoding, corrected by the
+    steps since. With more context, decoding and speculation slow down by different factors."""
+
+    def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
+        self.rows, self.of_all, self.of_one = rows, of_all, of_one
+        self._drift: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
+
+    def measured(self, rows: int, num_drafted: int) -> float:
+        """Rows end one by one: linear between one row and all."""
+        all_rows, one = self.of_all[num_drafted], self.of_one[num_drafted]
+        return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
+
+    def correct(self, rows: int, num_drafted: int, seconds: float) -> None:
+        self._drift[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
+
+    def __call__(self, rows: int, num_drafted: int) -> float:
+        drift = self._drift[num_drafted > 0]
+        return self.measured(rows, num_drafted) * (median(drift) if drift else 1.0)
+
+
+class AutoLength:
+    """Chooses every few steps, on the first rank, which tells the others.
+
+    Outlives the passes of a run: what it measured for a batch size and context, and what it knows
+    of acceptance, serves the next batch too.
+    """
+
+    def __init__(self, most: int, group: Group, device: torch.device) -> None:
+        self.most, self.group, self.device = most, group, device
+        self.acceptance = Acceptance(most)
+        self.calibration_s = 0.0
+        self._times: dict[tuple[int, int], StepTimes] = {}  # rows, context in powers of sqrt(2)
+        self._window, self._left, self._rows = 1, 0, 0
+        self._first, self._then = 0, 0  # of the window's first step, and of the others
+        self._since = {False: 0, True: 0}  # steps since the last one without drafts, and with
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
+        key = rows, round(2 * math.log2(max(longest, 1)))
+        if key not in self._times:
+            started = time.perf_counter()
+            of_all = measure(batch)
+            one = Batch(batch.requests[:1], is_prefill=False)
+            self._times[key] = StepTimes(rows, of_all, of_all if rows == 1 else measure(one))
+            self.calibration_s += time.perf_counter() - started
+        self.times = self._times[key]
+        self._left = 0
+
+    def choose(self, batch: Batch) -> int:
+        rows = len(batch.requests)
+        if self._left == 0 or rows != self._rows:
+            self._rows = rows
+            decision = torch.tensor(self.decide(rows), device=self.device)
+            self._first, self._then = self.group.broadcast(decision, 0).tolist()
+            self._left = self._window
+            self._window = min(2 * self._window, WINDOW)
+            chosen = self._first
+        else:
+            chosen = self._then
+        self._left -= 1
+        # A step with g drafts may emit g + 1 tokens: no more than the longest row still wants.
+        wanted = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests)
+        return min(chosen, wanted - 1)
+
+    def decide(self, rows: int) -> tuple[int, int]:
+        """Draft tokens of the next step, and of those after it. Now and then the next step is one
+        of the other kind (some drafts, none), so that its time and acceptance stay known."""
+        seconds = [self.times(rows, k) for k in range(self.most + 1)]
+        expected = self.acceptance.expected_tokens()
+        rates = [tokens / s for tokens, s in zip(expected, seconds, strict=True)]
+        drafting = max(range(1, self.most + 1), key=lambda k: rates[k])
+        best = drafting if rates[drafting] > MARGIN * rates[0] else 0
+        other = 0 if best else 1
+        lost = seconds[other] - expected[other] / rates[best]  # seconds that one probe costs
+        steps = max(MIN_PROBE_STEPS, lost / (PROBE_COST * seconds[best]))
+        # Not where speculation could not pay even if all drafts were accepted.
+        useful = best > 0 or max((k + 1) / s for k, s in enumerate(seconds)) > rates[0] * MARGIN
+        return (other if useful and self._since[other > 0] >= steps else best), best
+
+    def observe(self, num_drafted: int, accepted: Sequence[int], seconds: float) -> None:
+        is_drafting = num_drafted > 0
+        self._since[not is_drafting] += 1
+        self._since[is_drafting] = 0
+        self.times.correct(self._rows, num_drafted, seconds)
+        if is_drafting:
+            self.acceptance.observe(num_drafted, accepted)
+
+
+def make_draft_length(decoding: DecodingSection, group: Group, device: torch.device) -> DraftLength:
+    """The draft length that `--gamma` asks for."""
+    if decoding.num_draft_tokens == "auto":
+        return AutoLength(decoding.most_draft_tokens, group, device)
+    return FixedLength(decoding.most_draft_tokens)

@@ -1,0 +1,143 @@
+"""Steps of any draft length in any order, none included: the baseline's tokens, and a draft that is
+as good after steps without it as before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+
+import pytest
+from conftest import (
+    decode,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
+from magicdec.config import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding.draft_length import AutoLength, Measure
+from magicdec.decoding.strategy import Setup
+from magicdec.engine import Engine
+from magicdec.request import Batch
+
+MOST, NEW = 5, [120, 9, 90, 61]
+
+
+class Scripted:
+    """A length that follows a list; learns nothing."""
+
+    most, calibration_s = MOST, None
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = cycle(counts)
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        seconds = measure(batch)
+        assert len(seconds) == MOST + 1 and min(seconds) > 0
+
+    def choose(self, batch: Batch) -> int:
+        return next(self.counts)
+
+    def observe(self, num_drafted: int, accepted: Sequence[int], seconds: float) -> None:
+        pass
+
+
+def run(
+    drafter: str,
+    kv: KVSection,
+    backend: type[AttentionBackend],
+    counts: Sequence[int],
+    sampling: SamplingSection = SamplingSection(),
+) -> tuple[list[list[int]], list[list[int]], list[tuple[int, list[int]]]]:
+    """(baseline, ours, (drafted, accepted) of the steps that drafted)."""
+    model, max_tokens = tiny_transformer(seed=1), 70 + 120 + MOST
+    runner = make_runner(model, 4, max_tokens, backend())
+    draft = None
+    if drafter == "model":
+        draft = make_draft(model, kv, 4, max_tokens, backend(), max_drafts=MOST)
+    engine = Engine(runner, 32)
+    requests = make_requests(random_prompts([5, 70, 1, 33], 97), NEW, sampling=sampling)
+    snapshots = engine.prefill(requests)
+    outputs, steps = [], []
+    for name in ("autoregressive", "speculative"):
+        engine.rewind(snapshots)
+        decoding = DecodingSection("speculative", drafter, MOST)
+        setup = Setup(runner, decoding, kv, draft=draft, draft_length=Scripted(counts))
+        finished = decode(
+            engine, name, setup, lambda out, s: steps.append((out.num_drafted, out.num_accepted))
+        )
+        outputs.append([list(r.output_ids) for r in finished])
+    return outputs[0], outputs[1], [(n, a) for n, a in steps if a is not None]
+
+
+CASES = [
+    ("self", KVSection("full")),
+    ("self", KVSection("streaming_llm", 40, 4)),
+    ("self", KVSection("snapkv", 40, window_size=8)),
+    ("self", KVSection("snapkv", 40, window_size=8, reselect_every=20)),
+    ("self", KVSection("verified", 50, 4)),
+    ("ngram", KVSection("full")),
+    ("model", KVSection("full")),
+    ("model", KVSection("streaming_llm", 40, 4)),
+    ("model", KVSection("snapkv", 40, window_size=8)),
+]
+# No step drafts for longer than a chunk of the draft, for one step, twice in a row.
+COUNTS = [3, 0, 5, *[0] * 20, 1, 2, 0, 0, 4]
+
+
+@pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
+@pytest.mark.parametrize("backend", [NativeBackend, GroupedBackend])
+def test_any_draft_length_gives_the_same_tokens(
+    drafter: str, kv: KVSection, backend: type[AttentionBackend]
+) -> None:
+    baseline, ours, steps = run(drafter, kv, backend, COUNTS)
+    assert ours == baseline
+    assert [len(tokens) for tokens in ours] == NEW
+    assert {drafted for drafted, _ in steps} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kv"),
+    [
+        ("self", KVSection("full")),
+        ("self", KVSection("snapkv", 100, window_size=8)),
+        ("self", KVSection("verified", 300, 4)),
+        ("model", KVSection("full")),
+        ("model", KVSection("streaming_llm", 300, 4)),
+        ("model", KVSection("snapkv", 300, window_size=8)),
+    ],
+    ids=str,
+)
+def test_a_draft_that_sees_all_is_right_after_any_pause(drafter: str, kv: KVSection) -> None:
+    """The model drafts for itself and misses nothing, so that one wrong or missing entry shows."""
+    baseline, ours, steps = run(drafter, kv, NativeBackend, COUNTS)
+    assert ours == baseline
+    assert steps and all(set(accepted) == {drafted} for drafted, accepted in steps), steps
+
+
+def test_sampled_tokens_of_steps_without_drafts_are_the_baselines() -> None:
+    sampling = SamplingSection(temperature=0.9, top_p=0.95)
+    kv = KVSection("streaming_llm", 40, 4)
+    baseline, ours, steps = run("self", kv, GroupedBackend, [0], sampling)
+    assert ours == baseline and not steps
+
+
+def test_gamma_auto_from_end_to_end() -> None:
+    """Real clocks decide, so the lengths are anyone's; the tokens are not."""
+    runner = make_runner(tiny_transformer(seed=1), 4, 70 + 120 + MOST, NativeBackend())
+    engine = Engine(runner, 32)
+    snapshots = engine.prefill(make_requests(random_prompts([5, 70, 1, 33], 97), NEW))
+    length = AutoLength(MOST, runner.group, runner.device)
+    outputs = []
+    for name in ("autoregressive", "speculative", "speculative"):
+        engine.rewind(snapshots)
+        kv = KVSection("streaming_llm", 40, 4)
+        setup = Setup(runner, DecodingSection("speculative", "self"), kv, draft_length=length)
+        outputs.append([list(r.output_ids) for r in decode(engine, name, setup)])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert length.calibration_s > 0
