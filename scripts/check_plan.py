@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from measuring import run_command, run_selfspec
 from rich.console import Console
 from rich.table import Table
 
 from magicdec.bench.costs import Deployment, Speculation
 from magicdec.bench.hardware import MachineFile, load_machine
 from magicdec.bench.plan import DTYPE_BYTES
-from magicdec.bench.record import load_records
 from magicdec.model.named import find_config
 
-CONSOLE = "from magicdec.bench.commands import console; console()"
 COLUMNS = ("decode_ms", "draft_ms", "verify_ms", "speedup")
 
 
@@ -46,35 +43,21 @@ class Cell:
     predicted: dict[str, float]
 
 
-def start(ranks: int, *flags: object) -> None:
-    """`magicdec <flags>` in processes of its own; its output is shown only if it fails."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        launcher += ["--no-python", sys.executable]
-    command = [*launcher, "-c", CONSOLE, *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout, done.stderr, file=sys.stderr)
-        sys.exit(f"check_plan.py: {flags[0]} ended with {done.returncode}")
-
-
 def probe(args: argparse.Namespace, path: Path) -> MachineFile:
     threads = [] if args.threads is None else ["--threads", args.threads]
-    start(args.ranks, "probe", "--out", path, *threads)
+    run_command(args.ranks, "probe", "--out", path, *threads)
     return load_machine(path)
 
 
 def run(args: argparse.Namespace, batch_size: int, prefix_len: int, path: Path) -> dict[str, Any]:
     """The record of one cell."""
     threads = [] if args.threads is None else ["--threads", args.threads]
-    start(
-        args.ranks, "selfspec", "--model", args.model, "--B", batch_size, "--gamma", args.gamma,
+    return run_selfspec(
+        path, args.ranks, "--model", args.model, "--B", batch_size, "--gamma", args.gamma,
         "--prefix_len", prefix_len, "--gen_len", args.gen_len, "--num_batches", args.num_batches,
         "--streamingllm_budget", args.budget, "--dtype", args.dtype, "--ignore_eos", "--benchmark",
-        "--results", path, *threads,
+        *threads,
     )  # fmt: skip
-    return load_records(path)[-1]
 
 
 def better(one: MachineFile, other: MachineFile) -> MachineFile:

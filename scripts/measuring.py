@@ -1,9 +1,12 @@
-"""What the benchmark scripts share: interleaved timing, and what this machine can do at most."""
+"""What the benchmark scripts share: interleaved timing, what this machine can do at most, and runs
+in processes of their own."""
 
 from __future__ import annotations
 
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +16,31 @@ from typing import Any
 import torch
 
 from magicdec.bench.ceilings import gemm_flops
+from magicdec.bench.record import load_records
 from magicdec.bench.timing import read_bandwidth
 from magicdec.distributed.groups import Group
+
+CONSOLE = "from magicdec.bench.commands import console; console()"
+
+
+def run_command(ranks: int, *flags: object) -> None:
+    """`magicdec <flags>` on so many ranks; its output is shown only if it fails, which ends this
+    program."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher += ["--no-python", sys.executable]
+    command = [*launcher, "-c", CONSOLE, *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout, done.stderr, file=sys.stderr)
+        sys.exit(f"{Path(sys.argv[0]).name}: {flags[0]} ended with {done.returncode}")
+
+
+def run_selfspec(path: Path, ranks: int, *flags: object) -> dict[str, Any]:
+    """The record of one `magicdec selfspec` run, appended to `path`."""
+    run_command(ranks, "selfspec", *flags, "--results", path)
+    return load_records(path)[-1]
 
 
 @dataclass(frozen=True)

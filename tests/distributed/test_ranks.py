@@ -67,6 +67,31 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     assert outputs == single.setdefault("tokens", outputs)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_draft_length_that_pays(
+    num_ranks: int, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """Clocks decide, and differ between ranks: all follow the first. No ignored end tokens, so rows
+    end apart."""
+    done = launch(
+        "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
+        *SPECULATION, "--gamma", "auto", "--warmup_batches", 1, "--results", "r.jsonl",
+        num_ranks=num_ranks,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = lines(tmp_path / "r.jsonl")
+    assert record["correctness"]["identical"] is True
+    assert record["config"]["decoding"]["num_draft_tokens"] == "auto"
+    assert "gamma auto" in done.stdout
+    metrics, samples = record["metrics"], record["samples"]["speculative"]
+    drafted = samples["num_drafted"]
+    assert 0 <= metrics["mean_draft_tokens"] <= 8 and metrics["calibration_ms"] > 0
+    assert all(0 <= count <= 8 for batch in drafted for count in batch)
+    for batch, counts in zip(samples["num_accepted"], drafted, strict=True):
+        assert [bool(step) for step in batch] == [count > 0 for count in counts]
+    assert record["baseline_metrics"]["calibration_ms"] is None
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_bfloat16_agrees_with_its_own_baseline(
     num_ranks: int, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path

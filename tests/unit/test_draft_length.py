@@ -218,7 +218,8 @@ def test_all_ranks_do_as_the_first_says() -> None:
         counts.append(length.choose(make_batch(2)))
         length.observe(counts[-1], [0, 0], 1.0)
     assert counts == [3, 3, 5, 3, 5, 5, 5]  # windows of 1, 2, 4 steps
-    assert length.choose(make_batch(1)) == 3, "a row has ended: decided anew"
+    assert length.choose(make_batch(2)) == 3, "the next window"
+    assert length.choose(make_batch(1)) == 3, "a row has ended: decided anew, within the window"
 
 
 def test_the_section_decides() -> None:

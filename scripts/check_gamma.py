@@ -1,0 +1,126 @@
+"""Is `--gamma auto` ever slower than not speculating? Runs it over a grid of batch, prefix and KV
+budget, each cell against the baseline of its own run, and prints the speedups.
+
+    python scripts/check_gamma.py
+    python scripts/check_gamma.py --B 4 --prefix_len 4096 --kv_policy verified --fixed 1 2 4
+
+Every run is a process of its own whose tokens are checked against its baseline as always. With
+`--fixed`, the same cell under those numbers of draft tokens too, so that what auto chose can be
+judged. The bar is on the median over batches; the spread is printed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from measuring import run_selfspec
+from rich.console import Console
+from rich.table import Table
+
+BAR = 0.97
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one run measured; `gamma` as it was asked for."""
+
+    batch_size: int
+    prefix_len: int
+    budget: int
+    gamma: str
+    speedup: float
+    speedup_per_batch: tuple[float, ...]
+    mean_draft_tokens: float
+    acceptance_rate: float | None
+    decode_tokens_per_s: float
+    calibration_ms: float | None
+
+
+def measure(
+    args: argparse.Namespace, B: int, prefix: int, budget: int, gamma: str, path: Path
+) -> Cell:
+    record = run_selfspec(
+        path, args.ranks,
+        "--model", args.model, "--dataset", args.dataset, "--kv_policy", args.kv_policy, "--B", B,
+        "--prefix_len", prefix, "--streamingllm_budget", budget, "--gamma", gamma, "--gen_len",
+        args.gen_len, "--num_batches", args.num_batches, "--dtype", args.dtype, "--ignore_eos",
+    )  # fmt: skip
+    m: dict[str, Any] = record["metrics"]
+    return Cell(
+        B,
+        prefix,
+        budget,
+        gamma,
+        m["speedup"],
+        tuple(m["speedup_per_batch"]),
+        m["mean_draft_tokens"],
+        m["acceptance_rate"],
+        m["decode_tokens_per_s"],
+        m["calibration_ms"],
+    )
+
+
+def print_cells(cells: list[Cell]) -> None:
+    table = Table(title="against autoregressive decoding in the same run", title_justify="left")
+    for label in ("B", "prefix", "budget", "gamma", "drafted", "acceptance", "tokens/s"):
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("speedup (by batch)", justify="right", no_wrap=True)
+    table.add_column("calibration, ms", justify="right", no_wrap=True)
+    for c in cells:
+        rate = "" if c.acceptance_rate is None else f"{c.acceptance_rate:.2f}"
+        by_batch = " ".join(f"{s:.2f}" for s in c.speedup_per_batch)
+        took = "" if c.calibration_ms is None else f"{c.calibration_ms:.0f}"
+        table.add_row(
+            *map(str, (c.batch_size, c.prefix_len, c.budget, c.gamma)),
+            f"{c.mean_draft_tokens:.2f}",
+            rate,
+            f"{c.decode_tokens_per_s:.1f}",
+            f"{c.speedup:.2f}x ({by_batch})",
+            took,
+        )
+    Console(width=140).print(table)
+    auto = [c for c in cells if c.gamma == "auto"]
+    below = [c for c in auto if c.speedup < BAR]
+    worst = min(auto, key=lambda c: c.speedup)
+    print(f"auto: {len(auto) - len(below)} of {len(auto)} cells at {BAR}x or more", end="; ")
+    print(f"worst {worst.speedup:.3f}x at B {worst.batch_size}, prefix {worst.prefix_len}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dataset", default="demo")
+    parser.add_argument("--kv_policy", default="streaming_llm")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--B", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--prefix_len", nargs="+", type=int, default=[512, 4096, 16384])
+    parser.add_argument("--budget", nargs="+", type=int, default=[65, 257])
+    parser.add_argument("--fixed", nargs="*", default=[], help="draft tokens, beside auto")
+    parser.add_argument("--gen_len", type=int, default=128)
+    parser.add_argument("--num_batches", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write what was measured here")
+    args = parser.parse_args()
+    cells = []
+    with tempfile.TemporaryDirectory() as name:
+        for prefix in args.prefix_len:
+            for B in args.B:
+                for budget in args.budget:
+                    for gamma in ("auto", *args.fixed):
+                        path = Path(name) / "runs.jsonl"
+                        cells.append(measure(args, B, prefix, budget, gamma, path))
+                        print(cells[-1], flush=True)
+    print_cells(cells)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
