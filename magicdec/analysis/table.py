@@ -39,6 +39,8 @@ ROWS: tuple[tuple[str, str, Show], ...] = (
     ("acceptance_rate", "acceptance rate", _number(3)),
     ("acceptance_length", "acceptance length", _number(2)),
     ("acceptance_per_position", "acceptance per position", _list),
+    ("mean_draft_tokens", "draft tokens a step", _number(2)),
+    ("calibration_ms", "calibration for gamma, ms", _number(0)),
     ("mean_step_ms", "step, ms", _number(2)),
     ("decode_ms", "  decode, ms/step", _number(2)),
     ("draft_ms", "  draft, ms/step", _number(2)),
