@@ -18,8 +18,9 @@ GRID = (
     *("--kv_policy", "streaming_llm", "snapkv", "verified", "full", "--budget", *BUDGETS),
     *("--num_sink_tokens", 4, "--window_size", 8, "--recent_window", 8),
 )
-# verified at context 100: sinks 4, the newest 100 - 80 = 20, blocks of 16 in what is left
 VISIBLE = {(30, 24): 24, (30, 40): 30, (100, 24): 24, (100, 40): 40}
+# verified: sinks 4, the newest from the last multiple of 16 that leaves 8, blocks of 16 in the rest
+VERIFIED = VISIBLE | {(30, 24): 4 + 14, (100, 24): 4 + 20, (100, 40): 4 + 20 + 16}
 
 
 def expected_cells() -> list[tuple[Any, ...]]:
@@ -45,7 +46,8 @@ def weight_bytes(num_ranks: int) -> int:
 def expected_bytes(row: dict[str, Any], num_ranks: int) -> int:
     seen = row["context"]
     if row["budget"] is not None:
-        seen = VISIBLE[row["context"], row["budget"]]
+        table = VERIFIED if row["kv_policy"] == "verified" else VISIBLE
+        seen = table[row["context"], row["budget"]]
     kv_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     return weight_bytes(num_ranks) + row["B"] * (seen + row["T"]) * kv_token
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from magicdec.bench.forwards import Cell, fill, make_forwards, summarise, time_o
 from magicdec.bench.latency import Grid, parse
 from magicdec.config import AttentionSection, KVSection, RunConfig
 from magicdec.distributed.groups import Group
+from magicdec.runner import Watch
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}
 DRAFTS = tuple(
@@ -113,6 +115,26 @@ def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
         seen.append(forward.counts.kv_tokens_read)
     # verify T 2 and 5 also watched; verified: sinks 4, one block 16, the newest 61 - 48 = 13
     assert seen == [3 * n for n in (62, 63, 63, 66, 66, 25, 25, 34, 62)]
+
+
+def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
+    runner = make_runner(tiny_transformer(), 2, 64)
+    batch = fill(runner, 50)
+    whole, watched = runner.forward, []
+
+    def forward(*args: Any, watch: Watch | None = None, **more: Any) -> torch.Tensor:
+        watched.append(watch is not None)
+        return whole(*args, watch=watch, **more)
+
+    grid = Grid((2,), (50,), (1, 4), DRAFTS, repeats=1, warmup=0)
+    made = list(make_forwards(runner, batch, grid, 50))
+    runner.forward = forward  # type: ignore[method-assign]
+    for f in made[:3]:
+        ids = f.run()
+        assert (ids.shape, ids.dtype) == ((2, f.cell.T), torch.int64) and int(ids.max()) < 97
+        f.undo()
+    assert watched == [False, False, True]
+    assert [f.run().shape for f in made[3:]] == [(2, 1)] * len(DRAFTS)
 
 
 def test_the_cache_is_filled_with_keys_to_choose_by() -> None:
