@@ -20,8 +20,8 @@ from torch import Tensor
 
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.latency import Grid
+from magicdec.bench.latency_rows import Cell, Timing, summarise
 from magicdec.bench.loading import load_model, make_backend
-from magicdec.bench.metrics import percentile
 from magicdec.bench.progress import make_progress
 from magicdec.bench.roofline import bytes_read
 from magicdec.bench.timing import read_bandwidth, synchronize
@@ -38,33 +38,17 @@ from magicdec.runner import ForwardCounts, ModelRunner, Watch
 GREEDY = SamplingParams(max_new_tokens=1)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What a row of the result is about. `budget` is None unless a draft has one; `kv_policy` is
-    that of a draft, or of what watches a verify forward."""
-
-    phase: str  # decode, verify, draft
-    B: int
-    context: int
-    T: int
-    budget: int | None = None
-    kv_policy: str | None = None
-
-
 @dataclass
 class Forward:
     """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
-    length of the cache back."""
+    length of the cache back. `prepare` and `undo` are not timed."""
 
     cell: Cell
     run: Callable[[], Tensor]
     undo: Callable[[], None]
+    prepare: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
     counts: ForwardCounts | None = None  # of one forward, the same each time
-
-
-Timing = tuple[Cell, list[float], int]
-"""A cell, this rank's seconds of each repeat, the bytes that this rank had to read each time."""
 
 
 def measure(
@@ -124,6 +108,7 @@ def time_place(
 def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
     """Seconds of one forward on this rank, all ranks starting together; the cache is as before
     after it."""
+    forward.prepare()
     before = runner.counts.copy()
     synchronize(runner.device)
     group.barrier()
@@ -163,8 +148,9 @@ def fill_cache(cache: KVCache) -> None:
 
 
 def make_forwards(runner: ModelRunner, batch: Batch, grid: Grid, context: int) -> Iterator[Forward]:
-    """Decode, verify by T, drafts in the order of the grid. A verify forward whose attention a
-    policy watches does more: it comes a second time, under the policy's name."""
+    """Decode, verify by T, drafts in the order of the grid. A policy that watches verification has
+    forwards of its own: a verify forward that also tells where its attention went, and a draft's
+    first forward after it, which chooses what all drafts of the step read."""
     readers = [(kv, make_reader(runner, kv)) for kv in grid.drafts]
     watches = {kv.policy: r.watch for kv, r in reversed(readers) if r.watch is not None}
     for T in grid.new_tokens:
@@ -175,6 +161,8 @@ def make_forwards(runner: ModelRunner, batch: Batch, grid: Grid, context: int) -
             yield target_forward(runner, batch, watched, watch)
     for kv, reader in readers:
         reader.begin(batch)
+        if reader.watch is not None:
+            yield draft_forward(reader, batch, kv, context, "first_draft")
         yield draft_forward(reader, batch, kv, context)
 
 
@@ -198,45 +186,20 @@ def target_forward(
     return Forward(cell, run, lambda: runner.truncate(rows, held))
 
 
-def draft_forward(reader: Reader, batch: Batch, kv: KVSection, context: int) -> Forward:
-    """One draft forward over what the reader chose; the choice, which a policy makes once a prompt
-    or once a verification, falls in `begin` and the warm-up."""
+def draft_forward(
+    reader: Reader, batch: Batch, kv: KVSection, context: int, phase: str = "draft"
+) -> Forward:
+    """One draft forward over what the reader has chosen; a `first_draft` finds a verification just
+    ended, and chooses."""
     runner, rows = reader.runner, batch.rows
     ids, settled = new_ids(runner, 1), reader.lengths(rows)
     budget = None if kv.budget == -1 else kv.budget
-    cell = Cell("draft", runner.num_rows, context, 1, budget, kv.policy)
+    cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
 
     def run() -> Tensor:
         return choose(runner, reader.forward(ids, rows, settled), batch.requests)
 
-    return Forward(cell, run, lambda: reader.rewind(rows, settled))
-
-
-def summarise(ranks: list[list[Timing]], bandwidth: float) -> list[dict[str, Any]]:
-    """A row a cell, from every rank's timings: each repeat lasts as long as its slowest rank;
-    bytes are those of all ranks, and `bandwidth` what they read together."""
-    rows = []
-    for parts in zip(*ranks, strict=True):
-        cell = parts[0][0]
-        assert all(part[0] == cell for part in parts), "ranks go in lockstep"
-        slowest = [max(repeat) for repeat in zip(*(part[1] for part in parts), strict=True)]
-        median, p10, p90 = (percentile(slowest, p) for p in (50, 10, 90))
-        assert median is not None and p10 is not None and p90 is not None, "at least one repeat"
-        num_bytes = sum(part[2] for part in parts)
-        rows.append(
-            {
-                "phase": cell.phase,
-                "B": cell.B,
-                "context": cell.context,
-                "T": cell.T,
-                "budget": cell.budget,
-                "kv_policy": cell.kv_policy,
-                "tokens": cell.B * cell.T,
-                "ms_median": 1e3 * median,
-                "ms_p10": 1e3 * p10,
-                "ms_p90": 1e3 * p90,
-                "bytes": num_bytes,
-                "roofline_fraction": num_bytes / bandwidth / median,
-            }
-        )
-    return rows
+    forward = Forward(cell, run, lambda: reader.rewind(rows, settled))
+    if phase == "first_draft":
+        forward.prepare = lambda: reader.commit(rows, settled)
+    return forward

@@ -35,7 +35,7 @@ KV_FIELDS = ("num_sink_tokens", "window_size", "recent_window")
 @dataclass(frozen=True)
 class Grid:
     """Which forwards are timed, and how often. Every (B, context) has a decode, a verify forward
-    for each T above 1, and a draft forward for each of `drafts`."""
+    for each T above 1, and draft forwards for each of `drafts`."""
 
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]  # cached tokens a row

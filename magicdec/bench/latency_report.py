@@ -113,8 +113,9 @@ def print_table(found: dict[str, Any]) -> None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    if row["phase"] == "draft":
-        return f"draft, {row['kv_policy']} {row['budget'] or ''}".rstrip()
+    if row["phase"] in ("draft", "first_draft"):
+        name = row["phase"].replace("_", " ")
+        return f"{name}, {row['kv_policy']} {row['budget'] or ''}".rstrip()
     if row["phase"] == "decode":
         return "decode"
     watched = f", watched for {row['kv_policy']}" if row["kv_policy"] else ""

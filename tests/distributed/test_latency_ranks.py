@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Launch
+from conftest import ROOT, TINY, Launch
 
 CONTEXTS, ROWS, BUDGETS = (30, 100), (1, 3), (24, 40)
 GRID = (
@@ -29,7 +30,11 @@ def expected_cells() -> list[tuple[Any, ...]]:
     for T in (2, 5):
         target += [("verify", T, None, None), ("verify", T, "verified", None)]  # type: ignore
     policies = ("streaming_llm", "snapkv", "verified")
-    drafts = [("draft", 1, *draft) for draft in product(policies, BUDGETS)]
+    drafts = [
+        (phase, 1, policy, budget)
+        for policy, budget in product(policies, BUDGETS)
+        for phase in (("first_draft", "draft") if policy == "verified" else ("draft",))
+    ]
     cells = [*target, *drafts, ("draft", 1, "full", None)]
     return [(*place, *cell) for place in product(ROWS, CONTEXTS) for cell in cells]
 
@@ -50,6 +55,13 @@ def expected_bytes(row: dict[str, Any], num_ranks: int) -> int:
         seen = table[row["context"], row["budget"]]
     kv_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     return weight_bytes(num_ranks) + row["B"] * (seen + row["T"]) * kv_token
+
+
+def documented_keys() -> list[str]:
+    """The keys of a row in the order of docs/latency.md."""
+    text = (ROOT / "docs" / "latency.md").read_text(encoding="utf-8")
+    section = text.split("## Rows\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -73,6 +85,7 @@ def test_rows_cover_the_grid_and_say_what_was_read(
         rate = row["bytes"] / row["ms_median"] * 1e3
         bandwidth = found["environment"]["read_bandwidth_bytes_per_s"]
         assert row["roofline_fraction"] == pytest.approx(rate / bandwidth)
+    assert list(rows[0]) == documented_keys()
     with (tmp_path / "l.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert lines == [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]

@@ -11,10 +11,12 @@ import torch
 from conftest import TINY, make_runner, tiny_transformer
 
 from magicdec.bench import forwards
-from magicdec.bench.forwards import Cell, fill, make_forwards, summarise, time_once, time_place
+from magicdec.bench.forwards import fill, make_forwards, time_once, time_place
 from magicdec.bench.latency import Grid, parse
+from magicdec.bench.latency_rows import Cell, summarise
 from magicdec.config import AttentionSection, KVSection, RunConfig
 from magicdec.distributed.groups import Group
+from magicdec.kv.verified import VerifiedKV
 from magicdec.runner import Watch
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}
@@ -91,12 +93,13 @@ def test_forwards_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(forwards, "time_once", record)
     grid = Grid((2,), (50,), (1, 3), DRAFTS, repeats=2, warmup=1)
     config = RunConfig(attention=AttentionSection("grouped"))
-    with torch.inference_mode():
-        timings = time_place(tiny_transformer(), Group((0,), 0), config, grid, 2, 50, lambda: None)
+    place = tiny_transformer(), Group((0,), 0), config, grid, 2, 50
+    timings = time_place(*place, advance=lambda: None)
     cells = [cell for cell, _, _ in timings]
     assert names(cells) == [
         ("decode", 1, None), ("verify", 3, None), ("verify", 3, "verified"),
-        *(("draft", 1, policy) for policy in ("streaming_llm", "snapkv", "verified", "full")),
+        ("draft", 1, "streaming_llm"), ("draft", 1, "snapkv"), ("first_draft", 1, "verified"),
+        ("draft", 1, "verified"), ("draft", 1, "full"),
     ]  # fmt: skip
     assert ran == [*cells, *reversed(cells), *cells]
     assert [len(seconds) for _, seconds, _ in timings] == [2] * len(cells)
@@ -114,7 +117,7 @@ def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
         assert forward.counts is not None and forward.counts.num_forwards == 1
         seen.append(forward.counts.kv_tokens_read)
     # verify T 2 and 5 also watched; verified: sinks 4, one block 16, the newest 61 - 48 = 13
-    assert seen == [3 * n for n in (62, 63, 63, 66, 66, 25, 25, 34, 62)]
+    assert seen == [3 * n for n in (62, 63, 63, 66, 66, 25, 25, 34, 34, 62)]
 
 
 def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
@@ -134,7 +137,28 @@ def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
         assert (ids.shape, ids.dtype) == ((2, f.cell.T), torch.int64) and int(ids.max()) < 97
         f.undo()
     assert watched == [False, False, True]
-    assert [f.run().shape for f in made[3:]] == [(2, 1)] * len(DRAFTS)
+    assert [f.run().shape for f in made[3:]] == [(2, 1)] * (len(DRAFTS) + 1)
+
+
+def test_only_a_first_draft_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy that watches chooses once a verification, wherever rounds begin."""
+    chosen: list[int] = []
+    heaviest = VerifiedKV.heaviest
+
+    def record(policy: VerifiedKV, committed: Sequence[int], mass: torch.Tensor) -> torch.Tensor:
+        chosen.append(mass.shape[1])
+        return heaviest(policy, committed, mass)
+
+    monkeypatch.setattr(VerifiedKV, "heaviest", record)
+    runner = make_runner(tiny_transformer(), 2, 64)
+    grid = Grid((2,), (50,), (1, 2), DRAFTS[2:3], repeats=1, warmup=0)
+    made = {f.cell.phase: f for f in make_forwards(runner, fill(runner, 50), grid, 50)}
+    counts = []
+    for phase in ("first_draft", "draft", "verify", "draft", "first_draft"):
+        chosen.clear()
+        time_once(made[phase], runner, runner.group)
+        counts.append(len(chosen))
+    assert counts == [1, 0, 0, 0, 1]
 
 
 def test_the_cache_is_filled_with_keys_to_choose_by() -> None:
