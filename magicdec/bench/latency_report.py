@@ -1,6 +1,6 @@
 """What `magicdec latency` gives the user: the table, and the rows as JSON and CSV.
 
-Owns the shape of the JSON and the columns of the CSV (docs/latency.md). Imports no torch.
+Owns the shape of the JSON and the columns of the CSV (docs/latency.md).
 """
 
 from __future__ import annotations
