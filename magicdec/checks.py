@@ -122,23 +122,25 @@ class BudgetValues(Protocol):
     def num_recent_tokens(self) -> int: ...
 
 
-def check_budget(kv: BudgetValues, num_draft_tokens: int) -> None:
+def check_budget(kv: BudgetValues, num_draft_tokens: int, flag: str | None = None) -> None:
     """The budget must hold what always stays visible, and a verification must be one that can be
-    watched. A budget of -1 is the whole cache."""
+    watched. A budget of -1 is the whole cache. `flag` is the budget's, where it is not the
+    drivers'."""
     policy = "full" if kv.budget == -1 else kv.policy
     if policy in ("streaming_llm", "verified") and kv.budget <= kv.num_sink_tokens:
         raise ValueError(
-            f"--streamingllm_budget {kv.budget} must be larger than "
+            f"{flag or '--streamingllm_budget'} {kv.budget} must be larger than "
             f"--num_sink_tokens {kv.num_sink_tokens}"
         )
     if policy == "snapkv" and kv.budget <= kv.window_size:
         raise ValueError(
-            f"--draft_budget {kv.budget} must be larger than --window_size {kv.window_size}"
+            f"{flag or '--draft_budget'} {kv.budget} must be larger than "
+            f"--window_size {kv.window_size}"
         )
     if policy == "verified" and kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
         raise ValueError(
-            f"--recent_window {kv.num_recent_tokens} does not fit --draft_budget {kv.budget} "
-            f"beside --num_sink_tokens {kv.num_sink_tokens}"
+            f"--recent_window {kv.num_recent_tokens} does not fit "
+            f"{flag or '--draft_budget'} {kv.budget} beside --num_sink_tokens {kv.num_sink_tokens}"
         )
     if policy == "verified" and num_draft_tokens >= MOST_WATCHED:
         raise ValueError(

@@ -34,20 +34,22 @@ def build_parser(config: RunConfig, description: str) -> Parser:
     parser = Parser(description=description, allow_abbrev=False)
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
-        if values is None:
-            continue
-        group = parser.add_argument_group(section.name)
-        types = typing.get_type_hints(type(values))
-        for field in dataclasses.fields(values):
-            if field.metadata:
-                _add_flag(
-                    group,
-                    field,
-                    types[field.name],
-                    f"{section.name}.{field.name}",
-                    getattr(values, field.name),
-                )
+        if values is not None:
+            add_section(parser, section.name, values)
     return parser
+
+
+def add_section(
+    parser: Parser, section: str, values: Any, only: Sequence[str] | None = None
+) -> None:
+    """The flags of a config section that holds `values`: of all its fields, or of those in
+    `only`."""
+    group = parser.add_argument_group(section)
+    types = typing.get_type_hints(type(values))
+    for field in dataclasses.fields(values):
+        if field.metadata and (only is None or field.name in only):
+            default = getattr(values, field.name)
+            _add_flag(group, field, types[field.name], f"{section}.{field.name}", default)
 
 
 def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> None:
@@ -84,10 +86,17 @@ def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig
         close = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose from {' '.join(known)}"
         raise ValueError(f"unknown argument {unknown[0]}; {hint}")
+    return read_sections(config, parsed)
+
+
+def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
+    """`config` with what `add_section`'s flags said; flags of other origin are left alone."""
     sections: dict[str, dict[str, Any]] = {}
     for dest, value in vars(parsed).items():
-        section, _, name = dest.partition(".")
-        sections.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
+        section, dot, name = dest.partition(".")
+        if dot:
+            value = tuple(value) if isinstance(value, list) else value
+            sections.setdefault(section, {})[name] = value
     changed = {
         n: dataclasses.replace(getattr(config, n), **fields) for n, fields in sections.items()
     }
@@ -108,12 +117,17 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
         refuse(error, launch)
     except KeyboardInterrupt:
         sys.exit(130)
-    reason = prepared.config.attention.backend_reason or ""
-    if launch.rank == 0 and reason.startswith("auto: grouped"):
-        print(f"--attention {reason}", file=sys.stderr, flush=True)
+    announce_backend(prepared.config, launch)
     from magicdec.bench.report import conclude
 
     sys.exit(conclude(prepared))
+
+
+def announce_backend(config: RunConfig, launch: Launch) -> None:
+    """Say so where `auto` had to take the slower kernels. `config` is resolved."""
+    reason = config.attention.backend_reason or ""
+    if launch.rank == 0 and reason.startswith("auto: grouped"):
+        print(f"--attention {reason}", file=sys.stderr, flush=True)
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:

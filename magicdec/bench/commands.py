@@ -10,6 +10,7 @@ from typing import NoReturn
 from magicdec.analysis.compare import main as compare
 from magicdec.analysis.table import main as table
 from magicdec.bench.cli import main
+from magicdec.bench.latency import main as latency
 from magicdec.bench.plan import main as plan
 from magicdec.bench.probe import main as probe
 from magicdec.config import DecodingSection, RunConfig, TargetSection
@@ -41,6 +42,7 @@ COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
     "longspec": ("speculation with a standalone draft on a subgroup of ranks", longspec),
     "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
     "probe": ("measure what this machine can do at most; write it to a file", probe),
+    "latency": ("time single forwards at fixed cache lengths, over a grid", latency),
     "plan": ("predict when speculation pays, from the model's shape and the machine", plan),
     "table": ("print records as tables", table),
 }

@@ -106,9 +106,16 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
 
 def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     """The model must reach as far as the run, and must be divisible over the ranks."""
-    model, w, flag = source.config, config.workload, flag_of(config.model, "model")
+    w, flag = config.workload, flag_of(config.model, "model")
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
+    check_length(asked, length, flag, source)
+    Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
+
+
+def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
+    """Refuse `asked`, which makes texts of `length` tokens, if the model reaches less far."""
+    model = source.config
     if length > model.max_position_embeddings:
         raise ValueError(
             f"{asked} exceeds the {model.max_position_embeddings} positions of {flag} {source.name}"
@@ -118,4 +125,3 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
             f"{asked} exceeds the sliding window of {flag} {source.name} "
             f"({model.sliding_window}), which is not implemented; keep within it"
         )
-    Shard(0, world_size).heads(model.num_heads, model.num_kv_heads)

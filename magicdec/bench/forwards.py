@@ -1,0 +1,205 @@
+"""Times single forwards at fixed cache lengths: the clocks of `magicdec latency`.
+
+At each (B, context) all rows hold `context` tokens of random K and V, no prompt is taken, and the
+length is put back after each forward. The forwards of one place take turns, there and back, so that
+drift of the machine favours none. Must not know of command lines or tables.
+
+Shapes: B rows, T new tokens a row.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicdec.bench.environment import describe_environment
+from magicdec.bench.latency import Grid
+from magicdec.bench.latency_rows import Cell, Timing, summarise
+from magicdec.bench.loading import load_model, make_backend
+from magicdec.bench.progress import make_progress
+from magicdec.bench.roofline import bytes_read
+from magicdec.bench.timing import read_bandwidth, synchronize
+from magicdec.config import KVSection, RunConfig
+from magicdec.decoding.reader import Reader, make_reader
+from magicdec.decoding.strategy import choose
+from magicdec.distributed.groups import Group, Launch, close_groups, make_groups
+from magicdec.kv.cache import KVCache
+from magicdec.model.checkpoint import ModelSource
+from magicdec.model.transformer import Transformer
+from magicdec.request import Batch, Request, SamplingParams
+from magicdec.runner import ForwardCounts, ModelRunner, Watch
+
+GREEDY = SamplingParams(max_new_tokens=1)
+
+
+@dataclass
+class Forward:
+    """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
+    length of the cache back. `prepare` and `undo` are not timed."""
+
+    cell: Cell
+    run: Callable[[], Tensor]
+    undo: Callable[[], None]
+    prepare: Callable[[], None] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+    counts: ForwardCounts | None = None  # of one forward, the same each time
+
+
+def measure(
+    config: RunConfig, grid: Grid, source: ModelSource, launch: Launch
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(environment, rows), the same on every rank; `config` is resolved. All ranks go through it
+    in lockstep."""
+    started = datetime.datetime.now(datetime.timezone.utc)
+    kind, ranks = config.parallel.device, config.parallel.rank_group
+    assert ranks is not None and config.parallel.threads is not None, "resolved"
+    torch.set_num_threads(config.parallel.threads)
+    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
+    group = make_groups(launch, ranks, device, config.parallel.collectives).target
+    progress = make_progress(launch.rank == 0)
+    model = load_model(source, group, config.model.dtype, config.model.linear, device, progress)
+    bandwidth = read_bandwidth(group, device)
+    timings: list[Timing] = []
+    for B in grid.batch_sizes:
+        for context in grid.contexts:
+            name = f"B {B}, context {context}"
+            with progress.task(name, grid.warmup + grid.repeats) as advance:
+                timings += time_place(model, group, config, grid, B, context, advance)
+    # A ceiling is the larger of two, as in a run.
+    bandwidth = max(bandwidth, read_bandwidth(group, device))
+    rows = summarise(group.all_gather_object(timings), bandwidth)
+    close_groups()
+    environment = describe_environment(launch, kind, started)
+    environment["read_bandwidth_bytes_per_s"] = bandwidth
+    return environment, rows
+
+
+def time_place(
+    model: Transformer,
+    group: Group,
+    config: RunConfig,
+    grid: Grid,
+    B: int,
+    context: int,
+    advance: Callable[[], None],
+) -> list[Timing]:
+    """All forwards at one (B, context), whose caches are gone after."""
+    backend = make_backend(config.attention.backend)
+    runner = ModelRunner(model, backend, group, B, context + max(grid.new_tokens))
+    batch = fill(runner, context)
+    forwards = list(make_forwards(runner, batch, grid, context))
+    for number in range(grid.warmup + grid.repeats):
+        for forward in forwards if number % 2 == 0 else reversed(forwards):
+            seconds = time_once(forward, runner, group)
+            if number >= grid.warmup:
+                forward.seconds.append(seconds)
+        advance()
+    return [
+        (f.cell, f.seconds, bytes_read(model, f.counts)) for f in forwards if f.counts is not None
+    ]
+
+
+def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
+    """Seconds of one forward on this rank, all ranks starting together; the cache is as before
+    after it."""
+    forward.prepare()
+    before = runner.counts.copy()
+    synchronize(runner.device)
+    group.barrier()
+    started = time.perf_counter()
+    forward.run()
+    synchronize(runner.device)
+    seconds = time.perf_counter() - started
+    forward.undo()
+    used = runner.counts.minus(before)
+    assert forward.counts in (None, used), "a forward at fixed lengths reads the same every time"
+    forward.counts = used
+    return seconds
+
+
+def fill(runner: ModelRunner, context: int) -> Batch:
+    """All rows of `runner` as if they had taken prompts of `context` tokens and emitted one token
+    each."""
+    vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
+    generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
+    ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
+    fill_cache(runner.cache)
+    requests = []
+    for row, tokens in zip(rows, ids, strict=True):
+        runner.allocate(row)
+        requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
+    runner.cache.advance(rows, context)
+    return Batch(tuple(requests), is_prefill=False)
+
+
+def fill_cache(cache: KVCache) -> None:
+    """Normal K and V, one layer's in all: untouched pages would be one page of zeros, read from
+    cache, and equal keys would leave a policy nothing to choose by."""
+    generator = torch.Generator(cache.k.device).manual_seed(0)
+    cache.k[0].normal_(generator=generator)
+    cache.k[1:] = cache.k[0]
+    cache.v[:] = cache.k[0]
+
+
+def make_forwards(runner: ModelRunner, batch: Batch, grid: Grid, context: int) -> Iterator[Forward]:
+    """Decode, verify by T, drafts in the order of the grid. A policy that watches verification has
+    forwards of its own: a verify forward that also tells where its attention went, and a draft's
+    first forward after it, which chooses what all drafts of the step read."""
+    readers = [(kv, make_reader(runner, kv)) for kv in grid.drafts]
+    watches = {kv.policy: r.watch for kv, r in reversed(readers) if r.watch is not None}
+    for T in grid.new_tokens:
+        cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
+        yield target_forward(runner, batch, cell)
+        for policy, watch in watches.items() if T > 1 else ():
+            watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
+            yield target_forward(runner, batch, watched, watch)
+    for kv, reader in readers:
+        reader.begin(batch)
+        if reader.watch is not None:
+            yield draft_forward(reader, batch, kv, context, "first_draft")
+        yield draft_forward(reader, batch, kv, context)
+
+
+def new_ids(runner: ModelRunner, T: int) -> Tensor:
+    """Random tokens [B, T], the same on every rank."""
+    generator = torch.Generator().manual_seed(T)
+    shape = runner.num_rows, T
+    ids = torch.randint(runner.model.config.vocab_size, shape, generator=generator)
+    return ids.to(runner.device)
+
+
+def target_forward(
+    runner: ModelRunner, batch: Batch, cell: Cell, watch: Watch | None = None
+) -> Forward:
+    """The target over its full cache."""
+    ids, rows, held = new_ids(runner, cell.T), batch.rows, list(runner.cache.lengths)
+
+    def run() -> Tensor:
+        return choose(runner, runner.forward(ids, rows, watch=watch), batch.requests)
+
+    return Forward(cell, run, lambda: runner.truncate(rows, held))
+
+
+def draft_forward(
+    reader: Reader, batch: Batch, kv: KVSection, context: int, phase: str = "draft"
+) -> Forward:
+    """One draft forward over what the reader has chosen; a `first_draft` finds a verification just
+    ended, and chooses."""
+    runner, rows = reader.runner, batch.rows
+    ids, settled = new_ids(runner, 1), reader.lengths(rows)
+    budget = None if kv.budget == -1 else kv.budget
+    cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
+
+    def run() -> Tensor:
+        return choose(runner, reader.forward(ids, rows, settled), batch.requests)
+
+    forward = Forward(cell, run, lambda: reader.rewind(rows, settled))
+    if phase == "first_draft":
+        forward.prepare = lambda: reader.commit(rows, settled)
+    return forward

@@ -1,0 +1,115 @@
+"""The latency benchmark over 1 and 2 ranks: rows complete, bytes as counted by hand, both files
+alike, nothing started for what cannot be."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, TINY, Launch
+
+CONTEXTS, ROWS, BUDGETS = (30, 100), (1, 3), (24, 40)
+GRID = (
+    *("--B", *ROWS, "--context", *CONTEXTS, "--T", 1, 2, 5, "--repeats", 3, "--warmup", 1),
+    *("--kv_policy", "streaming_llm", "snapkv", "verified", "full", "--budget", *BUDGETS),
+    *("--num_sink_tokens", 4, "--window_size", 8, "--recent_window", 8),
+)
+VISIBLE = {(30, 24): 24, (30, 40): 30, (100, 24): 24, (100, 40): 40}
+# verified: sinks 4, the newest from the last multiple of 16 that leaves 8, blocks of 16 in the rest
+VERIFIED = VISIBLE | {(30, 24): 4 + 14, (100, 24): 4 + 20, (100, 40): 4 + 20 + 16}
+
+
+def expected_cells() -> list[tuple[Any, ...]]:
+    """(B, context, phase, T, kv_policy, budget) of every row, in order."""
+    target = [("decode", 1, None, None)]
+    for T in (2, 5):
+        target += [("verify", T, None, None), ("verify", T, "verified", None)]  # type: ignore
+    policies = ("streaming_llm", "snapkv", "verified")
+    drafts = [
+        (phase, 1, policy, budget)
+        for policy, budget in product(policies, BUDGETS)
+        for phase in (("first_draft", "draft") if policy == "verified" else ("draft",))
+    ]
+    cells = [*target, *drafts, ("draft", 1, "full", None)]
+    return [(*place, *cell) for place in product(ROWS, CONTEXTS) for cell in cells]
+
+
+def weight_bytes(num_ranks: int) -> int:
+    """Of all ranks, float32: every matrix once (of the embedding nothing), norms on each rank."""
+    c, vocab_size = TINY, 2051
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer = c.hidden_size * (q + 2 * kv) + q * c.hidden_size + 3 * c.hidden_size * 80
+    norms = (2 * c.num_layers + 1) * c.hidden_size
+    return 4 * (c.num_layers * layer + vocab_size * c.hidden_size + num_ranks * norms)
+
+
+def expected_bytes(row: dict[str, Any], num_ranks: int) -> int:
+    seen = row["context"]
+    if row["budget"] is not None:
+        table = VERIFIED if row["kv_policy"] == "verified" else VISIBLE
+        seen = table[row["context"], row["budget"]]
+    kv_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
+    return weight_bytes(num_ranks) + row["B"] * (seen + row["T"]) * kv_token
+
+
+def documented_keys() -> list[str]:
+    """The keys of a row in the order of docs/latency.md."""
+    text = (ROOT / "docs" / "latency.md").read_text(encoding="utf-8")
+    section = text.split("## Rows\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rows_cover_the_grid_and_say_what_was_read(
+    num_ranks: int, launch: Launch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    done = launch(
+        "latency_benchmark.py", "--model", tiny_checkpoint, *GRID, "--dtype", "float32",
+        "--threads", 1, "--json", "new/l.json", "--csv", "l.csv",
+        num_ranks=num_ranks,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "new" / "l.json").read_text())
+    rows = found["rows"]
+    keys = ("B", "context", "phase", "T", "kv_policy", "budget")
+    assert [tuple(row[key] for key in keys) for row in rows] == expected_cells()
+    for row in rows:
+        assert row["tokens"] == row["B"] * row["T"]
+        assert row["bytes"] == expected_bytes(row, num_ranks), row
+        assert 0 < row["ms_p10"] <= row["ms_median"] <= row["ms_p90"]
+        rate = row["bytes"] / row["ms_median"] * 1e3
+        bandwidth = found["environment"]["read_bandwidth_bytes_per_s"]
+        assert row["roofline_fraction"] == pytest.approx(rate / bandwidth)
+    assert list(rows[0]) == documented_keys()
+    with (tmp_path / "l.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert lines == [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
+    assert found["environment"]["world_size"] == num_ranks
+    assert found["config"]["model"]["dtype"] == "float32"
+    assert found["config"]["grid"]["repeats"] == 3
+    assert done.stdout.count("draft, snapkv 24") == len(ROWS) * len(CONTEXTS), "by one rank"
+    assert sorted(p.name for p in tmp_path.glob("**/l.*")) == ["l.csv", "l.json"]
+
+
+def test_what_the_model_cannot_do_is_refused_in_one_line(
+    launch: Launch, tiny_checkpoint: Path
+) -> None:
+    model = ("--model", tiny_checkpoint)
+    for flags, num_ranks, message in (
+        (("--context", 64, 1020, "--T", 1, 5), 2, "--context 1020 + --T 5 = 1025 exceeds the 1024"),
+        (("--kv_policy", "h2o"), 1, "invalid choice: 'h2o'"),
+        (("--context", 64, "--repeats", 0), 1, "--repeats 0 is too small"),
+        (("--context", 64, "--num_sink_tokens", -1), 1, "--num_sink_tokens -1 is too small"),
+        (("--context", 64, "--rank_group", 0, 1), 1, "--rank_group 0 1 names rank 1, which"),
+    ):
+        done = launch("latency_benchmark.py", *model, *flags, num_ranks=num_ranks)
+        assert done.stdout == "" and done.returncode == (2 if num_ranks == 1 else 1)
+        line = done.stderr.splitlines()[0]
+        assert line.startswith("latency_benchmark.py: ") and message in line
+        if num_ranks == 1:
+            assert done.stderr.count("\n") == 1

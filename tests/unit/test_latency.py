@@ -1,0 +1,180 @@
+"""`magicdec latency`: its flags, the order of its forwards, and how ranks' times become rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, make_runner, tiny_transformer
+
+from magicdec.bench import forwards
+from magicdec.bench.forwards import fill, make_forwards, time_once, time_place
+from magicdec.bench.latency import Grid, parse
+from magicdec.bench.latency_rows import Cell, summarise
+from magicdec.config import AttentionSection, KVSection, RunConfig
+from magicdec.distributed.groups import Group
+from magicdec.kv.verified import VerifiedKV
+from magicdec.runner import Watch
+
+SMALL = {"num_sink_tokens": 4, "window_size": 8}
+DRAFTS = tuple(
+    KVSection(policy, budget, **SMALL)
+    for policy, budget in (("streaming_llm", 24), ("snapkv", 24), ("verified", 40), ("full", -1))
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--B 1 0", "--B 0 is too small; it must be at least 1"),
+        ("--B", "argument --B: expected at least one argument"),
+        ("--context -5", "--context -5 is too small"),
+        ("--context 64 64", "--context names 64 twice; name each value once"),
+        ("--T 0", "--T 0 is too small"),
+        ("--T 32 --kv_policy verified", "--T 32 is too large for --kv_policy verified; "),
+        ("--T two", "argument --T: invalid int value: 'two'"),
+        ("--repeats 0", "--repeats 0 is too small; it must be at least 1"),
+        ("--warmup -1", "--warmup -1 is too small; it must be at least 0"),
+        ("--budget 0", "--budget 0 is too small"),
+        ("--budget 65 16", "--budget 16 must be larger than --num_sink_tokens 16"),
+        ("--budget 32 --kv_policy snapkv", "--budget 32 must be larger than --window_size 32"),
+        (
+            "--budget 20 --kv_policy verified --recent_window 9",
+            "--recent_window 9 does not fit --budget 20 beside --num_sink_tokens 16",
+        ),
+        ("--budget 65 --kv_policy full", "--budget 65 does nothing: --kv_policy full reads it all"),
+        ("--kv_policy full full", "--kv_policy names full twice"),
+        ("--kv_policy h2o", "invalid choice: 'h2o' (choose from"),
+        ("--json .", "--json . is a directory; name a file"),
+        ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: "),
+        ("--json a --csv ./a", "--json and --csv are both a; name two files"),
+        ("--gamma 4", "unrecognized arguments: --gamma 4"),
+    ],
+)
+def test_bad_flags_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse(flags.split())
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_grid_is_every_policy_with_every_budget_and_the_decode(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "l.json"
+    flags = "--T 8 2 --kv_policy full verified --budget 40 33 --num_sink_tokens 4 --dtype float32"
+    asked = parse([*flags.split(), "--json", str(out)])
+    assert asked.grid.new_tokens == (1, 2, 8)
+    drafts = [(kv.policy, kv.budget, kv.num_sink_tokens) for kv in asked.grid.drafts]
+    assert drafts == [("full", -1, 4), ("verified", 40, 4), ("verified", 33, 4)]
+    assert asked.config.model.dtype == "float32" and out.parent.is_dir()
+
+
+def test_defaults_are_a_valid_question() -> None:
+    asked = parse([])
+    asked.config.check(1)
+    assert [kv.budget for kv in asked.grid.drafts] == [65, 257]
+    assert (asked.json_path, asked.csv_path) == (None, None)
+
+
+def names(cells: Sequence[Cell]) -> list[tuple[str, int, str | None]]:
+    return [(c.phase, c.T, c.kv_policy) for c in cells]
+
+
+def test_forwards_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round has each forward once, the next in the opposite order; the warm-up is not
+    kept."""
+    ran: list[Cell] = []
+
+    def record(forward: forwards.Forward, *args: object) -> float:
+        ran.append(forward.cell)
+        return time_once(forward, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(forwards, "time_once", record)
+    grid = Grid((2,), (50,), (1, 3), DRAFTS, repeats=2, warmup=1)
+    config = RunConfig(attention=AttentionSection("grouped"))
+    place = tiny_transformer(), Group((0,), 0), config, grid, 2, 50
+    timings = time_place(*place, advance=lambda: None)
+    cells = [cell for cell, _, _ in timings]
+    assert names(cells) == [
+        ("decode", 1, None), ("verify", 3, None), ("verify", 3, "verified"),
+        ("draft", 1, "streaming_llm"), ("draft", 1, "snapkv"), ("first_draft", 1, "verified"),
+        ("draft", 1, "verified"), ("draft", 1, "full"),
+    ]  # fmt: skip
+    assert ran == [*cells, *reversed(cells), *cells]
+    assert [len(seconds) for _, seconds, _ in timings] == [2] * len(cells)
+
+
+def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
+    runner = make_runner(tiny_transformer(), 3, 70)
+    batch = fill(runner, 61)
+    grid = Grid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
+    seen = []
+    for forward in make_forwards(runner, batch, grid, 61):
+        for _ in range(2):
+            time_once(forward, runner, runner.group)
+            assert runner.cache.lengths == [61] * 3 == runner.cache.seq_lens.tolist()
+        assert forward.counts is not None and forward.counts.num_forwards == 1
+        seen.append(forward.counts.kv_tokens_read)
+    # verify T 2 and 5 also watched; verified: sinks 4, one block 16, the newest 61 - 48 = 13
+    assert seen == [3 * n for n in (62, 63, 63, 66, 66, 25, 25, 34, 34, 62)]
+
+
+def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
+    runner = make_runner(tiny_transformer(), 2, 64)
+    batch = fill(runner, 50)
+    whole, watched = runner.forward, []
+
+    def forward(*args: Any, watch: Watch | None = None, **more: Any) -> torch.Tensor:
+        watched.append(watch is not None)
+        return whole(*args, watch=watch, **more)
+
+    grid = Grid((2,), (50,), (1, 4), DRAFTS, repeats=1, warmup=0)
+    made = list(make_forwards(runner, batch, grid, 50))
+    runner.forward = forward  # type: ignore[method-assign]
+    for f in made[:3]:
+        ids = f.run()
+        assert (ids.shape, ids.dtype) == ((2, f.cell.T), torch.int64) and int(ids.max()) < 97
+        f.undo()
+    assert watched == [False, False, True]
+    assert [f.run().shape for f in made[3:]] == [(2, 1)] * (len(DRAFTS) + 1)
+
+
+def test_only_a_first_draft_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy that watches chooses once a verification, wherever rounds begin."""
+    chosen: list[int] = []
+    heaviest = VerifiedKV.heaviest
+
+    def record(policy: VerifiedKV, committed: Sequence[int], mass: torch.Tensor) -> torch.Tensor:
+        chosen.append(mass.shape[1])
+        return heaviest(policy, committed, mass)
+
+    monkeypatch.setattr(VerifiedKV, "heaviest", record)
+    runner = make_runner(tiny_transformer(), 2, 64)
+    grid = Grid((2,), (50,), (1, 2), DRAFTS[2:3], repeats=1, warmup=0)
+    made = {f.cell.phase: f for f in make_forwards(runner, fill(runner, 50), grid, 50)}
+    counts = []
+    for phase in ("first_draft", "draft", "verify", "draft", "first_draft"):
+        chosen.clear()
+        time_once(made[phase], runner, runner.group)
+        counts.append(len(chosen))
+    assert counts == [1, 0, 0, 0, 1]
+
+
+def test_the_cache_is_filled_with_keys_to_choose_by() -> None:
+    runner = make_runner(tiny_transformer(), 2, 40)
+    fill(runner, 33)
+    for pool in (runner.cache.k, runner.cache.v):
+        assert 0.9 < pool.std() < 1.1
+        tokens = pool.flatten(0, -2)
+        layer = tokens[: len(tokens) // TINY.num_layers]
+        assert len(layer.unique(dim=0)) == len(layer)
+
+
+def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
+    cell = Cell("draft", 4, 100, 1, 24, "snapkv")
+    ranks = [[(cell, [1.0, 4.0, 2.0], 600)], [(cell, [3.0, 1.0, 2.0], 400)]]
+    (row,) = summarise(ranks, bandwidth=1000.0)
+    assert (row["ms_median"], row["ms_p10"], row["ms_p90"]) == pytest.approx((3e3, 2.2e3, 3.8e3))
+    assert (row["bytes"], row["tokens"]) == (1000, 4)
+    assert row["roofline_fraction"] == pytest.approx(1000 / 1000.0 / 3.0)
