@@ -1,14 +1,11 @@
-"""RunConfig: every default and every check of what a user can write. Imports no torch.
+"""RunConfig: every check of what a user can write, and the resolution of `auto`. Imports no torch.
 
-Owns the sections of a run, their command-line names, the tables of names a user may choose from,
-and the resolution of `auto`. A component is given its own section, never the whole. Must not know
-how any choice is implemented.
+Owns how the sections of a run go together. Must not know how any choice is implemented.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,239 +18,16 @@ from magicdec.checks import (
 )
 from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
-from magicdec.options import count_or_auto, option
-
-# Name tables: what a flag accepts -> where it lives (imported only when chosen). A new one is a
-# line here and a file there.
-ATTENTION_BACKENDS = {
-    "sdpa": "magicdec.attention.sdpa:SDPABackend",
-    "grouped": "magicdec.attention.grouped:GroupedBackend",
-    "native": "magicdec.attention.native:NativeBackend",
-}
-KV_POLICIES = {
-    "full": "magicdec.kv.full:FullKV",
-    "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
-    "snapkv": "magicdec.kv.snapkv:SnapKV",
-    "verified": "magicdec.kv.verified:VerifiedKV",
-}
-DRAFT_READERS = {
-    "view": "magicdec.decoding.view_reader:ViewReader",
-    "gathered": "magicdec.decoding.gathered_reader:GatheredReader",
-    "heaviest": "magicdec.decoding.heaviest_reader:HeaviestReader",
-}
-STRATEGIES = {
-    "autoregressive": "magicdec.decoding.autoregressive:Autoregressive",
-    "speculative": "magicdec.decoding.speculative:Speculative",
-}
-DRAFTERS = {
-    "self": "magicdec.decoding.self_draft:SelfDrafter",
-    "model": "magicdec.decoding.model_draft:ModelDrafter",
-    "ngram": "magicdec.decoding.ngram:NgramDrafter",
-}
-DTYPES = ("float32", "bfloat16")
-DEVICES = ("cpu", "cuda")
-LINEARS = ("torch", "packed")
-COLLECTIVES = ("gloo", "shared_memory", "nccl")
-MOST_DRAFT_TOKENS = 8  # that auto chooses from
-
-
-def load_named(table: dict[str, str], name: str) -> Any:
-    """The class behind a name of one of the tables above."""
-    module, _, attribute = table[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    model: str = option(
-        "demo",
-        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .pth/.safetensors file "
-        "beside its config.json",
-        "--model",
-    )
-    dtype: str = option(
-        "auto", "auto: bfloat16 where the hardware computes in it, else float32",
-        "--dtype", choices=("auto", *DTYPES),
-    )  # fmt: skip
-    linear: str = option(
-        "auto",
-        "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
-        "--linear",
-        choices=("auto", *LINEARS),
-    )
-
-
-@dataclass(frozen=True)
-class TargetSection(ModelSection):
-    """Where `--model` names the draft, as in the original suite."""
-
-    model: str = option(
-        "demo", "the target, which verifies; named as --model names a draft", "--target"
-    )
-
-
-@dataclass(frozen=True)
-class ParallelSection:
-    rank_group: tuple[int, ...] | None = option(
-        None,
-        "ranks of the target's tensor-parallel group, in shard order; default: all",
-        "--rank_group",
-    )
-    device: str = option("auto", "where to run", "--device", choices=("auto", *DEVICES))
-    collectives: str | None = option(
-        "auto",
-        "how ranks exchange; auto: nccl on CUDA, shared_memory between CPU ranks of one host",
-        "--collectives",
-        choices=("auto", *COLLECTIVES),
-    )
-    collectives_reason: str | None = None  # why `auto` became what it is; set by `resolve`
-    threads: int | None = option(None, "CPU threads a rank; default: cores / ranks", "--threads")
-
-
-@dataclass(frozen=True)
-class KVSection:
-    policy: str = option(
-        "streaming_llm",
-        "what the draft reads of the KV cache",
-        "--kv_policy",
-        choices=tuple(KV_POLICIES),
-    )
-    budget: int = option(
-        257, "KV entries a draft step reads of the committed context, sinks included; -1: all",
-        "--streamingllm_budget", "--draft_budget",
-    )  # fmt: skip
-    num_sink_tokens: int = option(
-        16, "first tokens that stay visible (streaming_llm, verified)", "--num_sink_tokens"
-    )
-    window_size: int = option(
-        32, "newest prompt tokens that are observed and kept (SnapKV)", "--window_size"
-    )
-    pooling: str = option(
-        "avg", "how neighbours share a score (SnapKV)", "--pooling", choices=("avg", "max")
-    )
-    reselect_every: int = option(
-        0, "choose anew after so many tokens; 0: once after prefill (SnapKV)", "--reselect_every"
-    )
-    recent_window: int | None = option(
-        None,
-        "newest tokens that stay visible (verified); default: a quarter of the budget past the "
-        "sinks",
-        "--recent_window",
-    )
-
-    @property
-    def num_recent_tokens(self) -> int:
-        """The recent window, asked for or not."""
-        if self.recent_window is not None:
-            return self.recent_window
-        return max(1, (self.budget - self.num_sink_tokens) // 4)
-
-    def resolve(self) -> KVSection:
-        """A budget of -1 is the original suite's spelling of the full cache."""
-        policy = "full" if self.budget == -1 else self.policy
-        window = self.num_recent_tokens if policy == "verified" else self.recent_window
-        return dataclasses.replace(self, policy=policy, recent_window=window)
-
-
-@dataclass(frozen=True)
-class AttentionSection:
-    backend: str = option(
-        "auto", "attention kernels", "--attention", choices=("auto", *ATTENTION_BACKENDS)
-    )
-    backend_reason: str | None = None  # why `auto` became what it is; set by `resolve`
-    prefill_chunk: int = option(512, "prompt tokens a prefill forward takes", "--prefill_chunk")
-
-
-@dataclass(frozen=True)
-class DecodingSection:
-    strategy: str = "autoregressive"
-    drafter: str | None = option(
-        None, "what proposes draft tokens", "--drafter", choices=tuple(DRAFTERS)
-    )
-    num_draft_tokens: int | str = option(
-        4,
-        "draft tokens a step; auto: as many as pay, by measurement, none included",
-        "--gamma",
-        parse=count_or_auto,
-    )
-    ignore_eos: bool = option(
-        False, "decode to the full length, past any end token", "--ignore_eos"
-    )
-    baseline: bool = option(
-        True, "skip the autoregressive baseline and the check against it", "--no_baseline"
-    )
-
-    @property
-    def most_draft_tokens(self) -> int:
-        """No step drafts more."""
-        if isinstance(self.num_draft_tokens, int):
-            return self.num_draft_tokens
-        return MOST_DRAFT_TOKENS
-
-
-@dataclass(frozen=True)
-class SamplingSection:
-    temperature: float = option(0.0, "0: greedy; else divides the logits", "--temperature")
-    top_k: int = option(0, "sample from the k likeliest tokens; 0: off", "--top_k")
-    top_p: float = option(
-        1.0, "sample from the likeliest tokens that hold this probability; 1: off", "--top_p"
-    )
-    min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0: off", "--min_p")
-    repetition_penalty: float = option(
-        1.0, "weakens tokens of the prompt and the output; 1: off", "--repetition_penalty"
-    )
-    presence_penalty: float = option(
-        0.0, "subtracted from the logits of tokens of the output; 0: off", "--presence_penalty"
-    )
-    seed: int = option(0, "of every request's random numbers, with its id", "--sampling_seed")
-
-
-@dataclass(frozen=True)
-class WorkloadSection:
-    dataset: str = option(
-        "demo",
-        "demo, pg19, or a path to .jsonl/.json/.parquet/.txt text; with known answers: "
-        "recall, recall:<any of these>, ruler:<task>",
-        "--dataset",
-    )
-    batch_size: int = option(4, "sequences decoded together", "--B")
-    prefix_len: int = option(4096, "prompt tokens a sequence", "--prefix_len")
-    gen_len: int | None = option(None, "tokens to generate a sequence; default 64", "--gen_len")
-    max_len: int | None = option(
-        None, "prefix plus generated tokens, instead of --gen_len", "--max_len"
-    )
-    num_batches: int = option(2, "measured batches", "--num_batches")
-    warmup_batches: int = option(
-        1, "unmeasured decodes of the first batch beforehand", "--warmup_batches"
-    )
-    seed: int = option(
-        123, "order of the prefixes, and what is drawn for recall and ruler", "--seed"
-    )
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens to generate a sequence, whichever of the two spellings was used."""
-        if self.max_len is not None:
-            return self.max_len - self.prefix_len
-        return 64 if self.gen_len is None else self.gen_len
-
-    @property
-    def num_prompts(self) -> int:
-        return self.batch_size * self.num_batches
-
-
-@dataclass(frozen=True)
-class OutputSection:
-    results: str = option(
-        "results/runs.jsonl", "records are appended here, a JSON line a run", "--results"
-    )
-    save_tokens: str | None = option(
-        None, "write prompt and output ids here, a JSON line a sequence", "--save_tokens"
-    )
-    printoutput: bool = option(False, "print the generated text", "--printoutput")
-    benchmark: bool = option(
-        False, "time draft and verify apart (on CUDA this synchronises)", "--benchmark"
-    )
+from magicdec.sections import (
+    AttentionSection,
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    OutputSection,
+    ParallelSection,
+    SamplingSection,
+    WorkloadSection,
+)
 
 
 @dataclass(frozen=True)

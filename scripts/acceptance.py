@@ -15,14 +15,9 @@ from pathlib import Path
 from magicdec.bench.prepare import prepare
 from magicdec.bench.record import RunRecord, append_record
 from magicdec.bench.run import execute
-from magicdec.config import (
-    DecodingSection,
-    KVSection,
-    ModelSection,
-    RunConfig,
-    WorkloadSection,
-)
+from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
+from magicdec.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
 
 BUDGETS = (33, 65, 129, 257, 513, None)  # None: the full KV cache
 GAMMAS = (2, 4)

@@ -22,16 +22,11 @@ from magicdec.bench.metrics import PassSamples, acceptance
 from magicdec.bench.prepare import prepare
 from magicdec.bench.progress import make_progress
 from magicdec.bench.run import BASELINE, Run
-from magicdec.config import (
-    DecodingSection,
-    KVSection,
-    ModelSection,
-    RunConfig,
-    WorkloadSection,
-)
+from magicdec.config import RunConfig
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Launch, make_groups
 from magicdec.request import Request
+from magicdec.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
 
 NGRAM = "prompt lookup"
 

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from train_demo import BOS, FIRST_WORD, PHASES, VOCAB_SIZE
 
 from magicdec.bench.environment import probe_machine
-from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.machine import choose_backend
 from magicdec.model.checkpoint import find_model, load_transformer
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)

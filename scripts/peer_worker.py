@@ -48,13 +48,14 @@ class Magicdec:
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import torch
 
-        from magicdec.config import ATTENTION_BACKENDS, DecodingSection, KVSection, load_named
         from magicdec.decoding.strategy import Setup, make_strategy
         from magicdec.distributed.groups import Group
         from magicdec.distributed.tensor_parallel import Shard
         from magicdec.engine import Engine
         from magicdec.model.checkpoint import find_model, load_transformer
+        from magicdec.names import ATTENTION_BACKENDS, load_named
         from magicdec.runner import ModelRunner
+        from magicdec.sections import DecodingSection, KVSection
 
         torch.set_num_threads(threads)
         source, cpu = find_model("--model", model), torch.device("cpu")
@@ -91,8 +92,8 @@ class MagicdecSelfSpeculation(Magicdec):
     """Self-speculation, 3 draft tokens from 257 cached ones."""
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
-        from magicdec.config import DecodingSection, KVSection
         from magicdec.decoding.strategy import Setup, make_strategy
+        from magicdec.sections import DecodingSection, KVSection
 
         super().__init__(model, dtype, threads, max_tokens, batch)
         decoding = DecodingSection("speculative", "self", 3)

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.config import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
 from magicdec.distributed.groups import Group
@@ -32,6 +31,7 @@ from magicdec.model.transformer import Transformer, weight_map
 from magicdec.request import Request
 from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
+from magicdec.sections import DecodingSection, KVSection, SamplingSection
 
 ROOT = Path(__file__).parents[1]
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))

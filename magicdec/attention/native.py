@@ -16,8 +16,8 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_mass
 from magicdec.build import load_library, share_openmp
-from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.kv.policy import KVView
+from magicdec.names import ATTENTION_BACKENDS, load_named
 
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (

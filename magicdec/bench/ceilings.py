@@ -18,10 +18,10 @@ import torch
 from magicdec.bench.costs import Deployment, kv_bytes_per_token
 from magicdec.bench.hardware import Hardware, Link
 from magicdec.bench.timing import read_bandwidth, synchronize
-from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth

@@ -13,8 +13,9 @@ from magicdec.bench.cli import main
 from magicdec.bench.latency import main as latency
 from magicdec.bench.plan import main as plan
 from magicdec.bench.probe import main as probe
-from magicdec.config import DecodingSection, RunConfig, TargetSection
+from magicdec.config import RunConfig
 from magicdec.draft_section import DraftSection
+from magicdec.sections import DecodingSection, TargetSection
 
 
 def baseline() -> None:

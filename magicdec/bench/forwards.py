@@ -25,7 +25,7 @@ from magicdec.bench.loading import load_model, make_backend
 from magicdec.bench.progress import make_progress
 from magicdec.bench.roofline import bytes_read
 from magicdec.bench.timing import read_bandwidth, synchronize
-from magicdec.config import KVSection, RunConfig
+from magicdec.config import RunConfig
 from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.strategy import choose
 from magicdec.distributed.groups import Group, Launch, close_groups, make_groups
@@ -34,6 +34,7 @@ from magicdec.model.checkpoint import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ForwardCounts, ModelRunner, Watch
+from magicdec.sections import KVSection
 
 GREEDY = SamplingParams(max_new_tokens=1)
 

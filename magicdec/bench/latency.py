@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.bench.cli import Parser, add_section, announce_backend, read_sections, refuse
 from magicdec.checks import MOST_WATCHED, check_budget
-from magicdec.config import KV_POLICIES, KVSection, RunConfig
+from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.names import KV_POLICIES
+from magicdec.sections import KVSection
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint import ModelSource

@@ -10,7 +10,6 @@ import torch
 from magicdec.attention.backend import AttentionBackend
 from magicdec.bench.prepare import Prepared
 from magicdec.bench.progress import Progress
-from magicdec.config import ATTENTION_BACKENDS, load_named
 from magicdec.decoding.strategy import DraftModel
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
@@ -18,6 +17,7 @@ from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.checkpoint import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
+from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 

@@ -26,10 +26,10 @@ from magicdec.bench.costs import (
 )
 from magicdec.bench.curves import find_curves, longest
 from magicdec.bench.hardware import Hardware, Link, load_machine
-from magicdec.config import DTYPES
 from magicdec.distributed.groups import read_launch
 from magicdec.model.config import ModelConfig
 from magicdec.model.named import find_config
+from magicdec.names import DTYPES
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_GAMMA = 8

@@ -16,9 +16,11 @@ from typing import NoReturn
 
 from magicdec.bench.cli import Parser, refuse
 from magicdec.bench.hardware import MachineFile
-from magicdec.config import DEVICES, DTYPES, ParallelSection, RunConfig
+from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
 from magicdec.machine import Machine, choose_linear
+from magicdec.names import DEVICES, DTYPES
+from magicdec.sections import ParallelSection
 
 
 def main() -> NoReturn:

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import torch
 
-from magicdec.config import DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.request import Batch
+from magicdec.sections import DecodingSection
 
 Measure = Callable[[Batch], Sequence[float]]
 """Seconds of a step of `batch` with 0, 1, 2, ... draft tokens, leaving everything as it was."""

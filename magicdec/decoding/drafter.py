@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from magicdec.config import DRAFTERS, load_named
 from magicdec.decoding.randomness import Purpose, uniforms_ahead
 from magicdec.decoding.sampling import probabilities, sample
 from magicdec.decoding.strategy import Setup, choose, whole_logits
+from magicdec.names import DRAFTERS, load_named
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner, Watch
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magicdec.config import KVSection
 from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.strategy import DraftModel, Setup, prefill
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
+from magicdec.sections import KVSection
 
 
 class ModelDrafter:

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from magicdec.config import DRAFT_READERS, KVSection, load_named
 from magicdec.kv.policy import make_policy
+from magicdec.names import DRAFT_READERS, load_named
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner, Watch
+from magicdec.sections import KVSection
 
 
 class Reader(Protocol):

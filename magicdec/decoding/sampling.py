@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magicdec.config import SamplingSection
 from magicdec.decoding.randomness import derive_seed
 from magicdec.distributed.groups import Group
 from magicdec.request import Request, SamplingParams
+from magicdec.sections import SamplingSection
 
 
 def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:

@@ -1,5 +1,5 @@
 """DecodingStrategy: the protocol every way of decoding follows. The name table is
-`config.STRATEGIES`."""
+`names.STRATEGIES`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from magicdec.config import STRATEGIES, DecodingSection, KVSection, load_named
 from magicdec.decoding.draft_length import DraftLength
 from magicdec.decoding.randomness import Purpose, uniforms_ahead
 from magicdec.decoding.sampling import gather_vocab, greedy, probabilities, process, sample
+from magicdec.names import STRATEGIES, load_named
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
+from magicdec.sections import DecodingSection, KVSection
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Called with a phase's name ("draft", "verify", ...), gives a context that may time it."""

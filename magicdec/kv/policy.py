@@ -16,8 +16,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from magicdec.config import KV_POLICIES, KVSection, load_named
 from magicdec.kv.cache import KVCache
+from magicdec.names import KV_POLICIES, load_named
+from magicdec.sections import KVSection
 
 MASS_BLOCK = 16  # keys, from a multiple of it on, whose attention probability is summed up
 
@@ -39,7 +40,7 @@ class Visible(Protocol):
 
 class KVPolicy(Protocol):
     """Implementations are dataclasses: their repr goes into the record. `reader` names how a draft
-    reads under it (`config.DRAFT_READERS`)."""
+    reads under it (`names.DRAFT_READERS`)."""
 
     reader: ClassVar[str]
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.config import KVSection
+from magicdec.sections import KVSection
 
 
 @dataclass(frozen=True)

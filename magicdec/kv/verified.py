@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.config import KVSection
 from magicdec.kv.policy import MASS_BLOCK
+from magicdec.sections import KVSection
 
 
 @dataclass(frozen=True)

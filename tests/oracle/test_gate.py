@@ -15,17 +15,17 @@ from magicdec.analysis.compare import compare, measured_thing
 from magicdec.bench.prepare import prepare
 from magicdec.bench.record import load_records
 from magicdec.bench.run import execute
-from magicdec.config import (
+from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
     ModelSection,
     OutputSection,
     ParallelSection,
-    RunConfig,
     WorkloadSection,
 )
-from magicdec.distributed.groups import Launch
 
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
 SECTIONS = {

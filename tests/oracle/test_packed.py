@@ -12,9 +12,9 @@ from conftest import TINY, decode_both, make_requests, make_runner, random_promp
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.bench.roofline import weight_bytes
-from magicdec.config import KVSection
 from magicdec.model.linear import PackedLinear
 from magicdec.model.transformer import Transformer
+from magicdec.sections import KVSection
 
 pytestmark = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 BF16 = torch.bfloat16

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
-from magicdec.config import KVSection
 from magicdec.decoding.heaviest_reader import HeaviestReader
 from magicdec.decoding.self_draft import SelfDrafter
 from magicdec.decoding.speculative import Speculative
@@ -21,6 +20,7 @@ from magicdec.kv.policy import MASS_BLOCK
 from magicdec.kv.verified import VerifiedKV
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
+from magicdec.sections import KVSection
 
 
 @settings(max_examples=300, deadline=None)

@@ -15,8 +15,9 @@ import pytest
 from magicdec.analysis import compare, table
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics
 from magicdec.bench.record import Correctness, RunRecord, append_record
-from magicdec.config import DecodingSection, KVSection, RunConfig
+from magicdec.config import RunConfig
 from magicdec.machine import Machine
+from magicdec.sections import DecodingSection, KVSection
 
 Record = dict[str, Any]
 RATE = 0.8

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from magicdec import config as module
+from magicdec import names as module
 from magicdec.bench import cli
 from magicdec.bench.cli import build_parser, parse
-from magicdec.config import (
+from magicdec.config import RunConfig
+from magicdec.draft_section import DraftSection
+from magicdec.machine import Machine, choose_backend
+from magicdec.names import load_named
+from magicdec.sections import (
     DecodingSection,
     KVSection,
     ParallelSection,
-    RunConfig,
     TargetSection,
     WorkloadSection,
-    load_named,
 )
-from magicdec.draft_section import DraftSection
-from magicdec.machine import Machine, choose_backend
 
 DRIVER = RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self"))
 LONGSPEC = RunConfig(

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.config import DecodingSection
 from magicdec.decoding.draft_length import (
     Acceptance,
     AutoLength,
@@ -22,6 +21,7 @@ from magicdec.decoding.draft_length import (
 )
 from magicdec.distributed.groups import Group
 from magicdec.request import Batch, Request, SamplingParams
+from magicdec.sections import DecodingSection
 
 CPU, MOST = torch.device("cpu"), 8
 

@@ -14,10 +14,11 @@ from magicdec.bench import forwards
 from magicdec.bench.forwards import fill, make_forwards, time_once, time_place
 from magicdec.bench.latency import Grid, parse
 from magicdec.bench.latency_rows import Cell, summarise
-from magicdec.config import AttentionSection, KVSection, RunConfig
+from magicdec.config import RunConfig
 from magicdec.distributed.groups import Group
 from magicdec.kv.verified import VerifiedKV
 from magicdec.runner import Watch
+from magicdec.sections import AttentionSection, KVSection
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}
 DRAFTS = tuple(

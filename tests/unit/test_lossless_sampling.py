@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.config import SamplingSection
 from magicdec.decoding.randomness import Purpose, uniforms_ahead
 from magicdec.decoding.sampling import make_params, probabilities, process, sample
 from magicdec.decoding.verification import verify
 from magicdec.request import Request
+from magicdec.sections import SamplingSection
 
 CPU = torch.device("cpu")
 VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token

@@ -12,9 +12,11 @@ import torch
 
 from magicdec.bench import ceilings, probe
 from magicdec.bench.hardware import Hardware, Link, MachineFile, load_machine
-from magicdec.config import DTYPES, ParallelSection, RunConfig
+from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.machine import Machine
+from magicdec.names import DTYPES
+from magicdec.sections import ParallelSection
 
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},

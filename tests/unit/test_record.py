@@ -23,12 +23,13 @@ from magicdec.bench.prepare import Prepared
 from magicdec.bench.record import Correctness, RunRecord, append_record, load_records
 from magicdec.bench.run import Run, make_record
 from magicdec.bench.workload import Workload
-from magicdec.config import DecodingSection, RunConfig
+from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.draft_section import DraftSection
 from magicdec.machine import Machine
 from magicdec.model.checkpoint import ModelSource
 from magicdec.request import Request, SamplingParams
+from magicdec.sections import DecodingSection
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
 PASSED = Correctness("autoregressive", True, 12, None, 0, 1e-4)

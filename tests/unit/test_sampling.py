@@ -20,9 +20,10 @@ from transformers.generation import (
 )
 
 from magicdec.bench.cli import parse
-from magicdec.config import RunConfig, SamplingSection
+from magicdec.config import RunConfig
 from magicdec.decoding.sampling import make_params, probabilities, process, sample
 from magicdec.request import Request, SamplingParams
+from magicdec.sections import SamplingSection
 
 VOCAB = 50
 BELOW_ONE = math.nextafter(1.0, 0.0)
