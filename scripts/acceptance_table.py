@@ -4,14 +4,19 @@
     python scripts/acceptance_table.py --dataset recall --budget 129 257 513 --json table.json
 
 Self-speculation under every policy that takes a budget, and prompt lookup, on the same prompts; the
-tokens of each are compared with the baseline's. Nothing is timed.
+tokens of each are compared with the baseline's. Nothing is timed. Behind each rate stands its
+difference from streaming_llm at that budget, with the standard error over sequences, which are
+paired. The last table says how much of the target's attention a budget can see at all: what the
+last verification of each batch looked at, by block, mean over layers, heads and sequences.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,12 +28,13 @@ from magicdec.bench.prepare import prepare
 from magicdec.bench.progress import make_progress
 from magicdec.bench.run import BASELINE, Run
 from magicdec.config import RunConfig
-from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch, make_groups
-from magicdec.request import Request
+from magicdec.kv.policy import MASS_BLOCK
+from magicdec.request import Batch, Request, StepOutput
 from magicdec.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
 
-NGRAM = "prompt lookup"
+NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 
 
 @dataclass
@@ -41,10 +47,43 @@ class Way:
     kv: KVSection
     samples: PassSamples
     num_different: int = 0  # sequences that are not the baseline's
+    drafted: Counter[int] = field(default_factory=Counter)  # by request
+    accepted: Counter[int] = field(default_factory=Counter)
+
+    def rates(self) -> list[float]:
+        """Of each sequence that drafted."""
+        return [self.accepted[r] / n for r, n in sorted(self.drafted.items())]
 
     def as_json(self) -> dict[str, object]:
         found = acceptance(self.samples.num_accepted, self.samples.num_drafted)
-        return {"name": self.name, "budget": self.budget, "different": self.num_different, **found}
+        return {
+            "name": self.name,
+            "budget": self.budget,
+            "different": self.num_different,
+            "rates": self.rates(),
+            **found,
+        }
+
+
+class Noting:
+    """A strategy whose drafts are counted by request."""
+
+    def __init__(self, strategy: DecodingStrategy, way: Way) -> None:
+        self.strategy, self.way = strategy, way
+
+    @classmethod
+    def build(cls, setup: Setup) -> Noting:
+        raise NotImplementedError("wraps a strategy that was built")
+
+    def begin(self, batch: Batch) -> None:
+        self.strategy.begin(batch)
+
+    def step(self, batch: Batch) -> StepOutput:
+        output = self.strategy.step(batch)
+        for request, count in zip(batch.requests, output.num_accepted or (), strict=False):
+            self.way.drafted[request.request_id] += output.num_drafted
+            self.way.accepted[request.request_id] += count
+        return output
 
 
 def make_ways(budgets: list[int]) -> list[Way]:
@@ -65,12 +104,14 @@ def make_ways(budgets: list[int]) -> list[Way]:
 def decode(run: Run, snapshots: list[Request], name: str, way: Way) -> list[Request]:
     run.engine.rewind(snapshots)
     decoding = replace(run.config.decoding, drafter=way.drafter)
-    strategy = make_strategy(name, Setup(run.runner, decoding, way.kv))
+    strategy = Noting(make_strategy(name, Setup(run.runner, decoding, way.kv)), way)
     run.engine.begin(strategy)
     return run.engine.decode(strategy, way.samples.observe)
 
 
-def measure(run: Run, ways: list[Way]) -> None:
+def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[float]]]:
+    """Fill `ways`; returns `attention_seen` of each batch."""
+    seen = []
     for batch in range(run.config.workload.num_batches):
         requests = run.make_requests(batch)
         with run.progress.task(f"prefill {batch + 1}", sum(len(r.prompt_ids) for r in requests)):
@@ -82,6 +123,51 @@ def measure(run: Run, ways: list[Way]) -> None:
             way.samples.begin_batch()
             found = [list(r.output_ids) for r in decode(run, snapshots, "speculative", way)]
             way.num_different += sum(a != b for a, b in zip(expected, found, strict=True))
+        seen.append(attention_seen(run, snapshots, budgets))
+    return seen
+
+
+def attention_seen(run: Run, snapshots: list[Request], budgets: list[int]) -> list[list[float]]:
+    """Share of the attention of one verification of 5 tokens within [sinks and newest tokens, the
+    heaviest blocks of each head] of each budget, sinks and a window included."""
+    runner, masses = run.runner, []
+    run.engine.rewind(snapshots)
+    rows = [r.row for r in snapshots if r.row is not None]
+    tokens = [list(r.prompt_ids[-5:]) for r in snapshots]
+    lengths = [len(r.prompt_ids) - 5 for r in snapshots]
+    runner.truncate(rows, lengths)
+    runner.forward(torch.tensor(tokens), rows, watch=lambda layer, mass: masses.append(mass))
+    runner.truncate(rows, [length + 5 for length in lengths])
+    mass = torch.stack(masses).double()  # [L, B, G, blocks]
+    mass = mass / mass.sum(dim=3, keepdim=True)
+    sinks, blocks = 1, mass.shape[3]
+    seen = []
+    for budget in budgets:
+        kept = budget // MASS_BLOCK  # blocks
+        newest = mass[..., :sinks].sum(3) + mass[..., blocks - (kept - sinks) :].sum(3)
+        heaviest = mass.topk(min(kept, blocks), dim=3).values.sum(3)
+        seen.append([float(newest.mean()), float(heaviest.mean())])
+    return seen
+
+
+def print_seen(shares: list[list[list[float]]], budgets: list[int]) -> None:
+    table = Table(title="share of the target's attention", title_justify="left")
+    table.add_column("within the budget")
+    for budget in budgets:
+        table.add_column(f"{budget}", justify="right")
+    for index, name in enumerate(
+        ("sinks and the newest tokens", "the heaviest blocks, afterwards")
+    ):
+        means = [statistics.fmean(batch[b][index] for batch in shares) for b in range(len(budgets))]
+        table.add_row(name, *(f"{mean:.3f}" for mean in means))
+    Console(width=140).print(table)
+
+
+def difference(way: Way, reference: Way) -> str:
+    """Mean and standard error over sequences of the difference in acceptance rate."""
+    pairs = [a - b for a, b in zip(way.rates(), reference.rates(), strict=True)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
+    return f"{statistics.fmean(pairs):+.3f}±{error:.3f}"
 
 
 def print_ways(ways: list[Way], budgets: list[int], title: str) -> None:
@@ -90,16 +176,20 @@ def print_ways(ways: list[Way], budgets: list[int], title: str) -> None:
     for budget in budgets:
         table.add_column(f"budget {budget}", justify="right")
     rows: dict[str, list[str]] = {}
+    references = {way.budget: way for way in ways if way.name == REFERENCE}
     for way in ways:
         found = way.as_json()
-        rows.setdefault(way.name, []).append(
-            f"{found['acceptance_rate']:.3f} ({found['acceptance_length']:.2f})"
-        )
+        cell = f"{found['acceptance_rate']:.3f} ({found['acceptance_length']:.2f})"
+        reference = references.get(way.budget)
+        if reference not in (None, way):
+            assert reference is not None
+            cell += f" {difference(way, reference)}"
+        rows.setdefault(way.name, []).append(cell)
     for name, cells in rows.items():
         table.add_row(name, *cells)
-    Console(width=140).print(table)
+    Console(width=160).print(table)
     different = [f"{way.name} {way.budget}: {way.num_different}" for way in ways]
-    print("sequences unlike the baseline:", sum(way.num_different for way in ways), end="\n")
+    print("sequences unlike the baseline:", sum(way.num_different for way in ways))
     if any(way.num_different for way in ways):
         print("; ".join(different))
 
@@ -131,14 +221,16 @@ def main() -> None:
     torch.set_num_threads(prepared.config.parallel.threads or 1)
     groups = make_groups(launch, (0,), torch.device("cpu"), None)
     run, ways = Run(prepared, groups, make_progress(True)), make_ways(args.budget)
-    measure(run, ways)
+    seen = measure(run, ways, args.budget)
     title = (
         f"{args.model}, {Path(args.dataset).name}, prefix {args.prefix_len}, gamma {args.gamma}, "
         f"{args.B * args.num_batches} sequences of {args.gen_len} tokens"
     )
     print_ways(ways, args.budget, title)
+    print_seen(seen, args.budget)
     if args.json:
-        args.json.write_text(json.dumps([way.as_json() for way in ways], indent=1) + "\n")
+        found = {"ways": [way.as_json() for way in ways], "attention_seen": seen}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
