@@ -54,10 +54,10 @@ def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -
 
 
 def run_again(baseline: dict[str, Any]) -> dict[str, Any]:
-    """The very run that the record's own config describes, with the threads of this machine."""
+    """The very run that the record's own config describes, on one thread."""
     saved = baseline["config"]
     sections = {name: kind(**saved[name]) for name, kind in SECTIONS.items() if saved[name]}
-    sections["parallel"] = ParallelSection(rank_group=(0,))
+    sections["parallel"] = ParallelSection(rank_group=(0,), threads=1)
     config = RunConfig(**sections)
     outcome = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False)
     return json.loads(outcome.record.to_json())
