@@ -104,6 +104,7 @@ def test_baselines_cover_every_budget_and_rise_with_it() -> None:
 def test_a_full_budget_in_bfloat16_accepts_nearly_everything() -> None:
     config = RunConfig(
         model=ModelSection("demo", "bfloat16"),
+        parallel=ParallelSection(threads=1),
         kv=KVSection("full"),
         decoding=DecodingSection("speculative", "self", 4, ignore_eos=True),
         workload=WorkloadSection("demo", batch_size=4, prefix_len=512, num_batches=1),
