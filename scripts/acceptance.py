@@ -1,4 +1,4 @@
-"""Renew the acceptance baselines that the gate reads: the demo model, every budget and gamma.
+"""Renew the acceptance baselines that the gate reads: the demo models, every drafter and policy.
 
     python scripts/acceptance.py --out results/baselines/acceptance.jsonl
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.bench.prepare import prepare
@@ -17,27 +19,74 @@ from magicdec.bench.record import RunRecord, append_record
 from magicdec.bench.run import execute
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
-from magicdec.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
+from magicdec.draft_section import DraftSection
+from magicdec.sections import (
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    ParallelSection,
+    WorkloadSection,
+)
 
-BUDGETS = (33, 65, 129, 257, 513, None)  # None: the full KV cache
-GAMMAS = (2, 4)
 # Rounding differs between CPUs; where it turns one near-tie, the text that follows is another.
 TOLERANCE, FULL_TOLERANCE = 0.03, 0.0
 
 
-def measure(budget: int | None, gamma: int, dataset: str) -> RunRecord:
-    kv = KVSection("full") if budget is None else KVSection("streaming_llm", budget)
-    config = RunConfig(
+@dataclass(frozen=True)
+class Case:
+    drafter: str
+    kv: KVSection
+    gamma: int = 4
+    batch_size: int = 4
+
+    @property
+    def is_certain(self) -> bool:
+        """The draft is the target itself and reads everything: nothing can be refused."""
+        return self.drafter == "self" and self.kv.policy == "full"
+
+    def __str__(self) -> str:
+        budget = "" if self.kv.policy == "full" else f" {self.kv.budget}"
+        return f"{self.drafter} {self.kv.policy}{budget}, gamma {self.gamma}"
+
+
+FULL = KVSection("full")
+CASES = (
+    *(
+        Case("self", kv, gamma, batch_size=8)
+        for gamma in (2, 4)
+        for kv in (*(KVSection("streaming_llm", b) for b in (33, 65, 129, 257, 513)), FULL)
+    ),
+    *(Case("self", KVSection("snapkv", budget)) for budget in (129, 257, 513)),
+    *(Case("self", KVSection("verified", budget)) for budget in (129, 257, 513)),
+    Case("ngram", FULL),  # reads no cache: one row for all policies
+    Case("model", FULL),
+    Case("model", KVSection("streaming_llm", 257)),
+    Case("model", KVSection("snapkv", 257)),
+)
+
+
+def make_config(case: Case, dataset: str, threads: int | None) -> RunConfig:
+    return RunConfig(
         model=ModelSection("demo", "float32"),
-        kv=kv,
-        decoding=DecodingSection("speculative", "self", gamma, ignore_eos=True),
-        workload=WorkloadSection(dataset, batch_size=8, prefix_len=4096, num_batches=1),
+        draft=DraftSection("demo-draft") if case.drafter == "model" else None,
+        parallel=ParallelSection(threads=threads),
+        kv=case.kv,
+        decoding=DecodingSection("speculative", case.drafter, case.gamma, ignore_eos=True),
+        workload=WorkloadSection(
+            dataset,
+            batch_size=case.batch_size,
+            prefix_len=4096,
+            num_batches=1,
+            warmup_batches=0,
+        ),
     )
-    config = dataclasses.replace(
-        config, workload=dataclasses.replace(config.workload, warmup_batches=0)
-    )
+
+
+def measure(case: Case, dataset: str, threads: int | None) -> RunRecord:
+    config = make_config(case, dataset, threads)
     record = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=True).record
-    tolerance = {"acceptance_rate": FULL_TOLERANCE if budget is None else TOLERANCE}
+    assert record.metrics is not None, "a baseline is a run that passed its check"
+    tolerance = {"acceptance_rate": FULL_TOLERANCE if case.is_certain else TOLERANCE}
     return dataclasses.replace(record, samples=None, tolerance=tolerance)
 
 
@@ -45,15 +94,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("results/baselines/acceptance.jsonl"))
     parser.add_argument("--dataset", default="demo")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: cores")
     args = parser.parse_args()
     partial = args.out.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    for gamma in GAMMAS:
-        for budget in BUDGETS:
-            record = measure(budget, gamma, args.dataset)
-            append_record(partial, record)
-            assert record.metrics is not None, "a baseline is a run that passed its check"
-            print(f"gamma {gamma}, budget {budget}: {record.metrics['acceptance_rate']:.4f}")
+    for case in CASES:
+        started = time.perf_counter()
+        record = measure(case, args.dataset, args.threads)
+        append_record(partial, record)
+        assert record.metrics is not None
+        rate, took = record.metrics["acceptance_rate"], time.perf_counter() - started
+        print(f"{case}: {rate:.4f} ({took:.0f} s)", flush=True)
     partial.replace(args.out)
 
 

@@ -18,16 +18,19 @@ from safetensors.torch import save_file
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.config import RunConfig
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.draft_section import DraftSection
 from magicdec.engine import Engine, Observer
 from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer, weight_map
+from magicdec.names import DRAFTERS, KV_POLICIES
 from magicdec.request import Request
 from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
@@ -79,15 +82,18 @@ def make_draft(
     chunk: int = 16,
     block_size: int = 8,
     max_drafts: int = 8,
+    group: Group = Group((0,), 0),
+    source: int = 0,
 ) -> DraftModel:
-    """A standalone draft of one rank; small chunks and blocks, so that short texts cross them."""
+    """A standalone draft on the ranks of `group`, of which the target's `source`-th tells the
+    others; small chunks and blocks, so that short texts cross them."""
     policy, rows = make_policy(kv), (num_rows, max_tokens)
-    place = model, backend or GroupedBackend(), Group((0,), 0)
+    place = model, backend or GroupedBackend(), group
     if not isinstance(policy, StreamingLLM):
-        return DraftModel(ModelRunner(*place, *rows), 0, chunk)
+        return DraftModel(ModelRunner(*place, *rows), source, chunk)
     tail = chunk + max_drafts
     runner = RollingRunner(*place, *rows, policy, max_tail=tail, block_size=block_size)
-    return DraftModel(runner, 0, chunk)
+    return DraftModel(runner, source, chunk)
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -144,6 +150,24 @@ def decode_both(
         )
         outputs.append([list(r.output_ids) for r in finished])
     return outputs[0], outputs[1], [a for a in accepted if a]
+
+
+def refusal(drafter: str, kv: KVSection) -> str | None:
+    """What `config` tells a run of the two; None where it is served."""
+    draft = DraftSection() if drafter == "model" else None
+    config = RunConfig(draft=draft, kv=kv, decoding=DecodingSection("speculative", drafter))
+    try:
+        config.check(world_size=1)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def served_pairs() -> set[tuple[str, str | None]]:
+    """Every drafter under every KV policy that a run may name; prompt lookup, which reads no cache,
+    once, under None."""
+    pairs = {(d, p) for d in DRAFTERS for p in KV_POLICIES if refusal(d, KVSection(p)) is None}
+    return {(d, None if d == "ngram" else p) for d, p in pairs}
 
 
 def save_checkpoint(model: Transformer, directory: Path) -> Path:

@@ -1,5 +1,5 @@
-"""The gate: new records against a baseline file; exit code 1 on a regression or on records that
-cannot be compared.
+"""The gate: new records against a baseline file; exit code 1 on a regression, on records that
+cannot be compared and, where that is asked for, on baselines that no new record covers.
 
 Reads records only. Acceptance is compared, not time: times of two machines say nothing about the
 code.
@@ -17,6 +17,24 @@ from magicdec.bench.record import load_records
 
 Key = tuple[tuple[str, Any], ...]
 DEFAULT_TOLERANCE = {"acceptance_rate": 0.03}
+PLAIN = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+# Fields of a record's KV section, and which of them a policy reads. One that is not here reads all,
+# so that it is never taken for another.
+SHORT_NAMES = {
+    "budget": "budget",
+    "num_sink_tokens": "sinks",
+    "window_size": "window",
+    "pooling": "pooling",
+    "reselect_every": "reselect_every",
+    "recent_window": "recent_window",
+}
+POLICY_SETTINGS: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    "full": (),
+    "streaming_llm": ("budget", "num_sink_tokens"),
+    "snapkv": ("budget", "window_size", "pooling", "reselect_every"),
+    "verified": ("budget", "num_sink_tokens", "recent_window"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,16 +47,18 @@ class Comparison:
 
 
 def measured_thing(record: dict[str, Any]) -> Key:
-    """What a record measures: two records of the same thing are meant to be compared."""
+    """What a record measures: two records of the same thing are meant to be compared. A setting
+    that its policy does not read is None."""
     decoding, kv = record["config"]["decoding"], record["config"]["kv"]
-    budget = None if kv["policy"] == "full" else kv["budget"]
-    sinks = None if kv["policy"] == "full" else kv["num_sink_tokens"]
+    # Prompt lookup reads no cache, whatever policy the run names.
+    policy = None if decoding["drafter"] == "ngram" else kv["policy"]
+    settings = POLICY_SETTINGS.get(policy, tuple(SHORT_NAMES))
     return (
         ("strategy", decoding["strategy"]),
         ("drafter", decoding["drafter"]),
-        ("policy", kv["policy"]),
-        ("budget", budget),
-        ("sinks", sinks),
+        ("draft", ((record["workload"] or {}).get("draft") or {}).get("model")),
+        ("policy", policy),
+        *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
         ("gamma", decoding["num_draft_tokens"]),
     )
 
@@ -51,16 +71,37 @@ def conditions(record: dict[str, Any]) -> dict[str, Any]:
         "draft fingerprint": (record["workload"].get("draft") or {}).get("model_sha256"),
         "workload sha256": record["workload"]["sha256"],
         "dtype": record["config"]["model"]["dtype"],
+        "sampling": sampling(record),
         "generated tokens": record["config"]["workload"]["gen_len"],
         "ignore_eos": record["config"]["decoding"]["ignore_eos"],
     }
 
 
+def sampling(record: dict[str, Any]) -> dict[str, Any] | str:
+    """How tokens were chosen; the seed and the rest of the section are idle in plain greedy
+    decoding."""
+    section = record["config"].get("sampling") or {}
+    plain = all(section.get(name, value) == value for name, value in PLAIN.items())
+    return "greedy" if plain else section
+
+
+def covers(new: dict[str, Any], baseline: dict[str, Any]) -> bool:
+    """Both passed, and `new` is the same thing under the same conditions."""
+    if new["status"] != "ok" or baseline["status"] != "ok":
+        return False
+    same = measured_thing(new) == measured_thing(baseline)
+    return same and conditions(new) == conditions(baseline)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """What a record measures, in one line."""
+    return " ".join(f"{k}={v}" for k, v in measured_thing(record) if v is not None)
+
+
 def compare(new: dict[str, Any], baselines: list[dict[str, Any]]) -> Comparison:
     """`new` against the baseline of the same thing under the same conditions; where there is none
     of those, the problem names what differs from the nearest."""
-    key = measured_thing(new)
-    name = " ".join(f"{k}={v}" for k, v in key if v is not None)
+    key, name = measured_thing(new), describe(new)
     if new["status"] != "ok":
         return Comparison(
             name, {}, f"the new run {new['status']}: {new.get('error') or 'outputs differ'}"
@@ -90,8 +131,7 @@ def compare(new: dict[str, Any], baselines: list[dict[str, Any]]) -> Comparison:
     return Comparison(name, differences, problem)
 
 
-def main() -> None:
-    """`magicdec compare NEW BASELINE`"""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="magicdec compare",
         description="Compare the acceptance of new records with a baseline; exit 1 if it fell.",
@@ -100,7 +140,15 @@ def main() -> None:
     parser.add_argument(
         "baseline", type=Path, help="committed records (results/baselines/acceptance.jsonl)"
     )
-    args = parser.parse_args()
+    parser.add_argument(
+        "--require_all", action="store_true", help="exit 1 if a baseline has no new record"
+    )
+    return parser
+
+
+def main() -> None:
+    """`magicdec compare NEW BASELINE`"""
+    args = make_parser().parse_args()
     try:
         new, old = load_records(args.new), load_records(args.baseline)
         if not new:
@@ -114,4 +162,8 @@ def main() -> None:
             print(f"{c.name}: {metric} {before:.4f} -> {after:.4f} ({after - before:+.4f})")
         if c.problem:
             print(f"{c.name}: {c.problem}")
-    sys.exit(any(c.problem for c in comparisons))
+    missing = [baseline for baseline in old if not any(covers(r, baseline) for r in new)]
+    for baseline in missing:
+        print(f"{describe(baseline)}: no new record covers this baseline")
+    print(f"{len(old) - len(missing)} of {len(old)} baselines covered, {len(missing)} not covered")
+    sys.exit(any(c.problem for c in comparisons) or (args.require_all and bool(missing)))

@@ -16,21 +16,24 @@ from typing import Any
 from magicdec.bench.costs import Acceptance
 from magicdec.bench.record import load_records
 
-DEFAULT_BUDGET = 257
+DEFAULT_BUDGET, DEFAULT_POLICY = 257, "streaming_llm"
 CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"
 
 
 def find_curves(
-    values: Sequence[str], budgets: Sequence[int] | None, drafter: str
+    values: Sequence[str], budgets: Sequence[int] | None, drafter: str, policy: str | None = None
 ) -> tuple[dict[int, Acceptance], str]:
     """(budget -> acceptance, where it came from). `values` is what followed `--acceptance`: one for
     all budgets, one a budget, or one file, of which records with that `drafter` count (`self` or
-    `model`); `budgets` None means those of the file, or the default.
+    `model`) under that KV policy (default: `DEFAULT_POLICY`); `budgets` None means those of the
+    file, or the default.
 
     Raises ValueError, one line, for what is none of these.
     """
     if len(values) == 1 and _is_file(values[0]):
-        return _from_records(Path(values[0]), budgets, drafter)
+        return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_POLICY)
+    if policy is not None:
+        raise ValueError(f"--kv_policy {policy} chooses records; --acceptance names no file here")
     budgets = (DEFAULT_BUDGET,) if budgets is None else budgets
     if len(values) not in (1, len(budgets)):
         raise ValueError(
@@ -70,20 +73,20 @@ def _is_file(text: str) -> bool:
 
 
 def _from_records(
-    path: Path, budgets: Sequence[int] | None, drafter: str
+    path: Path, budgets: Sequence[int] | None, drafter: str, policy: str
 ) -> tuple[dict[int, Acceptance], str]:
     """The longest curve of each budget; of equally long ones the newest."""
     found: dict[int, tuple[float, ...]] = {}
     models: dict[int, str] = {}
     for record in load_records(path):
-        budget, curve = _curve(record, drafter)
+        budget, curve = _curve(record, drafter, policy)
         if budget is not None and len(curve) >= len(found.get(budget, ())):
             found[budget], models[budget] = curve, record["config"]["model"]["model"]
     if not found:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
-            f"--acceptance {path} has no record with acceptance under a KV budget; "
-            f"`magicdec {command}` makes one"
+            f"--acceptance {path} has no record with acceptance under a KV budget and --kv_policy "
+            f"{policy}; `magicdec {command}` makes one"
         )
     wanted = sorted(found) if budgets is None else budgets
     for budget in wanted:
@@ -91,14 +94,16 @@ def _from_records(
             known = " ".join(map(str, sorted(found)))
             raise ValueError(f"--budget {budget} is not in {path}; choose from {known}")
     of = ", ".join(sorted({models[budget] for budget in wanted}))
-    return {budget: found[budget] for budget in wanted}, f"{path} (measured with {of})"
+    return {budget: found[budget] for budget in wanted}, f"{path} (measured with {of}, {policy})"
 
 
-def _curve(record: dict[str, Any], drafter: str) -> tuple[int | None, tuple[float, ...]]:
+def _curve(
+    record: dict[str, Any], drafter: str, policy: str
+) -> tuple[int | None, tuple[float, ...]]:
     """Budget and acceptance per position; (None, ()) where the record is of another kind."""
     kv, metrics = record["config"]["kv"], record["metrics"] or {}
     curve = tuple(metrics.get("acceptance_per_position") or ())
-    is_bounded = kv["policy"] != "full" and kv["budget"] > 0
+    is_bounded = kv["policy"] == policy and kv["budget"] > 0
     if not is_bounded or not curve or record["config"]["decoding"]["drafter"] != drafter:
         return None, ()
     return kv["budget"], curve

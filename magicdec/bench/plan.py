@@ -24,12 +24,12 @@ from magicdec.bench.costs import (
     best_gamma,
     break_even_context,
 )
-from magicdec.bench.curves import find_curves, longest
+from magicdec.bench.curves import DEFAULT_POLICY, find_curves, longest
 from magicdec.bench.hardware import Hardware, Link, load_machine
 from magicdec.distributed.groups import read_launch
 from magicdec.model.config import ModelConfig
 from magicdec.model.named import find_config
-from magicdec.names import DTYPES
+from magicdec.names import DTYPES, KV_POLICIES
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_GAMMA = 8
@@ -107,6 +107,8 @@ def build_parser() -> Parser:
         help="cached tokens a sequence [4096 16384 32768]")  # fmt: skip
     add("--budget", nargs="+", type=int, metavar="N",
         help="KV entries a draft step reads; default: those of the records, or 257")  # fmt: skip
+    add("--kv_policy", choices=[name for name in KV_POLICIES if name != "full"],
+        help=f"whose records of the file count [{DEFAULT_POLICY}]")  # fmt: skip
     add("--max_gamma", type=int, metavar="N", help=f"most draft tokens a step [{MAX_GAMMA}]")
     add("--tp", type=int, default=1, metavar="N", help="ranks that share the model [1]")
     add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
@@ -125,7 +127,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     hardware = find_hardware(args, config.num_layers)
     target = Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, args.nodes)
     drafter = "self" if args.draft_model is None else "model"
-    curves, source = find_curves(args.acceptance, args.budget, drafter)
+    curves, source = find_curves(args.acceptance, args.budget, drafter, args.kv_policy)
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")

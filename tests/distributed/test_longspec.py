@@ -26,7 +26,7 @@ def tokens_of_one_rank() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "collectives"), [(1, "gloo"), (2, "shared_memory"), (2, "gloo"), (3, "gloo")]
+    ("num_ranks", "collectives"), [(1, "gloo"), (2, "shared_memory"), (3, "gloo")]
 )
 def test_drafts_of_every_subgroup_change_nothing(
     num_ranks: int,

@@ -1,15 +1,17 @@
-"""The gate on the packaged demo model: today's acceptance against the committed baselines."""
+"""The gate on the packaged demo models: today's acceptance against the committed baselines, for
+every drafter and policy."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, served_pairs
 
 from magicdec.analysis.compare import compare, measured_thing
 from magicdec.bench.prepare import prepare
@@ -17,6 +19,7 @@ from magicdec.bench.record import load_records
 from magicdec.bench.run import execute
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
+from magicdec.draft_section import DraftSection
 from magicdec.sections import (
     AttentionSection,
     DecodingSection,
@@ -24,49 +27,75 @@ from magicdec.sections import (
     ModelSection,
     OutputSection,
     ParallelSection,
+    SamplingSection,
     WorkloadSection,
 )
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from acceptance import CASES, make_config
 
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
 SECTIONS = {
     "model": ModelSection,
+    "draft": DraftSection,
     "parallel": ParallelSection,
     "kv": KVSection,
     "attention": AttentionSection,
     "decoding": DecodingSection,
+    "sampling": SamplingSection,
     "workload": WorkloadSection,
     "output": OutputSection,
 }
 
 
-def find(budget: int | None, gamma: int) -> dict[str, Any]:
-    key = {"budget": budget, "gamma": gamma}
+def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> dict[str, Any]:
+    key = {"drafter": drafter, "policy": policy, "budget": budget, "gamma": gamma}
     return next(r for r in BASELINES if key.items() <= dict(measured_thing(r)).items())
 
 
-def run_again(baseline: dict[str, Any], **model: Any) -> dict[str, Any]:
-    """The very run that the record's own config describes."""
+def run_again(baseline: dict[str, Any]) -> dict[str, Any]:
+    """The very run that the record's own config describes, on one thread."""
     saved = baseline["config"]
-    sections = {name: kind(**saved[name]) for name, kind in SECTIONS.items()}
-    sections["parallel"] = ParallelSection(rank_group=(0,))
+    sections = {name: kind(**saved[name]) for name, kind in SECTIONS.items() if saved[name]}
+    sections["parallel"] = ParallelSection(rank_group=(0,), threads=1)
     config = RunConfig(**sections)
     outcome = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False)
     return json.loads(outcome.record.to_json())
 
 
-@pytest.mark.parametrize("budget", [257, None])
-def test_acceptance_has_not_fallen(budget: int | None) -> None:
-    baseline = find(budget, 4)
+def test_the_baselines_cover_every_drafter_and_policy() -> None:
+    things = [dict(measured_thing(baseline)) for baseline in BASELINES]
+    assert {(t["drafter"], t["policy"]) for t in things} == served_pairs()
+    assert len({tuple(t.items()) for t in things}) == len(BASELINES), "each thing once"
+
+
+def test_the_table_that_renews_them_is_the_file() -> None:
+    """A case of `scripts/acceptance.py` without a record, or the other way round, fails."""
+    assert [make_config(case, "demo", None).kv.resolve() for case in CASES] == [
+        KVSection(**baseline["config"]["kv"]) for baseline in BASELINES
+    ]
+    assert [(case.drafter, case.gamma) for case in CASES] == [
+        (b["config"]["decoding"]["drafter"], b["config"]["decoding"]["num_draft_tokens"])
+        for b in BASELINES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "policy"), sorted(served_pairs(), key=str), ids=lambda x: str(x)
+)
+def test_acceptance_has_not_fallen(drafter: str, policy: str | None) -> None:
+    baseline = find(drafter, policy, None if policy in (None, "full") else 257)
     comparison = compare(run_again(baseline), BASELINES)
     assert comparison.problem is None, comparison
-    if budget is None:
+    if (drafter, policy) == ("self", "full"):
         assert comparison.differences["acceptance_rate"] == (1.0, 1.0)
 
 
 def test_baselines_cover_every_budget_and_rise_with_it() -> None:
     for gamma in (2, 4):
         budgets = (33, 65, 129, 257, 513, None)
-        rates = [find(b, gamma)["metrics"]["acceptance_rate"] for b in budgets]
+        records = [find("self", "streaming_llm" if b else "full", b, gamma) for b in budgets]
+        rates = [record["metrics"]["acceptance_rate"] for record in records]
         assert rates[-1] == 1.0
         assert all(a < b + 0.03 for a, b in pairwise(rates)), rates
         assert rates[0] < rates[3]
@@ -75,6 +104,7 @@ def test_baselines_cover_every_budget_and_rise_with_it() -> None:
 def test_a_full_budget_in_bfloat16_accepts_nearly_everything() -> None:
     config = RunConfig(
         model=ModelSection("demo", "bfloat16"),
+        parallel=ParallelSection(threads=1),
         kv=KVSection("full"),
         decoding=DecodingSection("speculative", "self", 4, ignore_eos=True),
         workload=WorkloadSection("demo", batch_size=4, prefix_len=512, num_batches=1),
@@ -88,7 +118,7 @@ def test_a_full_budget_in_bfloat16_accepts_nearly_everything() -> None:
 
 
 def test_records_of_other_models_are_not_compared(tmp_path: Path) -> None:
-    baseline = find(257, 4)
+    baseline = find("self", "streaming_llm", 257)
     other = json.loads(json.dumps(baseline))
     other["workload"]["model_sha256"] = "0" * 64
     problem = compare(other, [baseline]).problem

@@ -70,11 +70,15 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     requests = make_requests(random_prompts([70, 9, 41], TINY.vocab_size), 20)
     engine.prefill(requests)
     batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
-    full = runner.cache.k.clone()
+    # What no forward would write: had the choice written anything, it would show.
+    runner.cache.k.mul_(1.05)
+    runner.cache.v.mul_(1.05)
+    full, values = runner.cache.k.clone(), runner.cache.v.clone()
     counted = runner.counts.num_forwards
     reader = GatheredReader(runner, SnapKV(24, 8))
     reader.begin(batch)
-    assert torch.equal(runner.cache.k, full) and runner.counts.num_forwards == counted
+    assert torch.equal(runner.cache.k, full) and torch.equal(runner.cache.v, values)
+    assert runner.counts.num_forwards == counted
     assert reader.lengths([0, 1, 2]) == [70, 9, 41]
     assert reader.runner.cache.lengths == [24, 9, 24]
     before = [small_keys(reader, row) for row in range(3)]

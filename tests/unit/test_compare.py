@@ -59,7 +59,7 @@ def write(path: Path, records: Sequence[Record]) -> Path:
     return path
 
 
-Gate = Callable[[Sequence[Record], Sequence[Record]], tuple[int, str]]
+Gate = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def gate(
 ) -> Gate:
     """Exit code and what was printed of `magicdec compare`, for new and baseline records."""
 
-    def run(new: Sequence[Record], old: Sequence[Record]) -> tuple[int, str]:
+    def run(new: Sequence[Record], old: Sequence[Record], *flags: str) -> tuple[int, str]:
         files = write(tmp_path / "new", new), write(tmp_path / "old", old)
-        monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, files)])
+        monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, files), *flags])
         with pytest.raises(SystemExit) as stopped:
             compare.main()
         out, err = capsys.readouterr()
@@ -83,7 +83,8 @@ def gate(
 def test_equal_records_pass(gate: Gate) -> None:
     code, out = gate([make()], [make()])
     assert code == 0
-    assert "acceptance_rate 0.8000 -> 0.8000 (+0.0000)" in out and out.count("\n") == 1
+    assert "acceptance_rate 0.8000 -> 0.8000 (+0.0000)" in out and out.count("\n") == 2
+    assert "1 of 1 baselines covered, 0 not covered" in out
     assert "strategy=speculative drafter=self policy=streaming_llm budget=257" in out
 
 
@@ -134,6 +135,28 @@ def test_an_earlier_regression_is_not_forgotten(gate: Gate) -> None:
     assert code == 1 and "regression: acceptance_rate" in out
 
 
+def test_baselines_without_a_new_record_are_named_and_counted(gate: Gate) -> None:
+    """And fail where all of them are asked for."""
+    old = [make(budget=33), make(budget=65), make(budget=129)]
+    for flags, expected in ((), 0), (("--require_all",), 1):
+        code, out = gate([make(budget=65)], old, *flags)
+        assert code == expected and "1 of 3 baselines covered, 2 not covered" in out
+        for budget in (33, 129):
+            assert f"budget={budget} sinks=16 gamma=4: no new record covers this baseline" in out
+        assert out.count("no new record covers") == 2
+    assert gate(old, old, "--require_all")[0] == 0
+
+
+def test_what_did_not_pass_or_differs_covers_nothing(gate: Gate) -> None:
+    other = make()
+    other["config"]["model"]["dtype"] = "bfloat16"
+    for new in (failed(), diverged(), other):
+        out = gate([new], [make()], "--require_all")[1]
+        assert "0 of 1 baselines covered, 1 not covered" in out
+    code, out = gate([make()], [make(), failed()], "--require_all")
+    assert code == 1 and "1 of 2 baselines covered, 1 not covered" in out
+
+
 OTHER = {
     "model": ("workload", "model"),
     "model fingerprint": ("workload", "model_sha256"),
@@ -160,14 +183,6 @@ def test_a_configuration_without_a_baseline_is_not_comparable(gate: Gate) -> Non
     for old in ([], [make(budget=65)]):
         code, out = gate([make()], old)
         assert code == 1 and "not comparable: the baseline has no such record" in out
-
-
-def test_a_full_draft_has_no_budget() -> None:
-    full = [make(budget=b) for b in (33, 65)]
-    assert compare.measured_thing(full[0]) != compare.measured_thing(full[1])
-    for record in full:
-        record["config"]["kv"]["policy"] = "full"
-    assert compare.measured_thing(full[0]) == compare.measured_thing(full[1])
 
 
 def test_new_runs_that_did_not_pass_fail_the_gate(gate: Gate) -> None:

@@ -142,25 +142,40 @@ def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
         path.write_text(json.dumps(other))
         with pytest.raises(ValueError, match="has no record with acceptance under a KV budget"):
             find_curves([str(path)], None, "self")
-    with pytest.raises(ValueError, match="`magicdec longspec` makes one"):
-        find_curves([str(BASELINES)], None, "model")
+    path.write_text(json.dumps(first))
+    with pytest.raises(ValueError, match="--kv_policy snapkv; `magicdec longspec` makes one"):
+        find_curves([str(path)], None, "model", "snapkv")
 
 
-def test_acceptance_from_records() -> None:
-    """Each budget of the committed baselines, from its longest curve; never the full cache's."""
+@pytest.mark.parametrize("drafter", ["self", "model"])
+@pytest.mark.parametrize("policy", [None, "streaming_llm", "snapkv", "verified"])
+def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
+    """Each budget of the committed baselines, from its longest curve; never the full cache's, nor
+    another policy's or drafter's."""
     records = [json.loads(line) for line in BASELINES.read_text().splitlines()]
     expected = {
         r["config"]["kv"]["budget"]: tuple(r["metrics"]["acceptance_per_position"])
         for r in records
-        if r["config"]["kv"]["policy"] == "streaming_llm"
+        if r["config"]["kv"]["policy"] == (policy or "streaming_llm")
         and r["config"]["decoding"]["num_draft_tokens"] == 4
+        and r["config"]["decoding"]["drafter"] == drafter
     }
-    found, source = find_curves([str(BASELINES)], None, "self")
-    assert found == expected and len(expected) == 5
-    assert source == f"{BASELINES} (measured with demo)"
+    if not expected:
+        assert (drafter, policy) == ("model", "verified"), "what is never measured"
+        return
+    found, source = find_curves([str(BASELINES)], None, drafter, policy)
+    assert found == expected and 257 in expected
+    assert source == f"{BASELINES} (measured with demo, {policy or 'streaming_llm'})"
+
+
+def test_some_budgets_of_records() -> None:
+    everything, _ = find_curves([str(BASELINES)], None, "self")
     two, _ = find_curves([str(BASELINES)], [513, 33], "self")
-    assert two == {b: expected[b] for b in (513, 33)}
+    assert two == {b: everything[b] for b in (513, 33)} and len(everything) == 5
     assert make(f"{BY_HAND} --acceptance {BASELINES}").max_gamma == 4
+    snapkv = make(f"{BY_HAND} --acceptance {BASELINES} --kv_policy snapkv").curves
+    assert snapkv == find_curves([str(BASELINES)], None, "self", "snapkv")[0]
+    assert snapkv[257] != everything[257]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +192,7 @@ def test_acceptance_from_records() -> None:
         (f"{BY_HAND} --acceptance gone.jsonl", "gone.jsonl: No such file or directory"),
         (f"{BY_HAND} --acceptance 0.8 0.7", "2 values for 1 of --budget"),
         (f"{BY_HAND} --acceptance {BASELINES} --budget 7", "--budget 7 is not in"),
+        (f"{BY_HAND} --acceptance 0.8 --kv_policy snapkv", "--kv_policy snapkv chooses records"),
         (f"{BY_HAND} --acceptance 0.8,0.7 --max_gamma 3", "--max_gamma 3: --acceptance has 2"),
         (f"{BY_HAND} --acceptance 0.8 --model llama-9", "--model 'llama-9' is not known"),
         (f"{BY_HAND} --acceptance 0.8 --draft_model x", "--draft_model 'x' is not known"),

@@ -1,0 +1,142 @@
+"""Every drafter under every KV policy, and one rank of decoding with all of them: a ragged batch,
+up to 300 tokens a row. Started by test_matrix.py; rank 0 prints what each case emitted as JSON.
+
+A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import decode, make_draft, make_requests, random_prompts, refusal
+
+from magicdec.attention.native import NativeBackend
+from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine import Engine
+from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.names import DRAFTERS
+from magicdec.runner import ModelRunner
+from magicdec.sections import DecodingSection, KVSection
+
+PROMPTS, NUM_NEW = [5, 70, 1, 33], [300, 300, 9, 141]
+MAX_TOKENS = 70 + 300 + 4
+# What the three longer rows outgrow; a prompt outgrows SnapKV's.
+KV_SECTIONS = [
+    KVSection("full"),
+    KVSection("streaming_llm", 120, 4),
+    KVSection("snapkv", 50, window_size=6),
+    KVSection("snapkv", 120, window_size=6, reselect_every=30),
+    KVSection("verified", 120, 4),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    drafter: str
+    kv: KVSection
+    gamma: int
+    draft_ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    case: dict[str, object]
+    tokens: list[list[int]]
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def acceptance(self) -> float:
+        return self.num_accepted / self.num_drafted
+
+
+def make_cases(num_ranks: int) -> list[Case]:
+    """All that is served, on every kind of group that the draft can have among so many ranks."""
+    order, gammas = target_ranks(num_ranks), (1, 4) if num_ranks == 1 else (4,)
+    groups = sorted({(0,), (num_ranks - 1,), order})
+    cases = []
+    for drafter, kv, gamma in product(DRAFTERS, KV_SECTIONS, gammas):
+        if refusal(drafter, kv) or (drafter == "ngram" and kv != KV_SECTIONS[0]):
+            continue  # prompt lookup reads no cache: one row for all policies
+        for ranks in groups if drafter == "model" else [None]:
+            cases.append(Case(drafter, kv, gamma, ranks))
+    return cases
+
+
+def target_ranks(num_ranks: int) -> tuple[int, ...]:
+    """Reversed, so that a rank and its place in the group are not the same number."""
+    return tuple(reversed(range(num_ranks)))
+
+
+class Rank:
+    """This rank's weights, by model and group size; a cache of its own for every case."""
+
+    def __init__(self, launch: Launch, paths: list[str]) -> None:
+        self.launch, self.order = launch, target_ranks(launch.world_size)
+        device = torch.device("cpu")
+        collectives = "shared_memory" if launch.world_size > 1 else None
+        self.groups = {
+            ranks: make_groups(launch, self.order, device, collectives, ranks)
+            for ranks in {None, (0,), (launch.world_size - 1,), self.order}
+        }
+        self.sources = [find_model("--model", path) for path in paths]
+        self.device = device
+
+    def load(self, which: int, group):
+        source, shard = self.sources[which], Shard(group.index, group.size)
+        dtype = torch.float32
+        return load_transformer(source.config, source.weights, shard, None, dtype, self.device)
+
+    def decode(self, case: Case | None) -> Result:
+        """Case None: the baseline."""
+        groups = self.groups[case.draft_ranks if case else None]
+        model = self.load(0, groups.target)
+        runner = ModelRunner(model, NativeBackend(), groups.target, len(PROMPTS), MAX_TOKENS)
+        name = "speculative" if case else "autoregressive"
+        decoding = DecodingSection(name, case and case.drafter, case.gamma if case else 1)
+        draft = case and self.make_draft(case, groups)
+        setup = Setup(runner, decoding, case.kv if case else KV_SECTIONS[0], draft=draft)
+        engine = Engine(runner, 64)
+        engine.prefill(make_requests(random_prompts(PROMPTS, 97), NUM_NEW))
+        steps = []
+        requests = decode(engine, name, setup, lambda output, _: steps.append(output))
+        return Result(
+            asdict(case) if case else {},
+            [list(r.output_ids) for r in requests],
+            sum(s.num_drafted for s in steps),
+            sum(sum(s.num_accepted or []) for s in steps),
+        )
+
+    def make_draft(self, case: Case, groups) -> DraftModel | None:
+        if case.draft_ranks is None:
+            return None
+        source = self.order.index(case.draft_ranks[0])
+        assert (groups.draft is not None) == (self.launch.rank in case.draft_ranks)
+        if groups.draft is None:
+            return DraftModel(None, source, 16)
+        model, backend = self.load(1, groups.draft), NativeBackend()
+        place = {"group": groups.draft, "source": source}
+        return make_draft(model, case.kv, len(PROMPTS), MAX_TOKENS, backend, **place)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    launch = read_launch()
+    rank = Rank(launch, sys.argv[1:])
+    results = [rank.decode(case) for case in [None, *make_cases(launch.world_size)]]
+    if launch.rank == 0:
+        print(json.dumps([asdict(result) for result in results]), flush=True)
+    close_groups()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""When two records measure the same thing, and under the same conditions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import pytest
+from test_compare import Record, make
+
+from magicdec.analysis.compare import compare, measured_thing
+from magicdec.kv.policy import make_policy
+from magicdec.names import KV_POLICIES
+from magicdec.sections import KVSection
+
+
+def of(policy: str, drafter: str = "self", **settings: Any) -> Record:
+    record = make()
+    record["config"]["kv"] |= {"policy": policy, **settings}
+    record["config"]["decoding"]["drafter"] = drafter
+    return record
+
+
+SETTINGS: dict[str, Any] = {
+    "budget": 99,
+    "num_sink_tokens": 5,
+    "window_size": 9,
+    "pooling": "max",
+    "reselect_every": 7,
+    "recent_window": 3,
+}
+
+
+@pytest.mark.parametrize("policy", KV_POLICIES)
+def test_settings_tell_records_apart_where_the_policy_reads_them(policy: str) -> None:
+    """What a policy reads: the fields that change what `build` makes of the section."""
+    assert set(SETTINGS) | {"policy"} == {f.name for f in fields(KVSection)}
+    section = replace(KVSection(policy), recent_window=20)
+    for name, value in SETTINGS.items():
+        changed = replace(section, **{name: value})
+        matters = make_policy(changed) != make_policy(section)
+        records = [of(**asdict(kv)) for kv in (section, changed)]
+        things = [measured_thing(record) for record in records]
+        assert (things[0] != things[1]) == matters, name
+
+
+def test_drafters_and_policies_are_told_apart() -> None:
+    things = [measured_thing(of(p, d)) for d in ("self", "model") for p in KV_POLICIES]
+    assert len(set(things)) == 2 * len(KV_POLICIES)
+    lookups = {measured_thing(of(p, "ngram", budget=b)) for p in KV_POLICIES for b in (9, 8)}
+    assert len(lookups) == 1 and not lookups & set(things), "prompt lookup reads no cache"
+
+
+def test_another_draft_model_is_another_thing() -> None:
+    """Other weights under the same name are not comparable."""
+    records = [of("full", "model") for _ in range(3)]
+    for record, name, weights in zip(records, ("a", "b", "a"), ("1", "1", "2"), strict=True):
+        record["workload"]["draft"] = {"model": name, "model_sha256": weights}
+    found = [compare(record, records[:1]) for record in records]
+    assert found[0].problem is None and "draft=b policy=full gamma=4" in found[1].name
+    assert found[1].problem == "not comparable: the baseline has no such record"
+    assert found[2].problem == "not comparable: draft fingerprint is 2, was 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "comparable"),
+    [
+        ("temperature", 0.8, False),
+        ("repetition_penalty", 1.1, False),
+        ("presence_penalty", 0.1, False),
+        ("seed", 3, True),
+    ],
+)
+def test_sampling_is_a_condition(name: str, value: float, comparable: bool) -> None:
+    new, old = make(), make()
+    new["config"]["sampling"][name] = value
+    del old["config"]["sampling"]  # records from before there was any
+    problem = compare(new, [old]).problem
+    assert problem is None if comparable else "not comparable: sampling is" in (problem or "")
