@@ -30,7 +30,7 @@ from magicdec.decoding.verification import verify
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
-REPEATS = 3  # of each timing before decoding
+REPEATS = 5  # of each timing before decoding
 
 
 class Speculative:
@@ -66,7 +66,7 @@ class Speculative:
         started = time.perf_counter()
         output = self._speculate(batch, count) if count else self._decode(batch)
         seconds = time.perf_counter() - started
-        self.draft_length.observe(count, output.num_accepted or (), seconds)
+        self.draft_length.observe(batch, count, output.num_accepted or (), seconds)
         return output
 
     def _decode(self, batch: Batch) -> StepOutput:

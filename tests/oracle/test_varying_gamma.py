@@ -43,7 +43,9 @@ class Scripted:
     def choose(self, batch: Batch) -> int:
         return next(self.counts)
 
-    def observe(self, num_drafted: int, accepted: Sequence[int], seconds: float) -> None:
+    def observe(
+        self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
+    ) -> None:
         pass
 
 

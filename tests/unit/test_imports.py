@@ -33,7 +33,7 @@ SHARED = {
     "attention": {"backend"},
     "kv": {"cache", "policy"},
     "decoding": {
-        *("strategy", "drafter", "reader", "draft_length"),
+        *("strategy", "drafter", "reader", "draft_length", "forecast"),
         *("sampling", "randomness", "verification"),
     },
 }
