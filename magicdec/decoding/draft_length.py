@@ -30,7 +30,7 @@ from magicdec.sections import DecodingSection
 Measure = Callable[[Batch], Sequence[float]]
 """Seconds of a step of `batch` with 0, 1, 2, ... draft tokens, leaving everything as it was."""
 
-WINDOW = 8  # steps between two decisions, once the first few were taken
+WINDOW = 32  # most steps between two decisions: a decision takes as long as 5 % of a short step
 MARGIN = 1.03  # by how much speculation must promise to be faster: the best of many is flattered
 PROBE_COST = 0.005  # share of the time that may go into steps of the kind not chosen
 MIN_PROBE_STEPS = 32
@@ -86,7 +86,8 @@ class StepTimes:
 
     def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
         self.rows, self.of_all, self.of_one = rows, of_all, of_one
-        self._drift: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
+        self._recent: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
+        self._drift = {False: 1.0, True: 1.0}
 
     def measured(self, rows: int, num_drafted: int) -> float:
         """Rows end one by one: linear between one row and all."""
@@ -94,11 +95,14 @@ class StepTimes:
         return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
 
     def correct(self, rows: int, num_drafted: int, seconds: float) -> None:
-        self._drift[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
+        self._recent[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
+
+    def settle(self) -> None:
+        """Take the steps since the last time into account."""
+        self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}
 
     def __call__(self, rows: int, num_drafted: int) -> float:
-        drift = self._drift[num_drafted > 0]
-        return self.measured(rows, num_drafted) * (median(drift) if drift else 1.0)
+        return self.measured(rows, num_drafted) * self._drift[num_drafted > 0]
 
 
 class AutoLength:
@@ -134,11 +138,11 @@ class AutoLength:
         rows = len(batch.requests)
         if self._left == 0 or rows != self._rows:
             self._rows = rows
-            decision = torch.tensor(self.decide(batch), device=self.device)
+            before, decision = self._then, torch.tensor(self.decide(batch), device=self.device)
             self._first, self._then = self.group.broadcast(decision, 0).tolist()
-            self._left = self._window
-            self._window = min(2 * self._window, WINDOW)
-            chosen = self._first
+            # Soon again after a change, which the next steps may show to be wrong.
+            self._window = min(2 * self._window, WINDOW) if self._then == before else 2
+            self._left, chosen = self._window, self._first
         else:
             chosen = self._then
         self._left -= 1
@@ -149,6 +153,7 @@ class AutoLength:
     def decide(self, batch: Batch) -> tuple[int, int]:
         """Draft tokens of the next step, and of those after it. Now and then the next step is one
         of the other kind (some drafts, none), so that its time and acceptance stay known."""
+        self.times.settle()
         until_done = self.predict(batch)
         drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
         best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0

@@ -124,7 +124,7 @@ def test_worthless_drafts_are_tried_rarely_and_forever() -> None:
     assert world.run(FixedLength(0), 4, 2000) / seconds >= 0.985
     world.rate = 0.95
     world.run(length, 4, 6000)
-    assert all(count > 0 for count in world.counts[-30:-20])
+    assert sum(count > 0 for count in world.counts[-100:]) > 90
 
 
 def test_a_growing_context_brings_speculation_back() -> None:
@@ -134,7 +134,7 @@ def test_a_growing_context_brings_speculation_back() -> None:
     assert world.counts[-1] == 0
     world.decode = 4.0
     world.run(length, 4, 800)
-    assert all(count > 0 for count in world.counts[-30:-20])
+    assert sum(count > 0 for count in world.counts[-100:]) > 90
 
 
 def test_times_between_one_row_and_all() -> None:
@@ -142,6 +142,8 @@ def test_times_between_one_row_and_all() -> None:
     assert [times(rows, 0) for rows in (1, 2, 3, 5)] == [2, 4, 6, 10]
     for seconds in (30.0, 30.0, 1000.0):  # one step was disturbed
         times.correct(5, 0, seconds)
+    assert times(5, 0) == 10, "not yet taken into account"
+    times.settle()
     assert times(5, 0) == 30 and times(1, 0) == 6
     assert times(5, 1) == 14, "the other kind has not been seen"
     assert StepTimes(1, [3.0], [3.0])(1, 0) == 3
@@ -180,10 +182,10 @@ def test_all_ranks_do_as_the_first_says() -> None:
     length, batch = AutoLength(MOST, Told((0, 1), 1), CPU), make_batch(2)
     length.begin(batch, DEAR.measure)
     counts = []
-    for _ in range(7):
+    for _ in range(14):
         counts.append(length.choose(batch))
         length.observe(batch, counts[-1], [0, 0], 1.0)
-    assert counts == [3, 3, 5, 3, 5, 5, 5]  # windows of 1, 2, 4 steps
+    assert counts == [3, 5, 3, 5, 5, 5, 3, *[5] * 7]  # windows of 2, 4 and 8 steps
     assert length.choose(batch) == 3, "the next window"
     assert length.choose(make_batch(1)) == 3, "a row has ended: decided anew, within the window"
 
