@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from magicdec.bench.costs import Deployment, kv_bytes_per_token
+from magicdec.bench.costs import Deployment, attention_flops, kv_bytes_per_token
 from magicdec.bench.hardware import Hardware, Link
 from magicdec.bench.timing import read_bandwidth, synchronize
+from magicdec.decoding.sampling import greedy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import find_model, load_transformer
@@ -27,6 +28,7 @@ from magicdec.runner import ModelRunner
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
 STRETCHES, ROUNDS = 5, 30
 CACHED, CONTEXT = 32, 8192  # tokens a row: attention costs next to nothing, or nearly all
+MANY = 5  # new tokens a row of a verification
 
 
 def measure_hardware(group: Group, device: torch.device, dtype: str, bandwidth: float) -> Hardware:
@@ -87,20 +89,27 @@ def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) 
 def measure_forwards(
     group: Group, device: torch.device, hardware: Hardware, dtype: str, backend: str, linear: str
 ) -> Hardware:
-    """`hardware` with what whole forwards of the demo model show, on each rank by itself: the rate
-    at which attention reads a long cache, and the fixed cost of a layer."""
+    """`hardware` with what whole forwards of the demo model show, on each rank by itself: the rates
+    at which attention reads a long cache and computes over it, and the costs of a layer."""
     num_rows = 32 if device.type == "cuda" else 4  # larger than a last-level cache
     runner = load_runner(group, device, dtype, backend, linear, num_rows)
     config, size = runner.model.config, runner.cache.k.element_size()
     rows = range(num_rows)
-    short, long = (forward_seconds(runner, rows, n, group) for n in (CACHED, CONTEXT))
+    short, long = (forward_seconds(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
     kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
     # Noise must not make attention faster than memory.
     rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
-    found = replace(hardware, kv_bytes_per_s=rate, layer_overhead_s=0.0)
-    accounted = Deployment(config, found, size).seconds(1, 1, CACHED)
-    beyond = forward_seconds(runner, [0], CACHED, group) - accounted
-    return replace(found, layer_overhead_s=max(0.0, beyond) / config.num_layers)
+    short, long = (forward_seconds(runner, rows, n, MANY, group) for n in (CACHED, CONTEXT))
+    flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
+    attention_rate = (flops[1] - flops[0]) / max(long - short, 1e-9)
+    found = replace(hardware, kv_bytes_per_s=rate, attention_flops_per_s=attention_rate)
+    found = replace(found, layer_overhead_s=0.0, token_overhead_s=0.0)
+    bare = Deployment(config, found, size)
+    fixed = forward_seconds(runner, [0], CACHED, 1, group) - bare.seconds(1, 1, CACHED)
+    fixed, more = max(0.0, fixed), short - bare.seconds(num_rows, MANY, CACHED)
+    per_token = max(0.0, more - fixed) / (num_rows * MANY - 1)
+    layers = config.num_layers
+    return replace(found, layer_overhead_s=fixed / layers, token_overhead_s=per_token / layers)
 
 
 def load_runner(
@@ -113,23 +122,27 @@ def load_runner(
         model.pack()
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
-        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + 1
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY
     )
     for pool in (runner.cache.k, runner.cache.v):
         pool.fill_(0.1)  # untouched pages would all be one page of zeros, read from cache
     for row in range(num_rows):
-        runner.cache.allocate(row, CONTEXT + 1)
+        runner.cache.allocate(row, CONTEXT + MANY)
     return runner
 
 
-def forward_seconds(runner: ModelRunner, rows: Sequence[int], cached: int, group: Group) -> float:
-    """One new token for each of `rows`, which hold `cached` tokens."""
+def forward_seconds(
+    runner: ModelRunner, rows: Sequence[int], cached: int, num_new: int, group: Group
+) -> float:
+    """`num_new` tokens for each of `rows`, which hold `cached` tokens, and the choice of what
+    follows them."""
     runner.truncate(rows, [0] * len(rows))
     runner.cache.advance(rows, cached)
-    last = torch.ones(len(rows), 1, dtype=torch.long, device=runner.device)
+    new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)
 
     def step() -> None:
-        runner.forward(last, rows)
+        logits = runner.forward(new, rows)
+        greedy(logits, runner.model.head_rows[0], runner.group).tolist()
         runner.truncate(rows, [cached] * len(rows))
 
     return median_seconds(step, group, runner.device)

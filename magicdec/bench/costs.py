@@ -3,7 +3,8 @@ alone. Pure arithmetic: imports no torch, runs nothing.
 
 The time of a forward is what its linear layers take, plus what its attention takes, each the slower
 of reading and computing (they run one after the other, so one cannot hide the other), plus the
-all-reduces, plus a fixed overhead a layer. Activations, sampling and the scheduler are left out.
+all-reduces, plus an overhead a layer: fixed, and for each new token (norms, activations, rotation).
+Sampling beyond the choice of the likeliest token and the scheduler are left out.
 Source: MagicDec (Chen et al. 2024), section 3; expected tokens: Leviathan et al. 2023, equation 1.
 
 B rows, T new tokens a row, S visible tokens a row before the forward. Bytes and FLOPs are one
@@ -65,9 +66,11 @@ class Deployment:
         cost, h = self.forward(B, T, S), self.hardware
         linear = max(cost.weight_bytes / h.read_bytes_per_s, cost.linear_flops / h.flops_per_s)
         kv_rate = h.kv_bytes_per_s or h.read_bytes_per_s
-        attention = max(cost.kv_bytes / kv_rate, cost.attention_flops / h.flops_per_s)
+        attention_rate = h.attention_flops_per_s or h.flops_per_s
+        attention = max(cost.kv_bytes / kv_rate, cost.attention_flops / attention_rate)
+        overhead = h.layer_overhead_s + (B * T - 1) * h.token_overhead_s
         sums = sum(n * h.all_reduce_s(size, self.tp, self.nodes) for n, size in cost.all_reduces)
-        return linear + attention + sums + self.config.num_layers * h.layer_overhead_s
+        return linear + attention + sums + self.config.num_layers * overhead
 
 
 def slowest_shard(config: ModelConfig, size: int) -> Shard:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Hardware:
     kv_bytes_per_s: float | None = None  # at which attention reads a long cache; None: the ceiling
     link: Link | None = None
     node_link: Link | None = None
+    attention_flops_per_s: float | None = None  # over a long cache; None: as a matrix product
+    token_overhead_s: float = 0.0  # cost of a layer for each new token beyond the first
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
         """Seconds of an all-reduce over `num_ranks`, first within nodes, then between them."""
@@ -64,6 +66,8 @@ class MachineFile:
     kv_bytes_per_s: dict[str, float]
     link: Link | None
     node_link: Link | None
+    attention_flops_per_s: dict[str, float]
+    token_overhead_s: dict[str, float]
 
     def hardware(self, dtype: str) -> Hardware:
         """Raises ValueError if the probe did not measure that dtype."""
@@ -77,6 +81,8 @@ class MachineFile:
             self.kv_bytes_per_s[dtype],
             self.link,
             self.node_link,
+            self.attention_flops_per_s[dtype],
+            self.token_overhead_s[dtype],
         )
 
     def save(self, path: Path) -> None:
@@ -119,6 +125,8 @@ def _parse(raw: dict[str, Any]) -> MachineFile:
         rates("kv_bytes_per_s"),
         _parse_link(raw["link"]),
         _parse_link(raw["node_link"]),
+        rates("attention_flops_per_s"),
+        rates("token_overhead_s", zero_too=True),
     )
 
 

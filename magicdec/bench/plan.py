@@ -181,6 +181,8 @@ def find_hardware(args: argparse.Namespace, num_layers: int) -> Hardware:
         base.kv_bytes_per_s,
         _find_link(rates, "link", base.link, args.tp // args.nodes > 1),
         _find_link(rates, "node_link", base.node_link, args.nodes > 1),
+        base.attention_flops_per_s,
+        base.token_overhead_s,
     )
 
 

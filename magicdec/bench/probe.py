@@ -91,20 +91,24 @@ def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
     description["collectives"] = config.parallel.collectives
     # Over several hosts it was their network that bound.
     spans_nodes = launch.world_size > launch.local_world_size
-    links = (None, link) if spans_nodes else (link, None)
     return MachineFile(
         description,
         bandwidth,
         {dtype: h.flops_per_s for dtype, h in found.items()},
         {dtype: h.layer_overhead_s for dtype, h in found.items()},
         {dtype: h.kv_bytes_per_s or bandwidth for dtype, h in found.items()},
-        *links,
+        None if spans_nodes else link,
+        link if spans_nodes else None,
+        {dtype: h.attention_flops_per_s or h.flops_per_s for dtype, h in found.items()},
+        {dtype: h.token_overhead_s for dtype, h in found.items()},
     )
 
 
 def print_machine(machine: MachineFile, out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from magicdec.bench.ceilings import MANY
 
     d = machine.description
     title = f"{d['gpu'] or d['cpu']}: ranks {d['world_size']} x threads {d['threads']}, of one rank"
@@ -116,8 +120,12 @@ def print_machine(machine: MachineFile, out: Path) -> None:
         table.add_row(f"matrix product, {dtype}, TFLOP/s", f"{rate / 1e12:.3f}")
     for dtype, rate in machine.kv_bytes_per_s.items():
         table.add_row(f"attention over a long cache, {dtype}, GB/s", f"{rate / 1e9:.1f}")
+    for dtype, rate in machine.attention_flops_per_s.items():
+        table.add_row(f"attention of {MANY} new tokens, {dtype}, TFLOP/s", f"{rate / 1e12:.3f}")
     for dtype, seconds in machine.layer_overhead_s.items():
-        table.add_row(f"overhead of a layer, {dtype}, us", f"{seconds * 1e6:.1f}")
+        more = machine.token_overhead_s[dtype]
+        shown = f"{seconds * 1e6:.1f} + {more * 1e6:.1f} a token"
+        table.add_row(f"overhead of a layer, {dtype}, us", shown)
     for name, link in (("ranks", machine.link), ("nodes", machine.node_link)):
         if link is not None:
             label = f"all-reduce between {name} ({d['collectives']})"

@@ -111,6 +111,12 @@ def test_the_time_of_a_forward_by_hand() -> None:
     assert deployment.seconds(8, 1, 900) == pytest.approx(expected)
     at_ceiling = Deployment(TINY, replace(hardware, kv_bytes_per_s=None), 4)
     assert at_ceiling.seconds(8, 1, 900) < expected
+    more = replace(hardware, attention_flops_per_s=1e8, token_overhead_s=1e-5)
+    cost = deployment.forward(8, 5, 900)
+    assert cost.attention_flops / 1e8 > cost.kv_bytes / 5e8
+    expected = cost.linear_flops / 1e9 + cost.attention_flops / 1e8
+    expected += TINY.num_layers * (1e-3 + 39 * 1e-5)
+    assert Deployment(TINY, more, 4).seconds(8, 5, 900) == pytest.approx(expected)
 
 
 def test_ranks_pay_for_two_sums_a_layer_and_the_choice() -> None:

@@ -21,6 +21,7 @@ MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
     4e10, {"float32": 1e11, "bfloat16": 8e11}, {"float32": 2e-4, "bfloat16": 0.0},
     {"float32": 3e10, "bfloat16": 2e10}, Link(1e-5, 1e9), None,
+    {"float32": 1e11, "bfloat16": 8e11}, {"float32": 0.0, "bfloat16": 0.0},
 )  # fmt: skip
 
 Run = Callable[[str], tuple[int, str, str]]

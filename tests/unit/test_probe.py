@@ -22,11 +22,12 @@ MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
     4e10, {"float32": 1e11, "bfloat16": 8e11}, {"float32": 2e-4, "bfloat16": 0.0},
     {"float32": 3e10, "bfloat16": 2e10}, None, Link(1e-5, 1e9),
+    {"float32": 5e10, "bfloat16": 1e11}, {"float32": 1e-6, "bfloat16": 0.0},
 )  # fmt: skip
 
 
 def broken(**fields: Any) -> str:
-    return json.dumps({"schema_version": 1, **asdict(MACHINE), **fields})
+    return json.dumps({"schema_version": 2, **asdict(MACHINE), **fields})
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def broken(**fields: Any) -> str:
         ("", "not JSON"),
         ("[1]", "not a machine file; a field has another type"),
         ("{}", "not a machine file; it has no 'schema_version'"),
-        (broken(schema_version=2), "schema_version is 2, this program reads 1"),
+        (broken(schema_version=1), "schema_version is 1, this program reads 2"),
         (broken(read_bytes_per_s=0), "read_bytes_per_s 0 is not a positive number"),
         (broken(read_bytes_per_s=float("nan")), "read_bytes_per_s nan is not"),
         (broken(read_bytes_per_s="fast"), "read_bytes_per_s 'fast' is not"),
@@ -57,7 +58,9 @@ def test_malformed_machine_files_are_refused(tmp_path: Path, text: str, message:
 def test_a_machine_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     MACHINE.save(tmp_path / "new" / "machine.json")
     assert load_machine(tmp_path / "new" / "machine.json") == MACHINE
-    assert MACHINE.hardware("float32") == (Hardware(4e10, 1e11, 2e-4, 3e10, None, Link(1e-5, 1e9)))
+    assert MACHINE.hardware("float32") == (
+        Hardware(4e10, 1e11, 2e-4, 3e10, None, Link(1e-5, 1e9), 5e10, 1e-6)
+    )
 
 
 def test_a_probe_measures_everything(
@@ -71,10 +74,11 @@ def test_a_probe_measures_everything(
     config = RunConfig(parallel=parallel).resolve(machine)
     found = probe.measure(config, machine, launch)
     assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0
-    for rates in (found.flops_per_s, found.kv_bytes_per_s):
+    for rates in (found.flops_per_s, found.kv_bytes_per_s, found.attention_flops_per_s):
         assert tuple(rates) == DTYPES and all(rate > 0 for rate in rates.values())
     assert all(rate <= found.read_bytes_per_s for rate in found.kv_bytes_per_s.values())
-    assert all(seconds >= 0 for seconds in found.layer_overhead_s.values())
+    for costs in (found.layer_overhead_s, found.token_overhead_s):
+        assert tuple(costs) == DTYPES and all(seconds >= 0 for seconds in costs.values())
     found.save(tmp_path / "machine.json")
     assert load_machine(tmp_path / "machine.json") == found
     probe.print_machine(found, tmp_path / "machine.json")
