@@ -91,11 +91,13 @@ def test_hardware_from_flags() -> None:
 
 def test_hardware_from_a_file_and_what_flags_add(run: Run) -> None:
     asked = make("--machine machine.json --acceptance 0.8 --tp 2 --dtype float32")
-    assert asked.target.hardware == Hardware(4e10, 1e11, 2e-4, 3e10, Link(1e-5, 1e9))
+    assert asked.target.hardware == Hardware(
+        4e10, 1e11, 2e-4, 3e10, Link(1e-5, 1e9), None, 1e11, 0.0
+    )
     assert asked.target.dtype_bytes == 4
     more = make("--machine machine.json --acceptance 0.8 --overhead_us 6 --link 5 "
                 "--link_latency_us 0")  # fmt: skip
-    assert more.target.hardware == Hardware(4e10, 8e11, 1e-6, 2e10, Link(0.0, 5e9))
+    assert more.target.hardware == Hardware(4e10, 8e11, 1e-6, 2e10, Link(0.0, 5e9), None, 8e11, 0.0)
 
 
 def test_a_draft_of_its_own(run: Run) -> None:
