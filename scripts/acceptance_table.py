@@ -116,6 +116,7 @@ def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[flo
         requests = run.make_requests(batch)
         with run.progress.task(f"prefill {batch + 1}", sum(len(r.prompt_ids) for r in requests)):
             snapshots = run.engine.prefill(requests)
+        seen.append(attention_seen(run, snapshots, budgets))
         baseline = Way(BASELINE, None, "self", KVSection(), PassSamples())
         baseline.samples.begin_batch()
         expected = [list(r.output_ids) for r in decode(run, snapshots, BASELINE, baseline)]
@@ -123,7 +124,6 @@ def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[flo
             way.samples.begin_batch()
             found = [list(r.output_ids) for r in decode(run, snapshots, "speculative", way)]
             way.num_different += sum(a != b for a, b in zip(expected, found, strict=True))
-        seen.append(attention_seen(run, snapshots, budgets))
     return seen
 
 
