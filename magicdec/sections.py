@@ -27,7 +27,7 @@ MOST_DRAFT_TOKENS = 8  # that auto chooses from
 class ModelSection:
     model: str = option(
         "demo",
-        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .pth/.safetensors file "
+        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .safetensors/.pth/.bin file "
         "beside its config.json",
         "--model",
     )
