@@ -1,5 +1,5 @@
-"""Weights from files: safetensors and torch.save's dicts of tensors (`.bin`, `.pth`), one file or an
-indexed set.
+"""Weights from files: safetensors and torch.save's dicts of tensors (`.bin`, `.pth`), one file or
+an indexed set.
 
 Owns reading headers and slices, and the errors of broken files. It must not know of configs, ranks
 or devices. It runs no code from a file: pickles are read by torch's restricted loader.
@@ -61,10 +61,6 @@ class SafetensorsWeights:
         """torch's name of every tensor's stored type, as "bfloat16"."""
         return self._dtypes
 
-    def files(self) -> set[Path]:
-        """All files that are read."""
-        return {self.path, *self._files.values()}
-
     def where(self, name: str) -> Path:
         """The file that holds `name`, or the file that should have named it."""
         return self._files.get(name, self.path)
@@ -87,8 +83,8 @@ class SafetensorsWeights:
 
 
 class PthWeights:
-    """Tensors of a `.pth` or `.bin` file, a dict from Hugging Face names to tensors, or of the files
-    that a `pytorch_model.bin.index.json` names; memory-mapped.
+    """Tensors of a `.pth` or `.bin` file, a dict from Hugging Face names to tensors, or of the
+    files that a `pytorch_model.bin.index.json` names; memory-mapped.
 
     Pages that were read count as resident, but are file cache that the system may drop. Raises
     ValueError naming the file when one is missing, unreadable, holds anything but tensors or not
@@ -123,10 +119,6 @@ class PthWeights:
         """torch's name of every tensor's stored type, as "bfloat16"."""
         return {n: str(t.dtype).removeprefix("torch.") for n, t in self._tensors.items()}
 
-    def files(self) -> set[Path]:
-        """All files that are read."""
-        return {self.path, *self._files.values()}
-
     def where(self, name: str) -> Path:
         """The file that holds `name`, or the file that should have named it."""
         return self._files.get(name, self.path)
@@ -145,9 +137,7 @@ def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
     if path.is_dir():
         found = [path / name for name in WEIGHT_FILES if (path / name).exists()]
         if not found:
-            raise ValueError(
-                f"{path} holds no weights; expected one of {', '.join(WEIGHT_FILES)}"
-            )
+            raise ValueError(f"{path} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
         path = found[0]
     is_pickle = path.suffix in (".pth", ".bin") or path.name.endswith(".bin.index.json")
     return PthWeights(path) if is_pickle else SafetensorsWeights(path)
