@@ -104,7 +104,7 @@ def main(kind: str, directory: Path, count: int) -> None:
             find_model("--model", str(directory))
         except ValueError as error:
             assert "\n" not in str(error), f"seed {seed}: {error}"
-            assert len(str(error)) < 100_000 and str(directory) in str(error), f"seed {seed}"
+            assert len(str(error)) < 50_000 and str(directory) in str(error), f"seed {seed}"
             outcomes["refused"] += 1
         except BaseException:
             print(f"{kind}, seed {seed}", file=sys.stderr)
