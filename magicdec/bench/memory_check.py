@@ -56,8 +56,13 @@ def advice(config: RunConfig, models: Models, launch: Launch, free: int) -> str:
 
     def fits(batch_size: int, prefix_len: int) -> bool:
         w = config.workload
-        sizes = {"batch_size": batch_size, "prefix_len": prefix_len}
-        smaller = replace(w, **sizes, gen_len=w.num_new_tokens, max_len=None)
+        smaller = replace(
+            w,
+            batch_size=batch_size,
+            prefix_len=prefix_len,
+            gen_len=w.num_new_tokens,
+            max_len=None,
+        )
         changed = replace(config, workload=smaller)
         return needed(changed, models, launch).total <= free
 

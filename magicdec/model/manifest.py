@@ -82,7 +82,8 @@ def row_parts(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The values of a tensor on the CPU, row by row; copied only if they lie otherwise."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    data: memoryview = flat.numpy().data
+    return data
 
 
 def hash_file(path: Path) -> str:
