@@ -88,6 +88,9 @@ def mutate(kind: str, data: bytes, rng: random.Random) -> bytes:
         return mutate_bytes(data, len(data) - 3000, len(data), rng)
     if rng.random() < 0.3:
         return mutate_bytes(data, 0, len(data), rng)
+    if kind == "config" and rng.random() < 0.3:  # sizes that would be a table of as many entries
+        sizes = [name for name, value in json.loads(data).items() if type(value) is int]
+        return json.dumps(json.loads(data) | {rng.choice(sizes): 10 ** rng.randint(7, 12)}).encode()
     return json.dumps(mutate_json(json.loads(data), rng)).encode()
 
 
