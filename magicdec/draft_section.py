@@ -17,7 +17,7 @@ class DraftSection:
     model: str = option(
         "demo-draft",
         "the draft: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
-        ".pth/.safetensors file beside its config.json",
+        ".safetensors/.pth/.bin file beside its config.json",
         "--model",
     )
     rank_group: tuple[int, ...] | None = option(

@@ -48,10 +48,9 @@ class RollingRunner(ModelRunner):
     def storage(self) -> tuple[int, int, int]:
         """As `ModelRunner.storage`, for what a row holds at once: neither window nor sinks need to
         begin or end with a block."""
-        blocks_per_row = -(-self.max_tokens // self.block_size)
-        window = self.budget - self.num_sinks + self.max_tail
-        held = self._sink_blocks() - (-window // self.block_size) + 1
-        return self.block_size, blocks_per_row, self.num_rows * min(held, blocks_per_row)
+        assert isinstance(self.policy, StreamingLLM)
+        held = blocks_held(self.max_tokens, self.policy, self.max_tail, self.block_size)
+        return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
 
     def allocate(self, row: int) -> None:
         """Blocks are taken as the row grows."""
@@ -115,3 +114,12 @@ class RollingRunner(ModelRunner):
 
     def _sink_blocks(self) -> int:
         return -(-self.num_sinks // self.block_size)
+
+
+def blocks_held(
+    max_tokens: int, policy: StreamingLLM, max_tail: int, block_size: int = BLOCK_SIZE
+) -> int:
+    """Blocks that a row needs at once."""
+    window = policy.budget - policy.num_sink_tokens + max_tail
+    held = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
+    return min(held, -(-max_tokens // block_size))

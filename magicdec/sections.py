@@ -27,8 +27,8 @@ MOST_DRAFT_TOKENS = 8  # that auto chooses from
 class ModelSection:
     model: str = option(
         "demo",
-        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .pth/.safetensors file "
-        "beside its config.json",
+        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .safetensors/.pth/.bin "
+        "file beside its config.json",
         "--model",
     )
     dtype: str = option(

@@ -10,6 +10,8 @@ from typing import NoReturn
 from magicdec.analysis.compare import main as compare
 from magicdec.analysis.table import main as table
 from magicdec.bench.cli import main
+from magicdec.bench.convert import main as convert
+from magicdec.bench.download import main as download
 from magicdec.bench.latency import main as latency
 from magicdec.bench.plan import main as plan
 from magicdec.bench.probe import main as probe
@@ -45,6 +47,8 @@ COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
     "probe": ("measure what this machine can do at most; write it to a file", probe),
     "latency": ("time single forwards at fixed cache lengths, over a grid", latency),
     "plan": ("predict when speculation pays, from the model's shape and the machine", plan),
+    "download": ("fetch a model from the Hugging Face hub", download),
+    "convert": ("write a checkpoint as one file with checksums, or check such a file", convert),
     "table": ("print records as tables", table),
 }
 

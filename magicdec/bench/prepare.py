@@ -11,6 +11,9 @@ from typing import Any
 
 from magicdec.bench.draft_checks import check_draft
 from magicdec.bench.environment import probe_machine
+from magicdec.bench.free_memory import free_device_memory
+from magicdec.bench.memory import Models
+from magicdec.bench.memory_check import check_memory
 from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
@@ -32,6 +35,7 @@ class Prepared:
     tokenizer_name: str
     workload: Workload
     draft_source: ModelSource | None = None
+    memory: str = ""  # the memory plan, in a line
 
     @property
     def is_random(self) -> bool:
@@ -96,12 +100,29 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
             f"{flag} {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
             f"its embedding {source.config.vocab_size}"
         )
-    w = config.workload
     bos = source.config.bos_token_id
+    check_bos(f"{flag} {config.model.model}", source, tokenizer)
+    w = config.workload
     workload = build_workload(
         w.dataset, tokenizer, bos, w.prefix_len, w.num_prompts, w.seed, gen_len=w.num_new_tokens
     )
-    return Prepared(config, launch, source, tokenizer, described.name, workload, draft)
+    models = Models(source.config, None if draft is None else draft.config)
+    free = free_device_memory(config.parallel.device, launch.local_rank)
+    memory = check_memory(config, models, launch, free)
+    return Prepared(config, launch, source, tokenizer, described.name, workload, draft, memory)
+
+
+def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
+    """The token that begins every prompt, if the model has one, must be one of its tokenizer's."""
+    bos = source.config.bos_token_id
+    size = source.config.vocab_size
+    if source.tokenizer_directory is not None:
+        size = min(size, tokenizer.vocab_size)
+    if bos is not None and not 0 <= bos < size:
+        raise ValueError(
+            f"{named}: its bos_token_id {bos} is not one of its tokenizer's {size} ids; "
+            "correct it in config.json or generation_config.json, or set it to null for no BOS"
+        )
 
 
 def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:

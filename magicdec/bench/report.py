@@ -23,7 +23,8 @@ def conclude(prepared: Prepared) -> int:
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.timezone.utc)
     if is_leader:
-        print(describe_config(prepared.config), flush=True)
+        print(describe_config(prepared.config))
+        print(f"{'memory':<10} {prepared.memory}", flush=True)
     try:
         outcome = execute(prepared, is_leader)
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ from magicdec.model.weight_files import open_weights
 
 CHOICES = (
     "demo, demo-draft, random:<preset>, a Hugging Face directory, "
-    "or a .pth/.safetensors file beside its config.json"
+    "or a .safetensors/.pth/.bin file beside its config.json"
 )
 # Elements read at once: what is held besides the final tensors while loading.
 READ_ELEMENTS = 1 << 24
@@ -38,6 +38,10 @@ class WeightSource(Protocol):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shape of every tensor, from headers alone."""
+        ...
+
+    def dtypes(self) -> dict[str, str]:
+        """torch's name of every tensor's stored type, as "bfloat16", from headers alone."""
         ...
 
     def read(self, piece: Piece) -> Tensor:
@@ -80,6 +84,7 @@ def find_model(flag: str, name: str) -> ModelSource:
     else:
         raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
     check_weights(source.config, source.weights)
+    check_dtypes(source.config, source.weights)
     return source
 
 
@@ -95,13 +100,31 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
     Raises ValueError naming the file and the first tensors that are missing, misshapen or not part
     of the model.
     """
-    problems = _problems(config, source.shapes())
+    found = source.shapes()
+    if config.num_layers > len(found):  # before a table of as many layers as a broken file says
+        raise ValueError(
+            f"{source.where('') or config.name}: the weights do not fit the config: "
+            f"{len(found)} tensors cannot make {config.num_layers} layers"
+        )
+    problems = _problems(config, found)
     if problems:
         file = source.where(problems[0][0]) or config.name
         shown = "; ".join(text for _, text in problems[:PROBLEMS_SHOWN])
         more = len(problems) - PROBLEMS_SHOWN
         rest = f"; and {more} more" if more > 0 else ""
         raise ValueError(f"{file}: the weights do not fit the config: {shown}{rest}")
+
+
+def check_dtypes(config: ModelConfig, source: WeightSource) -> None:
+    """Raises ValueError naming the first tensor of the model that is not stored as floating-point
+    numbers: quantised weights mean nothing without their scales."""
+    dtypes = source.dtypes()
+    for name in expected_shapes(config):
+        if not dtypes[name].startswith(("float", "bfloat")):
+            raise ValueError(
+                f"{source.where(name)}: tensor {name} is stored as {dtypes[name]}; "
+                "choose a checkpoint of floating-point weights"
+            )
 
 
 def _problems(config: ModelConfig, found: dict[str, tuple[int, ...]]) -> list[tuple[str, str]]:
@@ -136,7 +159,7 @@ def load_transformer(
     """Layers `layers` (None: all) of rank `shard`, frozen, in eval mode, without a rotary table.
 
     Reads only this rank's slices, into tensors of their final `dtype` on `device`. Raises
-    ValueError for unreadable files and for weights that are not floating-point.
+    ValueError for files that became unreadable since they were found.
     """
     layers = range(config.num_layers) if layers is None else layers
     with torch.device("meta"):
@@ -156,11 +179,7 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
     filled = 0
     for piece in (part for whole in pieces for part in _parts(whole)):
         values = source.read(piece)
-        if not values.is_floating_point():
-            raise ValueError(
-                f"{source.where(piece.name)}: tensor {piece.name} is stored as {values.dtype}; "
-                "choose a checkpoint of floating-point weights"
-            )
+        assert values.is_floating_point(), "checked when the model was found"
         tensor[filled : filled + len(values)].copy_(values)
         filled += len(values)
     assert filled == len(tensor), "the pieces make the parameter"
@@ -206,5 +225,8 @@ def _packaged_model(flag: str, name: str) -> ModelSource:
 
 
 def _stored_model(directory: Path, weights: Path) -> ModelSource:
-    config = load_model_config(directory)
+    try:
+        config = load_model_config(directory)
+    except (ArithmeticError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{directory / 'config.json'}: not a model's config ({error})") from None
     return ModelSource(config.name, config, open_weights(weights), directory, is_random=False)

@@ -16,7 +16,7 @@ from magicdec.model.presets import PRESETS
 
 DEMO_DIRECTORIES = {"demo": "target", "demo-draft": "draft"}
 RANDOM_PREFIX = "random:"
-WEIGHT_SUFFIXES = (".safetensors", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin")
 
 
 def demo_directory(name: str) -> Path:

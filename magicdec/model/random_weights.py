@@ -33,6 +33,10 @@ class RandomWeights:
         """Full shape of every tensor."""
         return self._shapes
 
+    def dtypes(self) -> dict[str, str]:
+        """torch's name of every tensor's type."""
+        return dict.fromkeys(self._shapes, "float32")
+
     def where(self, name: str) -> None:
         """No file holds these weights."""
 

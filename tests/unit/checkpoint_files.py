@@ -58,6 +58,25 @@ def write_pth(directory: Path, value: Any) -> Path:
     return directory
 
 
+def write_bin(directory: Path, tensors: Tensors) -> Path:
+    (directory / "config.json").write_text(json.dumps(to_hf_config(CONFIG)))
+    torch.save(tensors, directory / "pytorch_model.bin")
+    return directory
+
+
+def write_sharded_bin(directory: Path, tensors: Tensors) -> Path:
+    write_bin(directory, tensors).joinpath("pytorch_model.bin").unlink()
+    files: dict[str, Tensors] = {f"pytorch_model-0000{i}-of-00002.bin": {} for i in (1, 2)}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        files[f"pytorch_model-0000{index % 2 + 1}-of-00002.bin"][name] = tensor
+    for file, part in files.items():
+        torch.save(part, directory / file)
+    table = {name: file for file, part in files.items() for name in part}
+    index_file = directory / "pytorch_model.bin.index.json"
+    index_file.write_text(json.dumps({"weight_map": table}))
+    return directory
+
+
 def load(name: str | Path, shard: Shard = Shard(), dtype: torch.dtype = torch.float32) -> Tensors:
     source = find_model("--model", str(name))
     model = load_transformer(source.config, source.weights, shard, None, dtype, CPU)

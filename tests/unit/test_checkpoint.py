@@ -18,8 +18,10 @@ from checkpoint_files import (
     load,
     make_tensors,
     write,
+    write_bin,
     write_pth,
     write_sharded,
+    write_sharded_bin,
 )
 from torch import Tensor
 
@@ -32,7 +34,7 @@ from magicdec.model.transformer import Piece
 from magicdec.model.weight_files import PthWeights
 
 
-@pytest.mark.parametrize("writer", [write, write_sharded, write_pth])
+@pytest.mark.parametrize("writer", [write, write_sharded, write_bin, write_sharded_bin, write_pth])
 @pytest.mark.parametrize("shard", [Shard(), Shard(1, 2), Shard(2, 3)], ids=str)
 def test_round_trip(tmp_path: Path, writer: Callable[..., Path], shard: Shard) -> None:
     tensors = make_tensors()
@@ -44,8 +46,10 @@ def test_dtype_and_files_by_name(tmp_path: Path) -> None:
     tensors = make_tensors()
     write(tmp_path, tensors)
     write_pth(tmp_path, tensors)
+    write_bin(tmp_path, tensors)
     expected = {k: v.bfloat16() for k, v in expected_shard(tensors, Shard()).items()}
-    for name in (tmp_path, tmp_path / "model.safetensors", tmp_path / "model.pth"):
+    files = ("model.safetensors", "model.pth", "pytorch_model.bin")
+    for name in (tmp_path, *(tmp_path / file for file in files)):
         torch.testing.assert_close(load(name, dtype=torch.bfloat16), expected, atol=0, rtol=0)
         source = find_model("--model", str(name))
         assert source.tokenizer_directory == tmp_path and not source.is_random
@@ -73,6 +77,9 @@ class Recorder:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.source.shapes()
+
+    def dtypes(self) -> dict[str, str]:
+        return self.source.dtypes()
 
     def where(self, name: str) -> Path | None:
         return self.source.where(name)

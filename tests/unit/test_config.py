@@ -361,22 +361,28 @@ def test_every_name_of_the_tables_exists(table: str, name: str) -> None:
     assert isinstance(load_named(getattr(module, table), name), type)
 
 
-def test_only_rank_0_says_why(
+def test_rank_0_says_why_and_another_only_if_it_was_not_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait a while, so that the line comes before torchrun's summary."""
+    """The others wait a while, so that the line comes before torchrun's summary, which ends them;
+    one that alone refuses says so."""
     waited: list[float] = []
-    monkeypatch.setattr(cli.time, "sleep", waited.append)
+
+    def sleep(seconds: float) -> None:
+        assert capsys.readouterr().err == ""
+        waited.append(seconds)
+
+    monkeypatch.setattr(cli.time, "sleep", sleep)
     monkeypatch.setattr(sys, "argv", ["somewhere/driver.py"])
-    for rank, printed in (("0", "driver.py: --gamma 0 is too small"), ("1", "")):
-        monkeypatch.setenv("RANK", rank)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(SystemExit) as stopped:
             cli.main(DRIVER, "", ["--gamma", "0"])
         out, err = capsys.readouterr()
         assert stopped.value.code == 2 and out == ""
-        assert err.startswith(printed) and err.count("\n") == bool(printed)
-    assert len(waited) == 1
+        assert err.startswith("driver.py: --gamma 0 is too small") and err.count("\n") == 1
+        assert len(waited) == rank
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,76 @@
+"""How much memory a run may still take: of the host, of the container it runs in, of a GPU.
+
+Owns the places where the system says so. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def free_device_memory(kind: str, local_rank: int) -> int | None:
+    """Bytes free on this rank's device; on CPU those of the host. None where nothing tells."""
+    if kind == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(local_rank)[0])
+    return free_host_memory()
+
+
+def free_host_memory(root: Path = ROOT) -> int | None:
+    """Bytes that can be taken without swapping, the file cache given up: the host's, or what the
+    memory limits of the enclosing control groups leave if that is less. None where there is no
+    /proc/meminfo."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    if "MemAvailable" not in fields:
+        return None
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([available, *_left_by_groups(root)]))
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """Of each control group from this process's up to the root, version 2 or 1, that has a limit.
+    In a container the path that the kernel names may not be mounted; its root then is."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            mount, limit, used = "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            mount, limit, used = (
+                *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+            )
+        else:
+            continue
+        top = root / mount
+        directory = top / place.strip("/")
+        while directory.is_relative_to(top):
+            left = _left(directory, limit, used)
+            if left is not None:
+                yield left
+            directory = directory.parent
+
+
+def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
+    """Limit less use, the file cache that can be given up not counted as use."""
+    try:
+        limit = (directory / limit_file).read_text().strip()
+        used = int((directory / used_file).read_text())
+        stat = (directory / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    counts = dict(line.split() for line in stat)
+    cache = int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
+    return int(limit) - used + cache

@@ -1,0 +1,128 @@
+"""A stand-in for the Hugging Face hub on the loopback: the two endpoints that a download uses, and
+the ways in which the hub refuses. Holds no tests itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_secretOfTheTests"
+
+
+@dataclass
+class Hub:
+    """`files` of every repository `org/...`; what was asked for is kept in `requests`: (path,
+    Range, Authorization)."""
+
+    files: dict[str, bytes]
+    stall_after: int | None = None  # bytes of a large file, then nothing more
+    cut_after: int | None = None  # bytes of a large file, then the connection ends; once
+    damaged: str | None = None  # a file whose bytes are not those of its checksum
+    address: str = ""
+    requests: list[tuple[str, str | None, str | None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Serve at `address` until `stop`."""
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def ranges(self, name: str) -> list[str | None]:
+        """The Range of every request for that file."""
+        return [r for path, r, _ in self.requests if path.endswith("/" + name)]
+
+    def answer(self, http: BaseHTTPRequestHandler) -> None:
+        path, sent = unquote(urlsplit(http.path).path), http.headers.get("Authorization")
+        if path.startswith("/api/") and not path.startswith("/api/models/"):
+            return self.refuse(http, 404)  # the library asks for more than the model
+        self.requests.append((path, http.headers.get("Range"), sent))
+        token_is_right = sent == f"Bearer {TOKEN}"
+        if "/missing" in path or ("/private" in path and not token_is_right):
+            return self.refuse(http, 404, "RepoNotFound")
+        if "/busy" in path:
+            return self.refuse(http, 503)
+        if sent is not None and not token_is_right:
+            return self.refuse(http, 401, message="Invalid credentials in Authorization header")
+        if path.startswith("/api/models/"):
+            if not path.endswith(("/revision/main", f"/revision/{COMMIT}")):
+                return self.refuse(http, 404, "RevisionNotFound")
+            return self.send(http, json.dumps(self.describe()).encode())
+        _, _, repo, resolve, commit, name = path.split("/", 5)
+        assert (resolve, commit) == ("resolve", COMMIT), path
+        if repo == "gated" and not token_is_right:
+            return self.refuse(http, 403 if sent else 401, "GatedRepo")
+        return self.send_file(http, name)
+
+    def describe(self) -> dict[str, object]:
+        siblings = []
+        for name, data in self.files.items():
+            blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+            entry: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": blob}
+            if name.endswith((".safetensors", ".bin")):
+                digest = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 100}
+            siblings.append(entry)
+        return {"id": "org/model", "sha": COMMIT, "siblings": siblings}
+
+    def send_file(self, http: BaseHTTPRequestHandler, name: str) -> None:
+        data, first = self.files[name], 0
+        whole = len(data)
+        if name == self.damaged:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        if (asked := http.headers.get("Range")) is not None:
+            first = int(asked.removeprefix("bytes=").partition("-")[0])
+        http.send_response(206 if first else 200)
+        if first:
+            http.send_header("Content-Range", f"bytes {first}-{whole - 1}/{whole}")
+        http.send_header("Content-Length", str(whole - first))
+        http.end_headers()
+        is_large = name.endswith((".safetensors", ".bin"))
+        if is_large and self.cut_after is not None:
+            http.wfile.write(data[first : first + self.cut_after])
+            self.cut_after, http.close_connection = None, True
+        elif is_large and self.stall_after is not None:
+            http.wfile.write(data[first : first + self.stall_after])
+            http.wfile.flush()
+            time.sleep(60)
+        else:
+            http.wfile.write(data[first:])
+
+    def refuse(
+        self, http: BaseHTTPRequestHandler, status: int, code: str = "", message: str = ""
+    ) -> None:
+        http.send_response(status)
+        http.send_header("X-Error-Code", code)
+        http.send_header("X-Error-Message", message)
+        http.send_header("Content-Length", "0")
+        http.end_headers()
+
+    def send(self, http: BaseHTTPRequestHandler, data: bytes) -> None:
+        http.send_response(200)
+        http.send_header("Content-Type", "application/json")
+        http.send_header("Content-Length", str(len(data)))
+        http.end_headers()
+        http.wfile.write(data)

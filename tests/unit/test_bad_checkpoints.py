@@ -1,0 +1,240 @@
+"""Broken checkpoints as a user meets them: for each the one line that is printed, to the letter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import (
+    CONFIG,
+    Q_PROJ,
+    make_tensors,
+    write,
+    write_bin,
+    write_pth,
+    write_sharded,
+    write_sharded_bin,
+)
+from conftest import ROOT
+
+from magicdec.bench.prepare import prepare
+from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.model.config import ROPE_TYPES
+from magicdec.model.hf_config import to_hf_config
+from magicdec.sections import AttentionSection, ModelSection, ParallelSection, WorkloadSection
+
+DEMO = ROOT / "magicdec" / "demo" / "target"
+# As many ids as the demo's tokenizer, which stands beside every checkpoint here.
+FITTING = replace(CONFIG, vocab_size=2048)
+
+
+def refused(directory: Path) -> str:
+    """What a run of the checkpoint in `directory` says."""
+    shutil.copy(DEMO / "tokenizer.model", directory)
+    config = RunConfig(
+        model=ModelSection(str(directory), "float32", "torch"),
+        parallel=ParallelSection(device="cpu"),
+        attention=AttentionSection("grouped"),
+        workload=WorkloadSection(batch_size=1, prefix_len=20, gen_len=4, num_batches=1),
+    )
+    with pytest.raises(ValueError) as caught:
+        prepare(config, Launch(0, 1, 0, 1))
+    return str(caught.value)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncated(directory: Path) -> str:
+    file = write(directory, make_tensors(FITTING), FITTING) / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    return (
+        f"{file}: not a complete safetensors file (Error while deserializing header: {{library}})"
+    )
+
+
+def bit_flipped_length(directory: Path) -> str:
+    file = write(directory, make_tensors(FITTING), FITTING) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[6] ^= 0x80  # the header is now said to be 36 petabytes long
+    file.write_bytes(data)
+    return (
+        f"{file}: not a complete safetensors file (Error while deserializing header: {{library}})"
+    )
+
+
+def bit_flipped_name(directory: Path) -> str:
+    file = write(directory, make_tensors(FITTING), FITTING) / "model.safetensors"
+    file.write_bytes(
+        file.read_bytes().replace(b"layers.0.self_attn.q_proj.w", b"layers.0.self_attn.q_prok.w")
+    )
+    return (
+        f"{file}: the weights do not fit the config: {Q_PROJ} is missing, expected shape (32, 32); "
+        f"{Q_PROJ.replace('proj', 'prok')} of shape (32, 32) is not part of the model"
+    )
+
+
+def shard_not_there(directory: Path) -> str:
+    index = write_sharded(directory, make_tensors(FITTING)) / "model.safetensors.index.json"
+    (directory / "b.safetensors").unlink()
+    table = json.loads(index.read_text())["weight_map"]
+    first = next(name for name, file in table.items() if file == "b.safetensors")
+    return (
+        f"{directory / 'b.safetensors'} does not exist, though {index.name} places tensor {first} "
+        "there"
+    )
+
+
+def shard_not_in_the_index(directory: Path) -> str:
+    index = write_sharded(directory, make_tensors()) / "model.safetensors.index.json"
+    table = json.loads(index.read_text())["weight_map"]
+    kept = {name: file for name, file in table.items() if file == "a.safetensors"}
+    index.write_text(json.dumps({"weight_map": kept}))
+    lost = [name for name in table if name not in kept]
+    shapes = {name: tuple(t.shape) for name, t in make_tensors().items()}
+    shown = "; ".join(f"{n} is missing, expected shape {shapes[n]}" for n in lost[:3])
+    return f"{index}: the weights do not fit the config: {shown}; and {len(lost) - 3} more"
+
+
+def bin_shard_not_there(directory: Path) -> str:
+    index = write_sharded_bin(directory, make_tensors()) / "pytorch_model.bin.index.json"
+    file = directory / "pytorch_model-00002-of-00002.bin"
+    torch.save({}, file)
+    table = json.loads(index.read_text())["weight_map"]
+    first = next(name for name, place in table.items() if place == file.name)
+    return f"{file}: tensor {first} is missing, though {index.name} places it there"
+
+
+def truncated_bin(directory: Path) -> str:
+    file = write_bin(directory, make_tensors()) / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-100])
+    return f"{file}: not a complete torch.save archive ({{library}})"
+
+
+def wrong_dtype(directory: Path) -> str:
+    tensors = make_tensors(FITTING) | {Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}
+    file = write(directory, tensors, FITTING) / "model.safetensors"
+    return (
+        f"{file}: tensor {Q_PROJ} is stored as int8; choose a checkpoint of floating-point weights"
+    )
+
+
+def wrong_dtype_in_pth(directory: Path) -> str:
+    write_pth(directory, make_tensors() | {Q_PROJ: torch.zeros(32, 32, dtype=torch.int64)})
+    return (
+        f"{directory / 'model.pth'}: tensor {Q_PROJ} is stored as int64; choose a checkpoint of "
+        "floating-point weights"
+    )
+
+
+def another_model(directory: Path) -> str:
+    file = write(directory, make_tensors(), replace(CONFIG, intermediate_size=48)) / (
+        "model.safetensors"
+    )
+    names = [f"model.layers.0.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    shapes = [((40, 32), (48, 32)), ((40, 32), (48, 32)), ((32, 40), (32, 48))]
+    shown = "; ".join(
+        f"{n} has shape {a}, expected {b}" for n, (a, b) in zip(names, shapes, strict=True)
+    )
+    return f"{file}: the weights do not fit the config: {shown}; and 3 more"
+
+
+def more_layers_than_tensors(directory: Path) -> str:
+    file = write(directory, make_tensors()) / "model.safetensors"
+    edit_json(directory / "config.json", num_hidden_layers=1000)
+    return f"{file}: the weights do not fit the config: 27 tensors cannot make 1000 layers"
+
+
+def tokenizer_without_bos(directory: Path) -> str:
+    config = replace(FITTING, bos_token_id=2048)
+    write(directory, make_tensors(config), config)
+    return (
+        f"--model {directory}: its bos_token_id 2048 is not one of its tokenizer's 2048 ids; "
+        "correct it in config.json or generation_config.json, or set it to null for no BOS"
+    )
+
+
+def vocabulary_larger_than_the_embedding(directory: Path) -> str:
+    config = replace(FITTING, vocab_size=2047)
+    write(directory, make_tensors(config), config)
+    return f"--model {directory}: its tokenizer has 2048 ids, its embedding 2047"
+
+
+def unknown_rope_type(directory: Path) -> str:
+    write(directory, make_tensors())
+    edit_json(directory / "config.json", rope_scaling={"rope_type": "spiral", "factor": 2.0})
+    return (
+        f"{directory / 'config.json'}: rope type 'spiral' is not supported; "
+        f"choose from {', '.join(ROPE_TYPES)}"
+    )
+
+
+def infinite_token_id(directory: Path) -> str:
+    write(directory, make_tensors())
+    edit_json(directory / "config.json", bos_token_id=float("inf"))
+    return (
+        f"{directory / 'config.json'}: not a model's config (cannot convert float infinity to "
+        "integer)"
+    )
+
+
+def deeply_nested_config(directory: Path) -> str:
+    write(directory, make_tensors())
+    (directory / "config.json").write_text("[" * 100_000)
+    return f"{directory / 'config.json'}: not a model's config ({{library}})"
+
+
+BROKEN: list[Callable[[Path], str]] = [
+    truncated,
+    bit_flipped_length,
+    bit_flipped_name,
+    shard_not_there,
+    shard_not_in_the_index,
+    bin_shard_not_there,
+    truncated_bin,
+    wrong_dtype,
+    wrong_dtype_in_pth,
+    another_model,
+    more_layers_than_tensors,
+    tokenizer_without_bos,
+    vocabulary_larger_than_the_embedding,
+    unknown_rope_type,
+    infinite_token_id,
+    deeply_nested_config,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_the_line(broken: Callable[[Path], str], tmp_path: Path) -> None:
+    before, library, after = broken(tmp_path).partition("{library}")
+    text = refused(tmp_path)
+    assert "\n" not in text
+    if library:  # the library's own words, which change with its version
+        assert text.startswith(before) and text.endswith(after), text
+    else:
+        assert text == before
+
+
+def test_no_bos_is_no_error(tmp_path: Path) -> None:
+    config = replace(FITTING, bos_token_id=None)
+    write(tmp_path, make_tensors(config), config)
+    assert json.loads((tmp_path / "config.json").read_text())["bos_token_id"] is None
+    edit_json(tmp_path / "config.json", max_position_embeddings=8)  # something else to refuse
+    assert "exceeds the 8 positions" in refused(tmp_path)
+
+
+def test_the_header_length_is_what_the_test_says(tmp_path: Path) -> None:
+    bit_flipped_length(tmp_path)
+    (length,) = struct.unpack("<Q", (tmp_path / "model.safetensors").read_bytes()[:8])
+    assert length > 10**16
+    assert json.loads((tmp_path / "config.json").read_text()) == to_hf_config(FITTING)

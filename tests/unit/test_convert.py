@@ -1,0 +1,315 @@
+"""Converting checkpoints: the same values whatever they came from, whole files or none, checksums
+that name what changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import (
+    CONFIG,
+    Q_PROJ,
+    Tensors,
+    expected_shard,
+    load,
+    make_tensors,
+    write,
+    write_bin,
+    write_sharded,
+    write_sharded_bin,
+)
+from safetensors.torch import load_file
+
+from magicdec.bench import convert as command
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model import manifest
+from magicdec.model.config import ModelConfig
+from magicdec.model.convert import convert, find_checkpoint
+from magicdec.model.hf_config import to_hf_config
+from magicdec.model.manifest import find_damage, manifest_path
+
+ROOT = Path(__file__).parents[2]
+LAYER_NAMES = {  # as the original suite's convert_hf_checkpoint.py has them
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def to_gpt_fast(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """What that converter makes of Hugging Face tensors."""
+
+    def permute(w: torch.Tensor, n_head: int) -> torch.Tensor:
+        shape = (n_head, 2, config.head_dim // 2, *w.shape[1:])
+        return w.view(shape).transpose(1, 2).reshape(w.shape)
+
+    out = {
+        "tok_embeddings.weight": tensors["model.embed_tokens.weight"],
+        "norm.weight": tensors["model.norm.weight"],
+        "output.weight": tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]),
+    }
+    for layer in range(config.num_layers):
+        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+        for kind in ("weight", "bias"):
+            for name, short in LAYER_NAMES.items():
+                if f"{theirs}.{name}.{kind}" in tensors:
+                    out[f"{ours}.{short}.{kind}"] = tensors[f"{theirs}.{name}.{kind}"]
+            if f"{theirs}.self_attn.q_proj.{kind}" in tensors:
+                q, k, v = (tensors[f"{theirs}.self_attn.{x}_proj.{kind}"] for x in "qkv")
+                parts = [permute(q, config.num_heads), permute(k, config.num_kv_heads), v]
+                out[f"{ours}.attention.wqkv.{kind}"] = torch.cat(parts)
+    return out
+
+
+def write_gpt_fast(
+    directory: Path, tensors: Tensors, config: ModelConfig = CONFIG, name: str = "model.pth"
+) -> Path:
+    (directory / "config.json").write_text(json.dumps(to_hf_config(config)))
+    torch.save(to_gpt_fast(tensors, config), directory / name)
+    return directory
+
+
+WRITERS = [write, write_sharded, write_bin, write_sharded_bin, write_gpt_fast]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
+def test_same_values_from_every_source(
+    tmp_path: Path, writer: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "READ_ELEMENTS", 100)  # several parts a tensor
+    tensors = make_tensors()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "tokenizer.model").write_bytes(b"pieces")
+    source = find_checkpoint("--checkpoint_dir", writer(tmp_path / "in", tensors))
+    out = tmp_path / "out" / name
+    convert(source, out, dtype=None)
+    loaded = load(out)
+    torch.testing.assert_close(loaded, expected_shard(tensors, Shard()), atol=0, rtol=0)
+    assert find_damage(out) is None
+    assert sorted(p.name for p in out.parent.iterdir()) == sorted(
+        ["config.json", name, f"{name}.manifest.json", "tokenizer.model"]
+    )
+    if out.suffix == ".safetensors":  # read by the library itself, not only by us
+        torch.testing.assert_close(load_file(out), tensors, atol=0, rtol=0)
+    else:
+        stored = torch.load(out, weights_only=True)
+        torch.testing.assert_close(stored, tensors, atol=0, rtol=0)
+
+
+def test_a_tied_head_of_the_original_converter_is_dropped(tmp_path: Path) -> None:
+    tied = replace(CONFIG, tie_word_embeddings=True)
+    tensors = make_tensors(tied)
+    source = find_checkpoint("--checkpoint_dir", write_gpt_fast(tmp_path, tensors, tied))
+    convert(source, tmp_path / "out.safetensors", None)
+    torch.testing.assert_close(load_file(tmp_path / "out.safetensors"), tensors, atol=0, rtol=0)
+
+
+def test_gpt_fast_files_that_do_not_fit(tmp_path: Path) -> None:
+    write_gpt_fast(tmp_path, make_tensors())
+    fewer_heads = to_hf_config(replace(CONFIG, num_heads=2))
+    (tmp_path / "config.json").write_text(json.dumps(fewer_heads))
+    path = tmp_path / "model.pth"
+    with pytest.raises(ValueError) as caught:
+        find_checkpoint("--checkpoint_dir", tmp_path)
+    assert str(caught.value) == (
+        f"{path}: tensor layers.0.attention.wqkv.weight has 64 rows, expected 48: "
+        "the heads of q, k and v as config.json has them"
+    )
+    torch.save({"tok_embeddings.weight": torch.zeros(2), "extra": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"model\.pth: tensor extra is not of the gpt-fast layout"):
+        find_checkpoint("--checkpoint_dir", tmp_path)
+    with pytest.raises(ValueError, match=r"--checkpoint_dir .*nothing is not a directory"):
+        find_checkpoint("--checkpoint_dir", tmp_path / "nothing")
+
+
+def test_dtype(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    out = tmp_path / "half.pth"
+    convert(find_checkpoint("--checkpoint_dir", write(tmp_path, tensors)), out, "bfloat16")
+    expected = {k: v.bfloat16() for k, v in tensors.items()}
+    torch.testing.assert_close(torch.load(out, weights_only=True), expected, atol=0, rtol=0)
+    entries = json.loads(manifest_path(out).read_text())["tensors"]
+    assert {entry["dtype"] for entry in entries.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
+def test_a_failure_leaves_what_was_there(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    source = find_checkpoint("--checkpoint_dir", write(tmp_path / "in", make_tensors()))
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    out.write_text("what was there")
+
+    def fail(tensor: str) -> None:
+        if tensor == "model.norm.weight":
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        convert(source, out, None, fail)
+    assert [p.name for p in out.parent.iterdir()] == [name]
+    assert out.read_text() == "what was there"
+    with pytest.raises(ValueError, match=r"--out .*model\.safetensors is what is read"):
+        convert(source, tmp_path / "in" / "model.safetensors", None)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from magicdec.model.convert import convert, find_checkpoint
+source = find_checkpoint("--checkpoint_dir", Path(sys.argv[1]))
+convert(source, Path(sys.argv[2]), None, lambda n: os._exit(9) if "norm" in n else None)
+"""
+
+
+def test_a_killed_conversion_leaves_no_file_of_that_name(tmp_path: Path) -> None:
+    write(tmp_path, make_tensors())
+    out = tmp_path / "out.safetensors"
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(out)]
+    assert subprocess.run(command, check=False, timeout=120).returncode == 9
+    assert not out.exists() and not manifest_path(out).exists()
+
+
+WATCHED = """
+import sys, threading
+from pathlib import Path
+import torch
+from magicdec.model.convert import convert, find_checkpoint
+
+def held():  # kB of memory that no file backs
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+def watch():
+    while not done.wait(0.001):
+        seen.append(held())
+
+torch.set_num_threads(1)
+source = find_checkpoint("--checkpoint_dir", Path(sys.argv[1]))
+before, seen, done = held(), [], threading.Event()
+thread = threading.Thread(target=watch)
+thread.start()
+convert(source, Path(sys.argv[2]), None)
+done.set()
+thread.join()
+print(len(seen), max(seen) - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux's")
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pth"])
+def test_memory_is_a_part_of_the_model(tmp_path: Path, name: str) -> None:
+    """200 MB of weights, the largest tensor 16 MB, in 64 MB beyond what the imports took."""
+    config = replace(
+        CONFIG, vocab_size=4096, hidden_size=1024, intermediate_size=2048, num_heads=16,
+        num_kv_heads=16, head_dim=64, num_layers=4,
+    )  # fmt: skip
+    tensors = make_tensors(config)
+    write(tmp_path, tensors, config)
+    command = [sys.executable, "-c", WATCHED, str(tmp_path), str(tmp_path / name)]
+    done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / name).stat().st_size > sum(4 * t.numel() for t in tensors.values()) > 2e8
+    samples, most_kb = map(int, done.stdout.split())
+    assert samples > 50 and most_kb < 64 << 10
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
+    tensors = make_tensors()
+    (tmp_path / "in").mkdir()
+    out = tmp_path / name
+    convert(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", tensors)), out, None)
+    place = out.read_bytes().index(tensors[Q_PROJ].numpy().tobytes()) + 5
+    flip(out, place)
+    assert find_damage(out) == (
+        f"{out}: the values of tensor {Q_PROJ} are not those the manifest was made of"
+    )
+    flip(out, place)
+    assert find_damage(out) is None
+    os.truncate(out, out.stat().st_size - 1)
+    assert "bytes, its manifest says" in (find_damage(out) or "")
+
+
+def test_damage_elsewhere_than_in_values(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    out = tmp_path / "model.safetensors"
+    convert(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", make_tensors())), out, None)
+    data = out.read_bytes()
+    out.write_bytes(data.replace(b'"pt"', b'"tf"'))
+    assert "every tensor is as it was, but other bytes" in (find_damage(out) or "")
+    out.write_bytes(data[:7] + b"\xff" + data[8:])
+    assert "not a complete safetensors file" in (find_damage(out) or "")
+    out.write_bytes(data)
+    beside = manifest_path(out)
+    beside.write_text(beside.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ValueError, match=r"not a manifest \(version 2, expected 1\)"):
+        find_damage(out)
+    beside.unlink()
+    with pytest.raises(ValueError, match=r"No such file or directory; without it model\.safe"):
+        find_damage(out)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["magicdec convert", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sharded(tmp_path, make_tensors())
+    out = tmp_path / "model.pth"
+    assert run(monkeypatch, "--checkpoint_dir", tmp_path, "--dtype", "bfloat16") == 0
+    assert f"{out}: 27 tensors, bfloat16" in capsys.readouterr().out
+    assert run(monkeypatch, "--verify", out) == 0
+    assert capsys.readouterr().out == f"{out}: as its manifest says\n"
+    flip(out, 3000)
+    assert run(monkeypatch, "--verify", out) == 1
+    assert str(out) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give either --checkpoint_dir or --verify"),
+        (("--verify", "x", "--dtype", "float32"), "--verify writes nothing; leave out --out"),
+        (("--checkpoint_dir", "x", "--out", "y.bin"), "must end in one of .safetensors, .pth"),
+        (("--checkpoint_dir", "x", "--quantize", "int8"), "unrecognized arguments: --quantize"),
+        (("--checkpoint_dir", "nowhere"), "--checkpoint_dir nowhere is not a directory"),
+        (("--verify", "nowhere.pth"), "nowhere.pth.manifest.json: No such file"),
+    ],
+)
+def test_refusals(
+    args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert run(monkeypatch, *args) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_script_of_the_original_suite() -> None:
+    script = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), "--help"]
+    done = subprocess.run(script, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--checkpoint_dir" in done.stdout

@@ -1,0 +1,251 @@
+"""`magicdec download` against a stand-in for the hub: what is fetched, how it goes on, and the one
+line that each refusal is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_files import CONFIG, make_tensors, write_sharded
+from hub_server import COMMIT, TOKEN, Hub
+
+from magicdec.model import hub as hub_module
+from magicdec.model.checkpoint import find_model
+from magicdec.model.hf_config import to_hf_config
+from magicdec.model.hub import RemoteFile, check_space
+
+ROOT = Path(__file__).parents[2]
+SINGLE = {
+    "config.json": json.dumps(to_hf_config(CONFIG)).encode(),
+    "tokenizer.json": b"{}",
+    "tokenizer.model": b"the same pieces",
+    "model.safetensors": bytes(range(256)) * 400,
+    "pytorch_model.bin": b"the same weights",
+    "consolidated.00.pth": b"the same weights",
+    "README.md": b"words",
+}
+LARGE = b"0123456789abcdef" * (1 << 20)  # more than the 10 MiB that the library writes at once
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub(dict(SINGLE))
+    hub.start()
+    yield hub
+    hub.stop()
+
+
+def start(hub: Hub, directory: Path, *args: str, **env: str) -> subprocess.Popen[str]:
+    hub_env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(directory / "home")}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    command = [sys.executable, str(ROOT / "download.py"), *args, "--out_dir", str(directory / "m")]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**kept, "PYTHONPATH": str(ROOT), **hub_env, **env},
+    )  # fmt: skip
+
+
+def fetch(hub: Hub, directory: Path, *args: str, **env: str) -> tuple[int, str, str]:
+    process = start(hub, directory, *(args or ("--repo_id", "org/model")), **env)
+    out, err = process.communicate(timeout=60)
+    assert TOKEN not in out + err
+    return process.returncode, out, err
+
+
+def held(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory / "m")) for p in (directory / "m").rglob("*.*")}
+
+
+def test_only_what_is_needed(hub: Hub, tmp_path: Path) -> None:
+    code, out, err = fetch(hub, tmp_path)
+    assert code == 0, err
+    assert held(tmp_path) == {
+        *("config.json", "tokenizer.json", "model.safetensors", "download.json"),
+    }
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert (tmp_path / "m" / name).read_bytes() == SINGLE[name]
+    assert f"org/model at commit {COMMIT}" in out and "3 files" in out
+    source = json.loads((tmp_path / "m" / "download.json").read_text())
+    assert (source["repo_id"], source["commit"]) == ("org/model", COMMIT)
+    assert "model.safetensors, 0.00 GB" in out
+
+    before = len(hub.requests)
+    assert fetch(hub, tmp_path)[0] == 0  # nothing is fetched twice
+    assert [path for path, _, _ in hub.requests[before:]] == ["/api/models/org/model/revision/main"]
+
+
+def test_a_damaged_file_on_disk_is_fetched_anew(hub: Hub, tmp_path: Path) -> None:
+    assert fetch(hub, tmp_path)[0] == 0
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(b"\1" + SINGLE["model.safetensors"][1:])
+    assert fetch(hub, tmp_path)[0] == 0
+    assert weights.read_bytes() == SINGLE["model.safetensors"]
+
+
+def test_sharded_weights_run_and_bin_is_second_choice(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    source = write_sharded(tmp_path / "source", make_tensors())
+    hub.files = {p.name: p.read_bytes() for p in source.iterdir()} | {"pytorch_model.bin": b"old"}
+    assert fetch(hub, tmp_path)[0] == 0
+    assert held(tmp_path) >= {"a.safetensors", "b.safetensors", "model.safetensors.index.json"}
+    assert "pytorch_model.bin" not in held(tmp_path)
+    assert find_model("--model", str(tmp_path / "m")).config.num_layers == CONFIG.num_layers
+
+    del hub.files["b.safetensors"]
+    code, _, err = fetch(hub, tmp_path)
+    assert code == 2
+    assert "--repo_id org/model lacks b.safetensors, though its model.safetensors.index.json" in err
+    hub.files = {"config.json": SINGLE["config.json"], "pytorch_model.bin": b"old"}
+    assert fetch(hub, tmp_path / "other")[0] == 0
+    assert "pytorch_model.bin" in held(tmp_path / "other")
+
+
+def wait_for(path: Path, size: int) -> None:
+    for _ in range(600):
+        if path.exists() and path.stat().st_size >= size:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} never had {size} bytes")
+
+
+def test_a_killed_download_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = whole = LARGE
+    hub.stall_after = 15 << 20
+    process = start(hub, tmp_path, "--repo_id", "org/model")
+    files = hub.describe()["siblings"]
+    assert isinstance(files, list)
+    sha256 = next(f["lfs"]["sha256"] for f in files if f["rfilename"] == "model.safetensors")
+    unfinished = tmp_path / "m" / f".model.safetensors.{sha256[:12]}.unfinished"
+    try:
+        wait_for(unfinished, 1)
+    finally:
+        process.kill()
+        process.communicate()
+    stopped = unfinished.stat().st_size
+    assert 0 < stopped < len(whole)
+    assert not (tmp_path / "m" / "model.safetensors").exists()
+    hub.stall_after = None
+    assert fetch(hub, tmp_path)[0] == 0
+    assert hub.ranges("model.safetensors") == [None, f"bytes={stopped}-"]
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == whole
+    assert not unfinished.exists()
+
+
+def test_a_lost_connection_is_taken_up_again(hub: Hub, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = LARGE
+    hub.cut_after = 15 << 20
+    code, _, err = fetch(hub, tmp_path)
+    assert code == 0, err
+    first, again = hub.ranges("model.safetensors")
+    assert first is None and again == f"bytes={10 << 20}-"
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == LARGE
+
+
+@pytest.mark.parametrize("way", ["flag", "environment", "login"])
+def test_the_token_comes_from_three_places(hub: Hub, tmp_path: Path, way: str) -> None:
+    (tmp_path / "home").mkdir()
+    if way == "login":
+        (tmp_path / "home" / "token").write_text(TOKEN)
+    flag = ("--hf_token", TOKEN) if way == "flag" else ()
+    env = {"HF_TOKEN": TOKEN} if way == "environment" else {}
+    code, _, err = fetch(hub, tmp_path, "--repo_id", "org/gated", *flag, **env)
+    assert code == 0, err
+    assert {sent for _, _, sent in hub.requests} == {f"Bearer {TOKEN}"}
+
+
+REFUSALS = {
+    "org/gated": "is gated and no token was found; accept its terms on its page, then give "
+    "--hf_token, set HF_TOKEN or log in",
+    "org/missing": "does not exist on the hub, or is private (no token)",
+    "org/private": "does not exist on the hub, or is private (no token)",
+    "org/busy": "the hub answered 503; run the command again; it continues where it stopped",
+    "not a name": "is not a name on the hub; it looks like owner/model",
+}
+
+
+@pytest.mark.parametrize("repo_id", REFUSALS)
+def test_the_hub_refuses(hub: Hub, tmp_path: Path, repo_id: str) -> None:
+    code, _, err = fetch(hub, tmp_path, "--repo_id", repo_id)
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert last.startswith(f"download.py: --repo_id {repo_id}") and last.endswith(REFUSALS[repo_id])
+    assert "Traceback" not in err
+
+
+def test_a_wrong_token_and_a_wrong_revision(hub: Hub, tmp_path: Path) -> None:
+    wrong = "hf_thisIsNotTheToken"
+    code, out, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--hf_token", wrong)
+    assert code == 2 and wrong not in out + err
+    assert err.endswith("the hub answered 401; the token is not valid\n")
+    code, out, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--hf_token", "hf_\nbad")
+    assert code == 2 and "bad" not in out + err and "Traceback" not in err
+    code, _, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--revision", "v9")
+    assert (code, err) == (2, "download.py: --repo_id org/model has no --revision v9\n")
+    assert fetch(hub, tmp_path, "--repo_id", "org/model", "--revision", COMMIT)[0] == 0
+
+
+def test_offline(hub: Hub, tmp_path: Path) -> None:
+    code, _, err = fetch(hub, tmp_path, HF_HUB_OFFLINE="1")
+    told = "--repo_id org/model: HF_HUB_OFFLINE is set; unset it to download"
+    assert (code, err) == (2, f"download.py: {told}\n")
+    code, _, err = fetch(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert code == 2 and "Traceback" not in err
+    assert "the hub cannot be reached (ConnectError); run the command again" in err
+
+
+def test_damage_on_the_way(hub: Hub, tmp_path: Path) -> None:
+    hub.damaged = "model.safetensors"
+    code, _, err = fetch(hub, tmp_path)
+    assert code == 2
+    assert err.endswith(
+        "model.safetensors arrived damaged (its checksum is not the hub's) and was thrown away; "
+        "run the command again\n"
+    )
+    assert held(tmp_path) == {"config.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"README.md": b""}, "--repo_id org/model holds no config.json; is it a model?"),
+        (
+            {"config.json": b"{}", "m.gguf": b""},
+            "holds no model.safetensors or pytorch_model.bin, whole or in shards; its files end in "
+            ".gguf, .json",
+        ),
+        (
+            {"config.json": b'{"architectures": ["GPT2LMHeadModel"]}', "model.safetensors": b"x"},
+            "architecture 'GPT2LMHeadModel' is not supported",
+        ),
+    ],
+)
+def test_what_cannot_run_is_not_downloaded(
+    hub: Hub, tmp_path: Path, files: dict[str, bytes], message: str
+) -> None:
+    hub.files = files
+    code, _, err = fetch(hub, tmp_path)
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert not hub.ranges("model.safetensors")
+
+
+def test_disk_space_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = (10**12, 10**12, 3 * 10**9)
+    monkeypatch.setattr(
+        hub_module.shutil, "disk_usage", lambda path: type("", (), {"free": usage[2]})
+    )
+    shards = [RemoteFile(f"{i}.safetensors", 2 * 10**9, "ab" * 32, None) for i in range(2)]
+    with pytest.raises(ValueError) as caught:
+        check_space(shards, tmp_path)
+    assert str(caught.value) == (
+        f"--out_dir {tmp_path} has 3.00 GB free, 4.00 GB are still to be downloaded; make room or "
+        "name another directory"
+    )
+    with hub_module.unfinished_path(tmp_path, shards[0]).open("wb") as file:
+        file.truncate(10**9)  # a hole: what is there already needs no room
+    check_space(shards, tmp_path)

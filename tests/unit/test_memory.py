@@ -1,0 +1,293 @@
+"""The memory plan: held to what a run allocates; what the system says is free; the refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY
+
+from magicdec.bench import prepare
+from magicdec.bench.free_memory import free_host_memory
+from magicdec.bench.memory import MemoryPlan, Models, plan_rank, stored_bytes
+from magicdec.bench.memory_check import check_memory, largest, needed
+from magicdec.bench.run import execute
+from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.draft_section import DraftSection
+from magicdec.kv.cache import KVCache
+from magicdec.machine import Machine
+from magicdec.model.linear import PackedLinear
+from magicdec.model.presets import PRESETS
+from magicdec.model.transformer import Transformer
+from magicdec.sections import (
+    AttentionSection,
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    OutputSection,
+    ParallelSection,
+    TargetSection,
+    WorkloadSection,
+)
+
+ALONE = Launch(0, 1, 0, 1)
+SELF = DecodingSection("speculative", "self", 3)
+SMALL = WorkloadSection(
+    batch_size=2, prefix_len=100, gen_len=8, num_batches=1, warmup_batches=0, dataset="demo"
+)
+
+
+def parameter_bytes(model: Transformer) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard", [Shard(), Shard(0, 2), Shard(2, 3)], ids=str)
+@pytest.mark.parametrize("biases", [False, True])
+def test_weights_are_those_of_the_model(tied: bool, shard: Shard, biases: bool) -> None:
+    config = replace(
+        TINY, tie_word_embeddings=tied, qkv_bias=biases, output_bias=biases, mlp_bias=biases
+    )
+    model = Transformer(config, shard)
+    assert stored_bytes(config, shard, 4, is_packed=False) == parameter_bytes(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(TINY, vocab_size=128, hidden_size=64, num_heads=4, num_kv_heads=4,
+        intermediate_size=64, tie_word_embeddings=tied)  # fmt: skip
+    monkeypatch.setattr("magicdec.model.linear.library", lambda: FakeLibrary)
+    model = Transformer(config).to(torch.bfloat16)
+    model.pack()
+    assert any(isinstance(m, PackedLinear) for m in model.modules())
+    assert stored_bytes(config, Shard(), 2, is_packed=True) == parameter_bytes(model)
+
+
+class FakeLibrary:
+    """Sizes count here, not values."""
+
+    @staticmethod
+    def magicdec_pack(*args: object) -> None:
+        pass
+
+
+RUNS = {
+    "baseline": RunConfig(decoding=DecodingSection("autoregressive")),
+    "sdpa": RunConfig(
+        decoding=DecodingSection("autoregressive"), attention=AttentionSection("sdpa")
+    ),
+    "streaming": RunConfig(decoding=SELF, kv=KVSection(budget=33)),
+    "snapkv": RunConfig(decoding=SELF, kv=KVSection("snapkv", 40)),
+    "snapkv sdpa": RunConfig(
+        decoding=SELF, kv=KVSection("snapkv", 40), attention=AttentionSection("sdpa")
+    ),
+    "rolling draft": RunConfig(
+        model=TargetSection(), draft=DraftSection(), kv=KVSection(budget=33),
+        decoding=DecodingSection("speculative", "model", 3),
+        attention=AttentionSection(prefill_chunk=20),
+        workload=replace(SMALL, prefix_len=300),
+    ),
+    "full draft": RunConfig(
+        model=TargetSection(), draft=DraftSection(), kv=KVSection("full"),
+        decoding=DecodingSection("speculative", "model", 3),
+    ),
+    "snapkv draft": RunConfig(
+        model=TargetSection(), draft=DraftSection(), kv=KVSection("snapkv", 40),
+        decoding=DecodingSection("speculative", "model", 3),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_caches_are_those_of_a_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RUNS[name]
+    backend = "grouped" if config.attention.backend == "auto" else config.attention.backend
+    config = replace(
+        config,
+        workload=config.workload if config.workload.prefix_len == 300 else SMALL,
+        model=replace(config.model, dtype="float32"),
+        attention=replace(config.attention, backend=backend, backend_reason="asked for"),
+        parallel=ParallelSection(device="cpu", threads=1),
+        output=OutputSection(results=str(tmp_path / "runs.jsonl")),
+    )
+    made: list[int] = []
+    original = KVCache.__init__
+
+    def record(cache: KVCache, *args: object) -> None:
+        original(cache, *args)  # type: ignore[arg-type]
+        made.append(cache.num_bytes)
+
+    monkeypatch.setattr(KVCache, "__init__", record)
+    prepared = prepare.prepare(config, ALONE)
+    assert made == [] and prepared.memory.endswith("GB free")
+    draft = prepared.draft_source
+    models = Models(prepared.source.config, None if draft is None else draft.config)
+    plan = plan_rank(prepared.config, models, 0)
+    execute(prepared, is_leader=False)
+    target, *drafts = made
+    assert plan.kv == target
+    standalone = config.draft is not None
+    # A standalone draft has its cache and what SnapKV gathers of it; self-speculation gathers anew
+    # each pass, and lets the old copy go.
+    expected = sum(set(drafts)) if standalone else max(drafts, default=0)
+    assert plan.draft_kv == expected
+    assert (plan.draft_weights > 0) == standalone
+
+
+def config_of(
+    name: str, ranks: int = 1, B: int = 4, prefix: int = 4096, **more: object
+) -> RunConfig:
+    """Resolved, for a preset in bfloat16 on CPUs."""
+    machine = Machine(
+        num_cpus=8, world_size=ranks, local_world_size=ranks, has_cuda=False, has_compiler=False,
+        has_shared_memory=True, has_avx512_bf16=False, has_fast_bfloat16=False,
+    )  # fmt: skip
+    config = RunConfig(
+        model=ModelSection(f"random:{name}", "bfloat16"),
+        workload=WorkloadSection(batch_size=B, prefix_len=prefix),
+        decoding=DecodingSection("autoregressive"),
+    )
+    return config.resolve(machine)
+
+
+def test_numbers_of_a_known_model() -> None:
+    """Llama-2-7B: 6.74e9 parameters, 0.5 MB of KV a token in bfloat16."""
+    plan = plan_rank(
+        config_of("llama-2-7b", B=2, prefix=4000), Models(PRESETS["llama-2-7b"].config), 0
+    )
+    assert plan.weights == 2 * PRESETS["llama-2-7b"].config.num_parameters()
+    assert plan.kv == 2 * 4064 * 2 * 32 * 4096 * 2
+    assert plan.draft_weights == plan.draft_kv == 0
+    assert plan.total == plan.weights + plan.kv + plan.working
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    models = Models(PRESETS["llama-2-7b"].config)
+    one = needed(config_of("llama-2-7b"), models, ALONE)
+    two = needed(config_of("llama-2-7b", 2), models, Launch(1, 2, 1, 2))
+    assert two.kv == one.kv
+    embedding = 2 * 32000 * 4096
+    vectors = 2 * 65 * 4096
+    assert two.weights == one.weights + embedding + vectors  # these are whole on both
+    hosts = needed(config_of("llama-2-7b", 4), models, Launch(3, 4, 1, 2))
+    assert hosts.kv == one.kv // 2
+    device = config_of("llama-2-7b", 2)
+    device = replace(device, parallel=replace(device.parallel, device="cuda"))
+    assert needed(device, models, Launch(0, 2, 0, 2)).kv == one.kv // 2
+
+
+def refusal(config: RunConfig, models: Models, free: int, launch: Launch = ALONE) -> str:
+    with pytest.raises(ValueError) as caught:
+        check_memory(config, models, launch, free)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    config, models = config_of("llama-2-7b", B=64), Models(PRESETS["llama-2-7b"].config)
+    plan = needed(config, models, ALONE)
+    assert check_memory(config, models, ALONE, plan.total).endswith(
+        f"on this host; {plan.total / 1e9:.2f} GB free"
+    )
+    text = refusal(config, models, 64 * 10**9)
+    assert text.startswith(f"--B 64 --prefix_len 4096 needs {plan.total / 1e9:.2f} GB (weights 13.")
+    B, prefix = (int(text.split(f"--{flag} ")[-1].split()[0]) for flag in ("B", "prefix_len"))
+    assert text.endswith(f"; --B {B} at this prefix or --prefix_len {prefix} at this B would fit")
+
+    def total(batch_size: int, prefix_len: int) -> int:
+        changed = replace(config.workload, batch_size=batch_size, prefix_len=prefix_len,
+            gen_len=64, max_len=None)  # fmt: skip
+        return needed(replace(config, workload=changed), models, ALONE).total
+
+    assert total(B, 4096) <= 64 * 10**9 < total(B + 1, 4096)
+    assert total(64, prefix) <= 64 * 10**9 < total(64, prefix + 1)
+    assert "how much is free is not known" in check_memory(config, models, ALONE, None)
+
+
+def test_advice_at_the_edges() -> None:
+    config, models = config_of("llama-2-7b", B=16), Models(PRESETS["llama-2-7b"].config)
+
+    def free(B: int, prefix: int) -> int:
+        return needed(config_of("llama-2-7b", B=B, prefix=prefix), models, ALONE).total
+
+    text = refusal(config, models, free(16, 50))
+    assert text.endswith("; --prefix_len 50 at this B would fit, at this prefix not even --B 1")
+    assert refusal(config, models, free(1, 100)).endswith("; --B 1 --prefix_len 100 would fit")
+    one_token = config_of("llama-2-7b", B=16, prefix=1)
+    assert refusal(one_token, models, free(3, 1)).endswith("; --B 3 at this prefix would fit")
+    text = refusal(config, models, 13 * 10**9)
+    assert text.endswith(
+        "; no --B and --prefix_len would fit: choose a smaller model, or more ranks elsewhere"
+    )
+
+
+def test_a_model_too_large_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepare, "free_device_memory", lambda kind, rank: 16 * 10**9)
+    monkeypatch.setattr(
+        "magicdec.model.random_weights.RandomWeights.read", lambda *args: pytest.fail("read")
+    )
+    config = RunConfig(
+        model=ModelSection("random:llama-3.1-70b", "bfloat16", "torch"),
+        parallel=ParallelSection(device="cpu"),
+        attention=AttentionSection("grouped"),
+        workload=SMALL,
+    )
+    with pytest.raises(ValueError) as caught:
+        prepare.prepare(config, ALONE)
+    text = str(caught.value)
+    assert (
+        text.startswith("--B 2 --prefix_len 100 needs 14") and "16.00 GB are free; no --B" in text
+    )
+    assert "(weights 141.1" in text
+
+
+def test_largest() -> None:
+    for answer in range(1, 20):
+        fits: Callable[[int], bool] = lambda n, a=answer: n <= a  # noqa: E731
+        assert largest(fits, 20) == min(answer, 19)
+    assert largest(lambda n: False, 20) == 0 == largest(lambda n: True, 1)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_what_is_free(tmp_path: Path) -> None:
+    assert free_host_memory(tmp_path) is None
+    write(tmp_path / "proc/meminfo", "MemTotal: 900 kB\nMemAvailable:     500 kB\n")
+    assert free_host_memory(tmp_path) == 500 * 1024
+    write(tmp_path / "proc/self/cgroup", "0::/a/b\n")
+    groups = tmp_path / "sys/fs/cgroup"
+    for name, limit in (("a", "400000"), ("a/b", "max")):
+        write(groups / name / "memory.max", limit + "\n")
+        write(groups / name / "memory.current", "300000\n")
+        write(groups / name / "memory.stat", "anon 1\ninactive_file 20000\nactive_file 1000\n")
+    assert free_host_memory(tmp_path) == 121_000
+    write(tmp_path / "proc/self/cgroup", "3:cpu:/\n2:memory:/gone\n")  # version 1, in a container
+    write(groups / "memory/memory.limit_in_bytes", "200000\n")
+    write(groups / "memory/memory.usage_in_bytes", "150000\n")
+    write(groups / "memory/memory.stat", "inactive_file 10\n")
+    assert free_host_memory(tmp_path) == 50_010
+    write(groups / "memory/memory.usage_in_bytes", "250000\n")
+    assert free_host_memory(tmp_path) == 0
+
+
+def test_this_machine_says_something() -> None:
+    if Path("/proc/meminfo").exists():
+        free = free_host_memory()
+        assert free is not None and free > 0
+
+
+def test_describe() -> None:
+    plan = MemoryPlan(1_500_000_000, 2_000_000_000, working=10_000_000)
+    assert plan.describe() == "3.51 GB (weights 1.50, KV 2.00, working 0.01)"
