@@ -199,7 +199,7 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource]:
 
     source = find_model("--model", asked.config.model.model)
     model = source.config
-    config = asked.config.resolve(probe_machine(launch), model.head_dim)
+    config = asked.config.resolve(probe_machine(launch), model.cached_head_dim)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)

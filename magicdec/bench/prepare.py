@@ -17,7 +17,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import ModelSource, find_model
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.model.transformer import weight_map
+from magicdec.model.weight_map import weight_map
 from magicdec.options import flag_of
 
 
@@ -79,8 +79,8 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         draft = find_model(flag_of(config.draft, "model"), config.draft.model)
     config = config.resolve(
         probe_machine(launch),
-        source.config.head_dim,
-        source.config.head_dim if draft is None else draft.config.head_dim,
+        source.config.cached_head_dim,
+        (source if draft is None else draft).config.cached_head_dim,
     )
     check_fits(config, source, launch.world_size)
     if draft is not None:
@@ -116,9 +116,11 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
 def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
     """Refuse `asked`, which makes texts of `length` tokens, if the model reaches less far."""
     model = source.config
-    if length > model.max_position_embeddings:
+    if length > model.max_length:
+        dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"
+        why = "; dynamic rope scaling past them would turn cached keys anew" if dynamic else ""
         raise ValueError(
-            f"{asked} exceeds the {model.max_position_embeddings} positions of {flag} {source.name}"
+            f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
         )
     if model.sliding_window is not None and length > model.sliding_window:
         raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from magicdec.model.transformer import Piece
+from magicdec.model.weight_map import Piece
 
 SINGLE_FILE, INDEX_FILE, PTH_FILE = "model.safetensors", "model.safetensors.index.json", "model.pth"
 GPT_FAST_NAME = re.compile(r"layers\.\d+\.attention\.wqkv\.weight|tok_embeddings\.weight")
@@ -119,8 +119,8 @@ def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
 
 def _cut(tensor: Any, piece: Piece) -> Tensor:
     """Works on tensors and on safetensors' lazy slices alike."""
-    rows = slice(*piece.rows)
-    return tensor[rows] if piece.columns is None else tensor[rows, slice(*piece.columns)]
+    cut: Tensor = tensor[piece.stored]
+    return cut.T if piece.transposed else cut
 
 
 def _open(path: Path) -> Any:

@@ -67,7 +67,7 @@ def test_defaults_of_missing_fields() -> None:
     raw = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
     config = parse(raw)
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
-    assert config.rms_norm_eps == 1e-6 and not config.tie_word_embeddings
+    assert config.norm_eps == 1e-6 and not config.tie_word_embeddings
     assert config.bos_token_id is None and config.eos_token_ids == ()
 
 

@@ -151,10 +151,10 @@ def test_shapes_make_sense(name: str) -> None:
 
 
 def test_the_original_suites_errors_are_not_repeated() -> None:
-    assert PRESETS["qwen2.5-7b"].config.rms_norm_eps == 1e-6
-    assert PRESETS["qwen2.5-32b"].config.rms_norm_eps == 1e-5
+    assert PRESETS["qwen2.5-7b"].config.norm_eps == 1e-6
+    assert PRESETS["qwen2.5-32b"].config.norm_eps == 1e-5
     for name in ("yi-1.5-6b", "yi-1.5-34b-32k"):
         assert PRESETS[name].config.rope.theta == 5e6
-        assert PRESETS[name].config.rms_norm_eps == 1e-6
+        assert PRESETS[name].config.norm_eps == 1e-6
     assert PRESETS["mistral-7b-v0.1"].config.sliding_window == 4096
     assert PRESETS["mistral-7b-v0.3"].config.sliding_window is None
