@@ -66,10 +66,10 @@ def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
     if length <= reach:
         return
     if kv.policy != "streaming_llm":
+        rolls = "; --kv_policy streaming_llm would serve" if model.positions == "rope" else ""
         raise ValueError(
             f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
-            f"the {reach} positions of the draft {named} under --kv_policy {kv.policy}; "
-            "--kv_policy streaming_llm would serve"
+            f"the {reach} positions of the draft {named} under --kv_policy {kv.policy}{rolls}"
         )
     tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.most_draft_tokens)
     if kv.budget + tail > reach:

@@ -85,6 +85,9 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     check_fits(config, source, launch.world_size)
     if draft is not None:
         check_draft(config, source, draft)
+        assert config.draft is not None, "a draft was found for it"
+        draft_flag = flag_of(config.draft, "model")
+        check_scores(config.draft.backend, config.model.dtype, draft_flag, draft)
     # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
     # large.
     described = find_model("--model", "demo") if source.tokenizer_directory is None else source
@@ -110,7 +113,18 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
+    check_scores(config.attention.backend, config.model.dtype, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
+
+
+def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
+    """Refuse ALiBi where scores are rounded to bfloat16: they grow with the position, and the
+    difference between neighbours would be lost."""
+    if source.config.positions == "alibi" and (backend, dtype) == ("grouped", "bfloat16"):
+        raise ValueError(
+            f"--attention grouped rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
+            f"{source.name}; choose native, sdpa, or --dtype float32"
+        )
 
 
 def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:

@@ -1,6 +1,7 @@
 """Published model shapes as data, for `random:<preset>` benchmarks and for cost models.
 
-Owns the numbers of each published `config.json`; imports no torch. `checked` says that the text of
+Owns the numbers of each published `config.json` (of families other than these: `published`);
+imports no torch. `checked` says that the text of
 that very file was read (its page on the hub, or a verbatim copy in a public repository). The others
 agree with at least two files re-saved from the same base model, which is weaker evidence.
 """
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.hf_config import parse_hf_config
+from magicdec.model.published import PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -137,3 +140,5 @@ _ROWS: tuple[tuple[str, str, int, bool, dict[str, Any], Sizes], ...] = (
 # fmt: on
 
 PRESETS: dict[str, Preset] = {row[0]: _preset(*row) for row in _ROWS}
+for _name, _repo_id, _count, _checked, _raw in PUBLISHED:
+    PRESETS[_name] = Preset(parse_hf_config(_raw, _name), _repo_id, _count, _checked)

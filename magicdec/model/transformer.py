@@ -116,7 +116,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
+def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
     kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
     return kind(config.hidden_size, config.norm_eps)
 
@@ -127,7 +127,7 @@ class Block(nn.Module):
         self.is_parallel = config.residual != "sequential"
         self.attention_norm = make_norm(config)
         self.attention = Attention(config, shard)
-        self.mlp_norm: nn.Module | None = None
+        self.mlp_norm: RMSNorm | nn.LayerNorm | None = None
         if config.residual != "parallel_shared_norm":
             self.mlp_norm = make_norm(config)
         self.mlp = MLP(config, shard)
@@ -247,9 +247,9 @@ class Transformer(nn.Module):
                     adds_bias = not isinstance(linear, PartialLinear)
                     setattr(module, name, PackedLinear(linear.weight, linear.bias, adds_bias))
         if self.is_last:
-            untied = isinstance(self.head, nn.Linear)
-            weight = self.head.weight if untied else self.tied_head
-            self.head = PackedLinear(weight, self.head.bias if untied else None)
+            untied = self.head if isinstance(self.head, nn.Linear) else None
+            weight = self.tied_head if untied is None else untied.weight
+            self.head = PackedLinear(weight, None if untied is None else untied.bias)
 
 
 def row_parallel(x: Tensor, linear: nn.Linear | PackedLinear, reduce: Reduce) -> Tensor:

@@ -13,12 +13,14 @@ from magicdec.model.families import llama
 from magicdec.model.family import Family, Names
 from magicdec.model.fields import Raw, size
 
+BAICHUAN_2_VOCABULARY = 125696
+
 
 def read(raw: Raw) -> dict[str, Any]:
-    if "z_loss_weight" in raw:
+    if "z_loss_weight" in raw or raw.get("vocab_size") == BAICHUAN_2_VOCABULARY:
         raise ValueError(
-            f"z_loss_weight {raw['z_loss_weight']!r} marks Baichuan 2, whose normalised head is "
-            "not supported; choose Baichuan 1"
+            f"vocab_size {raw.get('vocab_size')} or z_loss_weight says Baichuan 2, whose "
+            "normalised head is not supported; choose Baichuan 1"
         )
     if "max_position_embeddings" in raw:
         return llama.read(raw)
