@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import PackedLinear
+from magicdec.model.norm import RMSNorm, make_norm
 from magicdec.model.positions import Place, alibi, alibi_slopes, leave, rotate
 from magicdec.model.rope import rope_table
 
@@ -31,7 +32,7 @@ and D is the config's `cached_head_dim`."""
 Reduce = Callable[[Tensor], Tensor]
 """Sum a partial result over the ranks of the tensor-parallel group."""
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -86,7 +87,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         first, last = shard.split(config.intermediate_size)
-        self.is_gated, self.activate = config.gated_mlp, ACTIVATIONS[config.activation]
+        self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
         width = (2 if self.is_gated else 1) * (last - first)  # without a gate: up alone
         self.gate_up: nn.Linear | PackedLinear = nn.Linear(
             config.hidden_size, width, bias=config.mlp_bias
@@ -104,21 +105,6 @@ class MLP(nn.Module):
             return self.activate(self.gate_up(x))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.activate(gate) * up
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
-    kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
-    return kind(config.hidden_size, config.norm_eps)
 
 
 class Block(nn.Module):

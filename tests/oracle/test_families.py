@@ -14,15 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, VOCAB, Reference, make_checkpoint
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend
-from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend
-from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench import costs, roofline
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import ModelSource, expected_shapes, find_model, load_transformer
-from magicdec.model.config import ModelConfig
-from magicdec.model.positions import alibi, alibi_slopes
 from magicdec.model.random_weights import RandomWeights
 from magicdec.model.transformer import Transformer
 from magicdec.sections import KVSection
@@ -124,20 +118,6 @@ def test_a_rolling_draft_turns_its_sinks_as_the_family_rotates(
         assert all(a == 3 for step in accepted for a in step) == (budget == 200)
 
 
-@pytest.mark.parametrize("backend", [SDPABackend, GroupedBackend, NativeBackend])
-@pytest.mark.parametrize("name", ["bloom", "bloom-6-heads", "baichuan-13b"])
-def test_every_backend_serves_alibi(
-    name: str, backend: type, stored: Callable[[str], Stored]
-) -> None:
-    """Logits of a text in uneven chunks; heads of 8 are cached as 16."""
-    model, text = stored(name), torch.tensor(random_prompts([90], VOCAB))
-    runner = make_runner(model.load(), 1, 90, backend())
-    runner.allocate(0)
-    logits = torch.cat([runner.forward(part, [0]) for part in text.split([40, 33, 16, 1], 1)], 1)
-    assert runner.cache.shape.head_dim == 16
-    torch.testing.assert_close(logits, model.reference.logits(text), atol=1e-4, rtol=0)
-
-
 def test_learned_positions_to_the_last(stored: Callable[[str], Stored]) -> None:
     """Drafts stand past the last position while the text ends on it."""
     model = stored("gpt2")
@@ -219,51 +199,3 @@ def test_a_checkpoint_of_the_bare_body(stored: Callable[[str], Stored], tmp_path
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"transformer\.h\.1\.ln_1\.weight is missing"):
         find_model("--model", str(tmp_path))
-
-
-ALIBI = ModelConfig("alibi", 64, 1, 256, 64, 4, 4, 64, 4096, positions="alibi")
-
-
-def bfloat16_error(backend: AttentionBackend) -> float:
-    """Of ALiBi attention at the end of a long text, against float64 on the same rounded inputs."""
-    torch.manual_seed(0)
-    length, heads, size = 3000, ALIBI.num_heads, ALIBI.head_dim
-    drawn = torch.randn(1, length + 1, 3 * heads, size).bfloat16()
-    slopes = alibi_slopes(ALIBI)
-    place = alibi(torch.arange(length + 1)[None], slopes, ALIBI.cached_head_dim)
-    q, k, v = place(drawn, heads, heads)
-    model = Transformer(ALIBI).bfloat16()
-    runner = make_runner(model, 1, length + 1, backend)
-    runner.allocate(0)
-    slots = runner.cache.slots(torch.tensor([0]), torch.arange(length)[None])
-    runner.cache.write(0, slots, k[:, :length], v[:, :length])
-    runner.cache.advance([0], length)
-    from magicdec.kv.full import FullKV
-    from magicdec.kv.policy import make_view
-
-    view = make_view(runner.cache, [0], FullKV(), 1)
-    backend.plan(view)
-    out = backend.run(0, q[:, length:], k[:, length:], v[:, length:], view)[0, 0, :, :size]
-    queries, keys, values = (t.double() for t in drawn[0].split(heads, dim=1))
-    scores = torch.einsum("hd,shd->hs", queries[-1], keys) / size**0.5
-    scores = scores + slopes.double()[:, None] * torch.arange(length + 1)
-    expected = torch.einsum("hs,shd->hd", scores.softmax(-1), values)
-    return float((out.double() - expected).abs().max())
-
-
-def test_alibi_in_bfloat16() -> None:
-    """Positions are exact and slopes, powers of two here, nearly so; where scores themselves are
-    rounded (grouped) neighbours can no longer be told apart, and a run is refused."""
-    assert bfloat16_error(NativeBackend()) < 0.05
-    assert bfloat16_error(NativeBackend(portable=True)) < 0.05
-    assert bfloat16_error(SDPABackend()) < 0.05
-    assert bfloat16_error(GroupedBackend()) > 0.3
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 6, 8, 12, 32, 40, 112])
-def test_alibi_slopes_are_blooms(num_heads: int) -> None:
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-
-    theirs = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
-    config = ModelConfig("b", 9, 1, num_heads * 8, 9, num_heads, num_heads, 8, 9, positions="alibi")
-    torch.testing.assert_close(alibi_slopes(config), theirs, atol=1e-6, rtol=1e-5)
