@@ -83,8 +83,7 @@ class JsonTokenizer:
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # all the library raises: text that no piece stands for
             raise ValueError(f"{self._source}: the text cannot be encoded ({error})") from error
-        ids: list[int] = encoded[0].ids
-        return ids
+        return list(encoded[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(_checked_ids(ids, self.vocab_size, self._source))
