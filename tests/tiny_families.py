@@ -129,11 +129,14 @@ def make_model(family: str, sizes: dict[str, Any]) -> Any:
     config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
     model = model.float().eval()
+    # A tied head says each token again, unless the layers add much more than the embedding.
+    spread = 0.4 if config.tie_word_embeddings else 0.15
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and name.endswith("weight"):  # of a norm
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
-            torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.15)
+            matrix = 0.15 if "emb" in name or "wte" in name or "wpe" in name else spread
+            torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else matrix)
     return model
 
 

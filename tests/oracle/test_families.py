@@ -68,7 +68,7 @@ def test_greedy_tokens_are_the_references(name: str, stored: Callable[[str], Sto
     baseline, ours, _ = decode_both(runner, make_requests(prompts, 24), kv, 4, chunk=16)
     expected = [model.reference.greedy(prompt, 24) for prompt in prompts]
     assert baseline == expected and ours == expected
-    assert len(set(expected[0])) > 3, "a text that says something"
+    assert max(len(set(text)) for text in expected) > 8, "they say something"
 
 
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=lambda kv: kv.policy)
