@@ -34,6 +34,20 @@ DRAFTERS = {
     "model": "magicdec.decoding.model_draft:ModelDrafter",
     "ngram": "magicdec.decoding.ngram:NgramDrafter",
 }
+# What config.json calls a model: the family that reads it.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "magicdec.model.families.llama:LLAMA",
+    "MistralForCausalLM": "magicdec.model.families.mistral:MISTRAL",
+    "Qwen2ForCausalLM": "magicdec.model.families.qwen:QWEN2",
+    "Qwen3ForCausalLM": "magicdec.model.families.qwen:QWEN3",
+    "BaiChuanForCausalLM": "magicdec.model.families.baichuan:BAICHUAN",
+    "BaichuanForCausalLM": "magicdec.model.families.baichuan:BAICHUAN",
+    "GPT2LMHeadModel": "magicdec.model.families.gpt2:GPT2",
+    "GPTBigCodeForCausalLM": "magicdec.model.families.gpt2:BIGCODE",
+    "GPTJForCausalLM": "magicdec.model.families.gptj:GPTJ",
+    "FalconForCausalLM": "magicdec.model.families.falcon:FALCON",
+    "BloomForCausalLM": "magicdec.model.families.bloom:BLOOM",
+}
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed")
@@ -41,6 +55,6 @@ COLLECTIVES = ("gloo", "shared_memory", "nccl")
 
 
 def load_named(table: dict[str, str], name: str) -> Any:
-    """The class behind a name of one of the tables above."""
+    """The object behind a name of one of the tables above."""
     module, _, attribute = table[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

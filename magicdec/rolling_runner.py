@@ -37,6 +37,7 @@ class RollingRunner(ModelRunner):
 
     def __post_init__(self) -> None:
         assert isinstance(self.policy, StreamingLLM) and self.max_tail > 0
+        assert self.model.config.positions == "rope", "other positions cannot be turned"
         self.num_sinks, self.budget = self.policy.num_sink_tokens, self.policy.budget
         super().__post_init__()
         self.settled = [0] * self.num_rows  # what each row was last rolled to
@@ -108,8 +109,9 @@ class RollingRunner(ModelRunner):
             self.sinks[rows[new]] = self.cache.read_keys(slots[new])
         by = torch.tensor([max(0, s - self.budget) for _, s in rolled], device=self.device)
         original = self.sinks[rows]  # [B, layers, G, sinks, D]
+        interleaved = self.model.config.rope.interleaved
         flat = original.float().view(len(rolled), 1, -1, original.shape[-1])
-        turned = apply_rope(flat, self.model.rope[by].unsqueeze(1)).view_as(original)
+        turned = apply_rope(flat, self.model.rope[by].unsqueeze(1), interleaved).view_as(original)
         self.cache.write_keys(slots, turned.to(original.dtype))
 
     def _sink_blocks(self) -> int:

@@ -81,7 +81,7 @@ class ModelRunner:
         shape = CacheShape(
             num_layers=len(self.model.layers),
             num_kv_heads=last - first,
-            head_dim=config.head_dim,
+            head_dim=config.cached_head_dim,
             block_size=block_size,
             num_blocks=num_blocks,
         )

@@ -29,7 +29,8 @@ from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import to_hf_config
-from magicdec.model.transformer import Transformer, weight_map
+from magicdec.model.transformer import Transformer
+from magicdec.model.weight_map import weight_map
 from magicdec.names import DRAFTERS, KV_POLICIES
 from magicdec.request import Request
 from magicdec.rolling_runner import RollingRunner

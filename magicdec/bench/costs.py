@@ -52,7 +52,7 @@ class Deployment:
         """Of the rank with most heads, which the others wait for."""
         c, shard = self.config, slowest_shard(self.config, self.tp)
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
-        sums = ((2 * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
+        sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
         return ForwardCost(
             weight_bytes(c, shard, self.dtype_bytes),
             B * (S + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
@@ -99,24 +99,26 @@ def _widths(config: ModelConfig, shard: Shard) -> tuple[int, int, int, int]:
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
     """Entries of all matrices that a forward multiplies with: of every layer, and the head."""
     q, kv, ffn, head = _widths(config, shard)
-    layer = config.hidden_size * (q + 2 * kv + q + 3 * ffn)
+    mlp = (3 if config.gated_mlp else 2) * ffn
+    layer = config.hidden_size * (q + 2 * kv + q + mlp)
     return config.num_layers * layer + head * config.hidden_size
 
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
     """Of this rank's weights that one forward reads; of the embedding a few rows (0)."""
-    q, kv, ffn, _ = _widths(config, shard)
-    hidden = config.hidden_size
+    q, kv, ffn, head = _widths(config, shard)
+    hidden, up = config.hidden_size, (2 if config.gated_mlp else 1) * ffn
     biases = (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
-    biases += (2 * ffn + hidden) * config.mlp_bias
-    norms = 2 * hidden  # of a layer; one more at the end
-    vectors = config.num_layers * (biases + norms) + hidden
+    biases += (up + hidden) * config.mlp_bias
+    norms = config.norm_parameters + config.embedding_norm_parameters
+    vectors = config.num_layers * biases + norms + head * config.head_bias
     return (linear_parameters(config, shard) + vectors) * dtype_bytes
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
     """K and V of one cached token in all layers."""
-    return 2 * config.num_layers * _widths(config, shard)[1] * dtype_bytes
+    first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
+    return 2 * config.num_layers * (last - first) * config.cached_head_dim * dtype_bytes
 
 
 def linear_flops_per_token(config: ModelConfig, shard: Shard) -> int:
@@ -126,7 +128,8 @@ def linear_flops_per_token(config: ModelConfig, shard: Shard) -> int:
 def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
     """Of one row: both products, over what each of the T causal queries sees."""
     seen = T * S + T * (T + 1) // 2
-    return 4 * config.num_layers * _widths(config, shard)[0] * seen
+    first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
+    return 4 * config.num_layers * (last - first) * config.cached_head_dim * seen
 
 
 def survival(acceptance: Acceptance, position: int) -> float:

@@ -17,6 +17,7 @@ def check_draft(config: RunConfig, target: ModelSource, draft: ModelSource) -> N
     draft_flag = flag_of(config.draft, "model")
     named = f"{draft_flag} {draft.name}"
     check_vocabularies(named, draft, f"{flag_of(config.model, 'model')} {target.name}", target)
+    check_rolling(config, named, draft)
     check_reach(config, named, draft)
     check_shards(config, named, draft)
 
@@ -45,21 +46,30 @@ def check_vocabularies(
         )
 
 
+def check_rolling(config: RunConfig, named: str, draft: ModelSource) -> None:
+    """Under StreamingLLM a draft's positions are those within its cache (`rolling_runner`)."""
+    positions = draft.config.positions
+    if config.kv.policy == "streaming_llm" and positions != "rope":
+        what = {"learned": "learned positions", "alibi": "ALiBi"}[positions]
+        raise ValueError(
+            f"--kv_policy streaming_llm moves a draft's cached keys by rotation, but {named} has "
+            f"{what}; choose from full, snapkv"
+        )
+
+
 def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
     """The draft must have learnt the distances that it will see: those of the whole text, or under
     a rolling cache those of the budget and what stands after it."""
     model, w, kv = draft.config, config.workload, config.kv
-    reach = min(
-        model.max_position_embeddings, model.sliding_window or model.max_position_embeddings
-    )
+    reach = min(model.max_length, model.sliding_window or model.max_length)
     length = w.prefix_len + w.num_new_tokens
     if length <= reach:
         return
     if kv.policy != "streaming_llm":
+        rolls = "; --kv_policy streaming_llm would serve" if model.positions == "rope" else ""
         raise ValueError(
             f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
-            f"the {reach} positions of the draft {named} under --kv_policy {kv.policy}; "
-            "--kv_policy streaming_llm would serve"
+            f"the {reach} positions of the draft {named} under --kv_policy {kv.policy}{rolls}"
         )
     tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.most_draft_tokens)
     if kv.budget + tail > reach:

@@ -194,14 +194,15 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource]:
     """Resolve the config and check the grid against the model. Raises ValueError as `parse`
     does."""
     from magicdec.bench.environment import probe_machine
-    from magicdec.bench.prepare import check_length
+    from magicdec.bench.prepare import check_length, check_scores
     from magicdec.model.checkpoint import find_model
 
     source = find_model("--model", asked.config.model.model)
     model = source.config
-    config = asked.config.resolve(probe_machine(launch), model.head_dim)
+    config = asked.config.resolve(probe_machine(launch), model.cached_head_dim)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)
+    check_scores(config.attention.backend, config.model.dtype, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     return replace(asked, config=config), source

@@ -20,7 +20,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import ModelSource, find_model
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.model.transformer import weight_map
+from magicdec.model.weight_map import weight_map
 from magicdec.options import flag_of
 
 
@@ -83,12 +83,15 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         draft = find_model(flag_of(config.draft, "model"), config.draft.model)
     config = config.resolve(
         probe_machine(launch),
-        source.config.head_dim,
-        source.config.head_dim if draft is None else draft.config.head_dim,
+        source.config.cached_head_dim,
+        (source if draft is None else draft).config.cached_head_dim,
     )
     check_fits(config, source, launch.world_size)
     if draft is not None:
         check_draft(config, source, draft)
+        assert config.draft is not None, "a draft was found for it"
+        draft_flag = flag_of(config.draft, "model")
+        check_scores(config.draft.backend, config.model.dtype, draft_flag, draft)
     # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
     # large.
     described = find_model("--model", "demo") if source.tokenizer_directory is None else source
@@ -131,15 +134,28 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
+    check_scores(config.attention.backend, config.model.dtype, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
+
+
+def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
+    """Refuse ALiBi where scores are rounded to bfloat16: they grow with the position, and the
+    difference between neighbours would be lost."""
+    if source.config.positions == "alibi" and (backend, dtype) == ("grouped", "bfloat16"):
+        raise ValueError(
+            f"--attention grouped rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
+            f"{source.name}; choose native, sdpa, or --dtype float32"
+        )
 
 
 def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
     """Refuse `asked`, which makes texts of `length` tokens, if the model reaches less far."""
     model = source.config
-    if length > model.max_position_embeddings:
+    if length > model.max_length:
+        dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"
+        why = "; dynamic rope scaling past them would turn cached keys anew" if dynamic else ""
         raise ValueError(
-            f"{asked} exceeds the {model.max_position_embeddings} positions of {flag} {source.name}"
+            f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
         )
     if model.sliding_window is not None and length > model.sliding_window:
         raise ValueError(

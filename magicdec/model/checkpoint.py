@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
+from magicdec.model.family import find_family
 from magicdec.model.hf_config import load_model_config
 from magicdec.model.named import DEMO_DIRECTORIES, RANDOM_PREFIX, WEIGHT_SUFFIXES, demo_directory
 from magicdec.model.presets import PRESETS
 from magicdec.model.random_weights import TILE_ROWS, RandomWeights
-from magicdec.model.transformer import Piece, Transformer, weight_map
+from magicdec.model.transformer import Transformer
 from magicdec.model.weight_files import open_weights
+from magicdec.model.weight_map import Piece, weight_map
 
 CHOICES = (
     "demo, demo-draft, random:<preset>, a Hugging Face directory, "
@@ -51,6 +53,27 @@ class WeightSource(Protocol):
     def where(self, name: str) -> Path | None:
         """The file that holds or should hold `name`, for messages; None where there is no file."""
         ...
+
+
+@dataclass(frozen=True)
+class BodyWeights:
+    """A checkpoint of a model without its head: its names lack what the whole model's have in
+    front."""
+
+    source: WeightSource
+    body: str
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.body + name: shape for name, shape in self.source.shapes().items()}
+
+    def dtypes(self) -> dict[str, str]:
+        return {self.body + name: dtype for name, dtype in self.source.dtypes().items()}
+
+    def read(self, piece: Piece) -> Tensor:
+        return self.source.read(replace(piece, name=piece.name.removeprefix(self.body)))
+
+    def where(self, name: str) -> Path | None:
+        return self.source.where(name.removeprefix(self.body))
 
 
 @dataclass(frozen=True)
@@ -187,8 +210,7 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
 
 def _parts(piece: Piece) -> Iterator[Piece]:
     """Cut at multiples of the random weights' tile height, so that no tile is made twice."""
-    width = 1 if len(piece.full_shape) == 1 else piece.full_shape[1]
-    step = max(READ_ELEMENTS // width // TILE_ROWS, 1) * TILE_ROWS
+    step = max(READ_ELEMENTS // piece.width // TILE_ROWS, 1) * TILE_ROWS
     first, end = piece.rows
     while first < end:
         last = min((first // step + 1) * step, end)
@@ -197,9 +219,9 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store rotary frequencies, and some repeat a tied head."""
+    """Old checkpoints store rotary frequencies or masks, and some repeat a tied head."""
     is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
-    return is_tied_head or name.endswith(".rotary_emb.inv_freq")
+    return is_tied_head or name.endswith(find_family(config.architecture).buffers)
 
 
 def _random_model(flag: str, name: str) -> ModelSource:
@@ -229,4 +251,7 @@ def _stored_model(directory: Path, weights: Path) -> ModelSource:
         config = load_model_config(directory)
     except (ArithmeticError, AttributeError, RecursionError) as error:
         raise ValueError(f"{directory / 'config.json'}: not a model's config ({error})") from None
-    return ModelSource(config.name, config, open_weights(weights), directory, is_random=False)
+    body, stored = find_family(config.architecture).body, open_weights(weights)
+    is_bare = body and not any(name.startswith(body) for name in stored.shapes())
+    source = BodyWeights(stored, body) if is_bare else stored
+    return ModelSource(config.name, config, source, directory, is_random=False)

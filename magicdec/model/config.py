@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+NORMS = ("rms", "layer")
+POSITIONS = ("rope", "learned", "alibi")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+RESIDUALS = ("sequential", "parallel", "parallel_shared_norm")
+ALIBI_DIMS = 2  # a cached key's position, in two digits
+KERNEL_DIMS = 16  # head sizes that the CPU kernel serves are multiples of it
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding: base and frequency scaling (RoFormer; Llama-3.1 model card for
-    `llama3`)."""
+    `llama3`; Peng et al. 2023 for `yarn`).
+
+    `rotary_dim` of each head's dimensions are rotated (None: all), in pairs half a head apart or,
+    `interleaved`, in neighbouring ones. `dynamic` is the plain table as far as the model was
+    trained, and reaches no further. `attention_factor` multiplies q and k after the rotation."""
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -22,6 +32,12 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    rotary_dim: int | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -33,8 +49,14 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-family decoder. Sizes are of the whole model; a rank's share is
-    `distributed.tensor_parallel.Shard`."""
+    """A decoder; the defaults are Llama's. Sizes are of the whole model; a rank's share is
+    `distributed.tensor_parallel.Shard`.
+
+    `norm`: rms, or layer with a bias. `positions`: rope, a table of learned ones added to the
+    embedding, or ALiBi (Press et al. 2022). `residual`: the MLP follows attention, or both read the
+    block's input, each through a norm of its own (parallel) or one through a shared one. A gated
+    MLP multiplies two products, a plain one has one. `qk_norm`: an RMS norm on every head of q and
+    k."""
 
     name: str
     vocab_size: int
@@ -45,7 +67,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
+    norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
     qkv_bias: bool = False
     output_bias: bool = False
@@ -56,39 +78,82 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     architecture: str = "LlamaForCausalLM"
     dtype: str = "bfloat16"
+    norm: str = "rms"
+    positions: str = "rope"
+    activation: str = "silu"
+    gated_mlp: bool = True
+    residual: str = "sequential"
+    qk_norm: bool = False
+    embedding_norm: bool = False
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
+        assert self.norm in NORMS and self.positions in POSITIONS
+        assert self.activation in ACTIVATIONS and self.residual in RESIDUALS
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model {self.name}: num_attention_heads {self.num_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"model {self.name}: head_dim {self.head_dim} is odd; rotary needs it even"
-            )
+        rotated = self.head_dim if self.rope.rotary_dim is None else self.rope.rotary_dim
+        if self.positions == "rope" and (rotated % 2 or rotated > self.head_dim):
+            what = "head_dim" if self.rope.rotary_dim is None else "rotary_dim"
+            why = "odd; rotary needs it even" if rotated % 2 else f"over head_dim {self.head_dim}"
+            raise ValueError(f"model {self.name}: {what} {rotated} is {why}")
 
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def cached_head_dim(self) -> int:
+        """Size of a head as attention and its cache see it: with ALiBi a key carries its position
+        in further dimensions, rounded up to what the CPU kernel serves."""
+        if self.positions != "alibi":
+            return self.head_dim
+        return -(-(self.head_dim + ALIBI_DIMS) // KERNEL_DIMS) * KERNEL_DIMS
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a text may have: YaRN reaches `factor` times as far as it was trained."""
+        if self.rope.rope_type != "yarn":
+            return self.max_position_embeddings
+        stretched = int(self.rope.factor * self.rope.original_max_position_embeddings)
+        return max(self.max_position_embeddings, stretched)
+
+    @property
+    def num_reduces(self) -> int:
+        """Sums over ranks in a layer: a parallel block's two outputs are summed together."""
+        return 2 if self.residual == "sequential" else 1
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of all norms but the embedding's, each rank's."""
+        each = self.hidden_size * (2 if self.norm == "layer" else 1)
+        of_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
+        return self.num_layers * (of_layer + 2 * self.head_dim * self.qk_norm) + each
+
+    @property
+    def embedding_norm_parameters(self) -> int:
+        return self.embedding_norm * self.hidden_size * (2 if self.norm == "layer" else 1)
+
     def num_parameters(self) -> int:
         """Stored parameters; a tied head is counted once."""
-        head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return (
-            self.vocab_size * self.hidden_size
-            + head
-            + self.num_layers * self._layer_parameters()
-            + self.hidden_size
-        )
+        hidden = self.hidden_size
+        head = 0 if self.tie_word_embeddings else self.vocab_size * (hidden + self.head_bias)
+        table = self.max_position_embeddings * hidden if self.positions == "learned" else 0
+        embedding = self.vocab_size * hidden + table + self.embedding_norm_parameters
+        return embedding + head + self.num_layers * self._layer_parameters() + self.norm_parameters
 
     def _layer_parameters(self) -> int:
+        """Matrices and their biases."""
         h, q, kv, f = (
             self.hidden_size,
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
             self.intermediate_size,
         )
-        biases = (q + 2 * kv) * self.qkv_bias + h * self.output_bias + (2 * f + h) * self.mlp_bias
-        return h * (q + 2 * kv) + q * h + 3 * h * f + 2 * h + biases
+        up = 2 * f if self.gated_mlp else f
+        biases = (q + 2 * kv) * self.qkv_bias + h * self.output_bias + (up + h) * self.mlp_bias
+        return h * (q + 2 * kv) + q * h + h * (up + f) + biases

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.transformer import Piece
 from magicdec.model.weight_files import PthWeights
+from magicdec.model.weight_map import Piece
 
 TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

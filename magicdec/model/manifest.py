@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.model.transformer import Piece
 from magicdec.model.weight_files import open_weights
+from magicdec.model.weight_map import Piece
 
 VERSION = 1
 READ_ELEMENTS = 1 << 22  # held at a time while a tensor is read

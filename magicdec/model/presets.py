@@ -1,6 +1,7 @@
 """Published model shapes as data, for `random:<preset>` benchmarks and for cost models.
 
-Owns the numbers of each published `config.json`; imports no torch. `checked` says that the text of
+Owns the numbers of each published `config.json` (of families other than these: `published`);
+imports no torch. `checked` says that the text of
 that very file was read (its page on the hub, or a verbatim copy in a public repository). The others
 agree with at least two files re-saved from the same base model, which is weaker evidence.
 """
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.hf_config import parse_hf_config
+from magicdec.model.published import PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ LLAMA_2: dict[str, Any] = {
     "dtype": "float16",
 }
 LLAMA_2_LINEAR_8 = LLAMA_2 | {"rope": RopeConfig(rope_type="linear", factor=8.0)}
-LLAMA_68M = LLAMA_2 | {"bos_token_id": 0, "rms_norm_eps": 1e-6, "dtype": "float32"}
+LLAMA_68M = LLAMA_2 | {"bos_token_id": 0, "norm_eps": 1e-6, "dtype": "float32"}
 TINYLLAMA = LLAMA_2 | {"dtype": "bfloat16"}
 LLAMA_3: dict[str, Any] = {
     "vocab_size": 128256,
@@ -56,7 +59,7 @@ QWEN_2_5: dict[str, Any] = {
 YI_1_5: dict[str, Any] = {
     "vocab_size": 64000,
     "rope": RopeConfig(5000000.0),
-    "rms_norm_eps": 1e-6,
+    "norm_eps": 1e-6,
     "bos_token_id": 1,
     "eos_token_ids": (2,),
 }
@@ -120,7 +123,7 @@ _ROWS: tuple[tuple[str, str, int, bool, dict[str, Any], Sizes], ...] = (
     ("tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1_100_048_384, True,
      TINYLLAMA, (22, 2048, 5632, 32, 4, 2048)),
     ("qwen2.5-7b", "Qwen/Qwen2.5-7B", 7_615_616_512, True,
-     QWEN_2_5 | {"rms_norm_eps": 1e-6}, (28, 3584, 18944, 28, 4, 131072)),
+     QWEN_2_5 | {"norm_eps": 1e-6}, (28, 3584, 18944, 28, 4, 131072)),
     ("qwen2.5-14b", "Qwen/Qwen2.5-14B", 14_770_033_664, True,
      QWEN_2_5, (48, 5120, 13824, 40, 8, 131072)),
     ("qwen2.5-32b", "Qwen/Qwen2.5-32B", 32_763_876_352, True,
@@ -137,3 +140,5 @@ _ROWS: tuple[tuple[str, str, int, bool, dict[str, Any], Sizes], ...] = (
 # fmt: on
 
 PRESETS: dict[str, Preset] = {row[0]: _preset(*row) for row in _ROWS}
+for _name, _repo_id, _count, _checked, _raw in PUBLISHED:
+    PRESETS[_name] = Preset(parse_hf_config(_raw, _name), _repo_id, _count, _checked)

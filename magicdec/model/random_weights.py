@@ -8,14 +8,16 @@ ranks or devices. Values repeat exactly on one kind of CPU; another may differ i
 from __future__ import annotations
 
 import hashlib
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from magicdec.model.transformer import Piece
+from magicdec.model.weight_map import Piece
 
 STANDARD_DEVIATION = 0.02
+NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
 # Tiles, not rows: a rank that holds some columns of a matrix makes only the tiles these cross.
 TILE_ROWS, TILE_COLUMNS = 256, 1024
 
@@ -43,12 +45,15 @@ class RandomWeights:
     def read(self, piece: Piece) -> Tensor:
         """The slice `piece`, float32; the same values whichever slice is asked for."""
         count = piece.rows[1] - piece.rows[0]
-        if piece.name.endswith("norm.weight"):
+        if NORM.search(piece.name):
             return torch.ones(count)
         if len(piece.full_shape) == 1:  # a vector is a matrix of one row
             return self._read(piece.name, (1, *piece.full_shape), (0, 1), piece.rows)[0]
         height, width = piece.full_shape
-        return self._read(piece.name, (height, width), piece.rows, piece.columns or (0, width))
+        columns = piece.columns or (0, piece.width)
+        if piece.transposed:
+            return self._read(piece.name, (height, width), columns, piece.rows).T
+        return self._read(piece.name, (height, width), piece.rows, columns)
 
     def _read(
         self, name: str, shape: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]

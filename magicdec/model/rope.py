@@ -1,8 +1,13 @@
-"""Rotary position embedding, half-split (Hugging Face) convention: tables in float32, applied in
-the input's dtype.
+"""Rotary position embedding, in pairs half a head apart (Hugging Face) or neighbouring (GPT-J):
+tables in float32, applied in the input's dtype.
 
 Owns the frequency formulas (plain; linear: Chen et al. 2023, position interpolation; llama3:
-Llama-3.1 release).
+Llama-3.1 release; yarn: Peng et al. 2023, section 3.2). `dynamic` changes the frequencies with the
+length past the trained one, which keys rotated before cannot follow: it is the plain table, and
+texts past it are refused before a run (`bench.prepare`). The temperature that goes with YaRN is no
+rotation: `positions` applies it.
+
+R is the number of rotated dimensions: the head size D, or less.
 """
 
 from __future__ import annotations
@@ -16,13 +21,16 @@ from magicdec.model.config import RopeConfig
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Angular frequency of each of the head_dim / 2 pairs, float32 [D/2], in radians per token."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """Angular frequency of each of the pairs, float32 [R/2], in radians per token."""
+    size = config.rotary_dim or head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     frequencies = 1.0 / (config.theta**exponents)
     if config.rope_type == "linear":
         return frequencies / config.factor
     if config.rope_type == "llama3":
         return _llama3_frequencies(frequencies, config)
+    if config.rope_type == "yarn":
+        return _yarn_frequencies(frequencies, config)
     return frequencies
 
 
@@ -37,15 +45,41 @@ def _llama3_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
     return (1 - blend) * frequencies / config.factor + blend * frequencies
 
 
+def _yarn_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
+    """Keep pairs that turn more than `beta_fast` times within the trained length, divide by
+    `factor` those that turn less than `beta_slow` times, blend by the pair's index between."""
+    size = 2 * len(frequencies)
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = config.original_max_position_embeddings / times / (2 * math.pi)
+        return size * math.log(wavelength) / (2 * math.log(config.theta))
+
+    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 if low == high else 0.0
+    blend = ((torch.arange(len(frequencies)).float() - low) / (high - low)).clamp(0.0, 1.0)
+    return blend * frequencies / config.factor + (1 - blend) * frequencies
+
+
 def rope_table(config: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
-    """cos and sin of every position, float32 [max_positions, 2, D/2]."""
+    """cos and sin of every position, float32 [max_positions, 2, R/2]."""
     angles = torch.outer(torch.arange(max_positions).float(), rope_frequencies(config, head_dim))
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [B, T, H, D] by table [B, T, 2, D/2] (the rows of `rope_table` at each token's
-    position)."""
-    cos, sin = table.to(x.dtype).unsqueeze(3).unbind(2)  # [B, T, 1, D/2] each
+def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first R dimensions of x [B, T, H, D] by table [B, T, 2, R/2] (the rows of
+    `rope_table` at each token's position)."""
+    cos, sin = table.to(x.dtype).unsqueeze(3).unbind(2)  # [B, T, 1, R/2] each
+    size = 2 * cos.shape[-1]
+    if size < x.shape[-1]:
+        rotated = apply_rope(x[..., :size], table, interleaved)
+        return torch.cat([rotated, x[..., size:]], dim=-1)
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return turned.flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

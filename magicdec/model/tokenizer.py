@@ -79,8 +79,11 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         # The "fast" call skips character offsets: half the time or less on a whole book.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        try:
+            encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # all the library raises: text that no piece stands for
+            raise ValueError(f"{self._source}: the text cannot be encoded ({error})") from error
+        return list(encoded[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(_checked_ids(ids, self.vocab_size, self._source))

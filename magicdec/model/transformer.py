@@ -1,9 +1,9 @@
-"""The decoder: one Llama-family transformer over any contiguous range of layers and any
-tensor-parallel shard.
+"""The decoder: one transformer over any contiguous range of layers and any tensor-parallel shard,
+its blocks as the config describes them.
 
-Owns the arithmetic between token ids and logits, and the table that says where each weight comes
-from. It must not know of caches, policies or backends: attention is a callable, `attend(layer, q,
-k, v) -> output`, that the caller supplies.
+Owns the arithmetic between token ids and logits. It must not know of model families nor where
+weights come from (`weight_map`), of caches, policies or backends: attention is a callable,
+`attend(layer, q, k, v) -> output`, that the caller supplies.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size, V vocabulary
 rows on this rank.
@@ -11,8 +11,8 @@ rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,22 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import PackedLinear
-from magicdec.model.rope import apply_rope, rope_table
+from magicdec.model.norm import RMSNorm, make_norm
+from magicdec.model.positions import Place, alibi, alibi_slopes, leave, rotate
+from magicdec.model.rope import rope_table
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]; positions are already rotated into q
-and k."""
+"""(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]; positions are already in q and k,
+and D is the config's `cached_head_dim`."""
 
 Reduce = Callable[[Tensor], Tensor]
 """Sum a partial result over the ranks of the tensor-parallel group."""
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class PartialLinear(nn.Linear):
@@ -53,60 +61,78 @@ class Attention(nn.Module):
         self.output: nn.Linear | PackedLinear = PartialLinear(
             self.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias
         )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps) for _ in "qk")
 
     def forward(
-        self, x: Tensor, layer: int, rope: Tensor, attend: Attend, reduce: Reduce
+        self, x: Tensor, layer: int, place: Place, attend: Attend, reduce: Reduce
     ) -> Tensor:
+        return row_parallel(self.mix(x, layer, place, attend), self.output, reduce)
+
+    def mix(self, x: Tensor, layer: int, place: Place, attend: Attend) -> Tensor:
+        """What the output projection takes, [B, T, H * D]."""
         rows, num_tokens, _ = x.shape
         heads = self.qkv(x).view(rows, num_tokens, -1, self.head_dim)
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        rotated = apply_rope(
-            heads[:, :, : self.num_heads + self.num_kv_heads], rope
-        )  # q and k in one go
-        q, k = rotated.split([self.num_heads, self.num_kv_heads], dim=2)
-        out = attend(layer, q, k, v).reshape(rows, num_tokens, -1)
-        return row_parallel(out, self.output, reduce)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = leave(heads, self.num_heads, self.num_kv_heads)
+            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
+        out = attend(layer, *place(heads, self.num_heads, self.num_kv_heads))
+        # ALiBi's further dimensions of V are zeros.
+        return out[..., : self.head_dim].reshape(rows, num_tokens, -1)
 
 
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         first, last = shard.split(config.intermediate_size)
+        self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
+        width = (2 if self.is_gated else 1) * (last - first)  # without a gate: up alone
         self.gate_up: nn.Linear | PackedLinear = nn.Linear(
-            config.hidden_size, 2 * (last - first), bias=config.mlp_bias
+            config.hidden_size, width, bias=config.mlp_bias
         )
         self.down: nn.Linear | PackedLinear = PartialLinear(
             last - first, config.hidden_size, bias=config.mlp_bias
         )
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
+        return row_parallel(self.hidden(x), self.down, reduce)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What the down projection takes, [B, T, this rank's FFN units]."""
+        if not self.is_gated:
+            return self.activate(self.gate_up(x))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return row_parallel(F.silu(gate) * up, self.down, reduce)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.activate(gate) * up
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.is_parallel = config.residual != "sequential"
+        self.attention_norm = make_norm(config)
         self.attention = Attention(config, shard)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_norm: RMSNorm | nn.LayerNorm | None = None
+        if config.residual != "parallel_shared_norm":
+            self.mlp_norm = make_norm(config)
         self.mlp = MLP(config, shard)
 
     def forward(
-        self, x: Tensor, layer: int, rope: Tensor, attend: Attend, reduce: Reduce
+        self, x: Tensor, layer: int, place: Place, attend: Attend, reduce: Reduce
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), layer, rope, attend, reduce)
-        return x + self.mlp(self.mlp_norm(x), reduce)
+        normed = self.attention_norm(x)
+        if not self.is_parallel:
+            x = x + self.attention(normed, layer, place, attend, reduce)
+            assert self.mlp_norm is not None, "the MLP of a sequential block has a norm"
+            return x + self.mlp(self.mlp_norm(x), reduce)
+        attention, mlp = self.attention, self.mlp
+        hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))
+        mixed = attention.mix(normed, layer, place, attend)
+        total = reduce(attention.output(mixed) + mlp.down(hidden))  # both in one sum over ranks
+        for bias in (attention.output.bias, mlp.down.bias):
+            total = total if bias is None else total + bias
+        return x + total
 
 
 class Transformer(nn.Module):
@@ -114,6 +140,7 @@ class Transformer(nn.Module):
     they end it."""
 
     rope: Tensor
+    slopes: Tensor
 
     def __init__(
         self, config: ModelConfig, shard: Shard = Shard(), layers: range | None = None
@@ -128,22 +155,36 @@ class Transformer(nn.Module):
         self.is_last = self.layers.stop == config.num_layers
         if self.is_first or (self.is_last and config.tie_word_embeddings):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = self.embedding_norm = None
+        if self.is_first and config.positions == "learned":
+            self.position_embedding = nn.Embedding(
+                config.max_position_embeddings, config.hidden_size
+            )
+        if self.is_first and config.embedding_norm:
+            self.embedding_norm = make_norm(config)
         self.blocks = nn.ModuleList(Block(config, shard) for _ in self.layers)
         self.head_rows = shard.split(config.vocab_size)
         if self.is_last:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.norm = make_norm(config)
             if not config.tie_word_embeddings:
                 self.head: nn.Linear | PackedLinear | None = nn.Linear(
-                    config.hidden_size, self.head_rows[1] - self.head_rows[0], bias=False
+                    config.hidden_size,
+                    self.head_rows[1] - self.head_rows[0],
+                    bias=config.head_bias,
                 )
             else:
                 self.head = None
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
         """Have the rotary table reach positions 0 .. max_positions - 1 at least."""
-        if hasattr(self, "rope") and len(self.rope) >= max_positions:
+        config = self.config
+        if config.positions == "alibi":
+            first, last = self.shard.heads(config.num_heads, config.num_kv_heads)[0]
+            self.slopes = alibi_slopes(config)[first:last].to(device)
             return
-        self.rope = rope_table(self.config.rope, self.config.head_dim, max_positions).to(device)
+        reach = len(self.rope) if hasattr(self, "rope") else 0
+        if config.positions == "rope" and reach < max_positions:
+            self.rope = rope_table(config.rope, config.head_dim, max_positions).to(device)
 
     def forward(
         self, x: Tensor, positions: Tensor, attend: Attend, reduce: Reduce, last_only: bool = False
@@ -154,14 +195,29 @@ class Transformer(nn.Module):
         `last_only` evaluates the head on the last position alone: [B,1,V].
         """
         if self.is_first:
-            x = self.embedding(x)
-        rope = self.rope[positions]  # [B, T, 2, D/2]
+            x = self._embed(x, positions)
+        place = self._place(positions)
         for layer, block in zip(self.layers, self.blocks, strict=True):
-            x = block(x, layer, rope, attend, reduce)
+            x = block(x, layer, place, attend, reduce)
         if not self.is_last:
             return x
         x = self.norm(x[:, -1:] if last_only else x)
         return F.linear(x, self.tied_head) if self.head is None else self.head(x)
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.embedding(token_ids)
+        if self.position_embedding is not None:
+            # Drafts may stand past the end of the longest text; what is made of them is not kept.
+            last = self.config.max_position_embeddings - 1
+            x = x + self.position_embedding(positions.clamp(max=last))
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _place(self, positions: Tensor) -> Place:
+        if self.config.positions == "rope":
+            return rotate(self.rope[positions], self.config.rope)  # rows [B, T, 2, R/2]
+        if self.config.positions == "alibi":
+            return alibi(positions, self.slopes, self.config.cached_head_dim)
+        return leave
 
     @property
     def tied_head(self) -> Tensor:
@@ -177,99 +233,12 @@ class Transformer(nn.Module):
                     adds_bias = not isinstance(linear, PartialLinear)
                     setattr(module, name, PackedLinear(linear.weight, linear.bias, adds_bias))
         if self.is_last:
-            head = self.head.weight if isinstance(self.head, nn.Linear) else self.tied_head
-            self.head = PackedLinear(head)
+            untied = self.head if isinstance(self.head, nn.Linear) else None
+            weight = self.tied_head if untied is None else untied.weight
+            self.head = PackedLinear(weight, None if untied is None else untied.bias)
 
 
 def row_parallel(x: Tensor, linear: nn.Linear | PackedLinear, reduce: Reduce) -> Tensor:
     """A `PartialLinear`, packed or not, the sum over ranks, and the bias."""
     partial: Tensor = reduce(linear(x))
     return partial if linear.bias is None else partial + linear.bias
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows and columns of one checkpoint tensor; `columns` is None for a vector and for all
-    columns."""
-
-    name: str
-    rows: tuple[int, int]
-    columns: tuple[int, int] | None
-    full_shape: tuple[int, ...]
-
-
-def weight_map(config: ModelConfig, shard: Shard, layers: range) -> dict[str, list[Piece]]:
-    """For each parameter of `Transformer(config, shard, layers)`: the checkpoint pieces that,
-    stacked by rows, make it."""
-    c = config
-    q_rows, kv_rows = (_scale(r, c.head_dim) for r in shard.heads(c.num_heads, c.num_kv_heads))
-    ffn, head, all_hidden = (
-        shard.split(c.intermediate_size),
-        shard.split(c.vocab_size),
-        (0, c.hidden_size),
-    )
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    table: dict[str, list[Piece]] = {}
-
-    def add(parameter: str, parts: Iterable[tuple[str, tuple[int, int], int]], bias: bool) -> None:
-        """Column-parallel: each part is (checkpoint name, rows kept, rows in all)."""
-        parts = list(parts)
-        table[f"{parameter}.weight"] = [
-            Piece(f"{n}.weight", r, None, (full, c.hidden_size)) for n, r, full in parts
-        ]
-        if bias:
-            table[f"{parameter}.bias"] = [
-                Piece(f"{n}.bias", r, None, (full,)) for n, r, full in parts
-            ]
-
-    def add_row_parallel(
-        parameter: str, name: str, columns: tuple[int, int], full: int, bias: bool
-    ) -> None:
-        table[f"{parameter}.weight"] = [
-            Piece(f"{name}.weight", all_hidden, columns, (c.hidden_size, full))
-        ]
-        if bias:
-            table[f"{parameter}.bias"] = [Piece(f"{name}.bias", all_hidden, None, (c.hidden_size,))]
-
-    def add_norm(parameter: str, name: str) -> None:
-        table[parameter] = [Piece(name, all_hidden, None, (c.hidden_size,))]
-
-    is_last = layers.stop == c.num_layers
-    if layers.start == 0 or (is_last and c.tie_word_embeddings):
-        name = "model.embed_tokens.weight"
-        table["embedding.weight"] = [
-            Piece(name, (0, c.vocab_size), None, (c.vocab_size, c.hidden_size))
-        ]
-    for index, layer in enumerate(layers):
-        ours, theirs = f"blocks.{index}", f"model.layers.{layer}"
-        qkv = [
-            ("q_proj", q_rows, q_size),
-            ("k_proj", kv_rows, kv_size),
-            ("v_proj", kv_rows, kv_size),
-        ]
-        add_norm(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight")
-        add(
-            f"{ours}.attention.qkv",
-            [(f"{theirs}.self_attn.{n}", r, s) for n, r, s in qkv],
-            c.qkv_bias,
-        )
-        add_row_parallel(
-            f"{ours}.attention.output", f"{theirs}.self_attn.o_proj", q_rows, q_size, c.output_bias
-        )
-        add_norm(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
-        gate_up = [
-            (f"{theirs}.mlp.{n}", ffn, c.intermediate_size) for n in ("gate_proj", "up_proj")
-        ]
-        add(f"{ours}.mlp.gate_up", gate_up, c.mlp_bias)
-        add_row_parallel(
-            f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", ffn, c.intermediate_size, c.mlp_bias
-        )
-    if is_last:
-        add_norm("norm.weight", "model.norm.weight")
-        if not c.tie_word_embeddings:
-            add("head", [("lm_head", head, c.vocab_size)], bias=False)
-    return table
-
-
-def _scale(span: tuple[int, int], by: int) -> tuple[int, int]:
-    return span[0] * by, span[1] * by

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from magicdec.model.transformer import Piece
+from magicdec.model.weight_map import Piece
 
 # In the order in which a directory is searched: what was published before what was converted.
 WEIGHT_FILES = (
@@ -145,8 +145,8 @@ def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
 
 def _cut(tensor: Any, piece: Piece) -> Tensor:
     """Works on tensors and on safetensors' lazy slices alike."""
-    rows = slice(*piece.rows)
-    return tensor[rows] if piece.columns is None else tensor[rows, slice(*piece.columns)]
+    cut: Tensor = tensor[piece.stored]
+    return cut.T if piece.transposed else cut
 
 
 def _open(path: Path) -> Any:

@@ -39,6 +39,17 @@ SHAPES = {
         rope=RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 32),
     ),
 }
+SHAPES |= {
+    "learned positions": replace(TINY, norm="layer", positions="learned", gated_mlp=False),
+    "ALiBi": replace(TINY, num_kv_heads=6, positions="alibi", embedding_norm=True),
+    "parallel, interleaved rope": replace(
+        TINY,
+        residual="parallel_shared_norm",
+        activation="gelu_tanh",
+        rope=RopeConfig(rotary_dim=8, interleaved=True),
+        head_bias=True,
+    ),
+}
 KV_SECTIONS = [
     KVSection("full"),
     KVSection("streaming_llm", 17, 16),

@@ -15,7 +15,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import expected_shapes, find_model, load_transformer
 from magicdec.model.config import ModelConfig
 from magicdec.model.hf_config import to_hf_config
-from magicdec.model.transformer import Piece, weight_map
+from magicdec.model.weight_map import Piece, weight_map
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(

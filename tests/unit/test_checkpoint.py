@@ -30,8 +30,8 @@ from magicdec.model import checkpoint, named
 from magicdec.model.checkpoint import WeightSource, find_model, load_transformer
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.random_weights import TILE_ROWS
-from magicdec.model.transformer import Piece
 from magicdec.model.weight_files import PthWeights
+from magicdec.model.weight_map import Piece
 
 
 @pytest.mark.parametrize("writer", [write, write_sharded, write_bin, write_sharded_bin, write_pth])

@@ -35,8 +35,8 @@ def test_unknown_names(tmp_path: Path) -> None:
 
 def test_directories_without_what_it_takes(tmp_path: Path) -> None:
     refuse(tmp_path, str(tmp_path / "config.json"), "does not exist")
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    refuse(tmp_path, "config.json", "'GPT2LMHeadModel' is not supported")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["T5Model"]}))
+    refuse(tmp_path, "config.json", "'T5Model' is not supported")
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(CONFIG)))
     refuse(tmp_path, "holds no weights; expected one of model.safetensors, ")
 

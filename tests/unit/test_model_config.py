@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ from typing import Any
 import pytest
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.hf_config import load_model_config, parse_hf_config, to_hf_config
+from magicdec.model.hf_config import (
+    MODEL_TYPES,
+    load_model_config,
+    parse_hf_config,
+    to_hf_config,
+)
 from magicdec.model.presets import PRESETS
 
 SIZES: dict[str, Any] = {
@@ -25,6 +31,13 @@ SIZES: dict[str, Any] = {
 LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
 MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"]}
 QWEN = SIZES | {"architectures": ["Qwen2ForCausalLM"]}
+GPT2 = {
+    **{"architectures": ["GPT2LMHeadModel"], "vocab_size": 96, "n_embd": 32},
+    **{"n_layer": 3, "n_head": 4, "n_positions": 128},
+}
+GPTJ = GPT2 | {"architectures": ["GPTJForCausalLM"]}
+FALCON = SIZES | {"architectures": ["FalconForCausalLM"]}
+BAICHUAN = SIZES | {"architectures": ["BaichuanForCausalLM"]}
 LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -57,6 +70,24 @@ def test_transformers_5_rope() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("scaling", "scale"),
+    [
+        ({"factor": 4.0}, 0.1 * math.log(4) + 1),
+        ({"factor": 0.5}, 1.0),
+        ({"factor": 4.0, "attention_factor": 1.5}, 1.5),
+        ({"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.0}, 0.1 * math.log(40) + 1),
+    ],
+)
+def test_yarn(scaling: dict[str, Any], scale: float) -> None:
+    config = parse(LLAMA | {"rope_scaling": {"type": "yarn"} | scaling})
+    assert config.rope.rope_type == "yarn"
+    assert config.rope.original_max_position_embeddings == 128
+    assert config.rope.attention_factor == pytest.approx(scale)
+    assert config.max_length == max(128, 128 * scaling["factor"])
+
+
 def test_both_generations_agree() -> None:
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3_ROPE}
     new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3_ROPE}
@@ -67,7 +98,7 @@ def test_defaults_of_missing_fields() -> None:
     raw = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
     config = parse(raw)
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
-    assert config.rms_norm_eps == 1e-6 and not config.tie_word_embeddings
+    assert config.norm_eps == 1e-6 and not config.tie_word_embeddings
     assert config.bos_token_id is None and config.eos_token_ids == ()
 
 
@@ -106,7 +137,10 @@ def test_sliding_window(raw: dict[str, Any], window: int | None) -> None:
     assert parse(raw).sliding_window == window
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+WRITTEN = [name for name in PRESETS if PRESETS[name].config.architecture in MODEL_TYPES]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_round_trip_of_presets(name: str) -> None:
     config = PRESETS[name].config
     written = json.loads(json.dumps(to_hf_config(config)))
@@ -116,12 +150,19 @@ def test_round_trip_of_presets(name: str) -> None:
 def test_round_trip_of_rare_fields() -> None:
     base = parse(LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "dtype": "x"})
     qwen = parse(QWEN | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0})
-    for config in (base, qwen, replace(base, tie_word_embeddings=True, eos_token_ids=(3, 4))):
+    yarn = RopeConfig(1e4, "yarn", 4.0, attention_factor=1.2, beta_fast=20.0, truncate=False)
+    stretched = replace(base, rope=yarn), replace(base, rope=RopeConfig(1e4, "dynamic", 2.0))
+    for config in (
+        *stretched,
+        base,
+        qwen,
+        replace(base, tie_word_embeddings=True, eos_token_ids=(3, 4)),
+    ):
         assert parse_hf_config(to_hf_config(config), "test") == config
 
 
 BAD = [
-    (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported"),
+    (LLAMA | {"architectures": ["T5Model"]}, "'T5Model' is not supported; choose from Llama"),
     ({k: v for k, v in LLAMA.items() if k != "architectures"}, "'unknown' is not supported"),
     ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "'vocab_size' is missing"),
     (LLAMA | {"hidden_size": "big"}, "hidden_size 'big'"),
@@ -131,7 +172,17 @@ BAD = [
     (LLAMA | {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
     (LLAMA | {"head_dim": 7}, "head_dim 7 is odd"),
     (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
+    (LLAMA | {"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
+    (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    (GPT2 | {"activation_function": "relu"}, "activation_function 'relu'"),
+    (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights False"),
+    (GPT2 | {"n_inner": "big"}, "n_inner 'big'"),
+    ({k: v for k, v in GPT2.items() if k != "n_embd"}, "'n_embd' is missing"),
+    (GPTJ | {"rotary_dim": 7}, "rotary_dim 7 is odd"),
+    (GPTJ | {"rotary_dim": 64}, "rotary_dim 64 is over head_dim 8"),
+    (FALCON | {"alibi": True}, "alibi True is not supported"),
+    (BAICHUAN | {"vocab_size": 125696}, "Baichuan 2"),
     (LLAMA | {"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
     (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor'"),
     (LLAMA | {"rope_scaling": 8}, "config.json"),

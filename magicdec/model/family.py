@@ -1,0 +1,74 @@
+"""Family: how the checkpoints of one kind of model say what `ModelConfig` says. Imports no torch.
+
+Owns the contract of `families/` and the look-up by architecture (`names.ARCHITECTURES`). A family
+knows field names and tensor names; it must not know how anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from magicdec.model.config import ModelConfig
+from magicdec.names import ARCHITECTURES, load_named
+
+PACKINGS = ("separate", "stacked", "grouped")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Checkpoint names, without ".weight" and ".bias". Those from `attention_norm` on follow
+    `layer`, which holds "{}" for the layer's number.
+
+    `packing`: q, k and v are three tensors (separate), one with all q rows, then k, then v
+    (stacked), or one with each KV head's q, k and v together (grouped). `transposed`: the layers'
+    matrices are stored [in, out]. The defaults are Llama's."""
+
+    embedding: str = "model.embed_tokens"
+    position_embedding: str = ""
+    embedding_norm: str = ""
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}."
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    packing: str = "separate"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.packing in PACKINGS and len(self.qkv) == (
+            3 if self.packing == "separate" else 1
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """`read` turns a config.json into the ModelConfig fields that are the family's own (all but
+    name, architecture, token ids and dtype) and raises ValueError for what is not implemented.
+
+    `body` is what a checkpoint of the model without its head leaves out of every name. `buffers`
+    end the names of tensors that old checkpoints hold and that are no parameters."""
+
+    read: Callable[[dict[str, Any]], dict[str, Any]]
+    names: Callable[[ModelConfig], Names] = lambda config: Names()
+    body: str = ""
+    buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+
+def find_family(architecture: str) -> Family:
+    """The family of an architecture, as `config.json` names it. Raises ValueError listing those
+    that are known."""
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; "
+            f"choose from {', '.join(ARCHITECTURES)}"
+        )
+    family: Family = load_named(ARCHITECTURES, architecture)
+    return family

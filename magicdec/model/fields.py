@@ -1,0 +1,91 @@
+"""Reading the fields of a `config.json`: sizes, activations, rotary tables. No torch.
+
+Owns the checks that every family shares, and the field names of transformers 4 and 5 both. Each
+raises ValueError naming the field, the value and what is allowed, or KeyError for a missing field.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from magicdec.model.config import RopeConfig
+
+Raw = dict[str, Any]
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def size(raw: Raw, *fields: str, default: int | None = None) -> int:
+    """A positive whole number: the first of `fields` that is there; with a default all may be
+    missing or null."""
+    field = next((name for name in fields if raw.get(name) is not None), fields[0])
+    value = raw[field] if default is None else raw.get(field)
+    value = default if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field} {value!r} is not a positive whole number")
+    return value
+
+
+def only(raw: Raw, field: str, supported: Any) -> None:
+    """Refuse a field that is there and says anything but what is supported."""
+    value = raw.get(field)
+    if value is not None and value != supported:
+        raise ValueError(f"{field} {value!r} is not supported; choose from {supported}")
+
+
+def activation(raw: Raw, field: str, default: str) -> str:
+    """ModelConfig's name of a GELU."""
+    value = raw.get(field) or default
+    if value not in GELUS:
+        raise ValueError(f"{field} {value!r} is not supported; choose from {', '.join(GELUS)}")
+    return GELUS[value]
+
+
+def rope(raw: Raw) -> RopeConfig:
+    """Old configs have `rope_theta` + `rope_scaling`; transformers 5 has both in one table."""
+    table = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope_type = table.get("rope_type") or table.get("type") or "default"
+    theta = float(table.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if float(table.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported; choose from 1.0")
+    if rope_type in ("linear", "dynamic"):
+        return RopeConfig(theta, rope_type, factor=float(table["factor"]))
+    if rope_type == "llama3":
+        return RopeConfig(
+            theta,
+            rope_type,
+            factor=float(table["factor"]),
+            low_freq_factor=float(table["low_freq_factor"]),
+            high_freq_factor=float(table["high_freq_factor"]),
+            original_max_position_embeddings=size(table, "original_max_position_embeddings"),
+        )
+    return _yarn(raw, table, theta) if rope_type == "yarn" else RopeConfig(theta, rope_type)
+
+
+def _yarn(raw: Raw, table: Raw, theta: float) -> RopeConfig:
+    factor = float(table["factor"])
+    scale = table.get("attention_factor")
+    if scale is None:  # `mscale`: DeepSeek's way to say it
+        scale, below = _mscale(factor, 1.0), 1.0
+        if table.get("mscale") and table.get("mscale_all_dim"):
+            scale = _mscale(factor, float(table["mscale"]))
+            below = _mscale(factor, float(table["mscale_all_dim"]))
+        scale /= below
+    trained = size(raw, "max_position_embeddings")
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_max_position_embeddings=size(
+            table, "original_max_position_embeddings", default=trained
+        ),
+        attention_factor=float(scale),
+        beta_fast=float(table.get("beta_fast") or 32),
+        beta_slow=float(table.get("beta_slow") or 1),
+        truncate=bool(table.get("truncate", True)),
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """Growth of the attention's temperature with the stretch (YaRN, equation 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,103 @@
+"""nanoGPT checkpoints (`ckpt.pt`, `meta.pkl`) to a GPT-2 directory: config.json, safetensors and,
+for a character model, tokenizer.json.
+
+Owns nanoGPT's names and what they lack. nanoGPT is GPT-2 with matrices stored [out, in] and, as its
+`bias` says, perhaps no biases: those become zeros, which computes the same. No pickled code is run.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+COMPILED = "_orig_mod."  # what torch.compile puts before every name
+SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
+
+
+class _PlainData(pickle.Unpickler):
+    """Dicts, lists, strings and numbers; no class is looked up, so nothing can run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"holds a pickled {module}.{name}")
+
+
+def convert_nanogpt(checkpoint: Path, out: Path, activation: str = "gelu") -> bool:
+    """Write the directory `out`; whether it got a tokenizer (`meta.pkl` lies beside `checkpoint`).
+
+    `activation`: gelu, or gelu_new for checkpoints of before February 2023. Raises ValueError
+    naming the file for what is not such a checkpoint.
+    """
+    value = _load(checkpoint)
+    try:
+        sizes = {name: int(value["model_args"][name]) for name in SIZES}
+        stored = {name.removeprefix(COMPILED): t for name, t in value["model"].items()}
+        tensors = _tensors(stored, sizes["n_layer"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{checkpoint}: not a nanoGPT checkpoint (lacks {error})") from None
+    meta = checkpoint.with_name("meta.pkl")
+    tokenizer = _characters(meta, sizes["vocab_size"]) if meta.is_file() else None
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors")
+    dtype = str(tensors["transformer.wte.weight"].dtype).removeprefix("torch.")
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_positions": sizes.pop("block_size"),
+        **sizes,
+        "activation_function": activation,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": dtype,
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save(str(out / "tokenizer.json"))
+    return tokenizer is not None
+
+
+def _load(checkpoint: Path) -> Any:
+    try:
+        return torch.load(str(checkpoint), map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{checkpoint}: not a readable torch.save archive ({reason})") from None
+
+
+def _tensors(stored: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """GPT-2's tensors, with the missing biases as zeros; the head is the embedding."""
+    layers = [f"transformer.h.{i}." for i in range(num_layers)]
+    tensors = {n: stored[n].clone() for n in ("transformer.wte.weight", "transformer.wpe.weight")}
+    names = [layer + leaf for layer in layers for leaf in TRANSPOSED]
+    names += [f"{layer}{norm}.weight" for layer in layers for norm in ("ln_1", "ln_2")]
+    for name in (*names, "transformer.ln_f.weight"):
+        weight, bias = stored[name], name.removesuffix("weight") + "bias"
+        is_matrix = name.endswith(TRANSPOSED)
+        tensors[name] = weight.T.contiguous() if is_matrix else weight.clone()
+        tensors[bias] = stored.get(bias, weight.new_zeros(len(weight))).clone()
+    return tensors
+
+
+def _characters(meta: Path, vocab_size: int) -> Any:
+    """A tokenizer of one id a character, from nanoGPT's `stoi`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        with meta.open("rb") as handle:
+            ids = {str(c): int(i) for c, i in _PlainData(handle).load()["stoi"].items()}
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{meta}: not nanoGPT's table of characters ({error})") from None
+    if any(len(c) != 1 for c in ids) or sorted(ids.values()) != list(range(len(ids))):
+        raise ValueError(f"{meta}: stoi is not a numbering of single characters")
+    if len(ids) > vocab_size:
+        raise ValueError(f"{meta}: {len(ids)} characters, but an embedding of {vocab_size}")
+    tokenizer = Tokenizer(models.WordLevel(ids))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer

@@ -1,0 +1,49 @@
+"""Families over two real ranks: GPT-2 with heads that do not divide, Falcon 40B's groups, BLOOM,
+GPT-J's one sum a layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Launch
+from tiny_families import MODELS, make_model
+
+FLAGS = (
+    *("--B", 2, "--prefix_len", 80, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
+    *("--threads", 1, "--dtype", "float32", "--gamma", 3, "--streamingllm_budget", 24),
+    *("--num_sink_tokens", 4, "--results", "r.jsonl"),
+)
+UNEVEN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_head": 5, "n_embd": 40},
+    "gptj": {"n_head": 3, "n_embd": 48, "rotary_dim": 4},
+    "falcon-40b": {"num_attention_heads": 12, "num_kv_heads": 3, "hidden_size": 96},
+    "bloom": {"n_head": 5, "hidden_size": 40},
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_two_ranks_emit_the_tokens_of_one(
+    name: str, launch: Launch, text_file: Path, tmp_path: Path
+) -> None:
+    family, sizes = MODELS[name]
+    directory = tmp_path / name
+    make_model(family, sizes | UNEVEN[name] | {"vocab_size": 2051}).save_pretrained(directory)
+    shutil.copy(ROOT / "magicdec" / "demo" / "target" / "tokenizer.model", directory)
+    outputs = []
+    for num_ranks in (1, 2):
+        saved = f"t{num_ranks}.jsonl"
+        done = launch(
+            "selfspec_benchmark.py", "--model", directory, "--dataset", text_file, *FLAGS,
+            "--save_tokens", saved, num_ranks=num_ranks,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outputs.append([json.loads(s) for s in (tmp_path / saved).read_text().splitlines()])
+    records = [json.loads(s) for s in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert all(r["status"] == "ok" and r["correctness"]["identical"] for r in records)
+    assert [r["environment"]["world_size"] for r in records] == [1, 2]
+    tokens = [[s["output_ids"] for s in side] for side in outputs]
+    assert tokens[0] == tokens[1] and all(len(t) == 24 for t in tokens[0])

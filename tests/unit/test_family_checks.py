@@ -1,0 +1,76 @@
+"""What a family cannot do is refused before a run, in one line that says why and what would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from magicdec.bench.draft_checks import check_reach, check_rolling
+from magicdec.bench.prepare import check_length, check_scores
+from magicdec.config import RunConfig
+from magicdec.draft_section import DraftSection
+from magicdec.model.checkpoint import ModelSource, expected_shapes, find_model
+from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.random_weights import RandomWeights
+from magicdec.sections import DecodingSection, KVSection, WorkloadSection
+
+PLAIN = ModelConfig("plain", 96, 2, 32, 48, 4, 4, 8, 128)
+LONGSPEC = RunConfig(
+    draft=DraftSection(),
+    decoding=DecodingSection("speculative", "model", 4),
+    workload=WorkloadSection(prefix_len=200, gen_len=20),
+)
+
+
+def source(**changes: object) -> ModelSource:
+    config = replace(PLAIN, **changes)  # type: ignore[arg-type]
+    return ModelSource("plain", config, RandomWeights({}), None, is_random=True)
+
+
+@pytest.mark.parametrize(
+    ("positions", "shown"), [("learned", "learned positions"), ("alibi", "ALiBi")]
+)
+def test_a_rolling_draft_needs_rotary_positions(positions: str, shown: str) -> None:
+    rolling = replace(LONGSPEC, kv=KVSection("streaming_llm", 64, 4))
+    check_rolling(rolling, "--model plain", source())
+    for policy in ("full", "snapkv"):
+        other = replace(LONGSPEC, kv=KVSection(policy, 64, 4))
+        check_rolling(other, "--model plain", source(positions=positions))
+    with pytest.raises(ValueError, match=rf"--kv_policy streaming_llm .*{shown}.* full, snapkv"):
+        check_rolling(rolling, "--model plain", source(positions=positions))
+
+
+def test_a_short_draft_is_offered_only_what_serves_it() -> None:
+    config = replace(LONGSPEC, kv=KVSection("full"))
+    with pytest.raises(ValueError, match=r"128 positions.*streaming_llm would serve"):
+        check_reach(config, "--model plain", source())
+    with pytest.raises(ValueError, match="128 positions") as caught:
+        check_reach(config, "--model plain", source(positions="learned"))
+    assert "would serve" not in str(caught.value)
+
+
+def test_how_far_scaled_rope_reaches() -> None:
+    yarn = RopeConfig(1e4, "yarn", 4.0, original_max_position_embeddings=128)
+    check_length("--prefix_len 512", 512, "--model", source(rope=yarn))
+    with pytest.raises(ValueError, match="--prefix_len 513 exceeds the 512 positions"):
+        check_length("--prefix_len 513", 513, "--model", source(rope=yarn))
+    dynamic = source(rope=RopeConfig(1e4, "dynamic", 4.0))
+    check_length("--prefix_len 128", 128, "--model", dynamic)
+    with pytest.raises(ValueError, match="128 positions of --model plain; dynamic rope scaling"):
+        check_length("--prefix_len 129", 129, "--model", dynamic)
+
+
+def test_alibi_needs_scores_that_are_not_rounded() -> None:
+    alibi = source(positions="alibi")
+    for backend, dtype in (("native", "bfloat16"), ("sdpa", "bfloat16"), ("grouped", "float32")):
+        check_scores(backend, dtype, "--model", alibi)
+    check_scores("grouped", "bfloat16", "--model", source())
+    with pytest.raises(ValueError, match=r"--attention grouped .* choose native, sdpa, or --dtype"):
+        check_scores("grouped", "bfloat16", "--model", alibi)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon-40b", "bloom-7b1", "baichuan-13b"])
+def test_random_presets_are_found(name: str) -> None:
+    found = find_model("--model", f"random:{name}")
+    assert found.is_random and found.weights.shapes() == expected_shapes(found.config)
