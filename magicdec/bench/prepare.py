@@ -101,6 +101,11 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         )
     w = config.workload
     bos = source.config.bos_token_id
+    if bos is not None and bos >= source.config.vocab_size:
+        raise ValueError(
+            f"{flag} {config.model.model}: its bos_token_id {bos} is outside its vocabulary of "
+            f"{source.config.vocab_size}"
+        )
     workload = build_workload(
         w.dataset, tokenizer, bos, w.prefix_len, w.num_prompts, w.seed, gen_len=w.num_new_tokens
     )
