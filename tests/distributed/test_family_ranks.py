@@ -23,6 +23,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "falcon-40b": {"num_attention_heads": 12, "num_kv_heads": 3, "hidden_size": 96},
     "bloom": {"n_head": 5, "hidden_size": 40},
 }
+TOKENS = {"vocab_size": 2051, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize("name", UNEVEN)
@@ -31,7 +32,7 @@ def test_two_ranks_emit_the_tokens_of_one(
 ) -> None:
     family, sizes = MODELS[name]
     directory = tmp_path / name
-    make_model(family, sizes | UNEVEN[name] | {"vocab_size": 2051}).save_pretrained(directory)
+    make_model(family, sizes | UNEVEN[name] | TOKENS).save_pretrained(directory)
     shutil.copy(ROOT / "magicdec" / "demo" / "target" / "tokenizer.model", directory)
     outputs = []
     for num_ranks in (1, 2):
