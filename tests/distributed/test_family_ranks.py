@@ -24,6 +24,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "bloom": {"n_head": 5, "hidden_size": 40},
 }
 TOKENS = {"vocab_size": 2051, "bos_token_id": 1, "eos_token_id": 2}
+TOKENIZER = ROOT / "magicdec" / "demo" / "target" / "tokenizer.model"
 
 
 @pytest.mark.parametrize("name", UNEVEN)
@@ -33,7 +34,7 @@ def test_two_ranks_emit_the_tokens_of_one(
     family, sizes = MODELS[name]
     directory = tmp_path / name
     make_model(family, sizes | UNEVEN[name] | TOKENS).save_pretrained(directory)
-    shutil.copy(ROOT / "magicdec" / "demo" / "target" / "tokenizer.model", directory)
+    shutil.copy(TOKENIZER, directory)
     outputs = []
     for num_ranks in (1, 2):
         saved = f"t{num_ranks}.jsonl"
@@ -48,3 +49,29 @@ def test_two_ranks_emit_the_tokens_of_one(
     assert [r["environment"]["world_size"] for r in records] == [1, 2]
     tokens = [[s["output_ids"] for s in side] for side in outputs]
     assert tokens[0] == tokens[1] and all(len(t) == 24 for t in tokens[0])
+
+
+@pytest.mark.parametrize(("name", "why"), [("gpt2", "learned positions"), ("bloom", "ALiBi")])
+def test_a_draft_that_cannot_roll_is_refused_in_one_line(
+    name: str, why: str, launch: Launch, tmp_path: Path
+) -> None:
+    family, sizes = MODELS[name]
+    make_model(family, sizes | TOKENS | {"vocab_size": 2048}).save_pretrained(tmp_path / name)
+    shutil.copy(TOKENIZER, tmp_path / name)
+    done = launch(
+        "longspec_benchmark.py", "--target", "demo", "--model", tmp_path / name, *FLAGS,
+        "--kv_policy", "streaming_llm",
+    )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"but --model {name} has {why}; choose from full, snapkv" in done.stderr
+
+
+def test_alibi_in_bfloat16_is_refused_where_scores_are_rounded(
+    launch: Launch, tmp_path: Path
+) -> None:
+    done = launch(
+        "selfspec_benchmark.py", "--model", "random:bloom-7b1", *FLAGS, "--dtype", "bfloat16",
+        "--attention", "grouped", "--linear", "torch",
+    )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "--attention grouped rounds scores to bfloat16" in done.stderr

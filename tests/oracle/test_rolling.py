@@ -55,8 +55,9 @@ class WrittenOut:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.k[layer] = torch.cat([self.k[layer], k[0]])
             self.v[layer] = torch.cat([self.v[layer], v[0]])
-            keys = apply_rope(self.k[layer][seen].unsqueeze(0), table)
-            queries = apply_rope(q, table[:, -len(ids) :])
+            pairs = config.rope.interleaved
+            keys = apply_rope(self.k[layer][seen].unsqueeze(0), table, pairs)
+            queries = apply_rope(q, table[:, -len(ids) :], pairs)
             mask = torch.ones(len(ids), len(seen), dtype=torch.bool).tril(len(seen) - len(ids))
             heads = (t.transpose(1, 2) for t in (queries, keys, self.v[layer][seen].unsqueeze(0)))
             out = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
@@ -131,9 +132,18 @@ def test_logits_equal_streaming_llm_written_out(
         assert -1 in runner.cache.blocks[1], "something was evicted"
 
 
-def test_scaled_rotary_frequencies_roll_as_well() -> None:
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 32),
+        RopeConfig(10000.0, "yarn", 8.0, original_max_position_embeddings=32, attention_factor=1.2),
+        RopeConfig(rotary_dim=8, interleaved=True),
+    ],
+    ids=["llama3", "yarn", "GPT-J"],
+)
+def test_other_rotations_roll_as_well(rope: RopeConfig) -> None:
     torch.manual_seed(1)
-    config = replace(TINY, rope=RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 32), num_kv_heads=1)
+    config = replace(TINY, rope=rope, num_kv_heads=1)
     policy = StreamingLLM(4, 24)
     runner = make_rolling(config, policy, SDPABackend(), 8)
     rows = {0: WrittenOut(tiny_transformer(config), policy)}
