@@ -220,8 +220,8 @@ def test_damage_on_the_way(hub: Hub, tmp_path: Path) -> None:
             ".gguf, .json",
         ),
         (
-            {"config.json": b'{"architectures": ["GPT2LMHeadModel"]}', "model.safetensors": b"x"},
-            "architecture 'GPT2LMHeadModel' is not supported",
+            {"config.json": b'{"architectures": ["T5ForConditionalGeneration"]}', "model.safetensors": b"x"},
+            "architecture 'T5ForConditionalGeneration' is not supported",
         ),
     ],
 )
