@@ -1,7 +1,7 @@
 """A model's files from the Hugging Face hub: which ones are needed, fetched in a way that can be
 continued, each held against its checksum.
 
-Owns the choice of files and what is said when the hub refuses. Must not know of command lines;
+Owns the choice of files and their checks. Must not know of command lines;
 never prints or raises a token. `huggingface_hub` finds the token (environment, stored login) and
 moves the bytes; that a download whose process was killed goes on where it stopped is done here,
 since the library throws its unfinished files away.
@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from magicdec.model.hf_config import load_model_config
+from magicdec.model.hub_errors import explained
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 # The first is what runs; the others only what other programs want with it.
@@ -56,7 +56,7 @@ def find_repository(repo_id: str, revision: str, token: str | None) -> Repositor
     """Ask the hub. Raises ValueError, one line naming the flag, for what it refuses."""
     from huggingface_hub import HfApi
 
-    with _explained(repo_id, revision, token):
+    with explained(repo_id, revision, token):
         info = HfApi().model_info(
             repo_id, revision=revision, files_metadata=True, token=token, timeout=30
         )
@@ -173,7 +173,7 @@ def fetch(repository: Repository, file: RemoteFile, directory: Path, token: str 
     place.parent.mkdir(parents=True, exist_ok=True)
     if unfinished.exists() and unfinished.stat().st_size > file.size:
         unfinished.unlink()
-    with _explained(repository.repo_id, repository.commit, token), unfinished.open("ab") as handle:
+    with explained(repository.repo_id, repository.commit, token), unfinished.open("ab") as handle:
         _get(repository, file, handle, token)
     if unfinished.stat().st_size != file.size or not is_right(unfinished, file):
         unfinished.unlink()
@@ -210,47 +210,3 @@ def is_right(path: Path, file: RemoteFile) -> bool:
         while data := handle.read(READ_BYTES):
             digest.update(data)
     return digest.hexdigest() == (file.sha256 or file.blob)
-
-
-@contextmanager
-def _explained(repo_id: str, revision: str, token: str | None) -> Iterator[None]:
-    """The hub's refusals as one line that says what to do. Errors of the library are not shown as
-    they are: they run over many lines and may hold what was sent."""
-    from huggingface_hub import errors
-
-    named = f"--repo_id {repo_id}"
-    try:
-        yield
-    except errors.GatedRepoError:
-        state = "this token may not read it" if _has_token(token) else "no token was found"
-        raise ValueError(
-            f"{named} is gated and {state}; accept its terms on its page, then give --hf_token, "
-            "set HF_TOKEN or log in"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ValueError(f"{named} has no --revision {revision}") from None
-    except errors.RepositoryNotFoundError:
-        state = "or this token may not see it" if _has_token(token) else "or is private (no token)"
-        raise ValueError(f"{named} does not exist on the hub, {state}") from None
-    except errors.HFValidationError:
-        raise ValueError(f"{named} is not a name on the hub; it looks like owner/model") from None
-    except errors.OfflineModeIsEnabled:
-        raise ValueError(f"{named}: HF_HUB_OFFLINE is set; unset it to download") from None
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        known = {401: "the token is not valid", 403: "this token may not read it"}
-        what = known.get(status, "run the command again; it continues where it stopped")
-        raise ValueError(f"{named}: the hub answered {status}; {what}") from None
-    except (errors.HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk, not of the connection
-        raise ValueError(
-            f"{named}: the hub cannot be reached ({type(error).__name__}); run the command again, "
-            "it continues where it stopped"
-        ) from None
-
-
-def _has_token(token: str | None) -> bool:
-    from huggingface_hub import get_token
-
-    return bool(token or get_token())
