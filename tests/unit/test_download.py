@@ -220,7 +220,10 @@ def test_damage_on_the_way(hub: Hub, tmp_path: Path) -> None:
             ".gguf, .json",
         ),
         (
-            {"config.json": b'{"architectures": ["T5ForConditionalGeneration"]}', "model.safetensors": b"x"},
+            {
+                "config.json": b'{"architectures": ["T5ForConditionalGeneration"]}',
+                "model.safetensors": b"x",
+            },
             "architecture 'T5ForConditionalGeneration' is not supported",
         ),
     ],
