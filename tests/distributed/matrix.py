@@ -112,7 +112,7 @@ class Rank:
         return Result(
             asdict(case) if case else {},
             [list(r.output_ids) for r in requests],
-            sum(s.num_drafted for s in steps),
+            sum(s.num_drafted * len(s.token_ids) for s in steps),
             sum(sum(s.num_accepted or []) for s in steps),
         )
 
