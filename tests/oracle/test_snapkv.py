@@ -85,6 +85,9 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     runner.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [0, 2])
     runner.truncate([0, 2], [73, 42])  # two drafts accepted and none
     reader.commit([0, 2], [73, 42])
+    requests[0].output_ids.extend([6, 7, 11])  # the newest is not cached
+    requests[2].output_ids.append(9)
+    reader.refresh(Batch((requests[0], requests[2]), is_prefill=False))
     assert reader.lengths([0, 1, 2]) == [73, 9, 42]
     for row, added in ((0, 3), (2, 1)):
         keys = small_keys(reader, row)
