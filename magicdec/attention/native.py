@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_mass
-from magicdec.build import load_library, share_openmp
+from magicdec.build import FAST_MATH, load_library, share_openmp
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.policy import KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
@@ -27,12 +27,7 @@ HEADERS = (
     SOURCE.parents[1] / "arithmetic.h",
     SOURCE.parents[1] / "bf16.h",
 )
-# What -ffast-math gives the vectoriser, and not -ffast-math itself: linked into a library, that
-# makes the whole process flush subnormal numbers to zero.
-FLAGS = (
-    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    *("-ffinite-math-only", "-freciprocal-math", "-fopenmp"),
-)
+FLAGS = (*FAST_MATH, "-fopenmp")
 PREFILL_FROM = 32  # new tokens from which a chunk is a matter of GEMMs
 STORAGE = (torch.float32, torch.bfloat16)
 Shape = ctypes.c_int64 * 16

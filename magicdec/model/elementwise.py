@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.attention.native import FLAGS
-from magicdec.build import load_library, share_openmp
+from magicdec.build import FAST_MATH, load_library, share_openmp
 
 SOURCE = Path(__file__).with_name("elementwise.cpp")
 HEADERS = (SOURCE.parents[1] / "arithmetic.h",)
@@ -25,7 +24,7 @@ _POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 @cache
 def library() -> ctypes.CDLL:
     share_openmp()
-    found = load_library(SOURCE, FLAGS, HEADERS)
+    found = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
     found.magicdec_rms_norm.argtypes = (
         _POINTER, _SIZE, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER,
     )  # fmt: skip
