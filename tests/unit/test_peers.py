@@ -128,6 +128,39 @@ def test_a_row_of_the_table_has_every_number(
     assert rows[0]["bytes"] == 2 * 6 * 4 * 2 * 64 * 40 * 4
 
 
+class FakeWorker:
+    """Emits 0s; a peer named "odd" emits or verifies 1s."""
+
+    version, can_verify = "0", True
+
+    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+        self.odd = int(start.name.startswith("odd"))
+        self.verifies_odd = start.name == "odd_verified"
+
+    def __enter__(self) -> FakeWorker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to end."""
+
+    def ask(self, do: str, **command: Any) -> dict[str, Any]:
+        if do == "verify":
+            return {"verified": [[self.odd] * peer_runs.VERIFIED]}
+        return {"tokens": [[self.odd and not self.verifies_odd] * peer_runs.CHECKED_TOKENS]}
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("odd", "float32 tokens"), ("odd_verified", "verified float32 tokens")]
+)
+def test_nothing_is_measured_after_other_tokens(
+    name: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_runs, "Worker", FakeWorker)
+    starts = [started_here(peer, Path()) for peer in ("magicdec", name)]
+    with pytest.raises(RuntimeError, match=f"{name} and magicdec emit different {what}"):
+        check_tokens(starts, threads=1)
+
+
 def test_other_tokens_end_the_comparison() -> None:
     rows = {"magicdec": [[1, 2, 3]], "peer": [[1, 2, 4]]}
     require_equal("tokens", rows, 2)
