@@ -86,6 +86,7 @@ struct Widen {
 constexpr int HALF = WIDTH / 2;      // outputs of 64 bytes of int8 weights, one pair of inputs of each
 constexpr int64_t MOST_INT8 = 12;    // rows that the registers hold sums of, for one half
 constexpr int64_t FEW = 6;           // for both halves: more chains of sums at a time
+constexpr int64_t AHEAD = 4096;     // bytes of weights asked for in advance
 
 // Pairs of inputs of some rows: `row` apart from one row to the next, `pair` from one pair to the next.
 struct Rows {
@@ -100,6 +101,7 @@ inline void product_int8(const Widen& widen, Rows rows, const uint8_t* weights, 
     for (int64_t pair = 0; pair < pairs; ++pair)
         for (int c = 0; c < C; ++c) {
             __m512bh w[2];
+            _mm_prefetch(reinterpret_cast<const char*>(weights + c * half + 64 * pair + AHEAD), _MM_HINT_T0);
             widen(weights + c * half + 64 * pair, w);
             for (int n = 0; n < N; ++n) {
                 const __m512bh y = (__m512bh)_mm512_set1_epi32(int(rows.x[pair * rows.pair + n * rows.row]));

@@ -39,7 +39,10 @@ class PackedLinear(nn.Module):
         self.packed = nn.Parameter(packed, requires_grad=False)
         rows = weight.contiguous()
         library().magicdec_pack(
-            address_of(rows), as_size(self.out_features), as_size(self.in_features), address_of(packed)
+            address_of(rows),
+            as_size(self.out_features),
+            as_size(self.in_features),
+            address_of(packed),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,8 +66,8 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=torch.bfloat16)
     library().magicdec_linear(
-        address_of(x), as_size(x.numel() // width), address_of(packed), as_size(out_features), as_size(width),
-        None if bias is None else address_of(bias), address_of(out),
+        address_of(x), as_size(x.numel() // width), address_of(packed), as_size(out_features),
+        as_size(width), None if bias is None else address_of(bias), address_of(out),
     )  # fmt: skip
     return out
 
