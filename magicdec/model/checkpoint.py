@@ -1,8 +1,8 @@
 """From a model's name on the command line to its loaded shard: finding, checking, placing weights.
 
-Owns the names a user may give and the filling of a model. It must not know of process groups, caches
-or how a tensor is stored (`weight_files`, `random_weights`). What is wrong with a checkpoint shows
-in `find_model` (`weight_check`), before anything is loaded.
+Owns the names a user may give and the filling of a model. It must not know of process groups or
+caches, nor how a tensor is stored (`weight_files`, `random_weights`). What is wrong with a
+checkpoint shows in `find_model` (`weight_check`), before anything is loaded.
 """
 
 from __future__ import annotations

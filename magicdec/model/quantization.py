@@ -28,7 +28,7 @@ READ_ELEMENTS = 1 << 24  # of a matrix whose scales are looked for
 def channel_scales(rows: Tensor) -> Tensor:
     """[out, in] float32 -> [out] float32: what the largest weight of a row is divided by; 1 for a
     row of zeros."""
-    scales = rows.abs().amax(dim=1) / LARGEST
+    scales = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1)) / LARGEST
     return torch.where(scales == 0, 1.0, scales)
 
 
