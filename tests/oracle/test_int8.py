@@ -21,8 +21,13 @@ from conftest import (
 from torch import nn
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.bench.prepare import prepare
+from magicdec.bench.progress import make_progress
 from magicdec.bench.roofline import weight_bytes
+from magicdec.bench.run import Run
 from magicdec.build import load_library
+from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch, make_groups
 from magicdec.model import int8_linear
 from magicdec.model.config import ModelConfig
 from magicdec.model.int8_linear import Int8Linear, PackedInt8Linear
@@ -30,7 +35,7 @@ from magicdec.model.linear import HEADERS, SOURCE
 from magicdec.model.linear_kinds import PartialLinear
 from magicdec.model.quantization import channel_scales, own_head, quantize
 from magicdec.model.transformer import Transformer
-from magicdec.sections import KVSection
+from magicdec.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
 
 needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -220,6 +225,25 @@ def test_an_int8_draft(kv: KVSection, is_int8_target: bool) -> None:
     flat = [a for step in accepted for a in step]
     if kv.policy == "full":
         assert all(a == 4 for a in flat) if is_int8_target else sum(flat) > 2 * len(flat)
+
+
+def test_differences_are_settled_by_the_same_weights() -> None:
+    """The replay in a wider dtype widens activations, not the int8 weights."""
+    alone = Launch(0, 1, 0, 1)
+    config = RunConfig(
+        model=ModelSection("demo", "float32", target_dtype="int8"),
+        parallel=ParallelSection(device="cpu", threads=1),
+        workload=WorkloadSection(batch_size=1, prefix_len=20, gen_len=4, num_batches=1),
+    )
+    prepared = prepare(config, alone)
+    groups = make_groups(alone, (0,), torch.device("cpu"), None)
+    run = Run(prepared, groups, make_progress(False))
+    wider = run.make_runner("float64", 1, "sdpa", linear="torch").model.state_dict()
+    for name, tensor in run.runner.model.state_dict().items():
+        kept = name.endswith(".scale") or tensor.dtype == torch.int8
+        assert wider[name].dtype == (tensor.dtype if kept else torch.float64)
+        assert torch.equal(wider[name].to(tensor.dtype), tensor)
+    assert wider["blocks.0.mlp.down.weight"].dtype == torch.int8
 
 
 @needs_kernel
