@@ -79,14 +79,14 @@ def test_an_int8_draft(target: str, num_ranks: int, launch: Launch, tmp_path: Pa
 
 
 def test_bfloat16_activations_and_the_largest_draft(launch: Launch, tmp_path: Path) -> None:
-    """The target's weights in int8 draft for it: most is accepted."""
+    """The target's weights in int8 draft for it: most is accepted, where bfloat16 ones get all."""
     flags = ("--target", "demo", "--model", "demo", "--dataset", "demo", "--dtype", "bfloat16")
     kinds = ("--draft_dtype", "int8", "--draft_budget", -1)
     done = launch("longspec_benchmark.py", *FLAGS, *flags, *kinds, num_ranks=2)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.jsonl").read_text())
     assert record["config"]["model"]["target_dtype"] == "bfloat16"
-    assert record["metrics"]["acceptance_rate"] > 0.7
+    assert 0.7 < record["metrics"]["acceptance_rate"] < 1
 
 
 REFUSED = {
