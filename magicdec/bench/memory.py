@@ -65,8 +65,9 @@ def plan_rank(config: RunConfig, models: Models, rank: int) -> MemoryPlan:
     tokens = _rows(config) * _rounded(config.attention.backend, max_tokens(config))
     per_token = kv_bytes_per_token(models.target, shard, size)
     draft_weights, draft_kv = _draft_bytes(config, models, rank)
+    is_int8 = config.model.target_dtype == "int8"
     return MemoryPlan(
-        stored_bytes(models.target, shard, size, is_packed),
+        stored_bytes(models.target, shard, size, is_packed, is_int8),
         tokens * per_token,
         draft_weights,
         draft_kv + _chosen_bytes(config, models.target, shard),
@@ -81,14 +82,16 @@ def max_tokens(config: RunConfig) -> int:
     return w.prefix_len + w.num_new_tokens + drafted
 
 
-def stored_bytes(model: ModelConfig, shard: Shard, size: int, is_packed: bool) -> int:
+def stored_bytes(
+    model: ModelConfig, shard: Shard, size: int, is_packed: bool, is_int8: bool = False
+) -> int:
     """All weights of this rank. The embedding is whole on every rank, and a tied head is a part of
-    it unless it is packed, which makes a copy in another layout."""
+    it unless it is packed or in int8, which makes a copy."""
     first, last = shard.split(model.vocab_size)
     shared = (last - first) * model.hidden_size * size
-    is_shared = model.tie_word_embeddings and not is_packed
+    is_shared = model.tie_word_embeddings and not (is_packed or is_int8)
     embedding = model.vocab_size * model.hidden_size * size
-    return weight_bytes(model, shard, size) + embedding - (shared if is_shared else 0)
+    return weight_bytes(model, shard, size, is_int8) + embedding - (shared if is_shared else 0)
 
 
 def _rows(config: RunConfig) -> int:
@@ -143,7 +146,8 @@ def _draft_bytes(config: RunConfig, models: Models, rank: int) -> tuple[int, int
         if config.kv.policy == "snapkv":
             tokens += _gathered(config, backend, longest)
     is_packed = config.model.linear == "packed"
-    weights = stored_bytes(models.draft, shard, size, is_packed)
+    is_int8 = config.draft.draft_dtype == "int8"
+    weights = stored_bytes(models.draft, shard, size, is_packed, is_int8)
     return weights, tokens * kv_bytes_per_token(models.draft, shard, size)
 
 
@@ -166,7 +170,7 @@ def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
         _layer_bytes(model, shard, verified, size)
         + _attention_bytes(config, model, shard, w.batch_size, verified // w.batch_size, longest)
         + logits,
-        _largest_matrix(model, shard) * size + READ_ELEMENTS * 4,
+        _loading_bytes(config, model, shard),
         BANDWIDTH_BYTES // shard.size if on_cpu else BANDWIDTH_BYTES,
     )
     return max(moments) + longest * model.head_dim * 4
@@ -198,6 +202,15 @@ def _attention_bytes(
     if backend == "native":
         return 0
     return B * (last - first) * T * S * (2 * size + 4)  # scores, weights, and these once more
+
+
+def _loading_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
+    """A matrix while it is packed, and what is read at once; while it is quantised, in float32,
+    divided by its scales and rounded."""
+    matrix = _largest_matrix(model, shard)
+    if config.model.target_dtype == "int8":
+        return matrix + READ_ELEMENTS * (4 + 4 + 1)
+    return matrix * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * 4
 
 
 def _largest_matrix(model: ModelConfig, shard: Shard) -> int:

@@ -39,7 +39,10 @@ class PackedLinear(nn.Module):
         self.packed = nn.Parameter(packed, requires_grad=False)
         rows = weight.contiguous()
         library().magicdec_pack(
-            _address(rows), _size(self.out_features), _size(self.in_features), _address(packed)
+            address_of(rows),
+            as_size(self.out_features),
+            as_size(self.in_features),
+            address_of(packed),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,17 +66,17 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=torch.bfloat16)
     library().magicdec_linear(
-        _address(x), _size(x.numel() // width), _address(packed), _size(out_features), _size(width),
-        None if bias is None else _address(bias), _address(out),
+        address_of(x), as_size(x.numel() // width), address_of(packed), as_size(out_features),
+        as_size(width), None if bias is None else address_of(bias), address_of(out),
     )  # fmt: skip
     return out
 
 
-def _address(tensor: Tensor) -> ctypes.c_void_p:
+def address_of(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _size(value: int) -> ctypes.c_int64:
+def as_size(value: int) -> ctypes.c_int64:
     return ctypes.c_int64(value)
 
 
