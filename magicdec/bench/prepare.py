@@ -9,10 +9,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from magicdec.bench.draft_checks import check_draft
+from magicdec.bench.draft_checks import check_choice, check_draft, is_rolling
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.free_memory import free_device_memory
-from magicdec.bench.memory import Models
+from magicdec.bench.memory import Models, max_tokens
 from magicdec.bench.memory_check import check_memory
 from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
@@ -85,6 +85,8 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         probe_machine(launch),
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
+        window_passed(source, max_tokens(config)),
+        None if draft is None or is_rolling(config) else window_passed(draft, max_tokens(config)),
     )
     check_fits(config, source, launch.world_size)
     if draft is not None:
@@ -135,6 +137,8 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
     check_scores(config.attention.backend, config.model.dtype, flag, source)
+    if config.decoding.drafter == "self":
+        check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
 
 
@@ -148,6 +152,12 @@ def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource
         )
 
 
+def window_passed(source: ModelSource, length: int) -> int | None:
+    """The model's sliding window, if rows of `length` tokens get past it."""
+    window = source.config.sliding_window
+    return None if window is None or window >= length else window
+
+
 def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
     """Refuse `asked`, which makes texts of `length` tokens, if the model reaches less far."""
     model = source.config
@@ -156,9 +166,4 @@ def check_length(asked: str, length: int, flag: str, source: ModelSource) -> Non
         why = "; dynamic rope scaling past them would turn cached keys anew" if dynamic else ""
         raise ValueError(
             f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
-        )
-    if model.sliding_window is not None and length > model.sliding_window:
-        raise ValueError(
-            f"{asked} exceeds the sliding window of {flag} {source.name} "
-            f"({model.sliding_window}), which is not implemented; keep within it"
         )

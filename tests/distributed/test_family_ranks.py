@@ -1,5 +1,5 @@
 """Families over two real ranks: GPT-2 with heads that do not divide, Falcon 40B's groups, BLOOM,
-GPT-J's one sum a layer."""
+GPT-J's one sum a layer, Mistral past its window."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "gptj": {"n_head": 3, "n_embd": 48, "rotary_dim": 4},
     "falcon-40b": {"num_attention_heads": 12, "num_kv_heads": 3, "hidden_size": 96},
     "bloom": {"n_head": 5, "hidden_size": 40},
+    "mistral": {"num_key_value_heads": 1},
 }
 TOKENS = {"vocab_size": 2051, "bos_token_id": 1, "eos_token_id": 2}
 TOKENIZER = ROOT / "magicdec" / "demo" / "target" / "tokenizer.model"
@@ -64,6 +65,15 @@ def test_a_draft_that_cannot_roll_is_refused_in_one_line(
     )  # fmt: skip
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert f"but --model {name} has {why}; choose from full, snapkv" in done.stderr
+
+
+def test_a_window_that_texts_get_past_is_not_for_the_native_kernel(
+    launch: Launch, tmp_path: Path
+) -> None:
+    flags = ("--model", "random:mistral-7b-v0.1", *FLAGS, "--attention", "native")
+    done = launch("selfspec_benchmark.py", *flags, "--prefix_len", 4070)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "--attention native: texts get past the sliding window of 4096 tokens" in done.stderr
 
 
 def test_alibi_in_bfloat16_is_refused_where_scores_are_rounded(
