@@ -71,8 +71,9 @@ def test_attention_written_out(
             for t in range(num_new):
                 at = lengths[r] + t
                 seen = sorted(s for s in keys if at - window < s <= at)
-                weights = torch.einsum("ghd,sgd->ghs", packed(q[i, t]), k[r, seen].double())
-                mixed = torch.einsum("ghs,sgd->ghd", (weights / 4).softmax(-1), v[r, seen].double())
+                keys_of, values = k[r, seen].double(), v[r, seen].double()
+                scores = torch.einsum("ghd,sgd->ghs", packed(q[i, t]), keys_of) / 4
+                mixed = torch.einsum("ghs,sgd->ghd", scores.softmax(-1), values)
                 error = (packed(out[i, t]) - mixed).abs().max()
                 assert error < (2e-5 if dtype == torch.float32 else 3e-2), (num_new, r, t)
 
@@ -89,9 +90,8 @@ def filled_cache(
     most, rows = 120, len(lengths)
     block = backend.block_size(most)
     per_row = -(-most // block)
-    cache = KVCache(
-        CacheShape(2, 2, 16, block, rows * per_row), rows, per_row, dtype, torch.device("cpu")
-    )
+    shape = CacheShape(2, 2, 16, block, rows * per_row)
+    cache = KVCache(shape, rows, per_row, dtype, torch.device("cpu"))
     for row in range(rows):
         cache.allocate(row, most)
     k, v = (torch.randn(rows, most, 2, 16).to(dtype) for _ in "kv")
@@ -127,8 +127,7 @@ def test_logits_in_chunks(make: Any, mistral: tuple[Transformer, Reference]) -> 
 
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=str)
 def test_tokens_and_self_speculation(kv: KVSection, mistral: tuple[Transformer, Reference]) -> None:
-    """A prompt that is past the window, one that gets past it while it is decoded, a third whose
-    text ends within a step of it."""
+    """Prompts past the window, and one whose text gets past it."""
     model, reference = mistral
     runner = make_runner(model, len(LENGTHS), max(LENGTHS) + 40 + 4)
     prompts = random_prompts([150, 30, 91], VOCAB, seed=1)
@@ -156,8 +155,8 @@ def test_a_standalone_draft_with_a_window(
 def test_drafts_read_what_the_target_would_see(
     kv: KVSection, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every draft forward: no key before the window is read, but for those that blocks chosen at
-    the step's begin hold and that are masked since."""
+    """No draft forward reads a key before the window, but for those of the blocks chosen at the
+    step's begin, which are masked."""
     model, _ = mistral
     forward, runner = ModelRunner.forward, make_runner(model, 2, 150 + 40 + 4)
     num_checked = 0
@@ -199,8 +198,7 @@ def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference])
 def test_what_snapkv_gathers_stays_in_the_window(
     every: int, mistral: tuple[Transformer, Reference]
 ) -> None:
-    """The keys of the small cache are looked up in the whole one: the oldest is still seen from
-    the last place that is drafted before the next choice."""
+    """The small cache's keys, looked up in the whole one."""
     model, _ = mistral
     runner = make_runner(model, 1, 150 + 30 + 4)
     reader = make_reader(runner, KVSection("snapkv", 20, window_size=8, reselect_every=every))
