@@ -144,8 +144,7 @@ def test_a_standalone_draft_with_a_window(
 ) -> None:
     model, _ = mistral
     requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=2), 30)
-    draft = make_draft(model, kv, len(LENGTHS), max(LENGTHS) + 34)
-    runner = make_runner(model, len(LENGTHS), max(LENGTHS) + 34)
+    draft, runner = make_draft(model, kv, 3, 184), make_runner(model, 3, 184)
     baseline, ours, accepted = decode_both(runner, requests, kv, 3, drafter="model", draft=draft)
     assert ours == baseline
     assert all(a == 3 for step in accepted for a in step) == (kv.policy == "full")
@@ -188,8 +187,8 @@ def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference])
     kv, accepted = KVSection("streaming_llm", 24, 4), []
     for drafting in (model, plain):
         requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=6), 40)
-        draft = make_draft(drafting.eval(), kv, len(LENGTHS), max(LENGTHS) + 44)
-        runner = make_runner(model, len(LENGTHS), max(LENGTHS) + 44)
+        draft = make_draft(drafting, kv, 3, 194)
+        runner = make_runner(model, 3, 194)
         accepted.append(decode_both(runner, requests, kv, 3, drafter="model", draft=draft)[2])
     assert accepted[0] == accepted[1]
 
@@ -227,8 +226,8 @@ def oldest(small: ModelRunner, whole: ModelRunner, settled: int) -> int:
     """The smallest position in the text of any entry that the small cache holds and shows."""
 
     def keys(runner: ModelRunner, first: int, last: int) -> Tensor:
-        places = torch.arange(first, last)[None]
-        return runner.cache.read(1, runner.cache.slots(torch.tensor([0]), places))[0][0]
+        slots = runner.cache.slots(torch.tensor([0]), torch.arange(first, last)[None])
+        return runner.cache.read(1, slots)[0][0]
 
     length = small.cache.lengths[0]
     ours, theirs = keys(small, max(0, length - WINDOW), length), keys(whole, 0, settled)
