@@ -86,6 +86,7 @@ class ModelRunner:
             head_dim=config.cached_head_dim,
             block_size=block_size,
             num_blocks=num_blocks,
+            layout=self.backend.layout(dtype),
         )
         window = config.sliding_window
         self.window = None if window is None or window >= self.max_tokens else window

@@ -98,6 +98,16 @@ struct Problem {
     const int64_t* seq_lens;
     int64_t group() const { return H / G; }
     int64_t num_queries() const { return T * group(); }
+    // Whether all queries of a task come before the token at `position`.
+    bool is_hidden(const Task& task, int64_t position) const {
+        return position - seq_lens[task.row] > (task.first_query + task.num_queries - 1) / group();
+    }
+    struct Span { int64_t from, to; };
+    // Which of `count` keys from `position` on the task's query m sees.
+    Span seen(const Task& task, int64_t m, int64_t position, int64_t count) const {
+        const int64_t own = seq_lens[task.row] + (task.first_query + m) / group();  // the query's position
+        return {0, std::clamp<int64_t>(own + 1 - position, 0, count)};
+    }
 };
 
 // Tiles end at multiples of TILE, wherever a range begins: each key is always met in the same company.
@@ -249,9 +259,8 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
         for (int64_t b = 0; b < p.B; ++b)
             for (int64_t t = 0; t < p.T; ++t) {
                 for (int64_t g = 0; g < p.G; ++g) {
-                    const int64_t to = (table.slot(p, b, p.seq_lens[b] + t) + g * size) * D;
-                    std::memcpy(k_pool + to, k_new + b * ks.row + t * ks.token + g * D, D * sizeof(S));
-                    std::memcpy(v_pool + to, v_new + b * vs.row + t * vs.token + g * D, D * sizeof(S));
+                    Kernel::append(k_new + b * ks.row + t * ks.token + g * D, v_new + b * vs.row + t * vs.token + g * D,
+                                   table.slot(p, b, p.seq_lens[b] + t) + g * size, k_pool, v_pool);
                 }
                 for (int64_t h = 0; h < p.H; ++h)
                     Kernel::stage(q + b * qs.row + t * qs.token + h * D,

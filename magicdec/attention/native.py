@@ -16,6 +16,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_mass
 from magicdec.build import load_library, share_openmp
+from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.policy import KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
 
@@ -44,9 +45,15 @@ class NativeBackend:
         self._prefill: AttentionBackend = load_named(ATTENTION_BACKENDS, "grouped")()
 
     def block_size(self, max_tokens: int) -> int:
-        return self._prefill.block_size(max_tokens)
+        return -(-self._prefill.block_size(max_tokens) // TILE) * TILE
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        tiled = dtype == torch.bfloat16 and not self._portable and has_bfloat16_path()
+        return TILED if tiled else PLAIN
 
     def plan(self, view: KVView) -> None:
+        cache = view.cache
+        assert cache.shape.layout is self.layout(cache.k.dtype), "the cache was made for another"
         if self._delegates(view):
             self._prefill.plan(view)
 
@@ -85,8 +92,7 @@ class NativeBackend:
     def _delegates(self, view: KVView) -> bool:
         if view.num_new < PREFILL_FROM:
             return False
-        cache = view.cache
-        return self._portable or cache.k.dtype != torch.bfloat16 or not has_bfloat16_path()
+        return self.layout(view.cache.k.dtype) is PLAIN
 
 
 @cache

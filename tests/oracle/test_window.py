@@ -90,7 +90,7 @@ def filled_cache(
     most, rows = 120, len(lengths)
     block = backend.block_size(most)
     per_row = -(-most // block)
-    shape = CacheShape(2, 2, 16, block, rows * per_row)
+    shape = CacheShape(2, 2, 16, block, rows * per_row, backend.layout(dtype))
     cache = KVCache(shape, rows, per_row, dtype, torch.device("cpu"))
     for row in range(rows):
         cache.allocate(row, most)
