@@ -96,16 +96,8 @@ class RunConfig:
                 "context to choose from anew; leave it at 0"
             )
 
-    def resolve(
-        self,
-        machine: Machine,
-        head_dim: int = 64,
-        draft_head_dim: int = 64,
-        window: int | None = None,
-        draft_window: int | None = None,
-    ) -> RunConfig:
-        """Turn every `auto` and every None into what will run, for models of these head sizes,
-        with these sliding windows where texts get past them.
+    def resolve(self, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64) -> RunConfig:
+        """Turn every `auto` and every None into what will run, for models of these head sizes.
 
         Raises ValueError for what is not there: a device, a compiler, a way to exchange."""
         device = self.parallel.device
@@ -122,10 +114,10 @@ class RunConfig:
             collectives, reason = choose_collectives(collectives, device, machine)
         backend, backend_reason = self.attention.backend, self.attention.backend_reason
         if backend_reason is None:
-            backend, backend_reason = choose_backend(backend, device, machine, head_dim, window)
+            backend, backend_reason = choose_backend(backend, device, machine, head_dim)
         rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
         draft = self.draft and self.draft.resolve(
-            self.attention.backend, rank_group, device, machine, draft_head_dim, draft_window
+            self.attention.backend, rank_group, device, machine, draft_head_dim
         )
         replace = dataclasses.replace
         return replace(

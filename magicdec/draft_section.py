@@ -55,11 +55,10 @@ class DraftSection:
         device: str,
         machine: Machine,
         head_dim: int,
-        window: int | None = None,
     ) -> DraftSection:
         """Every None as it will run; `asked` is the attention backend that the user named."""
         backend, reason = self.backend, self.backend_reason
         if reason is None:
-            backend, reason = choose_backend(asked, device, machine, head_dim, window)
+            backend, reason = choose_backend(asked, device, machine, head_dim)
         ranks = self.rank_group or target_ranks[:1]
         return replace(self, rank_group=ranks, backend=backend, backend_reason=reason)

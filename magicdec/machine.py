@@ -24,18 +24,13 @@ class Machine:
     has_shared_memory: bool = False
 
 
-def choose_backend(
-    asked: str, device: str, machine: Machine, head_dim: int, window: int | None = None
-) -> tuple[str, str]:
-    """(name, why) of the attention backend to use, for heads of that size and a sliding window of
-    so many tokens that texts get past. Raises ValueError if `native` was asked for and cannot
-    be."""
+def choose_backend(asked: str, device: str, machine: Machine, head_dim: int) -> tuple[str, str]:
+    """(name, why) of the attention backend to use. Raises ValueError if `native` was asked for and
+    cannot be."""
     obstacles = {
         "native is for --device cpu": device != "cpu",
         "native needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
         f"head size {head_dim} is not a multiple of 16": head_dim % 16 != 0,
-        f"texts get past the sliding window of {window} tokens, which native does not know": window
-        is not None,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
     if asked == "auto":

@@ -9,10 +9,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from magicdec.bench.draft_checks import check_choice, check_draft, is_rolling
+from magicdec.bench.draft_checks import check_choice, check_draft
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.free_memory import free_device_memory
-from magicdec.bench.memory import Models, max_tokens
+from magicdec.bench.memory import Models
 from magicdec.bench.memory_check import check_memory
 from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
@@ -85,8 +85,6 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         probe_machine(launch),
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
-        window_passed(source, max_tokens(config)),
-        None if draft is None or is_rolling(config) else window_passed(draft, max_tokens(config)),
     )
     check_fits(config, source, launch.world_size)
     if draft is not None:
@@ -150,12 +148,6 @@ def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource
             f"--attention grouped rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
             f"{source.name}; choose native, sdpa, or --dtype float32"
         )
-
-
-def window_passed(source: ModelSource, length: int) -> int | None:
-    """The model's sliding window, if rows of `length` tokens get past it."""
-    window = source.config.sliding_window
-    return None if window is None or window >= length else window
 
 
 def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:

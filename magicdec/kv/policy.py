@@ -90,6 +90,8 @@ class KVView:
     @property
     def is_full(self) -> bool:
         """Every cached token of every row is visible, but for those before the window."""
+        if self.per_head and any(self.first_keys):
+            return False  # such ranges are not cut at the window: as many need not be the same
         seen = zip(self.lengths, self.first_keys, strict=True)
         return self.num_visible == tuple(length - first for length, first in seen)
 

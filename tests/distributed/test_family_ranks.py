@@ -67,15 +67,6 @@ def test_a_draft_that_cannot_roll_is_refused_in_one_line(
     assert f"but --model {name} has {why}; choose from full, snapkv" in done.stderr
 
 
-def test_a_window_that_texts_get_past_is_not_for_the_native_kernel(
-    launch: Launch, tmp_path: Path
-) -> None:
-    flags = ("--model", "random:mistral-7b-v0.1", *FLAGS, "--attention", "native")
-    done = launch("selfspec_benchmark.py", *flags, "--prefix_len", 4070)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "--attention native: texts get past the sliding window of 4096 tokens" in done.stderr
-
-
 def test_alibi_in_bfloat16_is_refused_where_scores_are_rounded(
     launch: Launch, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
-"""Mistral's sliding window past its end: attention written out, the logits and tokens of
-`transformers`, and drafts that read nothing which the target would not see."""
+"""Mistral's sliding window past its end: the logits and tokens of `transformers`, and drafts that
+read nothing which the target would not see. Attention by itself is in `test_attention.py`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from conftest import decode_both, make_draft, make_requests, make_runner, random
 from tiny_families import VOCAB, Reference, make_checkpoint
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
 from magicdec.kv.policy import make_view
-from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.checkpoint import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch
@@ -30,7 +27,13 @@ from magicdec.sections import KVSection
 
 WINDOW = 56
 LENGTHS = [150, 7, 91]
-BACKENDS = [lambda: SDPABackend(4), SDPABackend, GroupedBackend]
+BACKENDS = {
+    "sdpa, blocks of 4": lambda: SDPABackend(4),
+    "sdpa": SDPABackend,
+    "grouped": GroupedBackend,
+    "native": NativeBackend,
+    "native, portable": lambda: NativeBackend(portable=True),
+}
 KV_SECTIONS = [
     KVSection("full"),
     KVSection("streaming_llm", 17, 4),
@@ -40,67 +43,6 @@ KV_SECTIONS = [
     KVSection("verified", 37, 4),
     KVSection("verified", 37, 4, recent_window=20),
 ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [1, 5, 36, 200])
-@pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)], ids=repr)
-@pytest.mark.parametrize("make", BACKENDS, ids=["sdpa, blocks of 4", "sdpa", "grouped"])
-def test_attention_written_out(
-    make: Any, policy: FullKV | StreamingLLM, window: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    lengths, committed = [37, 3, 70, 0, 70], [35, 3, 66, 0, 70]
-    batches = ((1, [0, 1, 2, 3]), (1, [2, 4]), (5, [2, 0, 1]), (40, [2]), (33, [4, 0, 3]))
-    for num_new, rows in batches:
-        backend: AttentionBackend = make()
-        cache, k, v = filled_cache(backend, lengths, dtype)
-        view = make_view(cache, rows, policy, num_new, [committed[r] for r in rows], window)
-        q = torch.randn(len(rows), num_new, 6, 16).to(dtype)
-        new_k, new_v = (
-            torch.stack([t[r, lengths[r] : lengths[r] + num_new] for r in rows]) for t in (k, v)
-        )
-        backend.plan(view)
-        out = backend.run(1, q, new_k, new_v, view)
-        for i, r in enumerate(rows):
-            shown = policy.ranges(torch.tensor(committed))[r].tolist()
-            keys = {s for first, last in shown for s in range(first, last)}
-            keys |= set(range(committed[r], lengths[r] + num_new))
-            keys = {s for s in keys if s > lengths[r] - window}
-            assert view.num_visible[i] + num_new == len(keys)
-            for t in range(num_new):
-                at = lengths[r] + t
-                seen = sorted(s for s in keys if at - window < s <= at)
-                keys_of, values = k[r, seen].double(), v[r, seen].double()
-                scores = torch.einsum("ghd,sgd->ghs", packed(q[i, t]), keys_of) / 4
-                mixed = torch.einsum("ghs,sgd->ghd", scores.softmax(-1), values)
-                error = (packed(out[i, t]) - mixed).abs().max()
-                assert error < (2e-5 if dtype == torch.float32 else 3e-2), (num_new, r, t)
-
-
-def packed(x: Tensor) -> Tensor:
-    """[H, D] -> float64 [G, H/G, D]."""
-    return x.double().view(2, 3, 16)
-
-
-def filled_cache(
-    backend: AttentionBackend, lengths: list[int], dtype: torch.dtype
-) -> tuple[KVCache, Tensor, Tensor]:
-    """Rows of random tokens, of which those past a row's length must not matter."""
-    most, rows = 120, len(lengths)
-    block = backend.block_size(most)
-    per_row = -(-most // block)
-    shape = CacheShape(2, 2, 16, block, rows * per_row, backend.layout(dtype))
-    cache = KVCache(shape, rows, per_row, dtype, torch.device("cpu"))
-    for row in range(rows):
-        cache.allocate(row, most)
-    k, v = (torch.randn(rows, most, 2, 16).to(dtype) for _ in "kv")
-    slots = cache.slots(torch.arange(rows), torch.arange(most).expand(rows, -1))
-    cache.write(1, slots, k * float("inf"), v * 1e4)
-    for row, n in enumerate(lengths):
-        cache.write(1, slots[row : row + 1, :, :n], k[row : row + 1, :n], v[row : row + 1, :n])
-        cache.advance([row], n)
-    return cache, k, v
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +55,12 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Refe
     return load_transformer(source.config, source.weights, *place), reference
 
 
-@pytest.mark.parametrize("make", BACKENDS, ids=["sdpa, blocks of 4", "sdpa", "grouped"])
-def test_logits_in_chunks(make: Any, mistral: tuple[Transformer, Reference]) -> None:
+@pytest.mark.parametrize("name", BACKENDS)
+def test_logits_in_chunks(name: str, mistral: tuple[Transformer, Reference]) -> None:
     """Chunks that end before the window does, pass it, and lie past it; one token at a time."""
     model, reference = mistral
     text = torch.tensor(random_prompts([200], VOCAB))
-    runner = make_runner(model, 1, 200, make())
+    runner = make_runner(model, 1, 200, BACKENDS[name]())
     runner.allocate(0)
     chunks = text.split([48, 16, 40, 33, 16, 30, 5, 1, 1, 10], dim=1)
     logits = torch.cat([runner.forward(part, [0]) for part in chunks], 1)

@@ -9,11 +9,10 @@ import pytest
 from magicdec.bench.costs import Deployment, kv_bytes_per_token
 from magicdec.bench.draft_checks import check_choice, check_reach, check_rolling
 from magicdec.bench.hardware import Hardware
-from magicdec.bench.prepare import check_length, check_scores, window_passed
+from magicdec.bench.prepare import check_length, check_scores
 from magicdec.config import RunConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.draft_section import DraftSection
-from magicdec.machine import Machine, choose_backend
 from magicdec.model.checkpoint import ModelSource, expected_shapes, find_model
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.random_weights import RandomWeights
@@ -65,17 +64,8 @@ def test_how_far_scaled_rope_reaches() -> None:
         check_length("--prefix_len 129", 129, "--model", dynamic)
 
 
-def test_a_window_is_passed_where_the_last_token_cannot_see_the_first() -> None:
-    windowed = source(sliding_window=64)
-    assert window_passed(source(), 1000) is None
-    assert [window_passed(windowed, n) for n in (63, 64, 65)] == [None, None, 64]
-    check_length("--prefix_len 128", 128, "--model", windowed)
-    machine = Machine(2, has_compiler=True)
-    assert choose_backend("auto", "cpu", machine, 64) == ("native", "auto: native")
-    backend, why = choose_backend("auto", "cpu", machine, 64, 64)
-    assert backend == "grouped" and "sliding window of 64 tokens" in why
-    with pytest.raises(ValueError, match=r"--attention native: .*window of 64 tokens, .*grouped"):
-        choose_backend("native", "cpu", machine, 64, 64)
+def test_texts_may_get_past_a_window() -> None:
+    check_length("--prefix_len 128", 128, "--model", source(sliding_window=64))
 
 
 def test_a_windowed_draft_reaches_past_its_window_unless_it_rolls() -> None:
