@@ -169,7 +169,7 @@ def test_what_snapkv_gathers_stays_in_the_window(
         runner.forward(torch.tensor([[5, 6, 7, 8]]), [0])
         request.output_ids.extend([6, 7, 8, 9])
         reader.commit([0], [runner.cache.lengths[0]])
-    assert min(found) < 10 - WINDOW, "something is found, and the window is made use of"
+    assert min(found) < -WINDOW // 4, "something is found"
 
 
 def oldest(small: ModelRunner, whole: ModelRunner, settled: int) -> int:
