@@ -73,8 +73,9 @@ class Attention(nn.Module):
             q, k, v = leave(heads, self.num_heads, self.num_kv_heads)
             heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         out = attend(layer, *place(heads, self.num_heads, self.num_kv_heads))
-        # ALiBi's further dimensions of V are zeros.
-        return out[..., : self.head_dim].reshape(rows, num_tokens, -1)
+        if out.shape[-1] > self.head_dim:  # ALiBi's further dimensions of V: zeros
+            out = out[..., : self.head_dim]
+        return out.reshape(rows, num_tokens, -1)
 
 
 class MLP(nn.Module):
