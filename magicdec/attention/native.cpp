@@ -293,8 +293,8 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
 // Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and attends; out [B,T,H,D], lse [B,T,H] float32.
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
-// range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] holds the visible keys, new ones included;
-// range_heads is G, or 1 where all see the same. `mass` [B, G, num_blocks] float32 takes the probability of each block
+// range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] holds the visible keys, new
+// ones included; range_heads is G, or 1 where all see the same. `mass` [B, G, num_blocks] float32 takes the probability of each block
 // of keys summed over the queries, or is null. `portable` asks for the path of every CPU.
 // Compiled for one head size, HEAD_SIZE (a second's work); returns 0, or 1 if D is another.
 extern "C" int magicdec_attention(int is_bfloat16, int portable, const int64_t* shape, const void* q,

@@ -12,8 +12,8 @@ from typing import Any
 from magicdec.bench.draft_checks import check_choice, check_draft
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.free_memory import free_device_memory
-from magicdec.bench.memory import Models
-from magicdec.bench.memory_check import check_memory
+from magicdec.bench.memory import MemoryPlan, Models
+from magicdec.bench.memory_check import check_memory, check_together, planned
 from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
@@ -36,6 +36,8 @@ class Prepared:
     workload: Workload
     draft_source: ModelSource | None = None
     memory: str = ""  # the memory plan, in a line
+    plan: MemoryPlan = MemoryPlan(0, 0)  # of all ranks together
+    free: int | None = None  # bytes, as this rank read them
 
     @property
     def is_random(self) -> bool:
@@ -111,8 +113,9 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     )
     models = Models(source.config, None if draft is None else draft.config)
     free = free_device_memory(config.parallel.device, launch.local_rank)
-    memory = check_memory(config, models, launch, free)
-    return Prepared(config, launch, source, tokenizer, described.name, workload, draft, memory)
+    memory = check_together(launch, lambda: check_memory(config, models, launch, free))
+    plan, found = planned(config, models), (tokenizer, described.name, workload, draft)
+    return Prepared(config, launch, source, *found, memory, plan, free)
 
 
 def as_stored(

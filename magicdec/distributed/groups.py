@@ -38,6 +38,27 @@ def read_launch() -> Launch:
     )
 
 
+def first_refusal(launch: Launch, refusal: str) -> str:
+    """What the first rank that refuses has to say, on every rank; empty where none refuses.
+
+    Before any process group: through the store by which the ranks will find each other. Called by
+    all ranks."""
+    if launch.world_size == 1:
+        return refusal
+    from torch.distributed import PrefixStore, rendezvous
+
+    ranks = range(launch.world_size)
+    store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
+    store = PrefixStore("magicdec/refusals", store)
+    store.set(str(launch.rank), refusal)
+    said = [store.get(str(rank)).decode() for rank in ranks]
+    if store.add("read", 1) == launch.world_size:
+        store.set("all have read", "")
+    if launch.rank == 0:  # the store may be this process's own
+        store.get("all have read")
+    return next((text for text in said if text), "")
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks that compute together. `ranks` is in shard order; `handle` is None for a group of

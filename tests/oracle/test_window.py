@@ -18,8 +18,8 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import make_view
+from magicdec.kv.cache import KVCache
+from magicdec.kv.policy import KVView, make_view
 from magicdec.model.checkpoint import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch
@@ -138,9 +138,9 @@ def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference])
 
 @pytest.mark.parametrize("every", [0, 7, 70])  # 70: what was settled since gets out of sight too
 def test_what_snapkv_gathers_stays_in_the_window(
-    every: int, mistral: tuple[Transformer, Reference]
+    every: int, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The small cache's keys, looked up in the whole one."""
+    """The keys that draft forwards read of the small cache, looked up in the whole one."""
     model, _ = mistral
     num_new = 30 if every == 0 else 100
     runner = make_runner(model, 1, 150 + num_new + 4)
@@ -154,17 +154,17 @@ def test_what_snapkv_gathers_stays_in_the_window(
     batch = Batch((request,), is_prefill=False)
     reader.begin(batch)
     found: list[int] = []
+    views: list[KVView] = []
+    plan = GroupedBackend.plan
+    monkeypatch.setattr(GroupedBackend, "plan", lambda b, view: views.append(view) or plan(b, view))
     for step in range(num_new // 4 - 1):
         reader.refresh(batch, 4)
         settled = reader.lengths([0])
         assert settled == [150 + 4 * step]
         for k in range(4):
             reader.forward(torch.tensor([[5 + k]]), [0], settled)
-            small = reader.runner
-            small.truncate([0], [small.cache.lengths[0] - 1])  # as it was before
-            found.append(oldest(small, runner, settled[0]) - settled[0])
+            found.append(oldest(views[-1], runner, settled[0]) - settled[0])
             assert found[-1] > k - WINDOW
-            small.cache.advance([0], 1)
         reader.rewind([0], settled)
         runner.forward(torch.tensor([[5, 6, 7, 8]]), [0])
         request.output_ids.extend([6, 7, 8, 9])
@@ -172,17 +172,16 @@ def test_what_snapkv_gathers_stays_in_the_window(
     assert min(found) < -WINDOW // 4, "something is found"
 
 
-def oldest(small: ModelRunner, whole: ModelRunner, settled: int) -> int:
-    """The smallest position in the text of any entry that the small cache holds and shows."""
+def oldest(view: KVView, whole: ModelRunner, settled: int) -> int:
+    """The smallest position in the text of any settled key that a forward reads through `view`."""
 
-    def keys(runner: ModelRunner, places: Tensor) -> Tensor:
-        return runner.cache.read(1, runner.cache.slots(torch.tensor([0]), places))[0][0]
+    def keys(cache: KVCache, places: Tensor) -> Tensor:
+        return cache.read(1, cache.slots(torch.tensor([0]), places))[0][0]
 
-    shown = make_view(small.cache, [0], FullKV(), 0, window=small.window).key_positions()[0]
-    ours, theirs = keys(small, shown), keys(whole, torch.arange(settled)[None])
+    ours = keys(view.cache, view.key_positions()[0])
+    theirs = keys(whole.cache, torch.arange(settled)[None])
     equal = (ours.unsqueeze(2) == theirs.unsqueeze(1)).all(-1)  # [G, ours, theirs]
-    found = equal.any(-1)
-    return min(equal.float().argmax(-1)[found].tolist(), default=settled)
+    return min(equal.float().argmax(-1)[equal.any(-1)].tolist(), default=settled)
 
 
 def test_a_decode_reads_a_window(mistral: tuple[Transformer, Reference]) -> None:
