@@ -37,13 +37,24 @@ inline void transpose(__m512i r[16]) {
     for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
+// What to do as a vector of the right operand is loaded: nothing, or ask for the one `entries` further on.
+struct NotAhead { void operator()(const uint32_t*) const {} };
+struct Ahead {
+    int64_t entries;
+    void operator()(const uint32_t* loaded) const { _mm_prefetch((const char*)(loaded + entries), _MM_HINT_T0); }
+};
+
 // out[n][i] += sum over `steps` of a broadcast pair left[n][step] times the vector right[step][i].
-template <int N, int C>
+template <int N, int C, typename Prefetch = NotAhead>
 inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
-                     int64_t steps, __m512 (&out)[N][C]) {
+                     int64_t steps, __m512 (&out)[N][C], Prefetch prefetch = {}) {
     for (int64_t step = 0; step < steps; ++step) {
         __m512bh x[C];
-        for (int i = 0; i < C; ++i) x[i] = (__m512bh)_mm512_load_si512(right + step * right_stride + 16 * i);
+        for (int i = 0; i < C; ++i) {
+            const uint32_t* at = right + step * right_stride + 16 * i;
+            x[i] = (__m512bh)_mm512_load_si512(at);
+            prefetch(at);
+        }
         for (int n = 0; n < N; ++n) {
             const __m512bh y = (__m512bh)_mm512_set1_epi32(int(left[n * left_stride + step]));
             for (int i = 0; i < C; ++i) out[n][i] = _mm512_dpbf16_ps(out[n][i], y, x[i]);

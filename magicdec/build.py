@@ -17,6 +17,12 @@ from functools import cache
 from pathlib import Path
 
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared")
+# What -ffast-math gives the vectoriser, and not -ffast-math itself: linked into a library, that
+# makes the whole process flush subnormal numbers to zero.
+FAST_MATH = (
+    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+    *("-ffinite-math-only", "-freciprocal-math"),
+)
 COMPILERS = ("g++", "clang++", "c++")
 
 

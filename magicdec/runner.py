@@ -84,6 +84,7 @@ class ModelRunner:
             head_dim=config.cached_head_dim,
             block_size=block_size,
             num_blocks=num_blocks,
+            layout=self.backend.layout(dtype),
         )
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)

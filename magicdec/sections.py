@@ -40,7 +40,8 @@ class ModelSection:
     )  # fmt: skip
     linear: str = option(
         "auto",
-        "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
+        "linear layers; packed: weights laid out once for bfloat16 dot products, norms and "
+        "rotation in a call each (CPU)",
         "--linear",
         choices=("auto", *LINEARS),
     )

@@ -110,12 +110,13 @@ def attention_cell(cell: Cell, seconds: float) -> list[dict[str, Any]]:
     q = torch.randn(cell.batch, cell.T, cell.heads, cell.head_size).to(dtype)
     k, v = (torch.randn(cell.batch, cell.T, cell.kv_heads, cell.head_size).to(dtype) for _ in "kv")
     ways: dict[str, Callable[[], Tensor]] = {}
+    views: dict[str, KVView] = {}
     for name, build in BACKENDS.items():
         backend = build()
-        view = filled_view(backend, cell, layers, dtype)
+        views[name] = view = filled_view(backend, cell, layers, dtype)
         backend.plan(view)
         ways[name] = call_backend(backend, view, layers, q, k, v)
-    dense = view.cache  # block per row: its pools are plain [batch, heads, tokens, size] tensors
+    dense = views["grouped"].cache  # its pools are plain [batch, heads, tokens, size] tensors
     mask = torch.ones(cell.T, total, dtype=torch.bool).tril(cell.seq_len) if cell.T > 1 else None
     ways["torch_sdpa"] = call_sdpa(dense, total, layers, q, mask)
     outputs = {name: way().float() for name, way in ways.items()}
@@ -133,16 +134,19 @@ def attention_cell(cell: Cell, seconds: float) -> list[dict[str, Any]]:
 def filled_view(backend: AttentionBackend, cell: Cell, layers: int, dtype: torch.dtype) -> KVView:
     block = backend.block_size(cell.seq_len + cell.T)
     per_row = -(-(cell.seq_len + cell.T) // block)
-    shape = CacheShape(layers, cell.kv_heads, cell.head_size, block, cell.batch * per_row)
+    blocks, layout = cell.batch * per_row, backend.layout(dtype)
+    shape = CacheShape(layers, cell.kv_heads, cell.head_size, block, blocks, layout)
     cache = KVCache(shape, cell.batch, per_row, dtype, torch.device("cpu"))
     rows = range(cell.batch)
     for row in rows:
         cache.allocate(row, cell.seq_len + cell.T)
     generator = torch.Generator().manual_seed(1)
-    for pool in (cache.k, cache.v):
-        for layer in range(layers):  # one layer at a time: the float32 numbers need not all exist
-            pool[layer] = torch.randn(pool.shape[1:], generator=generator)
-            generator.manual_seed(1)
+    size = (1, cell.seq_len, cell.kv_heads, cell.head_size)
+    for row in rows:  # one row at a time: the float32 numbers need not all exist
+        slots = cache.slots(torch.tensor([row]), torch.arange(cell.seq_len).view(1, -1))
+        k, v = (torch.randn(size, generator=generator).to(dtype) for _ in "kv")
+        for layer in range(layers):
+            cache.write(layer, slots, k, v)
     cache.advance(rows, cell.seq_len)
     return make_view(cache, rows, FullKV(), cell.T)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from magicdec.kv.layout import Layout
 from magicdec.kv.policy import MASS_BLOCK, KVView
 
 
@@ -21,7 +23,12 @@ class AttentionBackend(Protocol):
     view."""
 
     def block_size(self, max_tokens: int) -> int:
-        """Tokens in a KV block, for rows of at most `max_tokens`."""
+        """Tokens in a KV block, for rows of at most `max_tokens`: a multiple of what the layout
+        asks for."""
+        ...
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        """The order of a cache of that dtype that `run` reads."""
         ...
 
     def plan(self, view: KVView) -> None:

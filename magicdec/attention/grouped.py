@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.backend import check_mass, sum_blocks
+from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
 
 FUSED_FROM = 32  # new tokens from which the fused kernel is used: it never writes the scores out
@@ -46,6 +47,9 @@ class GroupedBackend:
 
     def block_size(self, max_tokens: int) -> int:
         return max_tokens
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return PLAIN
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_positions())

@@ -17,6 +17,7 @@
 
 #include <omp.h>
 
+#include "../arithmetic.h"
 #if defined(__AVX512BF16__)
 #include "../bf16.h"
 #endif
@@ -29,39 +30,6 @@ constexpr int MAX_QUERIES = 64;     // packed queries of one task
 constexpr int64_t LONG_CHUNK = 32;  // new tokens from which a chunk is prefill (PREFILL_FROM of native.py)
 constexpr int64_t SHARE = 512;      // keys of one task, where a row is cut into pieces
 constexpr float HIDDEN = -1e30f;    // score of a key that a query may not see; -ffinite-math-only has no infinities
-struct bfloat16 { uint16_t value; };
-
-inline float to_float(float x) { return x; }
-inline float to_float(bfloat16 x) {
-    uint32_t wide = uint32_t(x.value) << 16;
-    float out;
-    std::memcpy(&out, &wide, 4);
-    return out;
-}
-inline void store(float* p, float x) { *p = x; }
-inline void store(bfloat16* p, float x) {  // round to nearest even
-    uint32_t wide;
-    std::memcpy(&wide, &x, 4);
-    p->value = uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
-}
-// exp for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes coefficients), about 1e-7 relative.
-inline float exp_negative(float x) {
-    x = std::max(x, -87.0f);
-    float n = std::floor(x * 1.44269504f + 0.5f);
-    x -= n * 0.693359375f;
-    x += n * 2.12194440e-4f;
-    float y = 1.9875691500e-4f;
-    y = y * x + 1.3981999507e-3f;
-    y = y * x + 8.3334519073e-3f;
-    y = y * x + 4.1665795894e-2f;
-    y = y * x + 1.6666665459e-1f;
-    y = y * x + 5.0000001201e-1f;
-    y = y * x * x + x + 1.0f;
-    int32_t shifted = (int32_t(n) + 127) << 23;
-    float power;
-    std::memcpy(&power, &shifted, 4);
-    return y * power;
-}
 
 struct Segment { int64_t row, first, count, slot; };  // keys first.. of a row, adjacent in the pool from head 0's slot
 // Queries first_query.. of one row and KV head over some of the row's segments.
@@ -98,6 +66,16 @@ struct Problem {
     const int64_t* seq_lens;
     int64_t group() const { return H / G; }
     int64_t num_queries() const { return T * group(); }
+    // Whether all queries of a task come before the token at `position`.
+    bool is_hidden(const Task& task, int64_t position) const {
+        return position - seq_lens[task.row] > (task.first_query + task.num_queries - 1) / group();
+    }
+    struct Span { int64_t from, to; };
+    // Which of `count` keys from `position` on the task's query m sees.
+    Span seen(const Task& task, int64_t m, int64_t position, int64_t count) const {
+        const int64_t own = seq_lens[task.row] + (task.first_query + m) / group();  // the query's position
+        return {0, std::clamp<int64_t>(own + 1 - position, 0, count)};
+    }
 };
 
 // Tiles end at multiples of TILE, wherever a range begins: each key is always met in the same company.
@@ -249,9 +227,8 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
         for (int64_t b = 0; b < p.B; ++b)
             for (int64_t t = 0; t < p.T; ++t) {
                 for (int64_t g = 0; g < p.G; ++g) {
-                    const int64_t to = (table.slot(p, b, p.seq_lens[b] + t) + g * size) * D;
-                    std::memcpy(k_pool + to, k_new + b * ks.row + t * ks.token + g * D, D * sizeof(S));
-                    std::memcpy(v_pool + to, v_new + b * vs.row + t * vs.token + g * D, D * sizeof(S));
+                    Kernel::append(k_new + b * ks.row + t * ks.token + g * D, v_new + b * vs.row + t * vs.token + g * D,
+                                   table.slot(p, b, p.seq_lens[b] + t) + g * size, k_pool, v_pool);
                 }
                 for (int64_t h = 0; h < p.H; ++h)
                     Kernel::stage(q + b * qs.row + t * qs.token + h * D,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_mass
-from magicdec.build import load_library, share_openmp
+from magicdec.build import FAST_MATH, load_library, share_openmp
+from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.policy import KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
 
@@ -23,16 +24,13 @@ SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (
     SOURCE.with_name("native_portable.h"),
     SOURCE.with_name("native_bf16.h"),
+    SOURCE.parents[1] / "arithmetic.h",
     SOURCE.parents[1] / "bf16.h",
 )
-# What -ffast-math gives the vectoriser, and not -ffast-math itself: linked into a library, that
-# makes the whole process flush subnormal numbers to zero.
-FLAGS = (
-    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    *("-ffinite-math-only", "-freciprocal-math", "-fopenmp"),
-)
+FLAGS = (*FAST_MATH, "-fopenmp")
 PREFILL_FROM = 32  # new tokens from which a chunk is a matter of GEMMs
 STORAGE = (torch.float32, torch.bfloat16)
+Shape = ctypes.c_int64 * 16
 
 
 class NativeBackend:
@@ -44,9 +42,15 @@ class NativeBackend:
         self._prefill: AttentionBackend = load_named(ATTENTION_BACKENDS, "grouped")()
 
     def block_size(self, max_tokens: int) -> int:
-        return self._prefill.block_size(max_tokens)
+        return -(-self._prefill.block_size(max_tokens) // TILE) * TILE
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        tiled = dtype == torch.bfloat16 and not self._portable and has_bfloat16_path()
+        return TILED if tiled else PLAIN
 
     def plan(self, view: KVView) -> None:
+        cache = view.cache
+        assert cache.shape.layout is self.layout(cache.k.dtype), "the cache was made for another"
         if self._delegates(view):
             self._prefill.plan(view)
 
@@ -85,8 +89,7 @@ class NativeBackend:
     def _delegates(self, view: KVView) -> bool:
         if view.num_new < PREFILL_FROM:
             return False
-        cache = view.cache
-        return self._portable or cache.k.dtype != torch.bfloat16 or not has_bfloat16_path()
+        return self.layout(view.cache.k.dtype) is PLAIN
 
 
 @cache
@@ -99,6 +102,9 @@ def kernel(head_size: int) -> ctypes.CDLL:
     share_openmp()
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
+    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 12 * (
+        ctypes.c_void_p,
+    )
     return library
 
 
@@ -117,24 +123,24 @@ def attention(
     visible keys; `mass`, float32 [B, G, blocks], is filled with the probability of each block."""
     if q.dtype not in STORAGE:
         raise ValueError(f"--attention native stores float32 or bfloat16, not {q.dtype}")
-    for tensor in (q, k, v):
-        assert tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3], "heads are adjacent"
     num_rows, num_new, num_heads, size = q.shape
+    strides = q.stride(), k.stride(), v.stride()
+    assert all(s[2:] == (size, 1) for s in strides), "heads are adjacent"
+    assert ranges.is_contiguous(), "the library goes by shape"
     out = torch.empty(num_rows, num_new, num_heads, size, dtype=q.dtype)
     lse = torch.empty(num_rows, num_new, num_heads, dtype=torch.float32)
-    assert ranges.is_contiguous(), "the library goes by shape"
-    shape = (ctypes.c_int64 * 16)(
+    shape = Shape(
         num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
-        ranges.shape[2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        ranges.shape[2], *(step for s in strides for step in s[:2]),
         ranges.shape[1], 0 if mass is None else mass.shape[2],
     )  # fmt: skip
-    inputs = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse)
+    tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse)
     failed = kernel(size).magicdec_attention(
-        int(q.dtype == torch.bfloat16),
-        int(portable),
+        q.dtype == torch.bfloat16,
+        portable,
         shape,
-        *(ctypes.c_void_p(t.data_ptr()) for t in inputs),
-        ctypes.c_void_p(None if mass is None else mass.data_ptr()),
+        *(t.data_ptr() for t in tensors),
+        None if mass is None else mass.data_ptr(),
     )
     assert not failed, "compiled for this head size"
     return out, lse

@@ -1,117 +1,39 @@
 // The bfloat16 path of native.cpp for CPUs with bfloat16 dot products (AVX512-BF16): both products of attention as
 // small GEMMs on tiles of TILE keys, which is what makes M queries cost little more than one.
 //
-// Keys are transposed, values interleaved in pairs as they are read (bf16.h says why). Up to FUSED queries take them
-// from the registers; more would each need them again, and share a packed tile in the first-level cache. Both ways
-// add in the same order: a query gets the same bits from either.
-constexpr int PADDED = (HEAD_SIZE + 31) / 32 * 32;  // dimensions, rounded up to what an interleaved vector pair holds
+// The pools are laid out for these products (Tiled of kv/layout.py): of every TILE tokens of a head, keys stand as
+// [pair of dimensions][token] and values as [pair of tokens][dimension], an entry being the two of a pair. So they go
+// from memory into the dot products with no shuffle between, and a query gets the same bits whatever others come with
+// it. A place in a tile is a lane; a lane is a token's position modulo TILE.
 constexpr int PAIRS = HEAD_SIZE / 2;
-constexpr int FUSED = 6;  // one block of in_blocks: its accumulators fill the registers
+constexpr int LANES = 16;
 
-// Per thread: one tile and the state of up to MAX_QUERIES queries.
+// Per thread: the scores and weights of up to MAX_QUERIES queries on one tile.
 struct Bf16Scratch {
-    alignas(64) uint32_t keys[PAIRS * TILE];            // [pair of dimensions][key]
-    alignas(64) uint32_t values[TILE / 2 * PADDED];     // [pair of keys][dimension, permuted by unpack]
     alignas(64) float scores[MAX_QUERIES * TILE];
     alignas(64) uint32_t weights[MAX_QUERIES * TILE / 2];  // bfloat16 pairs
-    alignas(64) float acc[MAX_QUERIES * PADDED];           // dimensions permuted as in `values`
     float scale[MAX_QUERIES];
 };
 
-// Keys of one segment that are met together, and how far ahead, in elements, the next such keys lie.
-struct Tile { int64_t count, ahead; };
+// Keys of one segment that are met together: vectors of LANES keys from `keys` on, and the pairs of values from `values`
+// on. `low` keys of the first vector and what lies past `high` are not of the segment.
+struct Tile {
+    const uint32_t *keys, *values;
+    int64_t low, high, first_pair, num_pairs;  // pairs count from the first vector's first lane
+};
 
-// Keys j .. j + 15 of a tile, 16 pairs of dimensions from `pair`, one vector a pair; the next tile is asked for. Keys
-// past `count` repeat the last one: they are hidden later, and must be readable now.
-inline void load_keys(const bfloat16* k, int64_t j, Tile tile, int pair, __m512i r[16]) {
-    const __mmask16 lanes = first_lanes(PAIRS - pair);
-    for (int i = 0; i < 16; ++i) {
-        const bfloat16* row = k + std::min(j + i, tile.count - 1) * HEAD_SIZE + 2 * pair;
-        r[i] = _mm512_maskz_loadu_epi32(lanes, row);
-        _mm_prefetch((const char*)(row + tile.ahead), _MM_HINT_T0);
-    }
-    transpose(r);
+inline Tile make_tile(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot, int64_t count) {
+    const int64_t tile = slot / TILE * TILE * PAIRS, lane = slot % TILE;
+    const int64_t vector = lane / LANES * LANES, low = lane - vector, high = low + count;
+    return {reinterpret_cast<const uint32_t*>(k_pool) + tile + vector,
+            reinterpret_cast<const uint32_t*>(v_pool) + tile + lane / 2 * HEAD_SIZE,
+            low, high, low / 2, (high + 1) / 2 - low / 2};
 }
 
-// Values 2j and 2j + 1 of a tile, 32 dimensions from d: pairs, permuted by unpack; the next tile is asked for.
-inline void load_values(const bfloat16* v, int64_t j, Tile tile, int d, __m512i r[2]) {
-    const __mmask16 lanes = first_lanes((HEAD_SIZE - d) / 2);
-    const bfloat16 *even = v + 2 * j * HEAD_SIZE + d, *odd = v + std::min(2 * j + 1, tile.count - 1) * HEAD_SIZE + d;
-    const __m512i a = _mm512_maskz_loadu_epi32(lanes, even), b = _mm512_maskz_loadu_epi32(lanes, odd);
-    _mm_prefetch((const char*)(even + tile.ahead), _MM_HINT_T0);
-    _mm_prefetch((const char*)(odd + tile.ahead), _MM_HINT_T0);
-    r[0] = _mm512_unpacklo_epi16(a, b);
-    r[1] = _mm512_unpackhi_epi16(a, b);
-}
-
-inline void pack_keys(const bfloat16* k, Tile tile, uint32_t* out) {
-    for (int64_t j = 0; j < tile.count; j += 16)
-        for (int pair = 0; pair < PAIRS; pair += 16) {
-            __m512i r[16];
-            load_keys(k, j, tile, pair, r);
-            for (int i = 0; i < std::min(16, PAIRS - pair); ++i)
-                _mm512_store_si512(out + (pair + i) * TILE + j, r[i]);
-        }
-}
-
-inline void pack_values(const bfloat16* v, Tile tile, uint32_t* out) {
-    for (int64_t j = 0; j < (tile.count + 1) / 2; ++j)
-        for (int d = 0; d < PADDED; d += 32) {
-            __m512i r[2];
-            load_values(v, j, tile, d, r);
-            _mm512_store_si512(out + j * PADDED + d, r[0]);
-            _mm512_store_si512(out + j * PADDED + d + 16, r[1]);
-        }
-}
-
-template <int N>
-inline void score_fused(const uint32_t* q, const bfloat16* k, Tile tile, float* scores) {
-    for (int64_t j = 0; j < tile.count; j += 16) {
-        __m512 s[N] = {};
-        for (int pair = 0; pair < PAIRS; pair += 16) {
-            __m512i r[16];
-            load_keys(k, j, tile, pair, r);
-            for (int i = 0; i < std::min(16, PAIRS - pair); ++i)
-                for (int n = 0; n < N; ++n)
-                    s[n] = _mm512_dpbf16_ps(s[n], (__m512bh)_mm512_set1_epi32(int(q[n * PAIRS + pair + i])), (__m512bh)r[i]);
-        }
-        for (int n = 0; n < N; ++n) _mm512_store_ps(scores + n * TILE + j, s[n]);
-    }
-}
-
-// Dimensions d .. d + 16 C - 1 of the weighted sum of a tile's values.
-template <int N, int C>
-inline void weigh_part_fused(const uint32_t* weights, const bfloat16* v, Tile tile, int d, const float* scale,
-                             float* acc) {
-    __m512 a[N][C];
-    for (int n = 0; n < N; ++n)
-        for (int i = 0; i < C; ++i)
-            a[n][i] = _mm512_mul_ps(_mm512_load_ps(acc + n * PADDED + d + 16 * i), _mm512_set1_ps(scale[n]));
-    for (int64_t j = 0; j < (tile.count + 1) / 2; ++j)
-        for (int i = 0; i < C; i += 2) {
-            __m512i r[2];
-            load_values(v, j, tile, d + 16 * i, r);
-            for (int n = 0; n < N; ++n) {
-                const __m512bh w = (__m512bh)_mm512_set1_epi32(int(weights[n * TILE / 2 + j]));
-                a[n][i] = _mm512_dpbf16_ps(a[n][i], w, (__m512bh)r[0]);
-                a[n][i + 1] = _mm512_dpbf16_ps(a[n][i + 1], w, (__m512bh)r[1]);
-            }
-        }
-    for (int n = 0; n < N; ++n)
-        for (int i = 0; i < C; ++i) _mm512_store_ps(acc + n * PADDED + d + 16 * i, a[n][i]);
-}
-
-template <int N>
-inline void weigh_fused(const uint32_t* weights, const bfloat16* v, Tile tile, const float* scale, float* acc) {
-    int d = 0;
-    for (; d + 64 <= PADDED; d += 64) weigh_part_fused<N, 4>(weights, v, tile, d, scale, acc);
-    if (d < PADDED) weigh_part_fused<N, 2>(weights, v, tile, d, scale, acc);
-}
-
-// Calls body.operator()<C>() where 16 C keys hold `count` of them.
+// Calls body.operator()<C>() where C vectors hold `count` keys.
 template <typename Body>
 inline void by_vectors(int64_t count, Body body) {
-    switch ((count + 15) / 16) {
+    switch ((count + LANES - 1) / LANES) {
         case 1: body.template operator()<1>(); break;
         case 2: body.template operator()<2>(); break;
         case 3: body.template operator()<3>(); break;
@@ -119,30 +41,35 @@ inline void by_vectors(int64_t count, Body body) {
     }
 }
 
+// Scores of N queries on C vectors of keys. As keys are read, those `ahead` entries further are asked for.
 template <int N, int C>
-inline void score_queries(const uint32_t* q, const uint32_t* keys, float* scores) {
+inline void score_queries(const uint32_t* q, const uint32_t* keys, int64_t ahead, float* scores) {
     __m512 s[N][C] = {};
-    multiply<N, C>(q, PAIRS, keys, TILE, PAIRS, s);
+    multiply<N, C>(q, PAIRS, keys, TILE, PAIRS, s, Ahead{ahead});
     for (int n = 0; n < N; ++n)
-        for (int i = 0; i < C; ++i) _mm512_store_ps(scores + n * TILE + 16 * i, s[n][i]);
+        for (int i = 0; i < C; ++i) _mm512_store_ps(scores + n * TILE + LANES * i, s[n][i]);
 }
 
+// 16 C dimensions of the weighted sum of values.
 template <int N, int C>
-inline void weigh_part(const uint32_t* weights, const uint32_t* values, int64_t pairs, const float* scale, float* acc) {
+inline void weigh_part(const uint32_t* weights, const uint32_t* values, int64_t pairs, int64_t ahead, const float* scale,
+                       float* acc) {
     __m512 a[N][C];
     for (int n = 0; n < N; ++n)
         for (int i = 0; i < C; ++i)
-            a[n][i] = _mm512_mul_ps(_mm512_load_ps(acc + n * PADDED + 16 * i), _mm512_set1_ps(scale[n]));
-    multiply<N, C>(weights, TILE / 2, values, PADDED, pairs, a);
+            a[n][i] = _mm512_mul_ps(_mm512_loadu_ps(acc + n * HEAD_SIZE + 16 * i), _mm512_set1_ps(scale[n]));
+    multiply<N, C>(weights, TILE / 2, values, HEAD_SIZE, pairs, a, Ahead{ahead});
     for (int n = 0; n < N; ++n)
-        for (int i = 0; i < C; ++i) _mm512_store_ps(acc + n * PADDED + 16 * i, a[n][i]);
+        for (int i = 0; i < C; ++i) _mm512_storeu_ps(acc + n * HEAD_SIZE + 16 * i, a[n][i]);
 }
 
 template <int N>
-inline void weigh_queries(const uint32_t* weights, const uint32_t* values, int64_t pairs, const float* scale, float* acc) {
-    int d = 0;
-    for (; d + 64 <= PADDED; d += 64) weigh_part<N, 4>(weights, values + d, pairs, scale, acc + d);
-    if (d < PADDED) weigh_part<N, 2>(weights, values + d, pairs, scale, acc + d);
+inline void weigh_queries(const uint32_t* weights, const uint32_t* values, int64_t pairs, int64_t ahead,
+                          const float* scale, float* acc) {
+    constexpr int REST = HEAD_SIZE % 64 / 16;
+    for (int d = 0; d + 64 <= HEAD_SIZE; d += 64) weigh_part<N, 4>(weights, values + d, pairs, ahead, scale, acc + d);
+    constexpr int d = HEAD_SIZE - 16 * REST;
+    if constexpr (REST > 0) weigh_part<N, REST>(weights, values + d, pairs, ahead, scale, acc + d);
 }
 
 // 2^x for x <= 0: a polynomial (Taylor of 2^f on [-1/2, 1/2], 2e-7 relative) and an exponent.
@@ -159,22 +86,24 @@ inline __m512 exp2_negative(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
-// Scores of one query on 16 C keys to weights `w`, given how many it sees; `maximum` and `total` run on (in base 2).
+// Scores of one query on C vectors to weights `w`, given the lanes it sees; `maximum` and `total` run on (in base 2).
 template <int C>
-inline void to_weights(const float* scores, int64_t seen, float factor, float* maximum, float* total, float* scale,
-                       uint32_t* weights, __m512 (&w)[4]) {
+inline void to_weights(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
+                       float* scale, uint32_t* weights, __m512 (&w)[4]) {
     __m512 s[C];
+    __mmask16 seen[C];
     const __m512 hidden = _mm512_set1_ps(HIDDEN);
     __m512 top = hidden;
     for (int i = 0; i < C; ++i) {
-        s[i] = _mm512_mask_mul_ps(hidden, first_lanes(seen - 16 * i), _mm512_load_ps(scores + 16 * i), _mm512_set1_ps(factor));
+        seen[i] = first_lanes(to - LANES * i) & ~first_lanes(from - LANES * i);
+        s[i] = _mm512_mask_mul_ps(hidden, seen[i], _mm512_load_ps(scores + LANES * i), _mm512_set1_ps(factor));
         top = _mm512_max_ps(top, s[i]);
     }
     const float highest = std::max(*maximum, _mm512_reduce_max_ps(top));
     const __m512 shift = _mm512_set1_ps(highest);
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < C; ++i) {
-        w[i] = _mm512_maskz_mov_ps(first_lanes(seen - 16 * i), exp2_negative(_mm512_sub_ps(s[i], shift)));
+        w[i] = _mm512_maskz_mov_ps(seen[i], exp2_negative(_mm512_sub_ps(s[i], shift)));
         sum = _mm512_add_ps(sum, w[i]);
     }
     for (int i = C; i < 4; ++i) w[i] = _mm512_setzero_ps();
@@ -195,80 +124,50 @@ inline __m128 sum_each(const __m512 (&w)[4]) {
     return _mm_add_ps(low, _mm_add_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
 }
 
-// Weights of one query on a tile that begins at `position`, to its sums from `met` on.
-inline void add_mass(const Mass& mass, int64_t query, int64_t met, int64_t position, int64_t count, float scale,
-                     const __m512 (&w)[4]) {
-    mass.rescale(query, met, scale);
-    if (position % BLOCK == 0) {  // a block is a vector
-        _mm_mask_storeu_ps(mass.of(query) + met, __mmask8((1 << (count + 15) / 16) - 1), sum_each(w));
-        return;
-    }
-    alignas(64) float each[TILE];
-    for (int i = 0; i < 4; ++i) _mm512_store_ps(each + 16 * i, w[i]);
-    mass.add(query, met, position % BLOCK, each, count);
-}
-
-// Leaves the state as the merge expects it: maxima to base e, dimensions in order.
-inline void finish_bf16(const Bf16Scratch& x, int64_t M, float* maximum, float* out) {
-    for (int64_t m = 0; m < M; ++m) {
-        maximum[m] *= 0.69314718f;
-        for (int d = 0; d < HEAD_SIZE; ++d)  // unpack took four dimensions in turn for the lower and the upper vector
-            out[m * HEAD_SIZE + d] = x.acc[m * PADDED + d / 32 * 32 + (d % 8 / 4) * 16 + d % 32 / 8 * 4 + d % 4];
-    }
-}
-
 // As attend_piece of native_portable.h; q is [queries][PAIRS] bfloat16 pairs, not scaled.
 inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                               const bfloat16* v_pool, const uint32_t* q, Bf16Scratch& x, float* maximum, float* total,
-                              float* out, const Mass& mass) {
-    const int64_t M = task.num_queries, rep = p.group();
+                              float* acc, const Mass& mass) {
+    const int64_t M = task.num_queries, head = task.head * p.block_size;
     int64_t read = 0, met = 0;  // keys, and blocks of them for `mass`
     const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
     mass.clear(M);
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
-    std::fill(x.acc, x.acc + M * PADDED, 0.0f);
+    std::fill(acc, acc + M * HEAD_SIZE, 0.0f);
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
-        const int64_t base = (segment.slot + task.head * p.block_size) * HEAD_SIZE;
         for (int64_t at = 0, count; at < segment.count; at += count) {
             const int64_t position = segment.first + at;
             count = std::min(tile_end(position) - segment.first, segment.count) - at;
-            const int64_t past = position - p.seq_lens[task.row];  // key j is new token past + j
-            if (past > (task.first_query + M - 1) / rep) break;    // and so are all that follow
+            if (p.is_hidden(task, position)) break;  // and so are all that follow
             read += count;
-            const bfloat16 *k = k_pool + base + at * HEAD_SIZE, *v = v_pool + base + at * HEAD_SIZE;
+            const Tile tile = make_tile(k_pool, v_pool, segment.slot + head + at, count);
             const bool jumps = at + count == segment.count && i + 1 < task.segment_end;
-            const Tile tile{count, HEAD_SIZE * (jumps ? segments[i + 1].slot - segment.slot - at : TILE)};
-            if (M <= FUSED) {
-                in_blocks(M, [&]<int N>(int64_t) { score_fused<N>(q, k, tile, x.scores); });
-            } else {
-                pack_keys(k, tile, x.keys);
-                by_vectors(count, [&]<int C>() {
-                    in_blocks(M, [&]<int N>(int64_t m) { score_queries<N, C>(q + m * PAIRS, x.keys, x.scores + m * TILE); });
+            const Tile next = make_tile(k_pool, v_pool, head + (jumps ? segments[i + 1].slot : segment.slot + at + count), 1);
+            const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
+            by_vectors(tile.high, [&]<int C>() {
+                in_blocks(M, [&]<int N>(int64_t m) {
+                    score_queries<N, C>(q + m * PAIRS, tile.keys, m ? 0 : keys_ahead, x.scores + m * TILE);
                 });
-            }
-            by_vectors(count, [&]<int C>() {
                 for (int64_t m = 0; m < M; ++m) {
-                    const int64_t seen = std::clamp<int64_t>((task.first_query + m) / rep + 1 - past, 0, count);
+                    const auto [from, to] = p.seen(task, m, position, count);
                     __m512 w[4];
-                    to_weights<C>(x.scores + m * TILE, seen, factor, maximum + m, total + m, x.scale + m,
-                                  x.weights + m * TILE / 2, w);
-                    if (mass.data) add_mass(mass, m, met, position, count, x.scale[m], w);
+                    to_weights<C>(x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m, total + m,
+                                  x.scale + m, x.weights + m * TILE / 2, w);
+                    if (!mass.data) continue;
+                    mass.rescale(m, met, x.scale[m]);  // a vector's lanes are the positions of a block
+                    _mm_mask_storeu_ps(mass.of(m) + met, __mmask8((1 << C) - 1), sum_each(w));
                 }
             });
             met += blocks_touched(position, count);
-            if (M <= FUSED) {
-                in_blocks(M, [&]<int N>(int64_t) { weigh_fused<N>(x.weights, v, tile, x.scale, x.acc); });
-            } else {
-                pack_values(v, tile, x.values);
-                in_blocks(M, [&]<int N>(int64_t m) {
-                    weigh_queries<N>(x.weights + m * TILE / 2, x.values, (count + 1) / 2, x.scale + m, x.acc + m * PADDED);
-                });
-            }
+            in_blocks(M, [&]<int N>(int64_t m) {
+                weigh_queries<N>(x.weights + m * TILE / 2 + tile.first_pair, tile.values, tile.num_pairs,
+                                 m ? 0 : values_ahead, x.scale + m, acc + m * HEAD_SIZE);
+            });
         }
     }
-    finish_bf16(x, M, maximum, out);
+    for (int64_t m = 0; m < M; ++m) maximum[m] *= 0.69314718f;  // to base e
     return read;
 }
 
@@ -277,6 +176,11 @@ struct Bf16 {
     static constexpr int QUERY_SIZE = PAIRS;
     using Scratch = Bf16Scratch;
     static void stage(const bfloat16* from, Query* to) { std::memcpy(to, from, HEAD_SIZE * sizeof(bfloat16)); }
+    static void append(const bfloat16* k, const bfloat16* v, int64_t slot, bfloat16* k_pool, bfloat16* v_pool) {
+        const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
+        for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k_pool + tile + (pair * TILE + lane) * 2, k + 2 * pair, 4);
+        for (int d = 0; d < HEAD_SIZE; ++d) v_pool[tile + (lane / 2 * HEAD_SIZE + d) * 2 + lane % 2] = v[d];
+    }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                        const bfloat16* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc,
                        const Mass& mass) {

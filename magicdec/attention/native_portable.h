@@ -86,7 +86,7 @@ void accumulate(const float* p, const S* v, int64_t count, float* acc) {
 template <int D, typename S>
 int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
                   const float* q, float* scores, float* maximum, float* total, float* acc, const Mass& mass) {
-    const int64_t M = task.num_queries, rep = p.group();
+    const int64_t M = task.num_queries;
     int64_t read = 0, met = 0;  // keys, and blocks of them for `mass`
     mass.clear(M);
     std::fill(maximum, maximum + M, HIDDEN);
@@ -100,10 +100,9 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
             const S *k = k_pool + base + at * D, *v = v_pool + base + at * D;
             read += count;
             score<D>(q, M, k, count, scores);
-            const int64_t past = segment.first + at - p.seq_lens[task.row];  // key j is new token past + j
             for (int64_t m = 0; m < M; ++m) {
                 float* s = scores + m * TILE;
-                const int64_t seen = std::clamp<int64_t>((task.first_query + m) / rep + 1 - past, 0, count);
+                const int64_t seen = p.seen(task, m, segment.first + at, count).to;
                 float top = maximum[m];
                 for (int64_t j = 0; j < seen; ++j) top = std::max(top, s[j]);
                 const float scale = exp_negative(maximum[m] - top);
@@ -140,6 +139,10 @@ struct Portable {
     static void stage(const S* from, Query* to) {
         const float scale = 1.0f / std::sqrt(float(HEAD_SIZE));
         for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]) * scale;
+    }
+    static void append(const S* k, const S* v, int64_t slot, S* k_pool, S* v_pool) {
+        std::memcpy(k_pool + slot * HEAD_SIZE, k, HEAD_SIZE * sizeof(S));
+        std::memcpy(v_pool + slot * HEAD_SIZE, v, HEAD_SIZE * sizeof(S));
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
                        const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.backend import sum_blocks, visible_mask
+from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
 
 
@@ -22,6 +23,9 @@ class SDPABackend:
 
     def block_size(self, max_tokens: int) -> int:
         return self._block_size
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return PLAIN
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_positions())

@@ -19,23 +19,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magicdec.kv.layout import PLAIN, Layout
+
 EVICTED = -1  # in `KVCache.blocks`: the row gave this block back, tokens after it stay
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of a rank's cache. `block_size` is the attention backend's choice."""
+    """Sizes of a rank's cache. `block_size` and `layout` are the attention backend's choice."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     num_blocks: int
+    layout: Layout = PLAIN
 
 
 class KVCache:
-    """Per layer K and V pools [num_blocks, G, block_size, D]; rows own blocks through
-    `block_table`."""
+    """Per layer K and V pools [num_blocks, G, block_size, D], in the order of `shape.layout`; rows
+    own blocks through `block_table`."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.shape = shape
+        assert shape.block_size % shape.layout.block_multiple == 0, "blocks of whole tiles"
         pool = (
             shape.num_layers,
             shape.num_blocks,
@@ -124,38 +128,36 @@ class KVCache:
 
     def read_keys(self, slots: Tensor) -> Tensor:
         """Copies of all layers' K at `slots` [B, G, N]: [B, layers, G, N, D]."""
-        keys = self.k.view(self.shape.num_layers, -1, self.shape.head_dim)
-        keys = keys.index_select(1, slots.reshape(-1))
-        return keys.view(self.shape.num_layers, *slots.shape, -1).transpose(0, 1)
+        keys = self.shape.layout.read_keys(self.k, slots.flatten())
+        return keys.view(-1, *slots.shape, self.shape.head_dim).transpose(0, 1)
 
     def write_keys(self, slots: Tensor, keys: Tensor) -> None:
         """Replace all layers' K at `slots` [B, G, N] by keys [B, layers, G, N, D]."""
-        pool = self.k.view(self.shape.num_layers, -1, self.shape.head_dim)
         flat = keys.transpose(0, 1).reshape(self.shape.num_layers, -1, self.shape.head_dim)
-        pool.index_copy_(1, slots.reshape(-1), flat)
+        self.shape.layout.write_keys(self.k, slots.flatten(), flat)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B, T, G, D] at `slots` [B, G, T]."""
-        flat = slots.transpose(1, 2).reshape(-1)
-        for pool, new in ((self.k[layer], k), (self.v[layer], v)):
-            pool.view(-1, self.shape.head_dim).index_copy_(
-                0, flat, new.reshape(-1, self.shape.head_dim)
-            )
+        flat, tokens = slots.transpose(1, 2).flatten(), (1, -1, self.shape.head_dim)
+        layout, one = self.shape.layout, slice(layer, layer + 1)
+        layout.write_keys(self.k[one], flat, k.reshape(tokens))
+        layout.write_values(self.v[one], flat, v.reshape(tokens))
 
     def copy_from(self, other: KVCache, source: Tensor, target: Tensor) -> None:
         """Copy K and V of all layers from `other`'s slots `source` to this cache's slots `target`,
         of one shape."""
-        layers, size = self.shape.num_layers, self.shape.head_dim
-        for mine, theirs in ((self.k, other.k), (self.v, other.v)):
-            picked = theirs.view(layers, -1, size).index_select(1, source.reshape(-1))
-            mine.view(layers, -1, size).index_copy_(1, target.reshape(-1), picked)
+        read, write, source, target = (
+            other.shape.layout, self.shape.layout, source.flatten(), target.flatten(),
+        )  # fmt: skip
+        write.write_keys(self.k, target, read.read_keys(other.k, source))
+        write.write_values(self.v, target, read.read_values(other.v, source))
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
-        flat, shape = slots.reshape(-1), (*slots.shape, self.shape.head_dim)
-        pools = (self.k[layer], self.v[layer])
-        k, v = (p.view(-1, self.shape.head_dim).index_select(0, flat).view(shape) for p in pools)
-        return k, v
+        flat, shape = slots.flatten(), (*slots.shape, self.shape.head_dim)
+        layout, one = self.shape.layout, slice(layer, layer + 1)
+        keys, values = layout.read_keys(self.k[one], flat), layout.read_values(self.v[one], flat)
+        return keys.view(shape), values.view(shape)
 
 
 MADV_HUGEPAGE = 14  # linux/mman.h

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from magicdec.model import elementwise
 from magicdec.model.config import ModelConfig
 
 
@@ -14,9 +15,12 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self.is_packed = False  # computed by `elementwise` where that serves
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_packed and elementwise.serves(x):
+            return elementwise.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from magicdec.model import elementwise
 from magicdec.model.config import ALIBI_DIMS, ModelConfig, RopeConfig
 from magicdec.model.rope import apply_rope
 
@@ -26,12 +27,17 @@ the config's `cached_head_dim`."""
 DIGIT = 256  # positions below 256^2 are two numbers that bfloat16 holds exactly
 
 
-def rotate(rows: Tensor, rope: RopeConfig) -> Place:
-    """Rotary, from the rows [B, T, 2, R/2] of the table at the tokens' positions."""
+def rotate(rows: Tensor, rope: RopeConfig, is_packed: bool = False) -> Place:
+    """Rotary, from the rows [B, T, 2, R/2] of the table at the tokens' positions; with `is_packed`
+    by `elementwise`, where that serves: in place."""
 
     def place(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         both, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=2)
-        rotated = apply_rope(both, rows, rope.interleaved)  # q and k in one go
+        if is_packed and elementwise.serves(heads):
+            elementwise.rotate(heads, rows, num_heads + num_kv_heads, rope.interleaved)
+            rotated = both
+        else:
+            rotated = apply_rope(both, rows, rope.interleaved)  # q and k in one go
         q, k = rotated.split([num_heads, num_kv_heads], dim=2)
         # On q alone, so that a cached key is a rotation of itself and nothing more.
         return (q if rope.attention_factor == 1.0 else q * rope.attention_factor**2), k, v

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model import elementwise
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import PackedLinear
 from magicdec.model.linear_kinds import Linear, PartialLinear, exchange, pack, to_int8
@@ -81,6 +82,7 @@ class MLP(nn.Module):
         super().__init__()
         first, last = shard.split(config.intermediate_size)
         self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
+        self.is_packed = False
         width = (2 if self.is_gated else 1) * (last - first)  # without a gate: up alone
         self.gate_up: Linear = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
         self.down: Linear = PartialLinear(last - first, config.hidden_size, bias=config.mlp_bias)
@@ -92,7 +94,10 @@ class MLP(nn.Module):
         """What the down projection takes, [B, T, this rank's FFN units]."""
         if not self.is_gated:
             return self.activate(self.gate_up(x))
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        both = self.gate_up(x)
+        if self.is_packed and self.activate is F.silu and elementwise.serves(both):
+            return elementwise.silu_gate(both)
+        gate, up = both.chunk(2, dim=-1)
         return self.activate(gate) * up
 
 
@@ -140,6 +145,7 @@ class Transformer(nn.Module):
         assert (
             self.layers.step == 1 and 0 <= self.layers.start < self.layers.stop <= config.num_layers
         )
+        self.is_packed = False
         self.is_first = self.layers.start == 0
         self.is_last = self.layers.stop == config.num_layers
         if self.is_first or (self.is_last and config.tie_word_embeddings):
@@ -203,7 +209,8 @@ class Transformer(nn.Module):
 
     def _place(self, positions: Tensor) -> Place:
         if self.config.positions == "rope":
-            return rotate(self.rope[positions], self.config.rope)  # rows [B, T, 2, R/2]
+            rows = self.rope[positions]  # [B, T, 2, R/2]
+            return rotate(rows, self.config.rope, self.is_packed)
         if self.config.positions == "alibi":
             return alibi(positions, self.slopes, self.config.cached_head_dim)
         return leave
@@ -219,8 +226,12 @@ class Transformer(nn.Module):
         exchange(self, to_int8)
 
     def pack(self) -> None:
-        """Lay the weights of all products out for the kernels of `linear.cpp`. Raises ValueError
-        unless they are bfloat16 or int8."""
+        """Lay the weights of all products out for the kernels of `linear.cpp`, and have what lies
+        between them computed by `elementwise`. Raises ValueError unless these are bfloat16 or
+        int8."""
+        for part in self.modules():
+            if isinstance(part, RMSNorm | MLP | Transformer):
+                part.is_packed = True
         exchange(self, pack)
         if self.is_last and self.head is None:
             self.head = PackedLinear(self.tied_head)

@@ -51,7 +51,7 @@ def fill(
     """A cache whose rows hold random tokens, with the same tokens as plain tensors [B, S, G, D]."""
     block = backend.block_size(MAX_TOKENS)
     per_row = -(-MAX_TOKENS // block)
-    shape = CacheShape(2, kv_heads, size, block, len(lengths) * per_row)
+    shape = CacheShape(2, kv_heads, size, block, len(lengths) * per_row, backend.layout(dtype))
     cache = KVCache(shape, len(lengths), per_row, dtype, torch.device("cpu"))
     for tokens in (MAX_TOKENS // 2, MAX_TOKENS):  # in two turns: the blocks of rows interleave
         for row in range(len(lengths)):
@@ -137,7 +137,9 @@ def test_native_cuts_long_rows_into_pieces_and_returns_the_log_sum_exp(
     torch.manual_seed(0)
     backend, length = NativeBackend(portable), 3000
     rows, heads, kv_heads, size = 2, 8, 2, 64
-    shape = CacheShape(1, kv_heads, size, backend.block_size(length + num_new), rows)
+    shape = CacheShape(
+        1, kv_heads, size, backend.block_size(length + num_new), rows, backend.layout(dtype)
+    )
     cache = KVCache(shape, rows, 1, dtype, torch.device("cpu"))
     for row in range(rows):
         cache.allocate(row, length + num_new)
@@ -168,7 +170,7 @@ def test_native_gives_a_token_the_same_bits_whatever_is_computed_with_it(heads: 
     torch.manual_seed(0)
     lengths, kv_heads, size, num_new = [1300, 63], 2, 64, 5
     backend, dtype = NativeBackend(), torch.bfloat16
-    shape = CacheShape(1, kv_heads, size, backend.block_size(1400), 2)
+    shape = CacheShape(1, kv_heads, size, backend.block_size(1400), 2, backend.layout(dtype))
     cache = KVCache(shape, 2, 1, dtype, torch.device("cpu"))
     k, v = (torch.randn(2, 1400, kv_heads, size).to(dtype) for _ in range(2))
     q = torch.randn(2, num_new, heads, size).to(dtype)

@@ -162,17 +162,23 @@ def test_native_mass_over_pieces_and_blocks_of_queries(
     """Long ragged rows, keys that grow towards the end: maxima rise from tile to tile."""
     torch.manual_seed(0)
     lengths, kv_heads, size, total = [1501, 700], 2, 64, 1540
-    cache = KVCache(CacheShape(1, kv_heads, size, total, 2), 2, 1, dtype, torch.device("cpu"))
-    for row, length in enumerate(lengths):
-        cache.allocate(row, total)
-        cache.advance([row], length)
-    grows = torch.linspace(0.1, 2, total).view(1, 1, total, 1)
-    cache.k[0], cache.v[0] = torch.randn(2, kv_heads, total, size) * grows, 1.0
+    grows = torch.linspace(0.1, 2, total).view(1, total, 1, 1)
+    keys = (torch.randn(2, total, kv_heads, size) * grows).to(dtype)
+    values = torch.randn(2, total, kv_heads, size).to(dtype)
     q = torch.randn(2, num_new, heads, size).to(dtype)
     k, v = (torch.randn(2, num_new, kv_heads, size).to(dtype) for _ in range(2))
-    view = make_view(cache, [1, 0], FullKV(), num_new)
     results = []
-    for backend in (NativeBackend(portable), SDPABackend(total)):
+    for backend in (NativeBackend(portable), SDPABackend(64)):
+        block = backend.block_size(total)
+        per_row = -(-total // block)
+        shape = CacheShape(1, kv_heads, size, block, 2 * per_row, backend.layout(dtype))
+        cache = KVCache(shape, 2, per_row, dtype, torch.device("cpu"))
+        for row, length in enumerate(lengths):
+            cache.allocate(row, total)
+            slots = cache.slots(torch.tensor([row]), torch.arange(length).view(1, -1))
+            cache.write(0, slots, keys[row : row + 1, :length], values[row : row + 1, :length])
+            cache.advance([row], length)
+        view = make_view(cache, [1, 0], FullKV(), num_new)
         backend.plan(view)
         plain = backend.run(0, q, k, v, view)
         out, mass = backend.run_with_mass(0, q, k, v, view)

@@ -48,14 +48,16 @@ def packed(model: Transformer) -> Transformer:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_is_the_same_model(tied: bool) -> None:
+    """It does not round where torch's operators do, so both are held to the float32 model."""
     config = replace(EVERYTHING, tie_word_embeddings=tied)
     tokens = torch.tensor(random_prompts([40], config.vocab_size))
     logits = []
-    for prepare in (lambda m: m, packed):
+    for prepare in (lambda m: m.float(), lambda m: m, packed):
         runner = make_runner(prepare(tiny_transformer(config, dtype=BF16)), 1, 40)
         runner.cache.allocate(0, 40)
         logits.append(runner.forward(tokens, [0]).float())
-    assert (logits[0] - logits[1]).abs().max() < 0.03 * logits[0].abs().max()
+    torchs, packeds = ((found - logits[0]).square().mean().sqrt() for found in logits[1:])
+    assert packeds < 1.2 * torchs < 0.02 * logits[0].abs().max()
 
 
 @pytest.mark.parametrize("heads", [6, 3, 1])

@@ -31,7 +31,7 @@ HEIGHT |= {
 # Files of a package of alternatives share these, and never import each other.
 SHARED = {
     "attention": {"backend"},
-    "kv": {"cache", "policy"},
+    "kv": {"cache", "layout", "policy"},
     "decoding": {
         *("strategy", "drafter", "reader", "draft_length", "forecast"),
         *("sampling", "randomness", "verification"),
@@ -60,7 +60,10 @@ def allowed(importer: str, imported: str) -> bool:
     if here == "analysis":
         return imported == "bench.record"
     if (here, there) == ("attention", "kv"):
-        return file == "policy"  # what a backend reads is a view
+        return file in {
+            "layout",
+            "policy",
+        }  # what a backend reads is a view, in an order it asked for
     return HEIGHT[there] < HEIGHT[here]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
+from magicdec.kv.layout import PLAIN, TILED, Layout
 from magicdec.kv.policy import KVPolicy, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
 
@@ -32,6 +33,63 @@ def test_what_is_written_is_read_back_whatever_the_blocks() -> None:
     read_k, read_v = cache.read(1, slots)
     assert torch.equal(read_k, k.transpose(1, 2)) and torch.equal(read_v, v.transpose(1, 2))
     assert not cache.k[0].any(), "another layer is untouched"
+
+
+@pytest.mark.parametrize("layout", [PLAIN, TILED], ids=["plain", "tiled"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), num_slots=st.integers(1, 90), head_dim=st.sampled_from([2, 16, 48]))
+def test_a_layout_gives_back_what_was_written_and_moves_nothing_else(
+    layout: Layout, data: st.DataObject, num_slots: int, head_dim: int
+) -> None:
+    pools = [torch.randn(2, 3, 2, 64, head_dim).bfloat16() for _ in "kv"]
+    reads = (layout.read_keys, layout.read_values)
+    everything = torch.arange(3 * 2 * 64)
+    chosen = data.draw(st.permutations(range(len(everything))))[:num_slots]
+    slots = torch.tensor(chosen)
+    new = [torch.randn(2, num_slots, head_dim).bfloat16() for _ in "kv"]
+    expected = [read(pool, everything) for read, pool in zip(reads, pools, strict=True)]
+    for pool, values in zip(pools, expected, strict=True):
+        assert torch.equal(values.flatten().sort()[0], pool.flatten().sort()[0]), "each once"
+    layout.write_keys(pools[0], slots, new[0])
+    layout.write_values(pools[1], slots, new[1])
+    for read, pool, values, all_values in zip(reads, pools, new, expected, strict=True):
+        all_values[:, slots] = values
+        assert torch.equal(read(pool, slots), values)
+        assert torch.equal(read(pool, everything), all_values)
+
+
+def test_tiles_hold_pairs_of_dimensions_of_keys_and_pairs_of_tokens_of_values() -> None:
+    pool = torch.zeros(1, 2, 1, 64, 4)
+    tokens = torch.arange(128.0).view(1, 128, 1) + torch.arange(4.0) / 4
+    TILED.write_keys(pool, torch.arange(128), tokens)
+    assert pool.flatten()[:4].tolist() == [0, 0.25, 1, 1.25], "tokens 0 and 1, dimensions 0 and 1"
+    assert pool.flatten()[128:130].tolist() == [0.5, 0.75], "token 0, dimensions 2 and 3"
+    TILED.write_values(pool, torch.arange(128), tokens)
+    assert pool.flatten()[:4].tolist() == [0, 1, 0.25, 1.25], "dimensions 0 and 1, tokens 0 and 1"
+
+
+def test_tokens_are_copied_between_caches_of_different_layouts() -> None:
+    caches = []
+    for layout in (PLAIN, TILED):
+        shape = CacheShape(2, 3, 8, 64, 2, layout)
+        caches.append(KVCache(shape, 1, 2, torch.bfloat16, torch.device("cpu")))
+        caches[-1].allocate(0, 100)
+    slots = caches[0].slots(torch.tensor([0]), torch.arange(70).view(1, -1))
+    k, v = (torch.randn(1, 70, 3, 8).bfloat16() for _ in "kv")
+    for layer in range(2):
+        caches[0].write(layer, slots, k + layer, v)
+    moved = slots.flip(2)
+    caches[1].copy_from(caches[0], slots, moved)
+    assert torch.equal(caches[1].read(1, moved)[0], caches[0].read(1, slots)[0])
+    assert torch.equal(caches[1].read(0, moved)[1], v.transpose(1, 2))
+    assert torch.equal(caches[1].read_keys(moved), caches[0].read_keys(slots))
+    caches[1].write_keys(slots, caches[0].read_keys(slots))
+    assert torch.equal(caches[1].read(1, slots)[0], caches[0].read(1, slots)[0])
+
+
+def test_blocks_are_of_whole_tiles() -> None:
+    with pytest.raises(AssertionError, match="whole tiles"):
+        KVCache(CacheShape(1, 1, 8, 96, 2, TILED), 1, 2, torch.bfloat16, torch.device("cpu"))
 
 
 def test_slots_of_different_rows_and_heads_never_meet() -> None:
