@@ -50,8 +50,8 @@ def make_layers(num_outputs: int, width: int, copies: int) -> dict[str, list[Lay
 
 
 def quantized(weight: Tensor) -> Int8Linear:
-    scales = channel_scales(weight)
-    linear = Int8Linear(nn.Linear(*weight.T.shape, bias=False, device="meta"))
+    (num_outputs, width), scales = weight.shape, channel_scales(weight)
+    linear = Int8Linear(nn.Linear(width, num_outputs, bias=False, device="meta"))
     values = quantize(weight, scales.unsqueeze(1))
     linear.weight = nn.Parameter(values, requires_grad=False)
     linear.scale = nn.Parameter(scales, requires_grad=False)
