@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from magicdec.bench.draft_checks import check_draft
+from magicdec.bench.draft_checks import check_choice, check_draft
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.free_memory import free_device_memory
 from magicdec.bench.memory import Models
@@ -159,6 +159,8 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
     check_scores(config.attention.backend, config.model.dtype, flag, source)
+    if config.decoding.drafter == "self":
+        check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
 
 
@@ -180,9 +182,4 @@ def check_length(asked: str, length: int, flag: str, source: ModelSource) -> Non
         why = "; dynamic rope scaling past them would turn cached keys anew" if dynamic else ""
         raise ValueError(
             f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
-        )
-    if model.sliding_window is not None and length > model.sliding_window:
-        raise ValueError(
-            f"{asked} exceeds the sliding window of {flag} {source.name} "
-            f"({model.sliding_window}), which is not implemented; keep within it"
         )
