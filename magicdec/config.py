@@ -17,7 +17,14 @@ from magicdec.checks import (
     check_sampling,
 )
 from magicdec.draft_section import DraftSection
-from magicdec.machine import Machine, choose_backend, choose_collectives, choose_linear
+from magicdec.machine import (
+    Machine,
+    choose_backend,
+    choose_collectives,
+    choose_dtype,
+    choose_linear,
+    choose_weights,
+)
 from magicdec.sections import (
     AttentionSection,
     DecodingSection,
@@ -106,9 +113,7 @@ class RunConfig:
         elif device == "cuda" and not machine.has_cuda:
             raise ValueError("--device cuda: no CUDA device here; choose from auto, cpu")
         fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
-        dtype = self.model.dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if fast_bfloat16 else "float32"
+        dtype = choose_dtype(self.model.dtype, self.model.target_dtype, fast_bfloat16)
         collectives, reason = self.parallel.collectives, self.parallel.collectives_reason
         if reason is None:
             collectives, reason = choose_collectives(collectives, device, machine)
@@ -117,7 +122,7 @@ class RunConfig:
             backend, backend_reason = choose_backend(backend, device, machine, head_dim)
         rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
         draft = self.draft and self.draft.resolve(
-            self.attention.backend, rank_group, device, machine, draft_head_dim
+            self.attention.backend, rank_group, device, machine, draft_head_dim, dtype
         )
         replace = dataclasses.replace
         return replace(
@@ -128,6 +133,7 @@ class RunConfig:
                 self.model,
                 dtype=dtype,
                 linear=choose_linear(self.model.linear, device, dtype, machine),
+                target_dtype=choose_weights("--target_dtype", self.model.target_dtype, dtype),
             ),
             parallel=replace(
                 self.parallel,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from magicdec.machine import Machine, choose_backend
+from magicdec.machine import Machine, choose_backend, choose_weights
+from magicdec.names import WEIGHT_DTYPES
 from magicdec.options import option
 
 
@@ -29,6 +30,12 @@ class DraftSection:
     )
     backend: str | None = None  # attention kernels for the draft's head size; set by `resolve`
     backend_reason: str | None = None
+    draft_dtype: str = option(
+        "auto",
+        "of the draft's matrices, as --target_dtype of the target's",
+        "--draft_dtype",
+        choices=("auto", *WEIGHT_DTYPES),
+    )
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, one line, for ranks that cannot be a group: any of those launched, each
@@ -55,10 +62,18 @@ class DraftSection:
         device: str,
         machine: Machine,
         head_dim: int,
+        dtype: str,
     ) -> DraftSection:
-        """Every None as it will run; `asked` is the attention backend that the user named."""
+        """Every None and `auto` as it will run; `asked` is the attention backend that the user
+        named, `dtype` that of the run."""
         backend, reason = self.backend, self.backend_reason
         if reason is None:
             backend, reason = choose_backend(asked, device, machine, head_dim)
         ranks = self.rank_group or target_ranks[:1]
-        return replace(self, rank_group=ranks, backend=backend, backend_reason=reason)
+        return replace(
+            self,
+            rank_group=ranks,
+            backend=backend,
+            backend_reason=reason,
+            draft_dtype=choose_weights("--draft_dtype", self.draft_dtype, dtype),
+        )

@@ -40,6 +40,28 @@ def choose_backend(asked: str, device: str, machine: Machine, head_dim: int) -> 
     return asked, "asked for"
 
 
+def choose_dtype(asked: str, weights: str, is_fast_bfloat16: bool) -> str:
+    """Of activations and KV cache, where the target's weights were asked for as `weights`."""
+    if asked != "auto":
+        return asked
+    if weights not in ("auto", "int8"):
+        return weights
+    return "bfloat16" if is_fast_bfloat16 else "float32"
+
+
+def choose_weights(flag: str, asked: str, dtype: str) -> str:
+    """Of a model's matrices in a run of `dtype`. Raises ValueError for a floating-point type that
+    is another."""
+    if asked in ("auto", dtype):
+        return dtype
+    if asked == "int8":
+        return asked
+    raise ValueError(
+        f"{flag} {asked}: weights that are not int8 have the --dtype of the run, {dtype}; "
+        f"choose from auto, {dtype}, int8"
+    )
+
+
 def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
     """How linear layers are computed. Raises ValueError if `packed` was asked for and cannot be."""
     obstacles = {

@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "BloomForCausalLM": "magicdec.model.families.bloom:BLOOM",
 }
 DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = (*DTYPES, "int8")
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed")
 COLLECTIVES = ("gloo", "shared_memory", "nccl")

@@ -17,6 +17,7 @@ from magicdec.names import (
     DTYPES,
     KV_POLICIES,
     LINEARS,
+    WEIGHT_DTYPES,
 )
 from magicdec.options import count_or_auto, option
 
@@ -32,7 +33,9 @@ class ModelSection:
         "--model",
     )
     dtype: str = option(
-        "auto", "auto: bfloat16 where the hardware computes in it, else float32",
+        "auto",
+        "of activations, KV cache and weights; auto: bfloat16 where the hardware computes in it, "
+        "else float32",
         "--dtype", choices=("auto", *DTYPES),
     )  # fmt: skip
     linear: str = option(
@@ -41,6 +44,13 @@ class ModelSection:
         "rotation in a call each (CPU)",
         "--linear",
         choices=("auto", *LINEARS),
+    )
+    target_dtype: str = option(
+        "auto",
+        "of the target's matrices; int8: a scale for each output, activations and KV stay in "
+        "--dtype; auto: int8 if they are stored so, else --dtype",
+        "--target_dtype",
+        choices=("auto", *WEIGHT_DTYPES),
     )
 
 

@@ -71,10 +71,19 @@ def conditions(record: dict[str, Any]) -> dict[str, Any]:
         "draft fingerprint": (record["workload"].get("draft") or {}).get("model_sha256"),
         "workload sha256": record["workload"]["sha256"],
         "dtype": record["config"]["model"]["dtype"],
+        "weights": weight_dtypes(record["config"]),
         "sampling": sampling(record),
         "generated tokens": record["config"]["workload"]["gen_len"],
         "ignore_eos": record["config"]["decoding"]["ignore_eos"],
     }
+
+
+def weight_dtypes(config: dict[str, Any]) -> str:
+    """Of the target's matrices and the draft's; records older than the fields had one dtype."""
+    dtype, draft = config["model"]["dtype"], config.get("draft") or {}
+    target = config["model"].get("target_dtype", dtype)
+    drafts = draft.get("draft_dtype", dtype)
+    return str(target) if not draft or drafts == target else f"{target}, draft {drafts}"
 
 
 def sampling(record: dict[str, Any]) -> dict[str, Any] | str:

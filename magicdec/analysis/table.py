@@ -151,12 +151,18 @@ def _title(record: dict[str, Any]) -> str:
     c, e = record["config"], record["environment"]
     w = c["workload"]
     return (
-        f"{c['model']['model']} ({c['model']['dtype']}), {record['workload']['dataset']}: "
+        f"{c['model']['model']} ({_dtypes(c['model'])}), {record['workload']['dataset']}: "
         f"B {w['batch_size']}, prefix {w['prefix_len']}, {w['gen_len']} new tokens, "
         f"{w['num_batches']} batches; ranks {e['world_size']} x threads {e['threads']}, "
         f"{c['parallel']['collectives'] or c['parallel']['device']}, "
         f"{e['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read"
     )
+
+
+def _dtypes(model: dict[str, Any]) -> str:
+    """Records older than `target_dtype` had one for all."""
+    dtype: str = model["dtype"]
+    return f"{dtype}, int8 weights" if model.get("target_dtype") == "int8" else dtype
 
 
 def _verdict(record: dict[str, Any]) -> str:

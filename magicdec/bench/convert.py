@@ -1,6 +1,7 @@
 """`magicdec convert`: one file of weights out of a checkpoint of many, or of the original suite's.
 
     magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --dtype bfloat16
+    magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --quantize int8
     magicdec convert --verify checkpoints/Llama-3.2-1B/model.pth
 
 Owns the command line; `model/convert.py` writes. Running a checkpoint needs no conversion. Heavy
@@ -21,6 +22,7 @@ from magicdec.distributed.groups import Launch
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 
 
 def main() -> NoReturn:
@@ -50,14 +52,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE",
         help="a .safetensors or .pth file [DIR/model.pth]")  # fmt: skip
     add("--dtype", choices=DTYPES, help="what to store; default: as it is stored")
+    add("--quantize", choices=QUANTIZATIONS,
+        help="store all matrices but embeddings in int8, with a scale for each output; --dtype is "
+        "then of the rest [--out: DIR/model_int8.pth]")  # fmt: skip
     add("--verify", type=Path, metavar="FILE", help="check FILE against the manifest beside it")
     args = parser.parse_args(argv)
     if (args.checkpoint_dir is None) == (args.verify is None):
         raise ValueError("give either --checkpoint_dir or --verify")
-    if args.verify and (args.out or args.dtype):
-        raise ValueError("--verify writes nothing; leave out --out and --dtype")
+    if args.verify and (args.out or args.dtype or args.quantize):
+        raise ValueError("--verify writes nothing; leave out --out, --dtype and --quantize")
     if args.checkpoint_dir and args.out is None:
-        args.out = args.checkpoint_dir / "model.pth"
+        args.out = args.checkpoint_dir / ("model_int8.pth" if args.quantize else "model.pth")
     if args.out and args.out.suffix not in OUTPUTS:
         raise ValueError(f"--out {args.out}: its name must end in one of {', '.join(OUTPUTS)}")
     return args
@@ -65,11 +70,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     from magicdec.bench.progress import make_progress
-    from magicdec.model.checkpoint import expected_shapes
-    from magicdec.model.convert import convert, find_checkpoint
+    from magicdec.model.convert import convert, find_checkpoint, quantized
 
     source = find_checkpoint("--checkpoint_dir", args.checkpoint_dir)
-    num_tensors = len(expected_shapes(source.config))
+    if args.quantize:
+        source = quantized(source)
+    elif source.is_int8 and args.dtype:
+        raise ValueError(
+            f"--dtype {args.dtype}: {args.checkpoint_dir} holds int8 weights; leave it out, or "
+            "give --quantize int8 too: then it is of the rest"
+        )
+    num_tensors = len(source.stored_shapes)
     with make_progress(True).task(f"writing {args.out.name}", num_tensors) as advance:
         manifest = convert(source, args.out, args.dtype, lambda name: advance())
     types = sorted({entry.dtype for entry in manifest.tensors.values()})

@@ -24,6 +24,7 @@ Acceptance = float | tuple[float, ...]
 """Either one rate, the same for every draft token whose predecessors were accepted, or the share of
 verifications that accept at least 1, 2, ... draft tokens (a record's `acceptance_per_position`)."""
 
+SCALE_BYTES = 4  # of an output of an int8 matrix
 ARGMAX_BYTES = 16  # a token's best logit and its id, from each rank
 
 
@@ -47,6 +48,7 @@ class Deployment:
     dtype_bytes: int
     tp: int = 1
     nodes: int = 1
+    is_int8: bool = False  # the matrices
 
     def forward(self, B: int, T: int, S: int) -> ForwardCost:
         """Of the rank with most heads, which the others wait for."""
@@ -55,7 +57,7 @@ class Deployment:
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
         sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
         return ForwardCost(
-            weight_bytes(c, shard, self.dtype_bytes),
+            weight_bytes(c, shard, self.dtype_bytes, self.is_int8),
             B * (seen + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
             B * T * linear_flops_per_token(c, shard),
             B * attention_flops(c, shard, T, S),
@@ -105,15 +107,22 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
     return config.num_layers * layer + head * config.hidden_size
 
 
-def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
-    """Of this rank's weights that one forward reads; of the embedding a few rows (0)."""
+def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int, is_int8: bool = False) -> int:
+    """Of this rank's weights that one forward reads; of the embedding a few rows (0). `is_int8`:
+    the matrices have a byte an entry and a float32 scale an output."""
     q, kv, ffn, head = _widths(config, shard)
     hidden, up = config.hidden_size, (2 if config.gated_mlp else 1) * ffn
     biases = (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
     biases += (up + hidden) * config.mlp_bias
     norms = config.norm_parameters + config.embedding_norm_parameters
     vectors = config.num_layers * biases + norms + head * config.head_bias
-    return (linear_parameters(config, shard) + vectors) * dtype_bytes
+    matrices = linear_parameters(config, shard)
+    if not is_int8:
+        return (matrices + vectors) * dtype_bytes
+    if config.tie_word_embeddings:  # then it has a head of its own, without a bias
+        vectors -= head * config.head_bias
+    outputs = config.num_layers * (q + 2 * kv + up + 2 * hidden) + head
+    return matrices + outputs * SCALE_BYTES + vectors * dtype_bytes
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:

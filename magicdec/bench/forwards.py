@@ -64,7 +64,8 @@ def measure(
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
     group = make_groups(launch, ranks, device, config.parallel.collectives).target
     progress = make_progress(launch.rank == 0)
-    model = load_model(source, group, config.model.dtype, config.model.linear, device, progress)
+    kinds = (config.model.dtype, config.model.target_dtype, config.model.linear)
+    model = load_model(source, group, *kinds, device, progress)
     bandwidth = read_bandwidth(group, device)
     timings: list[Timing] = []
     for B in grid.batch_sizes:

@@ -200,12 +200,13 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource, str]:
     from magicdec.bench.latency_memory import check_grid_memory
     from magicdec.bench.memory import Models
     from magicdec.bench.memory_check import check_together
-    from magicdec.bench.prepare import check_length, check_scores
+    from magicdec.bench.prepare import as_stored, check_length, check_scores
     from magicdec.model.checkpoint import find_model
 
     source = find_model("--model", asked.config.model.model)
     model = source.config
-    config = asked.config.resolve(probe_machine(launch), model.cached_head_dim)
+    config = as_stored(asked.config, source)
+    config = config.resolve(probe_machine(launch), model.cached_head_dim)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)

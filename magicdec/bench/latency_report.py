@@ -125,7 +125,8 @@ def _label(row: dict[str, Any]) -> str:
 def _title(found: dict[str, Any]) -> str:
     c, e = found["config"], found["environment"]
     return (
-        f"{c['model']['model']} ({c['model']['dtype']}): forwards at fixed cache lengths, "
+        f"{c['model']['model']} ({c['model']['dtype']}, weights {c['model']['target_dtype']}): "
+        f"forwards at fixed cache lengths, "
         f"{c['grid']['repeats']} repeats; ranks {e['world_size']} x threads {e['threads']}, "
         f"{c['parallel']['collectives'] or c['parallel']['device']}, "
         f"{c['attention']['backend']}, {e['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read"

@@ -26,16 +26,16 @@ def load_model(
     source: ModelSource,
     group: Group,
     dtype: str,
+    weights: str,
     linear: str,
     device: torch.device,
     progress: Progress,
 ) -> Transformer:
-    """This rank's shard of a model over `group`."""
+    """This rank's shard of a model over `group`; its matrices are in `weights`: `dtype` or int8."""
     shard = Shard(group.index, group.size)
-    with progress.task(f"loading {source.name} as {dtype}", 1) as advance:
-        model = load_transformer(
-            source.config, source.weights, shard, None, getattr(torch, dtype), device
-        )
+    place = (shard, None, getattr(torch, dtype), device)
+    with progress.task(f"loading {source.name} as {weights}", 1) as advance:
+        model = load_transformer(source.config, source.weights, *place, is_int8=weights == "int8")
         if linear == "packed":
             model.pack()
         advance()
@@ -63,9 +63,8 @@ def make_draft(
     chunk = config.attention.prefill_chunk
     runner: ModelRunner | None = None
     if groups.draft is not None:
-        model = load_model(
-            source, groups.draft, config.model.dtype, config.model.linear, device, progress
-        )
+        kinds = (config.model.dtype, config.draft.draft_dtype, config.model.linear)
+        model = load_model(source, groups.draft, *kinds, device, progress)
         place = (model, make_backend(config.draft.backend), groups.draft)
         policy, num_rows = make_policy(config.kv), config.workload.batch_size
         if isinstance(policy, StreamingLLM):

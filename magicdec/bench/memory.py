@@ -61,8 +61,9 @@ def plan_rank(config: RunConfig, models: Models, rank: int) -> MemoryPlan:
     tokens = _rows(config) * _rounded(config.attention.backend, max_tokens(config))
     per_token = kv_bytes_per_token(models.target, shard, size)
     draft_weights, draft_kv = _draft_bytes(config, models, rank)
+    is_int8 = config.model.target_dtype == "int8"
     return MemoryPlan(
-        stored_bytes(models.target, shard, size, is_packed),
+        stored_bytes(models.target, shard, size, is_packed, is_int8),
         tokens * per_token,
         draft_weights,
         draft_kv + _chosen_bytes(config, models.target, shard),
@@ -70,14 +71,16 @@ def plan_rank(config: RunConfig, models: Models, rank: int) -> MemoryPlan:
     )
 
 
-def stored_bytes(model: ModelConfig, shard: Shard, size: int, is_packed: bool) -> int:
+def stored_bytes(
+    model: ModelConfig, shard: Shard, size: int, is_packed: bool, is_int8: bool = False
+) -> int:
     """All weights of this rank. The embedding is whole on every rank, and a tied head is a part of
-    it unless it is packed, which makes a copy in another layout."""
+    it unless it is packed or in int8, which makes a copy."""
     first, last = shard.split(model.vocab_size)
     shared = (last - first) * model.hidden_size * size
-    is_shared = model.tie_word_embeddings and not is_packed
+    is_shared = model.tie_word_embeddings and not (is_packed or is_int8)
     embedding = model.vocab_size * model.hidden_size * size
-    return weight_bytes(model, shard, size) + embedding - (shared if is_shared else 0)
+    return weight_bytes(model, shard, size, is_int8) + embedding - (shared if is_shared else 0)
 
 
 def _rows(config: RunConfig) -> int:
@@ -132,5 +135,6 @@ def _draft_bytes(config: RunConfig, models: Models, rank: int) -> tuple[int, int
         if config.kv.policy == "snapkv":
             tokens += _gathered(config, backend, longest)
     is_packed = config.model.linear == "packed"
-    weights = stored_bytes(models.draft, shard, size, is_packed)
+    is_int8 = config.draft.draft_dtype == "int8"
+    weights = stored_bytes(models.draft, shard, size, is_packed, is_int8)
     return weights, tokens * kv_bytes_per_token(models.draft, shard, size)

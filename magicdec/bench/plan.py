@@ -27,9 +27,10 @@ from magicdec.bench.costs import (
 from magicdec.bench.curves import DEFAULT_POLICY, find_curves, longest
 from magicdec.bench.hardware import Hardware, Link, load_machine
 from magicdec.distributed.groups import read_launch
+from magicdec.machine import choose_weights
 from magicdec.model.config import ModelConfig
 from magicdec.model.named import find_config
-from magicdec.names import DTYPES, KV_POLICIES
+from magicdec.names import DTYPES, KV_POLICIES, WEIGHT_DTYPES
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_GAMMA = 8
@@ -102,6 +103,9 @@ def build_parser() -> Parser:
         help="0.8 (a rate), 0.8,0.7,0.6 (at least 1, 2, 3 accepted), or a file of records; "
         "one, or one a budget")  # fmt: skip
     add("--dtype", default="bfloat16", choices=DTYPES, help="[bfloat16]")
+    for flag in ("--target_dtype", "--draft_dtype"):
+        add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
+            help="matrices; int8 or auto, which is --dtype [auto]")  # fmt: skip
     add("--B", nargs="+", type=int, default=[1, 8, 32], metavar="N", help="[1 8 32]")
     add("--prefix_len", nargs="+", type=int, default=[4096, 16384, 32768], metavar="N",
         help="cached tokens a sequence [4096 16384 32768]")  # fmt: skip
@@ -125,7 +129,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.tp % args.nodes:
         raise ValueError(f"--nodes {args.nodes} does not divide --tp {args.tp}")
     hardware = find_hardware(args, config.num_layers)
-    target = Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, args.nodes)
+    is_int8 = choose_weights("--target_dtype", args.target_dtype, args.dtype) == "int8"
+    size = DTYPE_BYTES[args.dtype]
+    target = Deployment(config, hardware, size, args.tp, args.nodes, is_int8)
     drafter = "self" if args.draft_model is None else "model"
     curves, source = find_curves(args.acceptance, args.budget, drafter, args.kv_policy)
     reach = longest(curves)
@@ -149,6 +155,8 @@ def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:
     if args.draft_model is None:
         if args.draft_tp is not None:
             raise ValueError("--draft_tp is for --draft_model; self-speculation drafts on --tp")
+        if args.draft_dtype != "auto":
+            raise ValueError("--draft_dtype is for --draft_model; else the model itself drafts")
         return target
     config, tp = find_config("--draft_model", args.draft_model), args.draft_tp or 1
     if config.vocab_size != target.config.vocab_size:
@@ -160,7 +168,8 @@ def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:
     nodes = -(-tp // (target.tp // target.nodes))
     if tp > target.tp or tp % nodes:
         raise ValueError(f"--draft_tp {tp} cannot be laid out on --tp {args.tp} ranks")
-    return Deployment(config, target.hardware, target.dtype_bytes, tp, nodes)
+    is_int8 = choose_weights("--draft_dtype", args.draft_dtype, args.dtype) == "int8"
+    return Deployment(config, target.hardware, target.dtype_bytes, tp, nodes, is_int8)
 
 
 def find_hardware(args: argparse.Namespace, num_layers: int) -> Hardware:

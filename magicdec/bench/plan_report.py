@@ -22,6 +22,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.target.config.name,
         "draft_model": None if plan.is_self_speculation else plan.draft.config.name,
         "dtype": plan.dtype,
+        "target_dtype": "int8" if plan.target.is_int8 else plan.dtype,
+        "draft_dtype": "int8" if plan.draft.is_int8 else plan.dtype,
         "tp": plan.target.tp,
         "draft_tp": plan.draft.tp,
         "nodes": plan.target.nodes,
@@ -85,7 +87,8 @@ def _header(plan: Plan) -> list[str]:
 def _name(deployment: Deployment) -> str:
     d = deployment
     nodes = f" over {d.nodes} nodes" if d.nodes > 1 else ""
-    return f"{d.config.name} on {d.tp} rank{'s' * (d.tp > 1)}{nodes}"
+    weights = " in int8" if d.is_int8 else ""
+    return f"{d.config.name}{weights} on {d.tp} rank{'s' * (d.tp > 1)}{nodes}"
 
 
 def _curve(acceptance: Acceptance) -> str:

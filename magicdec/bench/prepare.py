@@ -6,7 +6,7 @@ Owns the order of the checks. Every rank prepares by itself and comes to the sam
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from magicdec.bench.draft_checks import check_choice, check_draft
@@ -83,7 +83,7 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     draft = None
     if config.draft is not None:
         draft = find_model(flag_of(config.draft, "model"), config.draft.model)
-    config = config.resolve(
+    config = as_stored(config, source, draft).resolve(
         probe_machine(launch),
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
@@ -116,6 +116,30 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     memory = check_together(launch, lambda: check_memory(config, models, launch, free))
     plan, found = planned(config, models), (tokenizer, described.name, workload, draft)
     return Prepared(config, launch, source, *found, memory, plan, free)
+
+
+def as_stored(
+    config: RunConfig, source: ModelSource, draft: ModelSource | None = None
+) -> RunConfig:
+    """`config` with int8 weights where they are stored so. Raises ValueError where others were
+    asked for: they are not there any more."""
+    model, section = config.model, config.draft
+    if source.is_int8:
+        named = f"{flag_of(model, 'model')} {model.model}"
+        check_int8("--target_dtype", model.target_dtype, named)
+        model = replace(model, target_dtype="int8")
+    if draft is not None and draft.is_int8:
+        assert section is not None, "a draft was found for it"
+        named = f"{flag_of(section, 'model')} {section.model}"
+        check_int8("--draft_dtype", section.draft_dtype, named)
+        section = replace(section, draft_dtype="int8")
+    return replace(config, model=model, draft=section)
+
+
+def check_int8(flag: str, asked: str, named: str) -> None:
+    """What was asked for a model that is stored in int8."""
+    if asked not in ("auto", "int8"):
+        raise ValueError(f"{flag} {asked}: {named} holds int8 weights; choose from auto, int8")
 
 
 def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:

@@ -80,7 +80,8 @@ class Run:
 
     def make_runner(self, dtype: str, num_rows: int, backend_name: str, linear: str) -> ModelRunner:
         source, group = self.prepared.source, self.groups.target
-        model = load_model(source, group, dtype, linear, self.device, self.progress)
+        weights = "int8" if self.config.model.target_dtype == "int8" else dtype
+        model = load_model(source, group, dtype, weights, linear, self.device, self.progress)
         return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:

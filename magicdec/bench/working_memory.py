@@ -45,7 +45,7 @@ def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
         + is_watching * _watching_bytes(config, model, shard, *verification)
         + logits,
         replay_bytes(config, model, shard),
-        _largest_matrix(model, shard) * size + READ_ELEMENTS * 4,
+        _loading_bytes(config, model, shard),
         BANDWIDTH_BYTES // shard.size if on_cpu else BANDWIDTH_BYTES,
     )
     return max(moments) + longest * model.head_dim * 4
@@ -111,6 +111,15 @@ def _watching_bytes(
     queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
     scores = B * (queries[1] - queries[0]) * T * S
     return 4 * (B * S * (keys[1] - keys[0]) * model.cached_head_dim + 3 * scores)
+
+
+def _loading_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
+    """A matrix while it is packed, and what is read at once; while it is quantised, in float32,
+    divided by its scales and rounded."""
+    matrix = _largest_matrix(model, shard)
+    if config.model.target_dtype == "int8":
+        return matrix + READ_ELEMENTS * (4 + 4 + 1)
+    return matrix * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * 4
 
 
 def _largest_matrix(model: ModelConfig, shard: Shard) -> int:

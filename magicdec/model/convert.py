@@ -14,6 +14,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicdec.model.checkpoint import (
-    ModelSource,
-    WeightSource,
-    check_dtypes,
-    check_weights,
-    expected_shapes,
-    find_model,
-)
+from magicdec.model.checkpoint import ModelSource, find_model
 from magicdec.model.gpt_fast import GptFastWeights
 from magicdec.model.hf_config import load_model_config
 from magicdec.model.manifest import (
@@ -40,7 +34,11 @@ from magicdec.model.manifest import (
     raw_bytes,
     row_parts,
 )
+from magicdec.model.quantization import QuantizedWeights
+from magicdec.model.weight_check import check_dtypes, check_weights
 from magicdec.model.weight_files import GPT_FAST_NAME, TORCH_NAMES, WEIGHT_FILES, PthWeights
+from magicdec.model.weight_map import SCALE
+from magicdec.model.weight_source import WeightSource
 
 # What a checkpoint needs beside its weights, copied where they go to another directory.
 COMPANIONS = (
@@ -77,6 +75,13 @@ def _is_gpt_fast(path: Path) -> bool:
     return any(GPT_FAST_NAME.fullmatch(name) for name in names)
 
 
+def quantized(source: ModelSource) -> ModelSource:
+    """The same model with its matrices in int8; as it is where they are stored so."""
+    if source.is_int8:
+        return source
+    return replace(source, weights=QuantizedWeights(source.weights, source.config))
+
+
 def convert(
     source: ModelSource,
     out: Path,
@@ -85,15 +90,17 @@ def convert(
 ) -> Manifest:
     """Write the model's tensors to `out` (`.safetensors` or `.pth`) and the manifest beside it.
 
-    `dtype` None keeps what is stored. `progress` is told of each tensor. Raises ValueError when
-    `out` is what is read or the disk too full, OSError when writing fails; `out` is then as it was.
+    `dtype` None keeps what is stored; int8 matrices and their scales are always kept. `progress` is
+    told of each tensor. Raises ValueError when `out` is what is read or the disk too full, OSError
+    when writing fails; `out` is then as it was.
     """
-    shapes = expected_shapes(source.config)
+    shapes = source.stored_shapes
     read = {source.weights.where(name) for name in shapes}
     if out.exists() and any(path is not None and path.samefile(out) for path in read):
         raise ValueError(f"--out {out} is what is read; name another file")
     stored = source.weights.dtypes()
-    dtypes = {name: dtype or stored[name] for name in shapes}
+    kept = {name for name in shapes if name.endswith(SCALE) or name + SCALE in shapes}
+    dtypes = {name: stored[name] if name in kept else dtype or stored[name] for name in shapes}
     out.parent.mkdir(parents=True, exist_ok=True)
     size = sum(prod(shape) * _dtype(dtypes[name]).itemsize for name, shape in shapes.items())
     copies = 2 if out.suffix == ".pth" else 1
@@ -110,7 +117,9 @@ def convert(
         if flat != partial:
             write_pth(partial, flat, start, entries)
             digest = hash_file(partial)
-        manifest = Manifest(out.name, partial.stat().st_size, digest, entries)
+        manifest = Manifest(
+            out.name, partial.stat().st_size, digest, entries, "int8" if kept else None
+        )
         publish(partial, out, manifest)
     copy_companions(source, out.parent)
     return manifest

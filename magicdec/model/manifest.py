@@ -33,12 +33,13 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of the file `file`, `size` bytes long."""
+    """Of the file `file`, `size` bytes long. `quantized`: "int8" where its matrices are."""
 
     file: str
     size: int
     sha256: str
     tensors: dict[str, TensorEntry]
+    quantized: str | None = None
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
@@ -60,7 +61,7 @@ def read_manifest(file: Path) -> Manifest:
             name: TensorEntry(tuple(entry["shape"]), entry["dtype"], entry["sha256"])
             for name, entry in raw["tensors"].items()
         }
-        return Manifest(raw["file"], raw["size"], raw["sha256"], tensors)
+        return Manifest(raw["file"], raw["size"], raw["sha256"], tensors, raw.get("quantized"))
     except OSError as error:
         raise ValueError(
             f"{path}: {error.strerror}; without it {file.name} cannot be verified"

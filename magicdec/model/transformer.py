@@ -22,6 +22,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model import elementwise
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import PackedLinear
+from magicdec.model.linear_kinds import Linear, PartialLinear, exchange, pack, to_int8
 from magicdec.model.norm import RMSNorm, make_norm
 from magicdec.model.positions import Place, alibi, alibi_slopes, leave, rotate
 from magicdec.model.rope import rope_table
@@ -40,26 +41,18 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class PartialLinear(nn.Linear):
-    """A linear layer whose inputs are spread over ranks. `forward` leaves the bias out: it is added
-    once, after the sum."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         (q_first, q_last), (kv_first, kv_last) = shard.heads(config.num_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         self.num_heads, self.num_kv_heads = q_last - q_first, kv_last - kv_first
-        self.qkv: nn.Linear | PackedLinear = nn.Linear(
+        self.qkv: Linear = nn.Linear(
             config.hidden_size,
             (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
             bias=config.qkv_bias,
         )
-        self.output: nn.Linear | PackedLinear = PartialLinear(
+        self.output: Linear = PartialLinear(
             self.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias
         )
         self.q_norm: RMSNorm | None = None
@@ -92,12 +85,8 @@ class MLP(nn.Module):
         self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
         self.is_packed = False
         width = (2 if self.is_gated else 1) * (last - first)  # without a gate: up alone
-        self.gate_up: nn.Linear | PackedLinear = nn.Linear(
-            config.hidden_size, width, bias=config.mlp_bias
-        )
-        self.down: nn.Linear | PackedLinear = PartialLinear(
-            last - first, config.hidden_size, bias=config.mlp_bias
-        )
+        self.gate_up: Linear = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down: Linear = PartialLinear(last - first, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
         return row_parallel(self.hidden(x), self.down, reduce)
@@ -174,7 +163,7 @@ class Transformer(nn.Module):
         if self.is_last:
             self.norm = make_norm(config)
             if not config.tie_word_embeddings:
-                self.head: nn.Linear | PackedLinear | None = nn.Linear(
+                self.head: Linear | None = nn.Linear(
                     config.hidden_size,
                     self.head_rows[1] - self.head_rows[0],
                     bias=config.head_bias,
@@ -232,24 +221,24 @@ class Transformer(nn.Module):
         """[V, hidden]: this rank's rows of the embedding, where they are the head as well."""
         return self.embedding.weight[self.head_rows[0] : self.head_rows[1]]
 
+    def to_int8(self) -> None:
+        """Make room for int8 weights and their scales in all products, for the loader to fill."""
+        assert self.head is not None if self.is_last else True, "int8 models have a head"
+        exchange(self, to_int8)
+
     def pack(self) -> None:
-        """Lay the weights of all products out for `PackedLinear`, and have what lies between them
-        computed by `elementwise`. Raises ValueError unless they are bfloat16."""
+        """Lay the weights of all products out for the kernels of `linear.cpp`, and have what lies
+        between them computed by `elementwise`. Raises ValueError unless they are bfloat16 or
+        int8."""
         for part in self.modules():
             if isinstance(part, RMSNorm | MLP | Transformer):
                 part.is_packed = True
-        for module in [m for b in self.blocks for m in b.modules()]:
-            for name, linear in list(module.named_children()):
-                if isinstance(linear, nn.Linear):
-                    adds_bias = not isinstance(linear, PartialLinear)
-                    setattr(module, name, PackedLinear(linear.weight, linear.bias, adds_bias))
-        if self.is_last:
-            untied = self.head if isinstance(self.head, nn.Linear) else None
-            weight = self.tied_head if untied is None else untied.weight
-            self.head = PackedLinear(weight, None if untied is None else untied.bias)
+        exchange(self, pack)
+        if self.is_last and self.head is None:
+            self.head = PackedLinear(self.tied_head)
 
 
-def row_parallel(x: Tensor, linear: nn.Linear | PackedLinear, reduce: Reduce) -> Tensor:
+def row_parallel(x: Tensor, linear: Linear, reduce: Reduce) -> Tensor:
     """A `PartialLinear`, packed or not, the sum over ranks, and the bias."""
     partial: Tensor = reduce(linear(x))
     return partial if linear.bias is None else partial + linear.bias

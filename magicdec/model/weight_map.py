@@ -16,6 +16,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.family import Names, find_family
 
 Span = tuple[int, int]
+SCALE = "_scale"  # ends the name of a quantised tensor's scales
 Part = tuple[str, Span, int]
 """(checkpoint name without ".weight", rows kept, rows in all)."""
 
@@ -37,6 +38,12 @@ class Piece:
         return 1 if len(self.full_shape) == 1 else self.full_shape[0 if self.transposed else 1]
 
     @property
+    def scales(self) -> Piece:
+        """The scales of these rows, where the tensor is quantised: one an output."""
+        outputs = self.full_shape[1 if self.transposed else 0]
+        return Piece(self.name + SCALE, self.rows, None, (outputs,))
+
+    @property
     def stored(self) -> tuple[slice, ...]:
         """The index that cuts the piece out of the tensor as it is stored."""
         rows = slice(*self.rows)
@@ -45,10 +52,12 @@ class Piece:
         return (rows,) if self.columns is None else (rows, slice(*self.columns))
 
 
-def weight_map(config: ModelConfig, shard: Shard, layers: range) -> dict[str, list[Piece]]:
+def weight_map(
+    config: ModelConfig, shard: Shard, layers: range, with_scales: bool = False
+) -> dict[str, list[Piece]]:
     """For each parameter of `Transformer(config, shard, layers)`: the checkpoint pieces that,
-    stacked by rows, make it."""
-    table = _Table(config, shard)
+    stacked by rows, make it. `with_scales`: of its int8 form, where each product has scales."""
+    table = _Table(config, shard, with_scales)
     names = table.names
     is_last = layers.stop == config.num_layers
     if layers.start == 0 or (is_last and config.tie_word_embeddings):
@@ -74,8 +83,8 @@ def weight_map(config: ModelConfig, shard: Shard, layers: range) -> dict[str, li
 class _Table:
     """Collects the pieces of one model's shard."""
 
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        self.config, self.shard = config, shard
+    def __init__(self, config: ModelConfig, shard: Shard, with_scales: bool) -> None:
+        self.config, self.shard, self.with_scales = config, shard, with_scales
         self.names: Names = find_family(config.architecture).names(config)
         self.pieces: dict[str, list[Piece]] = {}
 
@@ -112,6 +121,7 @@ class _Table:
             )
             for name, rows, full in parts
         ]  # fmt: skip
+        self.scales(parameter)
         if bias:
             self.pieces[f"{parameter}.bias"] = [
                 Piece(f"{name}.bias", rows, None, (full,)) for name, rows, full in parts
@@ -124,8 +134,14 @@ class _Table:
         self.pieces[f"{parameter}.weight"] = [
             Piece(f"{name}.weight", (0, hidden), columns, shape, transposed)
         ]
+        self.scales(parameter)
         if bias:
             self.vector(f"{parameter}.bias", f"{name}.bias", hidden)
+
+    def scales(self, parameter: str) -> None:
+        if self.with_scales:
+            weights = self.pieces[f"{parameter}.weight"]
+            self.pieces[f"{parameter}.scale"] = [piece.scales for piece in weights]
 
     def norm(self, parameter: str, name: str) -> None:
         self.vector(f"{parameter}.weight", f"{name}.weight", self.config.hidden_size)

@@ -294,8 +294,9 @@ def test_the_command(
     [
         ((), "give either --checkpoint_dir or --verify"),
         (("--verify", "x", "--dtype", "float32"), "--verify writes nothing; leave out --out"),
+        (("--verify", "x", "--quantize", "int8"), "--verify writes nothing; leave out --out"),
         (("--checkpoint_dir", "x", "--out", "y.bin"), "must end in one of .safetensors, .pth"),
-        (("--checkpoint_dir", "x", "--quantize", "int8"), "unrecognized arguments: --quantize"),
+        (("--checkpoint_dir", "x", "--quantize", "int4"), "invalid choice: 'int4' (choose from"),
         (("--checkpoint_dir", "nowhere"), "--checkpoint_dir nowhere is not a directory"),
         (("--verify", "nowhere.pth"), "nowhere.pth.manifest.json: No such file"),
     ],

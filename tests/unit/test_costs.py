@@ -19,6 +19,7 @@ from magicdec.engine import Engine
 from magicdec.model.config import ModelConfig
 from magicdec.model.named import find_config
 from magicdec.model.presets import PRESETS
+from magicdec.model.quantization import own_head
 from magicdec.model.transformer import Transformer
 
 LLAMA_2_7B = PRESETS["llama-2-7b-32k"].config
@@ -56,6 +57,11 @@ def test_every_shard_has_the_bytes_of_the_roofline(size: int, biases: bool, is_t
         model = Transformer(config, shard)
         assert costs.weight_bytes(config, shard, 4) == roofline.weight_bytes(model)
         assert costs.kv_bytes_per_token(config, shard, 4) == roofline.kv_bytes_per_token(model)
+        int8 = Transformer(own_head(config), shard)
+        int8.to_int8()
+        bytes_read = roofline.weight_bytes(int8)
+        assert costs.weight_bytes(config, shard, 4, is_int8=True) == bytes_read
+        assert bytes_read < 0.5 * roofline.weight_bytes(model)
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-draft"])

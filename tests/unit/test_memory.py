@@ -21,8 +21,10 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.draft_section import DraftSection
 from magicdec.kv.cache import KVCache
 from magicdec.machine import Machine
+from magicdec.model.int8_linear import Int8Linear
 from magicdec.model.linear import PackedLinear
 from magicdec.model.presets import PRESETS
+from magicdec.model.quantization import own_head
 from magicdec.model.transformer import Transformer
 from magicdec.sections import (
     AttentionSection,
@@ -55,6 +57,11 @@ def test_weights_are_those_of_the_model(tied: bool, shard: Shard, biases: bool) 
     )
     model = Transformer(config, shard)
     assert stored_bytes(config, shard, 4, is_packed=False) == parameter_bytes(model)
+    model = Transformer(own_head(config), shard)
+    model.to_int8()
+    for is_packed in (False, True):
+        stored = stored_bytes(config, shard, 4, is_packed, is_int8=True)
+        assert stored == parameter_bytes(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -66,6 +73,13 @@ def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.Monke
     model.pack()
     assert any(isinstance(m, PackedLinear) for m in model.modules())
     assert stored_bytes(config, Shard(), 2, is_packed=True) == parameter_bytes(model)
+    monkeypatch.setattr("magicdec.model.int8_linear.library", lambda: FakeLibrary)
+    model = Transformer(own_head(config)).to(torch.bfloat16)
+    model.to_int8()
+    model.pack()
+    assert not any(isinstance(m, PackedLinear | Int8Linear) for m in model.modules())
+    stored = stored_bytes(config, Shard(), 2, is_packed=True, is_int8=True)
+    assert stored == parameter_bytes(model)
 
 
 class FakeLibrary:
@@ -74,6 +88,8 @@ class FakeLibrary:
     @staticmethod
     def magicdec_pack(*args: object) -> None:
         pass
+
+    magicdec_pack_int8 = magicdec_pack
 
 
 RUNS = {
@@ -166,6 +182,23 @@ def test_numbers_of_a_known_model() -> None:
     assert plan.kv == 2 * 4064 * 2 * 32 * 4096 * 2
     assert plan.draft_weights == plan.draft_kv == 0
     assert plan.total == plan.weights + plan.kv + plan.working
+
+
+def test_int8_weights_are_a_byte_each() -> None:
+    """Llama-3.2-1B: the embedding stays in bfloat16, the tied head becomes a matrix of its own."""
+    model = PRESETS["llama-3.2-1b"].config
+    config = config_of("llama-3.2-1b", B=1)
+    config = replace(config, model=replace(config.model, target_dtype="int8"))
+    plan = plan_rank(config, Models(model), 0)
+    matrices = 16 * (2048 * (2048 + 512 + 512 + 2048) + 3 * 2048 * 8192)
+    outputs = 16 * (2048 + 512 + 512 + 2048 + 2 * 8192 + 2048)
+    head, norms = 128256 * 2048, 33 * 2048
+    assert plan.weights == matrices + head + 4 * (outputs + 128256) + 2 * (head + norms)
+    draft = replace(config, draft=DraftSection(rank_group=(0,), backend="grouped",
+        draft_dtype="int8"), model=replace(config.model, target_dtype="bfloat16"))  # fmt: skip
+    both = plan_rank(draft, Models(model, model), 0)
+    assert both.draft_weights == plan.weights
+    assert both.weights == 2 * model.num_parameters()
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:

@@ -114,6 +114,26 @@ def test_a_draft_of_its_own(run: Run) -> None:
     assert "draft: llama-68m on 2 ranks" in run(flags + names)[1]
 
 
+def test_int8_weights_halve_what_is_read(run: Run) -> None:
+    """At B 1 and a short context a forward of a large model is its weights."""
+    flags = f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --B 1 --prefix_len 16 --json p.json"
+    times = {}
+    for weights in ("auto", "bfloat16", "int8"):
+        code, out, _ = run(f"{flags} --target_dtype {weights}")
+        found = json.loads(Path("p.json").read_text())
+        times[weights] = found["cells"][0]["decode_ms"]
+        assert code == 0 and ("llama-2-7b in int8 on 1 rank" in out) == (weights == "int8")
+        kind = "int8" if weights == "int8" else "bfloat16"
+        assert (found["dtype"], found["target_dtype"], found["draft_dtype"]) == (
+            "bfloat16", kind, kind,
+        )  # fmt: skip
+    assert times["auto"] == times["bfloat16"]
+    assert 0.5 < times["int8"] / times["auto"] < 0.505
+    draft = make(f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --draft_model llama-68m "
+                 "--draft_dtype int8")  # fmt: skip
+    assert draft.draft.is_int8 and not draft.target.is_int8
+
+
 def test_a_directory_needs_no_weights(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copy(tiny_checkpoint / "config.json", tmp_path)
     assert make(f"{BY_HAND} --acceptance 0.8 --model {tmp_path}").target.config.num_layers == 2
@@ -202,6 +222,8 @@ def test_some_budgets_of_records() -> None:
         (f"{BY_HAND} --acceptance 0.8 --model gone.pth", "config.json does not exist"),
         (f"{BY_HAND} --acceptance 0.8 --draft_model llama-68m", "a vocabulary of 32000"),
         (f"{BY_HAND} --acceptance 0.8 --draft_tp 2", "--draft_tp is for --draft_model"),
+        (f"{BY_HAND} --acceptance 0.8 --draft_dtype int8", "--draft_dtype is for --draft_model"),
+        (f"{BY_HAND} --acceptance 0.8 --target_dtype float32", "--target_dtype float32: weights"),
         (f"{BY_HAND} --acceptance 0.8 --tp 3", "--tp 3 does not divide the 4 attention heads"),
         (f"{BY_HAND} --acceptance 0.8 --tp 2", "--tp above 1 needs the cost of an all-reduce"),
         (f"{BY_HAND} --acceptance 0.8 --tp 2 --nodes 2", "--nodes above 1 needs the cost"),

@@ -1,0 +1,121 @@
+"""Time linear layers with bfloat16 and with int8 weights against each other.
+
+    python scripts/bench_int8.py --threads 2            # about a minute and a half on 2 cores
+    python scripts/bench_int8.py --json int8.json
+
+Activations are bfloat16 in all ways, which are timed in turn within one cell, outputs compared
+first. Of the large shapes there are so many layers that none is found in a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import describe_machine, interleaved
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from magicdec.attention.native import has_bfloat16_path
+from magicdec.model.int8_linear import Int8Linear, PackedInt8Linear
+from magicdec.model.linear import PackedLinear
+from magicdec.model.quantization import channel_scales, quantize
+
+SHAPES = ((512, 1024), (2048, 2048), (4096, 4096), (14336, 4096))  # outputs, inputs
+ROWS = (1, 2, 4, 8, 20)
+COLD_BYTES = 256 << 20  # of bfloat16 weights, in layers of one shape
+TOLERANCE = 2e-2
+Layer = Callable[[Tensor], Tensor]
+
+
+def make_layers(num_outputs: int, width: int, copies: int) -> dict[str, list[Layer]]:
+    """The same weights each way. int8 has its own: what is compared is the dequantised product."""
+    layers: dict[str, list[Layer]] = {"bfloat16": [], "packed bfloat16": [], "packed int8": []}
+    for _ in range(copies):
+        weight = torch.randn(num_outputs, width) * width**-0.5
+        scales = channel_scales(weight)
+        linear = Int8Linear(nn.Linear(width, num_outputs, bias=False, device="meta"))
+        values = quantize(weight, scales.unsqueeze(1))
+        linear.weight = nn.Parameter(values, requires_grad=False)
+        linear.scale = nn.Parameter(scales, requires_grad=False)
+        narrow = weight.to(torch.bfloat16)
+        layers["bfloat16"].append(partial(multiply, narrow))
+        layers["packed bfloat16"].append(PackedLinear(narrow))
+        layers["packed int8"].append(PackedInt8Linear(linear))
+    return layers
+
+
+def multiply(weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def in_turn(layers: Sequence[Layer], x: Tensor) -> Callable[[], Tensor]:
+    """The next layer each time."""
+    order = cycle(layers)
+    return lambda: next(order)(x)
+
+
+def measure(seconds: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for num_outputs, width in SHAPES:
+        size = 2 * num_outputs * width
+        copies = 1 if size <= 8 << 20 else max(1, COLD_BYTES // size)
+        layers = make_layers(num_outputs, width, copies)
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, width).to(torch.bfloat16)
+            expected = layers["packed bfloat16"][0](x).float()
+            for layer in layers.values():
+                assert (layer[0](x).float() - expected).norm() < TOLERANCE * expected.norm()
+            timings = interleaved({n: in_turn(way, x) for n, way in layers.items()}, seconds)
+            for way, timing in timings.items():
+                entry = {"out": num_outputs, "in": width, "copies": copies, "rows": num_rows}
+                rows.append({**entry, "way": way, **timing.as_json()})
+    return rows
+
+
+def print_table(measured: dict[str, Any]) -> None:
+    machine = measured["machine"]
+    title = f"{machine['cpu']}, {machine['threads']} threads, reads "
+    table = Table(title=f"{title}{machine['read_bytes_per_s'] / 1e9:.1f} GB/s; ms, median")
+    ways = list(dict.fromkeys(row["way"] for row in measured["rows"]))
+    for column in ("out", "in", "copies", "rows", *ways, "int8 reads, GB/s", "int8 faster"):
+        table.add_column(column, justify="right")
+    for i in range(0, len(measured["rows"]), len(ways)):
+        cell = {row["way"]: row for row in measured["rows"][i : i + len(ways)]}
+        one, ms = measured["rows"][i], {way: cell[way]["ms"] for way in ways}
+        rate = one["out"] * one["in"] / ms["packed int8"] / 1e6
+        labels = [str(one[key]) for key in ("out", "in", "copies", "rows")]
+        times = [f"{ms[way]:.3f}" for way in ways]
+        faster = f"{ms['packed bfloat16'] / ms['packed int8']:.2f}"
+        table.add_row(*labels, *times, f"{rate:.1f}", faster)
+    Console(width=128).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0, help="a cell of shape and rows [3]")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    args = parser.parse_args()
+    if not has_bfloat16_path():
+        parser.error("this CPU has no AVX512-BF16, for which weights are packed")
+    torch.set_num_threads(args.threads)
+    with torch.inference_mode():
+        measured = {"rows": measure(args.seconds), "machine": describe_machine()}
+    print_table(measured)
+    if args.json:
+        args.json.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

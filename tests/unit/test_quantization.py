@@ -1,0 +1,286 @@
+"""int8 weights: the arithmetic by hand, every family's shards against the whole, checkpoints that
+are stored so, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import CONFIG, CPU, Q_PROJ, Tensors, make_tensors, refuse, write
+from safetensors.torch import load_file, save_file
+from tiny_families import MODELS, make_checkpoint
+from torch import Tensor
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint import ModelSource, find_model, load_transformer
+from magicdec.model.convert import convert, find_checkpoint, quantized
+from magicdec.model.manifest import find_damage, read_manifest
+from magicdec.model.quantization import (
+    QuantizedWeights,
+    channel_scales,
+    holds_int8,
+    int8_shapes,
+    own_head,
+    quantize,
+)
+from magicdec.model.transformer import Transformer
+from magicdec.model.weight_map import SCALE, Piece, weight_map
+
+TIED = replace(CONFIG, tie_word_embeddings=True)
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def test_by_hand() -> None:
+    rows = torch.tensor(
+        [[254.0, -1.0, 3.0, 5.0], [0, 0, 0, 0], [-1e-3, 5e-4, 0, 0], [127, 63, 0, 1]]
+    )
+    scales = channel_scales(rows)
+    assert scales.tolist() == [2.0, 1.0, torch.tensor(1e-3).div(127).item(), 1.0]
+    values = quantize(rows, scales.unsqueeze(1))
+    assert values.dtype == torch.int8
+    # Halves go to the even neighbour: -0.5, 1.5, 2.5; 63.5 of -1e-3's half.
+    assert values.tolist() == [[127, 0, 2, 2], [0] * 4, [-127, 64, 0, 0], [127, 63, 0, 1]]
+
+
+def test_no_weight_leaves_the_range() -> None:
+    """Also where the scale is too small to be divided by."""
+    rows = torch.tensor([[1e-45, 3e-45], [1e-38, -1e-38], [3e38, -3.4e38]])
+    values = quantize(rows, channel_scales(rows).unsqueeze(1))
+    assert values.abs().max() <= 127 and values[2].tolist() == [112, -127]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSource]:
+    """Each family's checkpoint, made once."""
+    made: dict[str, ModelSource] = {}
+
+    def get(name: str) -> ModelSource:
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            make_checkpoint(directory, name)
+            made[name] = find_model("--model", str(directory))
+        return made[name]
+
+    return get
+
+
+def load(
+    source: ModelSource, shard: Shard = Shard(), dtype: torch.dtype = torch.float32
+) -> Tensors:
+    place = (shard, None, dtype, CPU)
+    model = load_transformer(source.config, source.weights, *place, is_int8=True)
+    assert isinstance(model, Transformer) and not model.training
+    return dict(model.state_dict())
+
+
+TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+
+
+def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
+    """What `shard` must hold: every stored matrix quantised whole, plainly, then cut."""
+    config = own_head(source.config)
+    out = {}
+    for parameter, pieces in weight_map(config, shard, range(config.num_layers)).items():
+        parts, scales = [], []
+        for piece in pieces:
+            name = piece.name
+            if name == HEAD and source.config.tie_word_embeddings:
+                name = next(n for n in source.weights.shapes() if n.endswith(TABLES))
+            everything = Piece(name, (0, piece.full_shape[0]), None, piece.full_shape)
+            whole = source.weights.read(everything).float()
+            whole = whole.T if piece.transposed else whole
+            rows, columns = slice(*piece.rows), slice(*(piece.columns or (0, None)))
+            if len(piece.full_shape) == 1 or "embedding" in parameter:
+                parts.append(whole[rows])
+                continue
+            scale = whole.abs().max(dim=1, keepdim=True).values / 127
+            scale[scale == 0] = 1
+            parts.append((whole / scale).round()[rows, columns].to(torch.int8))
+            scales.append(scale[rows, 0])
+        out[parameter] = torch.cat(parts)
+        if scales:
+            out[parameter.removesuffix("weight") + "scale"] = torch.cat(scales)
+    return out
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_have_the_weights_of_the_whole(
+    name: str, num_ranks: int, family: Callable[[str], ModelSource]
+) -> None:
+    """Bit for bit, every layout: separate, stacked, grouped, transposed, tied."""
+    source = family(name)
+    shards = [load(source, Shard(rank, num_ranks)) for rank in range(num_ranks)]
+    for rank, shard in enumerate(shards):
+        expected = by_the_whole(source, Shard(rank, num_ranks))
+        assert shard.keys() == expected.keys()
+        for parameter, tensor in expected.items():
+            assert shard[parameter].dtype == tensor.dtype and torch.equal(
+                shard[parameter], tensor
+            ), parameter
+    whole = load(source)
+    kinds = {t.dtype for n, t in whole.items() if n.endswith(("qkv.weight", "head.weight"))}
+    assert kinds == {torch.int8} and whole["embedding.weight"].dtype == torch.float32
+    for leaf in ("attention.output", "mlp.down"):  # inputs over ranks: every rank has all scales
+        parameter = f"blocks.1.{leaf}"
+        together = torch.cat([shard[f"{parameter}.weight"] for shard in shards], dim=1)
+        assert torch.equal(together, whole[f"{parameter}.weight"])
+        assert all(
+            torch.equal(s[f"{parameter}.scale"], whole[f"{parameter}.scale"]) for s in shards
+        )
+
+
+def test_a_scale_of_the_shard_alone_would_be_another(family: Callable[[str], ModelSource]) -> None:
+    """The test above can fail: rows whose largest weight lies on the other rank."""
+    source = family("llama-2")
+    shard, whole = load(source, Shard(1, 2)), load(source)
+    name = "blocks.0.mlp.down"
+    ours = shard[f"{name}.weight"].abs().amax(dim=1)
+    assert (ours < 127).any() and (whole[f"{name}.weight"].abs().amax(dim=1) == 127).all()
+
+
+def int8_directory(directory: Path, source: Path, dtype: str | None = None) -> Path:
+    """`source` converted, with its config, in `directory`."""
+    found = quantized(find_checkpoint("--checkpoint_dir", source))
+    convert(found, directory / "model.safetensors", dtype)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "gpt2", "starcoder", "falcon-40b", "bloom", "gptj"])
+def test_stored_int8_is_int8_made_while_loading(
+    name: str, tmp_path: Path, family: Callable[[str], ModelSource]
+) -> None:
+    source = family(name)
+    out = int8_directory(tmp_path, Path(str(source.tokenizer_directory)))
+    stored = find_model("--model", str(out))
+    assert stored.is_int8 and not source.is_int8
+    assert replace(stored.config, name="") == replace(source.config, name="")
+    for shard in (Shard(), Shard(1, 2), Shard(2, 3)):
+        made, read = load(source, shard), load(stored, shard)
+        assert made.keys() == read.keys()
+        assert all(torch.equal(made[n], read[n]) for n in made)
+    shapes = {n: tuple(t.shape) for n, t in load_file(out / "model.safetensors").items()}
+    assert shapes == int8_shapes(source.config) == stored.stored_shapes
+
+
+@pytest.mark.parametrize("out", ["model.safetensors", "model.pth"])
+def test_the_file_and_its_manifest(tmp_path: Path, out: str) -> None:
+    (tmp_path / "in").mkdir()
+    tensors = make_tensors(TIED)
+    source = quantized(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", tensors, TIED)))
+    path = tmp_path / "out" / out
+    convert(source, path, "bfloat16")
+    manifest = read_manifest(path)
+    assert manifest.quantized == "int8" and find_damage(path) is None
+    kinds = {name: entry.dtype for name, entry in manifest.tensors.items()}
+    assert (kinds[Q_PROJ], kinds[Q_PROJ + SCALE]) == ("int8", "float32")
+    assert (kinds[HEAD], kinds[HEAD + SCALE]) == ("int8", "float32")
+    assert (kinds[EMBEDDING], kinds["model.norm.weight"]) == ("bfloat16", "bfloat16")
+    # The head is that of the float32 embedding, not of the one rounded beside it.
+    stored = find_model("--model", str(path))
+    scales = channel_scales(tensors[EMBEDDING])
+    expected = quantize(tensors[EMBEDDING], scales.unsqueeze(1))
+    assert torch.equal(load(stored)["head.weight"], expected)
+    convert(find_checkpoint("--checkpoint_dir", path.parent), tmp_path / "again.pth", None)
+    again = {n: e.sha256 for n, e in read_manifest(tmp_path / "again.pth").tensors.items()}
+    assert again == {n: e.sha256 for n, e in manifest.tensors.items()}
+    plain = json.loads((tmp_path / "again.pth.manifest.json").read_text())
+    assert plain["quantized"] == "int8"
+
+
+def test_old_manifests_are_read(tmp_path: Path) -> None:
+    convert(
+        find_checkpoint("--checkpoint_dir", write(tmp_path, make_tensors())),
+        tmp_path / "o.pth",
+        None,
+    )
+    path = tmp_path / "o.pth.manifest.json"
+    raw = json.loads(path.read_text())
+    assert raw.pop("quantized") is None
+    path.write_text(json.dumps(raw))
+    assert find_damage(tmp_path / "o.pth") is None
+
+
+class Counting:
+    """A source that says how much was read at once, and of which columns."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source, self.largest, self.reads = source.weights, 0, 0
+        self.shapes, self.dtypes, self.where = (
+            self.source.shapes, self.source.dtypes, self.source.where
+        )  # fmt: skip
+
+    def read(self, piece: Piece) -> Tensor:
+        values = self.source.read(piece)
+        self.largest, self.reads = max(self.largest, values.numel()), self.reads + 1
+        return values
+
+
+def test_a_matrix_is_read_in_parts_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("magicdec.model.checkpoint.READ_ELEMENTS", 300 * 32)
+    config = replace(CONFIG, vocab_size=700)
+    source = find_model("--model", str(write(tmp_path, make_tensors(config), config)))
+    counting = Counting(source)
+    place = (Shard(0, 2), None, torch.float32, CPU)
+    model = load_transformer(config, counting, *place, is_int8=True)
+    assert counting.largest == 256 * 32  # of an embedding of 700 rows: parts of 256
+    plain = Counting(source)
+    load_transformer(config, plain, *place)
+    assert counting.reads == plain.reads
+    assert torch.equal(model.state_dict()["head.weight"], load(source, Shard(0, 2))["head.weight"])
+
+
+def test_infinities_are_refused(tmp_path: Path) -> None:
+    for value in (float("inf"), float("nan")):
+        tensors = make_tensors()
+        tensors[Q_PROJ][3, 4] = value
+        source = find_model("--model", str(write(tmp_path, tensors)))
+        with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {Q_PROJ} holds a value"):
+            load(source)
+
+
+def change(directory: Path, **tensors: Tensor | None) -> Path:
+    """An int8 checkpoint with some tensors replaced, or removed."""
+    (directory / "in").mkdir()
+    int8_directory(directory, write(directory / "in", make_tensors()))
+    stored = load_file(directory / "model.safetensors")
+    stored = {n: t for n, t in (stored | tensors).items() if t is not None}
+    save_file(stored, directory / "model.safetensors")
+    return directory
+
+
+def test_int8_without_its_scale_is_refused(tmp_path: Path) -> None:
+    refuse(
+        change(tmp_path, **{Q_PROJ + SCALE: None}),
+        "model.safetensors",
+        f"{Q_PROJ}{SCALE} is missing",
+    )
+
+
+def test_a_matrix_left_in_float_is_refused(tmp_path: Path) -> None:
+    said = f"tensor {Q_PROJ} is stored as float32; in a checkpoint of int8 weights it must be int8"
+    refuse(change(tmp_path, **{Q_PROJ: torch.zeros(32, 32)}), said)
+
+
+def test_scales_of_another_type_are_refused(tmp_path: Path) -> None:
+    refuse(change(tmp_path, **{Q_PROJ + SCALE: torch.zeros(32, dtype=torch.int32)}),
+        f"tensor {Q_PROJ}{SCALE} is stored as int32", "it must be float32")  # fmt: skip
+
+
+def test_the_value_that_has_no_negative_is_refused(tmp_path: Path) -> None:
+    directory = change(tmp_path, **{Q_PROJ: torch.full((32, 32), -128, dtype=torch.int8)})
+    source = find_model("--model", str(directory))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {Q_PROJ} holds -128; int8 weights"):
+        load(source)
+
+
+def test_views_and_files_are_told_apart(tmp_path: Path) -> None:
+    source = find_model("--model", str(write(tmp_path, make_tensors())))
+    assert not holds_int8(source.weights)
+    assert holds_int8(QuantizedWeights(source.weights, source.config))
