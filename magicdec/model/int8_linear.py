@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from magicdec.model.linear import WIDTH, library
 
-# Weights widened at once where torch multiplies: what is held beside the int8 ones.
-WIDENED = 1 << 20
+# Weights widened at once where torch multiplies: what is held beside the int8 ones, and what should
+# stay in a core's cache until it has been multiplied.
+WIDENED = 1 << 19
 
 
 class Int8Linear(nn.Module):
