@@ -55,7 +55,7 @@ class KVCache:
             shape.num_blocks,
             shape.num_kv_heads,
             shape.block_size,
-            shape.head_dim,
+            shape.layout.bytes_per_token(shape.head_dim, dtype.itemsize) // dtype.itemsize,
         )
         # Zeros, not empty: a kernel may read a masked slot that was never written, and 0 * nan is
         # nan.
