@@ -62,6 +62,24 @@ def choose_weights(flag: str, asked: str, dtype: str) -> str:
     )
 
 
+def choose_draft_kv(asked: str, dtype: str, backend: str | None, machine: Machine) -> str:
+    """Of a draft's own KV cache in a run of `dtype` whose draft attends by `backend`. Raises
+    ValueError for int8 that the backend cannot read."""
+    if asked != "int8":
+        return dtype
+    obstacles = {
+        "--attention grouped reads no int8": backend == "grouped",
+        f"--attention native reads it in --dtype bfloat16, not {dtype}": dtype != "bfloat16",
+        "--attention native reads it on CPUs with AVX512-BF16": not machine.has_avx512_bf16,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if obstacle and backend != "sdpa":
+        raise ValueError(
+            f"--draft_kv_dtype int8: {obstacle}; choose auto, or --attention sdpa, which is slow"
+        )
+    return asked
+
+
 def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
     """How linear layers are computed. Raises ValueError if `packed` was asked for and cannot be."""
     obstacles = {

@@ -75,6 +75,11 @@ class KVCache:
     def num_bytes(self) -> int:
         return 2 * self.k.numel() * self.k.element_size()
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of K and V of one token in all layers and heads."""
+        return self.num_bytes // (self.shape.num_blocks * self.shape.block_size)
+
     def allocate(self, row: int, num_tokens: int) -> None:
         """Give `row` enough blocks for `num_tokens`. Raises ValueError when the pool is
         exhausted."""

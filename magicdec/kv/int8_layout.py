@@ -1,5 +1,5 @@
-"""Int8Tiled: a KV cache in int8, each token of a head with a float32 scale for its K and one for its
-V.
+"""Int8Tiled: a KV cache in int8, each token of a head with a float32 scale for its K and one for
+its V.
 
 Owns the order of these bytes and what a number becomes. A scale is that of one token, so that
 tokens are appended and forgotten without touching others; no number is off by more than half of it.

@@ -1,10 +1,11 @@
 """Layouts of a KV cache's storage: in which order a block's numbers lie in memory.
 
-Owns the orders of floating-point numbers (`int8_layout` has that of int8) and reading and writing tokens in them. A backend asks for the one its kernel
-reads fastest (`AttentionBackend.layout`); nobody else needs to know which it is.
+Owns the orders of floating-point numbers (`int8_layout` has that of int8) and reading and writing
+tokens in them. A backend asks for the one its kernel reads fastest (`AttentionBackend.layout`);
+nobody else needs to know which it is.
 
-Shapes: a pool is one of K or V, [layers, blocks, G, block_size, D or what a token takes]; a slot is the address of one
-token of one head (`cache.py`); N slots, D head size.
+Shapes: a pool is one of K or V, [layers, blocks, G, block_size, D], or what a token takes for D; a
+slot is the address of one token of one head (`cache.py`); N slots, D head size.
 """
 
 from __future__ import annotations

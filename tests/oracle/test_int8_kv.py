@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
-from magicdec.attention.sdpa import SDPABackend
+from magicdec.attention.sdpa import SDPABackend  # noqa: F401
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.int8_layout import INT8_TILED
@@ -67,9 +67,7 @@ def written_out(
 @needs_kernel
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_kernel_equals_attention_written_out(
-    heads: tuple[int, int, int], policy: KVPolicy
-) -> None:
+def test_kernel_equals_attention_written_out(heads: tuple[int, int, int], policy: KVPolicy) -> None:
     num_heads, kv_heads, size = heads
     for num_new, rows in ((1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (40, [2]), (33, [0, 3])):
         cache, backend = filled(kv_heads, size), NativeBackend()
