@@ -139,6 +139,7 @@ class RunConfig:
                     dtype,
                     backend if draft is None else draft.backend,
                     machine,
+                    head_dim if draft is None else draft_head_dim,
                 ),
             ),
             model=replace(

@@ -64,10 +64,12 @@ def make_reader(runner: ModelRunner, kv: KVSection) -> Reader:
     """The reader of the policy that a run's KV section names."""
     policy = make_policy(kv)
     build = load_named(DRAFT_READERS, policy.reader).build
-    reader: Reader = build(runner, policy, kv_dtype(kv))
+    reader: Reader = build(runner, policy, torch.int8 if kv.draft_kv_dtype == "int8" else None)
     return reader
 
 
-def kv_dtype(kv: KVSection) -> torch.dtype | None:
-    """Of a draft's own cache, where it is not the model's."""
-    return torch.int8 if kv.draft_kv_dtype == "int8" else None
+def standalone_kv_dtype(kv: KVSection) -> torch.dtype | None:
+    """Of a standalone draft's cache; None: as its weights. Where the reader keeps one of its own,
+    that is what drafts read, and the draft's holds the whole context to choose from."""
+    is_copied = make_policy(kv).reader == "gathered"
+    return torch.int8 if kv.draft_kv_dtype == "int8" and not is_copied else None
