@@ -40,6 +40,7 @@ class RollingRunner(ModelRunner):
         assert self.model.config.positions == "rope", "other positions cannot be turned"
         self.num_sinks, self.budget = self.policy.num_sink_tokens, self.policy.budget
         super().__post_init__()
+        self.window = None  # of the model: the cache is no longer (`bench.draft_checks`)
         self.settled = [0] * self.num_rows  # what each row was last rolled to
         self.evicted = [0] * self.num_rows  # blocks before this one are gone, but for the sinks'
         shape = self.cache.shape

@@ -62,7 +62,9 @@ class ModelRunner:
     each.
 
     `offsets` [num_rows] is how far a row's tokens stand past their place in the cache: not 0 where
-    the cache holds a choice of a longer context.
+    the cache holds a choice of a longer context. `window` is the model's sliding window, None where
+    no text gets past it; the cache keeps what lies before it, unread, for another pass to begin at
+    the prompts' ends.
     """
 
     model: Transformer
@@ -89,6 +91,8 @@ class ModelRunner:
             num_blocks=num_blocks,
             layout=self.backend.layout(dtype),
         )
+        window = config.sliding_window
+        self.window = None if window is None or window >= self.max_tokens else window
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
         self.offsets: Tensor | None = None
@@ -132,7 +136,8 @@ class ModelRunner:
         each row (default: all it holds).
         """
         num_new = token_ids.shape[1]
-        view = make_view(self.cache, rows, policy or self.policy, num_new, committed)
+        policy = policy or self.policy
+        view = make_view(self.cache, rows, policy, num_new, committed, self.window)
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

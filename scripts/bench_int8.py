@@ -3,8 +3,9 @@
     python scripts/bench_int8.py --threads 2            # about a minute and a half on 2 cores
     python scripts/bench_int8.py --json int8.json
 
-Activations are bfloat16 in all ways, which are timed in turn within one cell, outputs compared
-first. Of the large shapes there are so many layers that none is found in a cache.
+Activations are bfloat16 in the first table's ways, which are timed in turn within one cell, outputs
+compared first. Of the large shapes there are so many layers that none is found in a cache. The
+second table has the layer that torch computes, for CPUs and dtypes that the kernel does not serve.
 """
 
 from __future__ import annotations
@@ -37,20 +38,24 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def make_layers(num_outputs: int, width: int, copies: int) -> dict[str, list[Layer]]:
-    """The same weights each way. int8 has its own: what is compared is the dequantised product."""
+    """The same weights each way, but for rounding."""
     layers: dict[str, list[Layer]] = {"bfloat16": [], "packed bfloat16": [], "packed int8": []}
     for _ in range(copies):
         weight = torch.randn(num_outputs, width) * width**-0.5
-        scales = channel_scales(weight)
-        linear = Int8Linear(nn.Linear(width, num_outputs, bias=False, device="meta"))
-        values = quantize(weight, scales.unsqueeze(1))
-        linear.weight = nn.Parameter(values, requires_grad=False)
-        linear.scale = nn.Parameter(scales, requires_grad=False)
         narrow = weight.to(torch.bfloat16)
         layers["bfloat16"].append(partial(multiply, narrow))
         layers["packed bfloat16"].append(PackedLinear(narrow))
-        layers["packed int8"].append(PackedInt8Linear(linear))
+        layers["packed int8"].append(PackedInt8Linear(quantized(weight)))
     return layers
+
+
+def quantized(weight: Tensor) -> Int8Linear:
+    (num_outputs, width), scales = weight.shape, channel_scales(weight)
+    linear = Int8Linear(nn.Linear(width, num_outputs, bias=False, device="meta"))
+    values = quantize(weight, scales.unsqueeze(1))
+    linear.weight = nn.Parameter(values, requires_grad=False)
+    linear.scale = nn.Parameter(scales, requires_grad=False)
+    return linear
 
 
 def multiply(weight: Tensor, x: Tensor) -> Tensor:
@@ -79,6 +84,32 @@ def measure(seconds: float) -> list[dict[str, Any]]:
                 entry = {"out": num_outputs, "in": width, "copies": copies, "rows": num_rows}
                 rows.append({**entry, "way": way, **timing.as_json()})
     return rows
+
+
+def measure_torch(seconds: float) -> list[dict[str, Any]]:
+    """`Int8Linear` beside torch's own layer, in both dtypes."""
+    rows: list[dict[str, Any]] = []
+    size = 4096
+    weights = [torch.randn(size, size) * size**-0.5 for _ in range(COLD_BYTES // (4 * size**2))]
+    ours = [quantized(weight) for weight in weights]
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = [partial(multiply, weight.to(dtype)) for weight in weights]
+        for num_rows in (1, 8, 64):
+            x = torch.randn(num_rows, size).to(dtype)
+            ways = {"weights as x": in_turn(plain, x), "int8 by torch": in_turn(ours, x)}
+            for way, timing in interleaved(ways, seconds).items():
+                entry = {"dtype": str(dtype).removeprefix("torch."), "rows": num_rows}
+                rows.append({**entry, "way": way, **timing.as_json()})
+    return rows
+
+
+def print_torch(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="4096 x 4096 without the kernel; ms, median")
+    for column in ("x", "rows", "weights as x", "int8 by torch"):
+        table.add_column(column, justify="right")
+    for plain, ours in zip(rows[::2], rows[1::2], strict=True):
+        table.add_row(plain["dtype"], str(plain["rows"]), f"{plain['ms']:.2f}", f"{ours['ms']:.2f}")
+    Console(width=128).print(table)
 
 
 def print_table(measured: dict[str, Any]) -> None:
@@ -111,8 +142,13 @@ def main() -> None:
         parser.error("this CPU has no AVX512-BF16, for which weights are packed")
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
-        measured = {"rows": measure(args.seconds), "machine": describe_machine()}
+        measured: dict[str, Any] = {
+            "rows": measure(args.seconds),
+            "torch": measure_torch(args.seconds),
+        }
+        measured["machine"] = describe_machine()
     print_table(measured)
+    print_torch(measured["torch"])
     if args.json:
         args.json.write_text(json.dumps(measured, indent=1) + "\n")
 

@@ -68,11 +68,13 @@ def interleaved(
         for name, call in ways.items():
             started = time.perf_counter()
             call()
-            samples[name].append(1e3 * (time.perf_counter() - started))
-    return {name: _timing(values) for name, values in samples.items()}
+            samples[name].append(time.perf_counter() - started)
+    return {name: timing_of(values) for name, values in samples.items()}
 
 
-def _timing(values: list[float]) -> Timing:
+def timing_of(seconds: list[float]) -> Timing:
+    """Of at least two samples."""
+    values = [1e3 * value for value in seconds]
     tenths = statistics.quantiles(values, n=10, method="inclusive")
     return Timing(statistics.median(values), tenths[0], tenths[-1])
 

@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1": ("Llama", SIZES | {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     "qwen2.5": ("Qwen2", SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", SIZES | {"head_dim": 24}),
-    "mistral": ("Mistral", SIZES | {"sliding_window": 24}),
+    "mistral": ("Mistral", SIZES | {"sliding_window": 56, "head_dim": 16}),
     "tinyllama": ("Llama", SIZES | {"num_key_value_heads": 1}),
     "linear-rope": ("Llama", SIZES | {"rope_parameters": LINEAR_ROPE}),
     "dynamic-rope": ("Llama", SIZES | {"rope_parameters": DYNAMIC_ROPE}),

@@ -1,7 +1,7 @@
 """AttentionBackend: the one contract for prefill, decode and verification, which differ only in T.
 
-Owns the protocol and what every backend shares: the causal rule over a view. Must not know of
-policies or models.
+Owns the protocol and what every backend shares: the causal rule over a view and its window.
+Must not know of policies or models.
 
 Shapes: B rows, T new tokens, H query heads, G KV heads (H a multiple of G), D head size, N visible
 keys.
@@ -49,11 +49,15 @@ class AttentionBackend(Protocol):
         ...
 
 
-def visible_mask(view: KVView, key_positions: Tensor) -> Tensor:
-    """Which of the keys [B, G or 1, N] (position, or -1 for padding) each new token sees: bool [B,
-    G or 1, T, N]."""
+def visible_mask(
+    view: KVView, key_positions: Tensor, first: int = 0, last: int | None = None
+) -> Tensor:
+    """Which of the keys [B, G or 1, N] (position, or -1 for padding) of the view's rows `first` to
+    `last` each new token sees: bool [B, G or 1, T, N]."""
     keys = key_positions.unsqueeze(2)
-    return (keys >= 0) & (keys <= view.query_positions()[:, None, :, None])
+    queries = view.query_positions()[first:last, None, :, None]
+    seen = (keys >= 0) & (keys <= queries)
+    return seen if view.window is None else seen & (keys > queries - view.window)
 
 
 def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tensor:

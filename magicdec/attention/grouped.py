@@ -1,9 +1,9 @@
 """The portable fast backend: two batched matrix products around a softmax, query heads of a KV head
 packed together.
 
-Reads the cache in place where a row's visible tokens are one run of memory (full view), and gathers
-them into a small buffer where they are not (a budgeted view). Long chunks (prefill) go through
-torch's fused kernel instead: there scores would be large.
+Reads the cache in place where a row's visible tokens are one run of memory (full view, or all of a
+sliding window), and gathers them into a small buffer where they are not (a budgeted view). Long
+chunks (prefill) go through torch's fused kernel instead: there scores would be large.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.attention.backend import check_mass, sum_blocks
+from magicdec.attention.backend import check_mass, sum_blocks, visible_mask
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
 
@@ -25,16 +25,17 @@ FUSED_FROM = 32  # new tokens from which the fused kernel is used: it never writ
 @dataclass(frozen=True)
 class Run:
     """Rows `first` to `last` of a batch that are read with one call. `slots` is None where they are
-    read in place."""
+    read in place, from `first_key` on."""
 
     first: int
     last: int
     block: int
+    first_key: int
     num_keys: int
     positions: Tensor  # of the keys, [rows, G or 1, num_keys], -1 for padding
     slots: Tensor | None
     num_unmasked: int  # leading keys that every new token of every row sees
-    mask: Tensor | None  # bool [rows, T, num_keys - num_unmasked]; None where all see all
+    mask: Tensor | None  # bool [rows, G or 1, T, num_keys - num_unmasked]; None: all see all
 
 
 class GroupedBackend:
@@ -96,12 +97,13 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
     first = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i][0] != blocks[i - 1][0] + 1:
-            lengths = view.lengths[first:i]
-            num_keys = max(lengths) + view.num_new
-            positions = torch.arange(num_keys, device=view.seq_lens.device)
+            lengths, first_key = view.lengths[first:i], min(view.first_keys[first:i])
+            stop = max(lengths) + view.num_new
+            positions = torch.arange(first_key, stop, device=view.seq_lens.device)
             positions = positions.expand(i - first, 1, -1)
-            unmasked, mask = _tail_mask(view, first, i, positions, min(lengths), max(lengths))
-            yield Run(first, i, blocks[first][0], num_keys, positions, None, unmasked, mask)
+            unmasked, mask = _mask(view, first, i, positions, min(lengths), max(lengths))
+            block, num_keys = blocks[first][0], stop - first_key
+            yield Run(first, i, block, first_key, num_keys, positions, None, unmasked, mask)
             first = i
 
 
@@ -110,21 +112,26 @@ def _gathered_run(layer: int, view: KVView) -> Run:
     masked."""
     keys = view.key_positions(layer)  # [B, G or 1, N]
     least, most = min(view.num_visible), max(view.num_visible)
-    unmasked, mask = _tail_mask(view, 0, len(view.rows), keys, least, most)
+    unmasked, mask = _mask(view, 0, len(view.rows), keys, least, most)
     slots = view.cache.slots(view.row_index, keys.clamp(min=0))
-    return Run(0, len(view.rows), 0, keys.shape[2], keys, slots, unmasked, mask)
+    return Run(0, len(view.rows), 0, 0, keys.shape[2], keys, slots, unmasked, mask)
 
 
-def _tail_mask(
+def _mask(
     view: KVView, first: int, last: int, keys: Tensor, least: int, most: int
 ) -> tuple[int, Tensor | None]:
-    """Only the last columns can be hidden from some token: those past the shortest row's old
-    tokens. They are the same in every head, since all heads of a row see equally many."""
-    if view.num_new == 1 and least == most:
+    """How many leading keys every token sees, and who sees the rest.
+
+    Without a window only the last columns can be hidden from some token: those past the shortest
+    row's old tokens, `least` of at most `most`. They are the same in every head, since all heads of
+    a row see equally many. With one the first can be too."""
+    longest = max(view.lengths[first:last]) + view.num_new
+    is_cut = view.window is not None and view.window < longest
+    if view.num_new == 1 and least == most and not (is_cut and view.per_head):
         return keys.shape[2], None
-    tail = keys[:, :1, least:]
-    queries = view.query_positions()[first:last].unsqueeze(2)
-    return least, (tail >= 0) & (tail <= queries)
+    if is_cut:
+        return 0, visible_mask(view, keys, first, last)
+    return least, visible_mask(view, keys[:, :1, least:], first, last)
 
 
 def _keys(layer: int, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
@@ -133,7 +140,8 @@ def _keys(layer: int, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
     if run.slots is not None:
         return cache.read(layer, run.slots)
     place = slice(run.block, run.block + run.last - run.first)
-    return cache.k[layer, place, :, : run.num_keys], cache.v[layer, place, :, : run.num_keys]
+    keys = slice(run.first_key, run.first_key + run.num_keys)
+    return cache.k[layer, place, :, keys], cache.v[layer, place, :, keys]
 
 
 def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
@@ -147,7 +155,7 @@ def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tens
     scores = torch.matmul(packed, k.transpose(-1, -2))
     if run.mask is not None:
         tail = scores.view(rows, groups, -1, num_new, run.num_keys)[..., run.num_unmasked :]
-        tail.masked_fill_(~run.mask[:, None, None], float("-inf"))
+        tail.masked_fill_(~run.mask.unsqueeze(2), float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     out = torch.matmul(weights.to(v.dtype), v).view(rows, groups, -1, num_new, size)
     return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads, size), weights
@@ -156,10 +164,10 @@ def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tens
 def _fused(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
     """torch's scaled_dot_product_attention with the mask widened to all keys."""
     k, v = _keys(layer, run, view)
-    mask = None
-    if run.mask is not None:
-        mask = torch.ones(*run.mask.shape[:2], run.num_keys, dtype=torch.bool, device=q.device)
-        mask[..., run.num_unmasked :] = run.mask
-        mask = mask.unsqueeze(1)
+    mask = run.mask
+    if mask is not None:
+        mask = F.pad(mask, (run.num_unmasked, 0), value=True)
+        if mask.shape[1] > 1:
+            mask = mask.repeat_interleave(q.shape[2] // k.shape[1], dim=1)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
     return out.transpose(1, 2)

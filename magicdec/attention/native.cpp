@@ -67,6 +67,7 @@ inline int64_t blocks_touched(int64_t first, int64_t count) { return (first + co
 struct Problem {
     int64_t B, T, H, G, D, block_size;
     const int64_t* seq_lens;
+    int64_t window;  // keys that a query sees at most, its own included; 0: all
     int64_t group() const { return H / G; }
     int64_t num_queries() const { return T * group(); }
     // Whether all queries of a task come before the token at `position`.
@@ -77,7 +78,8 @@ struct Problem {
     // Which of `count` keys from `position` on the task's query m sees.
     Span seen(const Task& task, int64_t m, int64_t position, int64_t count) const {
         const int64_t own = seq_lens[task.row] + (task.first_query + m) / group();  // the query's position
-        return {0, std::clamp<int64_t>(own + 1 - position, 0, count)};
+        const int64_t first = window ? own + 1 - window - position : 0;
+        return {std::clamp<int64_t>(first, 0, count), std::clamp<int64_t>(own + 1 - position, 0, count)};
     }
 };
 
@@ -296,8 +298,8 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
 // Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and attends; out [B,T,H,D], lse [B,T,H] float32.
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
-// range_heads and num_blocks. `ranges` [B, range_heads, num_ranges, 2] holds the visible keys, new ones included;
-// range_heads is G, or 1 where all see the same. `mass` [B, G, num_blocks] float32 takes the probability of each block
+// range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] holds the visible keys, new
+// ones included; range_heads is G, or 1 where all see the same. `mass` [B, G, num_blocks] float32 takes the probability of each block
 // of keys summed over the queries, or is null. `portable` asks for the path of every CPU.
 // `storage` is that of the pools: FLOAT32 or BFLOAT16, of which all other numbers are too, or INT8, beside bfloat16.
 // Compiled for one head size, HEAD_SIZE (a second's work); returns 0, or 1 if D is another or this CPU has no such path.
@@ -305,7 +307,7 @@ extern "C" int magicdec_attention(int storage, int portable, const int64_t* shap
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
                                   const int64_t* ranges, void* out, float* lse, float* mass) {
-    const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens};
+    const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens, shape[16]};
     if (p.D != HEAD_SIZE) return 1;
     auto call = [&](auto kernel, auto number) {
         using S = decltype(number);

@@ -33,7 +33,7 @@ HEADERS = (
 FLAGS = (*FAST_MATH, "-fopenmp")
 PREFILL_FROM = 32  # new tokens from which a chunk is a matter of GEMMs
 STORAGE = (torch.float32, torch.bfloat16, torch.int8)  # of the pools, as native.cpp counts them
-Shape = ctypes.c_int64 * 16
+Shape = ctypes.c_int64 * 17
 
 
 class NativeBackend:
@@ -75,7 +75,7 @@ class NativeBackend:
         call = torch.ops.magicdec.native_attention if compiling else attention
         out: tuple[Tensor, Tensor] = call(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
-            view.seq_lens, view.layer_ranges(layer), self._portable,
+            view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable,
         )  # fmt: skip
         return out
 
@@ -88,7 +88,7 @@ class NativeBackend:
         cache = view.cache
         out, _ = attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
-            view.seq_lens, view.layer_ranges(layer), self._portable, mass,
+            view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable, mass,
         )  # fmt: skip
         return out, mass
 
@@ -121,12 +121,13 @@ def has_bfloat16_path() -> bool:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
-    block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, portable: bool,
-    mass: Tensor | None = None,
+    block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, window: int,
+    portable: bool, mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Append k, v [B,T,G,D] to one layer's pools [blocks, G, block_size, D] and attend: output
     [B,T,H,D] and log-sum-exp of the scores, float32 [B,T,H]. `ranges` [B, G or 1, R, 2] holds the
-    visible keys; `mass`, float32 [B, G, blocks], is filled with the probability of each block."""
+    visible keys, of which a token sees the last `window` positions (0: all); `mass`, float32 [B, G,
+    blocks], is filled with the probability of each block."""
     if q.dtype not in STORAGE[:2]:
         raise ValueError(f"--attention native computes in float32 or bfloat16, not {q.dtype}")
     assert k_pool.dtype in (q.dtype, torch.int8), "what the pools were made for"
@@ -139,7 +140,7 @@ def attention(
     shape = Shape(
         num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
         ranges.shape[2], *(step for s in strides for step in s[:2]),
-        ranges.shape[1], 0 if mass is None else mass.shape[2],
+        ranges.shape[1], 0 if mass is None else mass.shape[2], window,
     )  # fmt: skip
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse)
     failed = kernel(size).magicdec_attention(
@@ -159,7 +160,7 @@ def attention(
 _library = torch.library.Library("magicdec", "DEF")
 _library.define(
     "native_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges, bool portable) "
+    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges, int window, bool portable) "
     "-> (Tensor, Tensor)"
 )
 _library.impl("native_attention", attention, "CPU")

@@ -102,19 +102,20 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
             score<D>(q, M, k, count, scores);
             for (int64_t m = 0; m < M; ++m) {
                 float* s = scores + m * TILE;
-                const int64_t seen = p.seen(task, m, segment.first + at, count).to;
+                const auto [from, to] = p.seen(task, m, segment.first + at, count);
                 float top = maximum[m];
-                for (int64_t j = 0; j < seen; ++j) top = std::max(top, s[j]);
+                for (int64_t j = from; j < to; ++j) top = std::max(top, s[j]);
                 const float scale = exp_negative(maximum[m] - top);
                 if (maximum[m] != top)
                     for (int d = 0; d < D; ++d) acc[m * D + d] *= scale;
                 float added = 0;
-                for (int64_t j = 0; j < seen; ++j) s[j] = exp_negative(s[j] - top);
-                for (int64_t j = 0; j < seen; ++j) added += s[j];
-                for (int64_t j = seen; j < count; ++j) s[j] = 0.0f;
+                for (int64_t j = from; j < to; ++j) s[j] = exp_negative(s[j] - top);
+                for (int64_t j = from; j < to; ++j) added += s[j];
+                for (int64_t j = 0; j < from; ++j) s[j] = 0.0f;
+                for (int64_t j = to; j < count; ++j) s[j] = 0.0f;
                 if (mass.data) {
                     mass.rescale(m, met, scale);
-                    mass.add(m, met, (segment.first + at) % BLOCK, s, seen);
+                    mass.add(m, met, (segment.first + at) % BLOCK, s, to);
                 }
                 total[m] = total[m] * scale + added;
                 maximum[m] = top;

@@ -133,7 +133,7 @@ def announce_backend(config: RunConfig, launch: Launch) -> None:
 def refuse(error: ValueError, launch: Launch) -> NoReturn:
     """One line, exit code 2, from rank 0. The others wait to be ended by torchrun, so that the line
     comes once and before its summary; one that is not ended was alone in refusing (its host lacks a
-    file, or memory) and says so itself."""
+    file) and says so itself."""
     if launch.rank != 0:
         time.sleep(LEADER_FIRST_S)
     print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

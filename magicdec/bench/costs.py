@@ -53,11 +53,12 @@ class Deployment:
     def forward(self, B: int, T: int, S: int) -> ForwardCost:
         """Of the rank with most heads, which the others wait for."""
         c, shard = self.config, slowest_shard(self.config, self.tp)
+        seen = S if c.sliding_window is None else min(S, c.sliding_window - 1)
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
         sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
         return ForwardCost(
             weight_bytes(c, shard, self.dtype_bytes, self.is_int8),
-            B * (S + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
+            B * (seen + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
             B * T * linear_flops_per_token(c, shard),
             B * attention_flops(c, shard, T, S),
             sums if self.tp > 1 else (),
@@ -142,7 +143,8 @@ def linear_flops_per_token(config: ModelConfig, shard: Shard) -> int:
 
 def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
     """Of one row: both products, over what each of the T causal queries sees."""
-    seen = T * S + T * (T + 1) // 2
+    window = config.sliding_window or S + T
+    seen = sum(min(S + t, window) for t in range(1, T + 1))
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
     return 4 * config.num_layers * (last - first) * config.cached_head_dim * seen
 

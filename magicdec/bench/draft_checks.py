@@ -1,4 +1,4 @@
-"""What a standalone draft must have to serve its target; checked before any process group starts.
+"""What a draft must have to serve its target; checked before any process group starts.
 
 Raises ValueError, one line with the flags of both. Must not know how anything is loaded or run.
 """
@@ -19,6 +19,7 @@ def check_draft(config: RunConfig, target: ModelSource, draft: ModelSource) -> N
     check_vocabularies(named, draft, f"{flag_of(config.model, 'model')} {target.name}", target)
     check_rolling(config, named, draft)
     check_reach(config, named, draft)
+    check_choice(config, draft_flag, draft)
     check_shards(config, named, draft)
 
 
@@ -61,11 +62,13 @@ def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
     """The draft must have learnt the distances that it will see: those of the whole text, or under
     a rolling cache those of the budget and what stands after it."""
     model, w, kv = draft.config, config.workload, config.kv
-    reach = min(model.max_length, model.sliding_window or model.max_length)
+    reach = model.max_length
+    if is_rolling(config):  # its positions are no longer those of the text: no window is moved
+        reach = min(reach, model.sliding_window or reach)
     length = w.prefix_len + w.num_new_tokens
     if length <= reach:
         return
-    if kv.policy != "streaming_llm":
+    if not is_rolling(config):
         rolls = "; --kv_policy streaming_llm would serve" if model.positions == "rope" else ""
         raise ValueError(
             f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
@@ -77,6 +80,24 @@ def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
             f"--streamingllm_budget {kv.budget} and the --prefill_chunk "
             f"{config.attention.prefill_chunk} or --gamma {config.decoding.num_draft_tokens} after "
             f"it exceed the {reach} positions of the draft {named}; make them smaller"
+        )
+
+
+def is_rolling(config: RunConfig) -> bool:
+    """Whether a standalone draft keeps a rolling cache (`rolling_runner`)."""
+    return config.draft is not None and config.kv.resolve().policy == "streaming_llm"
+
+
+def check_choice(config: RunConfig, flag: str, source: ModelSource) -> None:
+    """What SnapKV chooses once must stay in the model's sliding window, if it has one."""
+    window, kv = source.config.sliding_window, config.kv
+    after = config.workload.num_new_tokens + config.decoding.most_draft_tokens
+    if kv.policy == "snapkv" and not kv.reselect_every and window is not None and after >= window:
+        again = "" if config.draft is not None else " or --reselect_every"
+        raise ValueError(
+            f"--kv_policy snapkv chooses once after prefill, and nothing of that is left in the "
+            f"sliding window of {flag} {source.name} ({window}) after {after} generated and draft "
+            f"tokens; choose a smaller --gen_len{again}"
         )
 
 

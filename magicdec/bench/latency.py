@@ -63,10 +63,12 @@ def main() -> NoReturn:
     try:
         asked = parse(sys.argv[1:])
         asked.config.check(launch.world_size)
-        asked, source = prepare(asked, launch)
+        asked, source, memory = prepare(asked, launch)
     except ValueError as error:
         refuse(error, launch)
     announce_backend(asked.config, launch)
+    if launch.rank == 0:
+        print(f"{'memory':<10} {memory}", flush=True)
     from magicdec.bench.forwards import measure
     from magicdec.bench.latency_report import as_dict, print_table, write_files
 
@@ -190,10 +192,14 @@ def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
         raise ValueError(f"--json and --csv are both {json_path}; name two files")
 
 
-def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource]:
-    """Resolve the config and check the grid against the model. Raises ValueError as `parse`
-    does."""
+def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource, str]:
+    """Resolve the config, check the grid against the model and the memory; the last is the memory
+    plan in a line. Raises ValueError as `parse` does."""
     from magicdec.bench.environment import probe_machine
+    from magicdec.bench.free_memory import free_device_memory
+    from magicdec.bench.latency_memory import check_grid_memory
+    from magicdec.bench.memory import Models
+    from magicdec.bench.memory_check import check_together
     from magicdec.bench.prepare import as_stored, check_length, check_scores
     from magicdec.model.checkpoint import find_model
 
@@ -206,4 +212,7 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource]:
     check_length(shown, context + T, "--model", source)
     check_scores(config.attention.backend, config.model.dtype, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
-    return replace(asked, config=config), source
+    free = free_device_memory(config.parallel.device, launch.local_rank)
+    place = config, asked.grid, Models(model), launch, free
+    memory = check_together(launch, lambda: check_grid_memory(*place))
+    return replace(asked, config=config), source, memory

@@ -1,11 +1,10 @@
 """The memory plan of a run: what each rank will hold, before any of it is allocated, and whether it
 fits. Arithmetic on the resolved config and the models' shapes; allocates nothing.
 
-Weights and KV caches are exact (`tests/unit/test_memory.py` holds them to what is allocated). The
-working memory is what the largest moment takes beside them, an estimate from the shapes of the
-tensors that are then alive. Not in the plan: the interpreter and its libraries, which a process
-that asks for a plan already holds, and the replay in a wider dtype by which a difference of outputs
-is settled, which a run seldom needs.
+Weights and KV caches are exact (`tests/unit/test_memory.py` holds them to what is allocated); what
+the largest moment takes beside them is an estimate (`working_memory.py`). Not in the plan: the
+interpreter and its libraries, which a process that asks for a plan already holds, and the replay in
+a wider dtype by which a difference of outputs is settled, which a run seldom needs.
 """
 
 from __future__ import annotations
@@ -14,17 +13,14 @@ from dataclasses import astuple, dataclass
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.bench.costs import int8_kv_bytes_per_token, kv_bytes_per_token, weight_bytes
-from magicdec.bench.timing import BANDWIDTH_BYTES
+from magicdec.bench.working_memory import DTYPE_BYTES, max_tokens, working_bytes
 from magicdec.config import RunConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.policy import MASS_BLOCK, make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.model.checkpoint import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.rolling_runner import BLOCK_SIZE, blocks_held
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -73,13 +69,6 @@ def plan_rank(config: RunConfig, models: Models, rank: int) -> MemoryPlan:
         draft_kv + _chosen_bytes(config, models.target, shard),
         working_bytes(config, models.target, shard),
     )
-
-
-def max_tokens(config: RunConfig) -> int:
-    """Cached tokens a row: the newest is never cached, but a verification holds its drafts too."""
-    w, d = config.workload, config.decoding
-    drafted = 0 if d.strategy == "autoregressive" else d.most_draft_tokens
-    return w.prefix_len + w.num_new_tokens + drafted
 
 
 def stored_bytes(
@@ -159,71 +148,3 @@ def _draft_bytes(config: RunConfig, models: Models, rank: int) -> tuple[int, int
     is_int8 = config.draft.draft_dtype == "int8"
     weights = stored_bytes(models.draft, shard, size, is_packed, is_int8)
     return weights, kv
-
-
-def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
-    """The largest of the moments: a chunk of a prompt, a verification, loading a matrix, measuring
-    the bandwidth; and the rotary table."""
-    size = DTYPE_BYTES[config.model.dtype]
-    w, longest = config.workload, max_tokens(config)
-    chunk = min(config.attention.prefill_chunk, w.prefix_len)
-    is_greedy = config.sampling.temperature == 0
-    verified = w.batch_size * (1 + longest - w.prefix_len - w.num_new_tokens)
-    first, last = shard.split(model.vocab_size)
-    logits = verified * (last - first) * size
-    if not is_greedy:  # whole, in float32, and three times in float64 while probabilities are made
-        logits += verified * model.vocab_size * (4 + 3 * 8)
-    on_cpu = config.parallel.device == "cpu"
-    moments = (
-        _layer_bytes(model, shard, chunk, size)
-        + _attention_bytes(config, model, shard, 1, chunk, longest),
-        _layer_bytes(model, shard, verified, size)
-        + _attention_bytes(config, model, shard, w.batch_size, verified // w.batch_size, longest)
-        + logits,
-        _loading_bytes(config, model, shard),
-        BANDWIDTH_BYTES // shard.size if on_cpu else BANDWIDTH_BYTES,
-    )
-    return max(moments) + longest * model.head_dim * 4
-
-
-def _layer_bytes(model: ModelConfig, shard: Shard, num_tokens: int, size: int) -> int:
-    """Of a layer over so many tokens: the residual stream twice and normed, and the wider of q, k,
-    v, rotated copies and output, and of gate, up, activated gate and product."""
-    queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
-    q, kv = ((last - first) * model.head_dim for first, last in (queries, keys))
-    first, last = shard.split(model.intermediate_size)
-    widest = max(3 * q + 3 * kv, 4 * (last - first))
-    return num_tokens * (3 * model.hidden_size + widest) * size
-
-
-def _attention_bytes(
-    config: RunConfig, model: ModelConfig, shard: Shard, B: int, T: int, S: int
-) -> int:
-    """What a backend makes for one layer: B rows, T new tokens, S cached ones."""
-    size, backend = DTYPE_BYTES[config.model.dtype], config.attention.backend
-    per_layer = kv_bytes_per_token(model, shard, size) // model.num_layers
-    first, last = shard.heads(model.num_heads, model.num_kv_heads)[0]
-    if backend == "sdpa":  # the keys and values gathered, the mask as it is and as it is added
-        return B * S * per_layer + B * T * S * (1 + size)
-    if backend == "native" and (T == 1 or size == 2):
-        return 0
-    if T >= 32:  # grouped, or what native hands to it: torch's fused kernel with a mask
-        return B * T * S * (1 + size)
-    if backend == "native":
-        return 0
-    return B * (last - first) * T * S * (2 * size + 4)  # scores, weights, and these once more
-
-
-def _loading_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
-    """A matrix while it is packed, and what is read at once; while it is quantised, in float32,
-    divided by its scales and rounded."""
-    matrix = _largest_matrix(model, shard)
-    if config.model.target_dtype == "int8":
-        return matrix + READ_ELEMENTS * (4 + 4 + 1)
-    return matrix * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * 4
-
-
-def _largest_matrix(model: ModelConfig, shard: Shard) -> int:
-    """Elements of the largest matrix that is packed or read at once."""
-    vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)
-    return max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size

@@ -1,25 +1,37 @@
 """Whether the memory plan of a run fits, said before anything is allocated: one line for the user,
 or one line of refusal with the numbers and what would fit.
 
-Every rank plans by itself. Ranks of one host see the same free memory but for the moments between
-their readings; where they come to differ, the rank that refuses ends the run.
+Every rank plans and reads by itself. Near the limit their readings, of one host or several, may
+differ: where one rank refuses all do, in its words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 
 from magicdec.bench.memory import MemoryPlan, Models, plan_rank
 from magicdec.config import RunConfig
-from magicdec.distributed.groups import Launch
+from magicdec.distributed.groups import Launch, first_refusal
+
+
+def check_together(launch: Launch, check: Callable[[], str]) -> str:
+    """What `check` says on this rank. Raises ValueError on every rank if it does on one."""
+    try:
+        line, refusal = check(), ""
+    except ValueError as error:
+        line, refusal = "", str(error)
+    refusal = first_refusal(launch, refusal)
+    if refusal:
+        raise ValueError(refusal)
+    return line
 
 
 def check_memory(config: RunConfig, models: Models, launch: Launch, free: int | None) -> str:
     """The line to print. `config` is resolved; `free` bytes are there, on this rank's GPU or on the
     host for all its ranks; None where nothing tells. Raises ValueError when the plan is larger."""
     plan = needed(config, models, launch)
-    place = _place(config, launch)
+    place = describe_place(config, launch)
     if free is None:
         return f"{plan.describe()} {place}; how much is free is not known here"
     if plan.total > free:
@@ -40,11 +52,21 @@ def needed(config: RunConfig, models: Models, launch: Launch) -> MemoryPlan:
         return max((plan_rank(config, models, rank) for rank in group), key=lambda p: p.total)
     first = launch.rank - launch.local_rank
     ranks = range(first, first + launch.local_world_size)
-    plans = [plan_rank(config, models, rank) for rank in ranks]
+    return add_up([plan_rank(config, models, rank) for rank in ranks])
+
+
+def planned(config: RunConfig, models: Models) -> MemoryPlan:
+    """Of all ranks of the run together."""
+    group = config.parallel.rank_group
+    assert group is not None, "resolved"
+    return add_up([plan_rank(config, models, rank) for rank in group])
+
+
+def add_up(plans: Sequence[MemoryPlan]) -> MemoryPlan:
     return MemoryPlan(*map(sum, zip(*map(astuple, plans), strict=True)))
 
 
-def _place(config: RunConfig, launch: Launch) -> str:
+def describe_place(config: RunConfig, launch: Launch) -> str:
     if config.parallel.device != "cpu":
         return "on a rank's GPU"
     count = launch.local_world_size

@@ -77,11 +77,10 @@ def _header(plan: Plan) -> list[str]:
         f"{h.layer_overhead_s * c.num_layers * 1e6:,.0f} us fixed a forward",
         f"acceptance  {plan.acceptance_source}, the same at every context; {curves}",
     ]
-    reach = min(c.sliding_window or c.max_length, c.max_length)
-    beyond = [S for S in plan.prefix_lens if reach < S]
+    beyond = [S for S in plan.prefix_lens if c.max_length < S]
     if beyond:
         shown = ", ".join(map(str, beyond))
-        lines.append(f"note        {c.name} reaches {reach} tokens; a run refuses {shown}")
+        lines.append(f"note        {c.name} reaches {c.max_length} tokens; a run refuses {shown}")
     return lines
 
 

@@ -9,11 +9,11 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from magicdec.bench.draft_checks import check_draft
+from magicdec.bench.draft_checks import check_choice, check_draft
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.free_memory import free_device_memory
-from magicdec.bench.memory import Models
-from magicdec.bench.memory_check import check_memory
+from magicdec.bench.memory import MemoryPlan, Models
+from magicdec.bench.memory_check import check_memory, check_together, planned
 from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
@@ -36,6 +36,8 @@ class Prepared:
     workload: Workload
     draft_source: ModelSource | None = None
     memory: str = ""  # the memory plan, in a line
+    plan: MemoryPlan = MemoryPlan(0, 0)  # of all ranks together
+    free: int | None = None  # bytes, as this rank read them
 
     @property
     def is_random(self) -> bool:
@@ -111,8 +113,9 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     )
     models = Models(source.config, None if draft is None else draft.config)
     free = free_device_memory(config.parallel.device, launch.local_rank)
-    memory = check_memory(config, models, launch, free)
-    return Prepared(config, launch, source, tokenizer, described.name, workload, draft, memory)
+    memory = check_together(launch, lambda: check_memory(config, models, launch, free))
+    plan, found = planned(config, models), (tokenizer, described.name, workload, draft)
+    return Prepared(config, launch, source, *found, memory, plan, free)
 
 
 def as_stored(
@@ -159,6 +162,8 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
     check_scores(config.attention.backend, config.model.dtype, flag, source)
+    if config.decoding.drafter == "self":
+        check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
 
 
@@ -180,9 +185,4 @@ def check_length(asked: str, length: int, flag: str, source: ModelSource) -> Non
         why = "; dynamic rope scaling past them would turn cached keys anew" if dynamic else ""
         raise ValueError(
             f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
-        )
-    if model.sliding_window is not None and length > model.sliding_window:
-        raise ValueError(
-            f"{asked} exceeds the sliding window of {flag} {source.name} "
-            f"({model.sliding_window}), which is not implemented; keep within it"
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SCHEMA_VERSION = 1
+ADDED = ("tolerance", "memory")  # keys that older records lack
 STATUSES = ("ok", "diverged", "failed")
 
 
@@ -48,6 +49,7 @@ class RunRecord:
     metrics: dict[str, Any] | None = None
     baseline_metrics: dict[str, Any] | None = None
     samples: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
     tolerance: dict[str, float] | None = None  # committed baselines: metric -> allowed drop
     schema_version: int = SCHEMA_VERSION
 
@@ -90,7 +92,7 @@ def load_records(path: Path) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
-    required = [f.name for f in dataclasses.fields(RunRecord) if f.name != "tolerance"]
+    required = [f.name for f in dataclasses.fields(RunRecord) if f.name not in ADDED]
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

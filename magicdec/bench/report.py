@@ -10,6 +10,7 @@ from pathlib import Path
 
 from magicdec.analysis.table import print_record
 from magicdec.bench.environment import describe_environment
+from magicdec.bench.memory_watch import describe_memory
 from magicdec.bench.prepare import Prepared
 from magicdec.bench.record import RunRecord, append_record
 from magicdec.bench.run import Outcome, execute
@@ -36,7 +37,9 @@ def conclude(prepared: Prepared) -> int:
             )
             message = f"{type(error).__name__}: {error}"
             config, workload = prepared.config.to_dict(), prepared.describe_workload()
-            append_record(path, RunRecord("failed", config, environment, message, workload))
+            memory = describe_memory(prepared.plan, prepared.free)
+            failed = RunRecord("failed", config, environment, message, workload, memory=memory)
+            append_record(path, failed)
         raise
     if is_leader:
         publish(prepared, outcome, path)

@@ -19,6 +19,7 @@ from magicdec.bench.answers import answer_score
 from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.loading import load_model, make_backend, make_draft
+from magicdec.bench.memory_watch import MemoryWatch, describe_memory
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
 from magicdec.bench.prepare import Prepared
 from magicdec.bench.progress import Progress, make_progress
@@ -62,6 +63,7 @@ class Run:
         drafted = 0 if d.strategy == BASELINE else d.most_draft_tokens
         self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
         self.device = rank_device(prepared)
+        self.memory = MemoryWatch(self.device)
         self.runner = self.make_runner(
             self.config.model.dtype, w.batch_size, self.config.attention.backend,
             self.config.model.linear,
@@ -151,6 +153,7 @@ class Run:
         if self.draft is not None and name != BASELINE:
             samples.draft_prefill_s.append(time.perf_counter() - started)
         before = [runner.counts.copy() for runner in self.runners()]
+        self.memory.note()
         reset_peak_memory(self.device)
         samples.begin_batch()
         started = time.perf_counter()
@@ -162,6 +165,7 @@ class Run:
 
             finished = self.engine.decode(strategy, observe)
         samples.end_batch(finished, started)
+        self.memory.note()
         self.finished[name] += [r.snapshot() for r in finished]
         read = sum(
             bytes_read(runner.model, runner.counts.minus(counts))
@@ -207,11 +211,12 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
     prefill = run.measure()
     # A ceiling is the larger of two: a busy host slows one measurement, not both as likely.
     bandwidth = max(bandwidth, read_bandwidth(groups.target, run.device))
+    memory = run.memory.measured(groups.target)
     correctness = run.check()
     close_groups()  # not after an error: leaving a group waits for ranks that may be gone
     environment = describe_environment(prepared.launch, config.parallel.device, started)
     environment["read_bandwidth_bytes_per_s"] = bandwidth
-    record = make_record(run, prefill, correctness, environment)
+    record = make_record(run, prefill, correctness, environment, memory)
     return Outcome(record, run.finished[run.passes[-1]])
 
 
@@ -222,7 +227,11 @@ def rank_device(prepared: Prepared) -> torch.device:
 
 
 def make_record(
-    run: Run, prefill: dict[str, Any], correctness: Correctness, environment: dict[str, Any]
+    run: Run,
+    prefill: dict[str, Any],
+    correctness: Correctness,
+    environment: dict[str, Any],
+    memory: dict[str, int],
 ) -> RunRecord:
     """Metrics enter the record only if the check passed."""
     asked = run.passes[-1]
@@ -253,6 +262,7 @@ def make_record(
         metrics=metrics[asked] if passed else None,
         baseline_metrics=metrics.get(BASELINE) if passed and asked != BASELINE else None,
         samples=describe_samples(run),
+        memory=describe_memory(run.prepared.plan, run.prepared.free, memory if passed else None),
     )
 
 

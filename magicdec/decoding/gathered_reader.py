@@ -2,8 +2,14 @@
 chose, per KV head, from the model's full cache.
 
 Owns the copy and its upkeep. A token keeps the rotation of its place in the context; only its
-address is new. Source: SnapKV (Li et al. 2024), section 4; as a self-speculation draft: MagicDec
-(Chen et al. 2024), section 4.
+address is new.
+
+Under a sliding window a draft may read nothing that the target's token in its place would not see.
+What was chosen leaves the window in another order in each head, so only what stays in it is chosen:
+until the next choice, or, where there is none, until the text ends.
+
+Source: SnapKV (Li et al. 2024), section 4; as a self-speculation draft: MagicDec (Chen et al.
+2024), section 4.
 """
 
 from __future__ import annotations
@@ -13,9 +19,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magicdec.kv.policy import first_key
 from magicdec.kv.snapkv import SnapKV
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
+from magicdec.sections import MOST_DRAFT_TOKENS
 
 
 class GatheredReader:
@@ -30,6 +38,9 @@ class GatheredReader:
         self.source, self.policy, self.kv_dtype = source, policy, kv_dtype
         self.runner = source
         self.chosen_at = [0] * source.num_rows  # context length at the last choice
+        self.lasts_until = [
+            0
+        ] * source.num_rows  # positions before this one see all that was chosen
         self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
 
     @classmethod
@@ -53,25 +64,30 @@ class GatheredReader:
             self.runner.cache.allocate(row, self.runner.max_tokens)
             self._choose(request, row)
 
-    def refresh(self, batch: Batch) -> None:
+    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
         self._take_over(batch.rows, [r.num_cached for r in batch.requests])
         every = self.policy.reselect_every
         for request, row in zip(batch.requests, batch.rows, strict=True):
-            if every and request.num_cached >= self.chosen_at[row] + every:
-                self._choose(request, row)
+            last = request.num_cached + num_draft_tokens
+            is_due = every and request.num_cached >= self.chosen_at[row] + every
+            if is_due or last > self.lasts_until[row]:
+                self._choose(request, row, num_draft_tokens)
 
-    def _choose(self, request: Request, row: int) -> None:
+    def _choose(
+        self, request: Request, row: int, num_draft_tokens: int = MOST_DRAFT_TOKENS
+    ) -> None:
         """Fill `row` anew from the source, which holds all of the request's settled tokens."""
         source, cache = self.source, self.runner.cache
         length = request.num_cached
         tokens = [*request.prompt_ids, *request.output_ids][:length]
         kept: list[Tensor] = []
+        until, first = self._reach(length, num_draft_tokens)
         index = torch.tensor([row], device=source.device)
         everything = source.cache.slots(index, torch.arange(length, device=source.device)[None])
 
         def select(layer: int, queries: Tensor) -> None:
             keys, _ = source.cache.read(layer, everything)
-            kept.append(self.policy.select(queries[0], keys[0]))
+            kept.append(first + self.policy.select(queries[0], keys[0, :, first:]))
 
         source.replay(row, tokens[-self.policy.window_size :], select)
         count = kept[0].shape[1]
@@ -83,7 +99,15 @@ class GatheredReader:
         cache.truncate([row], [0])
         cache.advance([row], count)
         self._offsets[row] = self.shifts[row] = length - count
-        self.chosen_at[row] = length
+        self.chosen_at[row], self.lasts_until[row] = length, until
+
+    def _reach(self, length: int, num_draft_tokens: int) -> tuple[int, int]:
+        """The position up to which a choice after `length` tokens is made, and the first that is
+        still seen from there."""
+        until, every = self.source.max_tokens, self.policy.reselect_every
+        if every and self.source.window is not None:
+            until = min(until, length + every + num_draft_tokens)
+        return until, min(length, first_key(until - 1, self.source.window))
 
     def lengths(self, rows: Sequence[int]) -> list[int]:
         return [self.runner.cache.lengths[row] + self.shifts[row] for row in rows]

@@ -9,7 +9,7 @@ KV head choose each for its own query heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class HeaviestReader:
     """The choice is made once a step: all draft forwards between two verifications share it."""
 
     def __init__(self, runner: ModelRunner, policy: VerifiedKV) -> None:
-        self.runner, self.policy = runner, policy
+        self.runner, self.policy = runner, replace(policy, sliding_window=runner.window)
         shape = runner.cache.shape
         blocks = -(-runner.max_tokens // MASS_BLOCK)
         self._mass = torch.zeros(
@@ -90,7 +90,7 @@ class HeaviestReader:
             cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
         self.commit(rows, held)
 
-    def refresh(self, batch: Batch) -> None:
+    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
         """The last verification has told."""
 
     def lengths(self, rows: Sequence[int]) -> list[int]:

@@ -38,8 +38,8 @@ class Reader(Protocol):
         """The prompts of `batch` stand in the runner's cache."""
         ...
 
-    def refresh(self, batch: Batch) -> None:
-        """Tokens are about to be drafted for `batch`: time to choose anew."""
+    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
+        """So many tokens are about to be drafted for `batch`: time to choose anew."""
         ...
 
     def lengths(self, rows: Sequence[int]) -> list[int]:

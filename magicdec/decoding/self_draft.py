@@ -36,7 +36,7 @@ class SelfDrafter:
 
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         reader, rows = self.reader, batch.rows
-        reader.refresh(batch)
+        reader.refresh(batch, num_draft_tokens)
         settled = reader.lengths(rows)
         newest = newest_tokens(batch, reader.runner.device)
         drafts, drawn_from = newest[:, 1:], []

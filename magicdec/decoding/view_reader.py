@@ -29,7 +29,7 @@ class ViewReader:
     def begin(self, batch: Batch) -> None:
         """Nothing to prepare."""
 
-    def refresh(self, batch: Batch) -> None:
+    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
         """The policy's arithmetic is always up to date."""
 
     def lengths(self, rows: Sequence[int]) -> list[int]:

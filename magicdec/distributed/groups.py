@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
     from magicdec.distributed.shared_memory import SharedMemoryExchange
 
@@ -36,6 +37,33 @@ def read_launch() -> Launch:
         local_rank=int(env.get("LOCAL_RANK", 0)),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
     )
+
+
+def first_refusal(launch: Launch, refusal: str) -> str:
+    """What the first rank that refuses has to say, on every rank; empty where none refuses.
+
+    Before any process group: through the store by which the ranks will find each other. Called by
+    all ranks."""
+    if launch.world_size == 1:
+        return refusal
+    store = _meeting_place(launch)
+    store.set(str(launch.rank), refusal)
+    said = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
+    if store.add("read", 1) == launch.world_size:
+        store.set("all have read", "")
+    if launch.rank == 0:  # the store may be this process's own
+        store.get("all have read")
+    return next((text for text in said if text), "")
+
+
+@cache
+def _meeting_place(launch: Launch) -> Store:
+    """Of all ranks, before there are groups. Kept: without torchrun its server lives in rank 0, and
+    the groups will meet there too."""
+    from torch.distributed import PrefixStore, rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
+    return PrefixStore("magicdec/refusals", store)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@ answer for one batch.
 A policy names at most a few half-open ranges of the committed context; the uncommitted tail (draft
 tokens in flight and the forward's own tokens) is always visible on top of them. What a policy
 leaves out is not read; nothing is masked away.
+
+A model with a sliding window of W tokens bounds all of this from below: a token at position p sees
+p - W + 1 .. p and nothing before, whatever the policy. What no token of a forward sees is not read
+either; between the first and the last of them the backend masks (`attention.backend`).
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ class KVView:
 
     Rows hold `seq_lens` tokens before the forward, the first `committed` of them settled. New token
     t of a row stands at position seq_lens + t and sees the policy's ranges of the committed tokens
-    and every tail token up to itself.
+    and every tail token up to itself, of all these the last `window` positions.
     """
 
     cache: KVCache
@@ -76,11 +80,20 @@ class KVView:
     lengths: tuple[int, ...]  # seq_lens on the host
     num_visible: tuple[int, ...]  # policy tokens plus tail before this forward, on the host
     num_new: int
+    window: int | None = None  # tokens that a new one sees at most, itself included; None: all
+
+    @property
+    def first_keys(self) -> tuple[int, ...]:
+        """The first position that any new token of each row may see, on the host."""
+        return tuple(first_key(length, self.window) for length in self.lengths)
 
     @property
     def is_full(self) -> bool:
-        """Every cached token is visible in every row."""
-        return self.num_visible == self.lengths
+        """Every cached token of every row is visible, but for those before the window."""
+        if self.per_head and any(self.first_keys):
+            return False  # such ranges are not cut at the window: as many need not be the same
+        seen = zip(self.lengths, self.first_keys, strict=True)
+        return self.num_visible == tuple(length - first for length, first in seen)
 
     @property
     def per_head(self) -> bool:
@@ -97,7 +110,10 @@ class KVView:
     def _visible(self) -> Tensor:
         """All ranges with the tail as the last: [L or 1, B, G or 1, R+1, 2]."""
         ranges = self.ranges if self.per_head else self.ranges[None, :, None]
-        tail = torch.stack([self.committed, self.seq_lens + self.num_new], dim=1)
+        start = self.committed
+        if self.window is not None:
+            start = torch.maximum(start, self.seq_lens + 1 - self.window)
+        tail = torch.stack([start, self.seq_lens + self.num_new], dim=1)
         tail = tail[None, :, None, None].expand(len(ranges), -1, ranges.shape[2], 1, 2)
         return torch.cat([ranges, tail], dim=3)
 
@@ -131,24 +147,45 @@ def make_view(
     policy: Visible,
     num_new: int,
     committed: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> KVView:
-    """The view of `rows` under `policy`. `committed` defaults to all that the rows hold."""
+    """The view of `rows` under `policy`. `committed` defaults to all that the rows hold. With a
+    `window` a policy whose heads have ranges of their own keeps within it by itself."""
     lengths = tuple(cache.lengths[row] for row in rows)
     settled = lengths if committed is None else tuple(committed)
     device = cache.seq_lens.device
     row_index = torch.tensor(rows, device=device)
     settled_tensor = torch.tensor(settled, device=device)
-    visible = tuple(
-        policy.num_visible(c) + length - c for c, length in zip(settled, lengths, strict=True)
-    )
+    ranges = policy.ranges(settled_tensor)
+    seen = tuple(policy.num_visible(c) for c in settled)
+    first_keys = tuple(first_key(length, window) for length in lengths)
+    if any(first_keys) and ranges.ndim == 3:
+        ranges = ranges.clamp(min=torch.tensor(first_keys, device=device).view(-1, 1, 1))
+        seen = num_within(policy, settled, first_keys)
+    tails = (n - max(c, f) for n, c, f in zip(lengths, settled, first_keys, strict=True))
     return KVView(
         cache=cache,
         rows=tuple(rows),
         row_index=row_index,
         seq_lens=cache.seq_lens[row_index],
         committed=settled_tensor,
-        ranges=policy.ranges(settled_tensor),
+        ranges=ranges,
         lengths=lengths,
-        num_visible=visible,
+        num_visible=tuple(s + tail for s, tail in zip(seen, tails, strict=True)),
         num_new=num_new,
+        window=window,
     )
+
+
+def first_key(position: int, window: int | None) -> int:
+    """The first position that a token at `position` sees."""
+    return 0 if window is None else max(0, position + 1 - window)
+
+
+def num_within(
+    policy: Visible, committed: Sequence[int], first_keys: Sequence[int]
+) -> tuple[int, ...]:
+    """As the policy's `num_visible`, a number a row, of the tokens from `first_keys` on."""
+    ranges = policy.ranges(torch.tensor(committed))  # on the host, as this is asked
+    ranges = ranges.clamp(min=torch.tensor(first_keys).view(-1, 1, 1))
+    return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())

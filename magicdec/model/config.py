@@ -24,7 +24,7 @@ class RopeConfig:
 
     `rotary_dim` of each head's dimensions are rotated (None: all), in pairs half a head apart or,
     `interleaved`, in neighbouring ones. `dynamic` is the plain table as far as the model was
-    trained, and reaches no further. `attention_factor` multiplies q and k after the rotation."""
+    trained, and reaches no further. `attention_factor` multiplies what is rotated of q and k."""
 
     theta: float = 10000.0
     rope_type: str = "default"

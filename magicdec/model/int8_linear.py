@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.model.linear import WIDTH, address_of, as_size, library
+from magicdec.model.linear import WIDTH, library
 
-# Weights widened at once where torch multiplies: what is held beside the int8 ones.
-WIDENED = 1 << 20
+# Weights widened at once where torch multiplies: what is held beside the int8 ones, and what should
+# stay in a core's cache until it has been multiplied.
+WIDENED = 1 << 19
 
 
 class Int8Linear(nn.Module):
@@ -56,9 +57,8 @@ class PackedInt8Linear(nn.Module):
         packed = torch.empty(blocks, 2, self.in_features // 2, WIDTH, dtype=torch.uint8)
         self.packed = nn.Parameter(packed, requires_grad=False)
         library().magicdec_pack_int8(
-            address_of(weight), as_size(self.out_features), as_size(self.in_features),
-            address_of(packed),
-        )  # fmt: skip
+            weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.adds_bias else None
@@ -79,9 +79,8 @@ def packed_int8_linear(
     out = torch.empty(*x.shape[:-1], out_features, dtype=torch.bfloat16)
     room = torch.empty_like(x)  # for rows in another order
     library().magicdec_linear_int8(
-        address_of(x), as_size(x.numel() // width), address_of(packed), address_of(scale),
-        as_size(out_features), as_size(width), None if bias is None else address_of(bias),
-        address_of(room), address_of(out),
+        x.data_ptr(), x.numel() // width, packed.data_ptr(), scale.data_ptr(), out_features, width,
+        None if bias is None else bias.data_ptr(), room.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 

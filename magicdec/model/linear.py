@@ -39,10 +39,7 @@ class PackedLinear(nn.Module):
         self.packed = nn.Parameter(packed, requires_grad=False)
         rows = weight.contiguous()
         library().magicdec_pack(
-            address_of(rows),
-            as_size(self.out_features),
-            as_size(self.in_features),
-            address_of(packed),
+            rows.data_ptr(), self.out_features, self.in_features, packed.data_ptr()
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,9 +52,18 @@ class PackedLinear(nn.Module):
 
 
 @cache
-def library() -> ctypes.CDLL:
+def library(*flags: str) -> ctypes.CDLL:
+    """Built with `flags` besides."""
     share_openmp()
-    return load_library(SOURCE, ("-fopenmp",), HEADERS)
+    found = load_library(SOURCE, ("-fopenmp", *flags), HEADERS)
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    found.magicdec_pack.argtypes = (pointer, size, size, pointer)
+    found.magicdec_linear.argtypes = (pointer, size, pointer, size, size, pointer, pointer)
+    found.magicdec_pack_int8.argtypes = (pointer, size, size, pointer)
+    found.magicdec_linear_int8.argtypes = (
+        pointer, size, pointer, pointer, size, size, pointer, pointer, pointer,
+    )  # fmt: skip
+    return found
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -66,18 +72,10 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=torch.bfloat16)
     library().magicdec_linear(
-        address_of(x), as_size(x.numel() // width), address_of(packed), as_size(out_features),
-        as_size(width), None if bias is None else address_of(bias), address_of(out),
+        x.data_ptr(), x.numel() // width, packed.data_ptr(), out_features, width,
+        None if bias is None else bias.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
-
-
-def address_of(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def as_size(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
 
 
 _library = torch.library.Library("magicdec", "FRAGMENT")

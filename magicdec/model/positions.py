@@ -40,9 +40,18 @@ def rotate(rows: Tensor, rope: RopeConfig, is_packed: bool = False) -> Place:
             rotated = apply_rope(both, rows, rope.interleaved)  # q and k in one go
         q, k = rotated.split([num_heads, num_kv_heads], dim=2)
         # On q alone, so that a cached key is a rotation of itself and nothing more.
-        return (q if rope.attention_factor == 1.0 else q * rope.attention_factor**2), k, v
+        return (q if rope.attention_factor == 1.0 else _warm(q, rows, rope)), k, v
 
     return place
+
+
+def _warm(q: Tensor, rows: Tensor, rope: RopeConfig) -> Tensor:
+    """q [B,T,H,D] with YaRN's temperature, which is that of the rotated dimensions alone: the
+    factor of q and that of k."""
+    size, scale = 2 * rows.shape[-1], rope.attention_factor**2
+    if size == q.shape[-1]:
+        return q * scale
+    return torch.cat([q[..., :size] * scale, q[..., size:]], dim=-1)
 
 
 def leave(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

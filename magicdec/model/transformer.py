@@ -73,8 +73,9 @@ class Attention(nn.Module):
             q, k, v = leave(heads, self.num_heads, self.num_kv_heads)
             heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         out = attend(layer, *place(heads, self.num_heads, self.num_kv_heads))
-        # ALiBi's further dimensions of V are zeros.
-        return out[..., : self.head_dim].reshape(rows, num_tokens, -1)
+        if out.shape[-1] > self.head_dim:  # ALiBi's further dimensions of V: zeros
+            out = out[..., : self.head_dim]
+        return out.reshape(rows, num_tokens, -1)
 
 
 class MLP(nn.Module):
@@ -227,7 +228,7 @@ class Transformer(nn.Module):
 
     def pack(self) -> None:
         """Lay the weights of all products out for the kernels of `linear.cpp`, and have what lies
-        between them computed by `elementwise`. Raises ValueError unless these are bfloat16 or
+        between them computed by `elementwise`. Raises ValueError unless they are bfloat16 or
         int8."""
         for part in self.modules():
             if isinstance(part, RMSNorm | MLP | Transformer):

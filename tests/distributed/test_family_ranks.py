@@ -1,5 +1,5 @@
 """Families over two real ranks: GPT-2 with heads that do not divide, Falcon 40B's groups, BLOOM,
-GPT-J's one sum a layer."""
+GPT-J's one sum a layer, Mistral past its window."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "gptj": {"n_head": 3, "n_embd": 48, "rotary_dim": 4},
     "falcon-40b": {"num_attention_heads": 12, "num_kv_heads": 3, "hidden_size": 96},
     "bloom": {"n_head": 5, "hidden_size": 40},
+    "mistral": {"num_key_value_heads": 1},
 }
 TOKENS = {"vocab_size": 2051, "bos_token_id": 1, "eos_token_id": 2}
 TOKENIZER = ROOT / "magicdec" / "demo" / "target" / "tokenizer.model"

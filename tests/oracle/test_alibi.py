@@ -74,6 +74,18 @@ def test_alibi_in_bfloat16() -> None:
     assert bfloat16_error(GroupedBackend()) > 0.3
 
 
+def test_scores_fall_with_the_distance_past_a_digit() -> None:
+    """q and k of zeros: a score is the slope times the key's position, on both sides of every
+    multiple of 256."""
+    slopes = alibi_slopes(ALIBI)
+    heads, length = ALIBI.num_heads, 2000
+    place = alibi(torch.arange(length)[None], slopes, ALIBI.cached_head_dim)
+    q, k, _ = place(torch.zeros(1, length, 3 * heads, ALIBI.head_dim), heads, heads)
+    scores = torch.einsum("hd,shd->hs", q[0, -1], k[0]) / ALIBI.cached_head_dim**0.5
+    expected = slopes[:, None] * torch.arange(length)
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-6)
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 6, 8, 12, 32, 40, 112])
 def test_alibi_slopes_are_blooms(num_heads: int) -> None:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor

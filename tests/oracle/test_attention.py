@@ -31,14 +31,16 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 MAX_TOKENS = 120
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int) -> Tensor:
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int, window: int = MAX_TOKENS
+) -> Tensor:
     """One row: q [T, H, D] at positions first.. over k, v [S, G, D] at `keys`, causal, in
     float64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
     for t in range(q.shape[0]):
-        seen = [s for s in keys if s <= first + t]
+        seen = [s for s in keys if first + t - window < s <= first + t]
         for h in range(q.shape[1]):
             scores = k[seen, h // group] @ q[t, h] / q.shape[2] ** 0.5
             out[t, h] = torch.softmax(scores, 0) @ v[seen, h // group]
@@ -96,6 +98,37 @@ def test_backend_equals_attention_written_out(
         for i, (r, keys) in enumerate(zip(rows, view.key_positions()[:, 0].tolist(), strict=True)):
             seen = [s for s in keys if s >= 0]
             expected = written_out(q[i], k[r], v[r], seen, lengths[r])
+            assert (out[i].double() - expected).abs().max() < TOLERANCE[dtype], (num_new, r)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 5, 36, 100])
+@pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)], ids=repr)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_token_sees_its_window(
+    name: str, policy: FullKV | StreamingLLM, window: int, dtype: torch.dtype
+) -> None:
+    """And no more is read than the tokens of a forward see together."""
+    torch.manual_seed(0)
+    lengths, committed = [37, 3, 70, 0, 70], [35, 3, 66, 0, 70]
+    batches = ((1, [0, 1, 2, 3]), (1, [2, 4]), (5, [2, 0, 1]), (40, [2]), (33, [4, 0, 3]))
+    for num_new, rows in batches:
+        backend = BACKENDS[name]()
+        cache, k, v = fill(backend, 2, 16, lengths, dtype)
+        view = make_view(cache, rows, policy, num_new, [committed[r] for r in rows], window)
+        q = torch.randn(len(rows), num_new, 6, 16).to(dtype)
+        new_k, new_v = (
+            torch.stack([t[r, lengths[r] : lengths[r] + num_new] for r in rows]) for t in (k, v)
+        )
+        backend.plan(view)
+        out = backend.run(1, q, new_k, new_v, view)
+        for i, r in enumerate(rows):
+            shown = policy.ranges(torch.tensor(committed))[r].tolist()
+            keys = {s for first, last in shown for s in range(first, last)}
+            keys |= set(range(committed[r], lengths[r] + num_new))
+            keys = {s for s in keys if s > lengths[r] - window}
+            assert view.num_visible[i] + num_new == len(keys)
+            expected = written_out(q[i], k[r], v[r], sorted(keys), lengths[r], window)
             assert (out[i].double() - expected).abs().max() < TOLERANCE[dtype], (num_new, r)
 
 
@@ -165,7 +198,10 @@ def test_native_cuts_long_rows_into_pieces_and_returns_the_log_sum_exp(
 
 @pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
 @pytest.mark.parametrize("heads", [6, 32])  # 32: the queries of five tokens fill several blocks
-def test_native_gives_a_token_the_same_bits_whatever_is_computed_with_it(heads: int) -> None:
+@pytest.mark.parametrize("window", [None, 62, 66, 700, 1237])
+def test_native_gives_a_token_the_same_bits_whatever_is_computed_with_it(
+    window: int | None, heads: int
+) -> None:
     """One token at a time, as decoding does, and five at once, as verification does."""
     torch.manual_seed(0)
     lengths, kv_heads, size, num_new = [1300, 63], 2, 64, 5
@@ -186,7 +222,7 @@ def test_native_gives_a_token_the_same_bits_whatever_is_computed_with_it(heads: 
         cache.advance([row], length)
 
     def attend(rows: list[int], first: int, count: int) -> Tensor:
-        view = make_view(cache, rows, FullKV(), count)
+        view = make_view(cache, rows, FullKV(), count, window=window)
         new = [slice(lengths[r] + first, lengths[r] + first + count) for r in rows]
         new_k, new_v = (
             torch.stack([t[r, s] for r, s in zip(rows, new, strict=True)]) for t in (k, v)

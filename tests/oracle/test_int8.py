@@ -3,7 +3,6 @@ lossless decoding with them."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import pytest
@@ -25,13 +24,12 @@ from magicdec.bench.prepare import prepare
 from magicdec.bench.progress import make_progress
 from magicdec.bench.roofline import weight_bytes
 from magicdec.bench.run import Run
-from magicdec.build import load_library
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, make_groups
 from magicdec.model import int8_linear
 from magicdec.model.config import ModelConfig
 from magicdec.model.int8_linear import Int8Linear, PackedInt8Linear
-from magicdec.model.linear import HEADERS, SOURCE
+from magicdec.model.linear import library
 from magicdec.model.linear_kinds import PartialLinear
 from magicdec.model.quantization import channel_scales, own_head, quantize
 from magicdec.model.transformer import Transformer
@@ -125,8 +123,8 @@ def test_without_byte_permutations_the_bits_are_the_same(monkeypatch: pytest.Mon
     """CPUs with bfloat16 products but no AVX512-VBMI widen by other instructions."""
     x, packed = torch.randn(20, 510).to(BF16), PackedInt8Linear(every_weight())
     expected = [packed(x), packed(x[:3])]
-    other = load_library(SOURCE, ("-fopenmp", "-mno-avx512vbmi"), HEADERS)
-    assert isinstance(other, ctypes.CDLL) and other._name != int8_linear.library()._name
+    other = library("-mno-avx512vbmi")
+    assert other._name != library()._name
     monkeypatch.setattr(int8_linear, "library", lambda: other)
     assert all(torch.equal(packed(x[: len(e)]), e) for e in expected)
 

@@ -24,7 +24,8 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import ModelSource, find_model, load_transformer
 from magicdec.model.config import RopeConfig
 from magicdec.model.hf_config import ROPE_FIELDS
-from magicdec.model.rope import rope_table
+from magicdec.model.positions import rotate
+from magicdec.model.rope import apply_rope, rope_table
 from magicdec.model.transformer import Attend, Reduce, Transformer
 
 CPU = torch.device("cpu")
@@ -161,3 +162,20 @@ def test_rope_table(rope: RopeConfig) -> None:
     ours = rope_table(rope, head_dim, length) * rope.attention_factor
     torch.testing.assert_close(ours[:, 0], cos[0, :, : head_dim // 2], atol=1e-5, rtol=0)
     torch.testing.assert_close(ours[:, 1], sin[0, :, : head_dim // 2], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [None, 16, 24])
+def test_yarn_warms_what_it_rotates(rotary_dim: int | None, interleaved: bool) -> None:
+    """Scores of 32 dimensions, whose first are rotated by tables that carry the factor, q's and k's
+    alike, as transformers has it."""
+    torch.manual_seed(0)
+    rope = yarn(1e4, 8.0, 32, rotary_dim=rotary_dim, interleaved=interleaved)
+    heads, rows = torch.randn(1, 50, 5, 32), rope_table(rope, 32, 50)[None]
+    q, k, _ = rotate(rows, rope)(heads.clone(), 3, 1)
+    scaled = apply_rope(heads[..., : rotary_dim or 32], rows * rope.attention_factor, interleaved)
+    theirs = torch.cat([scaled, heads[..., rotary_dim or 32 :]], dim=-1)
+    expected = torch.einsum("bthd,bsd->bhts", theirs[:, :, :3], theirs[:, :, 3])
+    found = torch.einsum("bthd,bsd->bhts", q, k[:, :, 0])
+    assert rope.attention_factor > 1.2
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)

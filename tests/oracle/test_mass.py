@@ -91,18 +91,20 @@ class Case:
 
 def make_case(
     backend: AttentionBackend, heads: tuple[int, int, int], policy: Visible, num_new: int,
-    rows: list[int], dtype: torch.dtype,
+    rows: list[int], dtype: torch.dtype, window: int | None = None,
 ) -> Case:  # fmt: skip
     cache, k, v = fill(backend, heads[1], heads[2], LENGTHS, dtype)
-    view = make_view(cache, rows, policy, num_new, [COMMITTED[r] for r in rows])
+    view = make_view(cache, rows, policy, num_new, [COMMITTED[r] for r in rows], window)
     return Case(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(dtype), k, v)
 
 
-def written_mass(q: Tensor, k: Tensor, keys: list[int], first: int, num_blocks: int) -> Tensor:
+def written_mass(
+    q: Tensor, k: Tensor, keys: list[int], first: int, num_blocks: int, window: int = 1000
+) -> Tensor:
     """q [T, heads, D] at positions first.. over k [S, D] at `keys`: [num_blocks], in float64."""
     mass = torch.zeros(num_blocks, dtype=torch.float64)
     for t in range(q.shape[0]):
-        seen = torch.tensor([s for s in keys if s <= first + t])
+        seen = torch.tensor([s for s in keys if first + t - window < s <= first + t])
         scores = q[t].double() @ k[seen].double().T / q.shape[2] ** 0.5
         mass.index_add_(0, seen // MASS_BLOCK, torch.softmax(scores, 1).sum(0))
     return mass
@@ -150,6 +152,29 @@ def test_mass_is_what_the_softmax_gives_each_block(
                 expected = written_mass(case.q[i, :, own], k, keys, first, mass.shape[2])
                 # `grouped` scales the queries in the storage's dtype.
                 error = (mass[i, g].double() - expected).abs().max() / total
+                assert error < (1e-5 if dtype == torch.float32 else 1e-2), (policy, i, g)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [2, 21])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_mass_and_heads_of_their_own_under_a_window(
+    name: str, window: int, dtype: torch.dtype
+) -> None:
+    """Whatever a policy shows of what lies before it."""
+    torch.manual_seed(0)
+    for policy in (FullKV(), Scattered(2, 0.4)):
+        for num_new, rows in FORWARDS:
+            backend = BACKENDS[name]()
+            case = make_case(backend, (6, 2, 16), policy, num_new, rows, dtype, window)
+            out, mass = case.run(backend, with_mass=True)
+            for i, g, own, keys in case.heads():
+                k, v, first = case.k[rows[i]], case.v[rows[i], :, g : g + 1], LENGTHS[rows[i]]
+                q = case.q[i, :, own]
+                expected = written_out(q, k[:, g : g + 1], v, keys, first, window)
+                assert (out[i, :, own].double() - expected).abs().max() < TOLERANCE[dtype]
+                weights = written_mass(q, k[:, g], keys, first, mass.shape[2], window)
+                error = (mass[i, g].double() - weights).abs().max() / (num_new * 3)
                 assert error < (1e-5 if dtype == torch.float32 else 1e-2), (policy, i, g)
 
 

@@ -95,7 +95,7 @@ def test_the_kernels_trace() -> None:
     k_pool, v_pool = (torch.zeros(2, 2, size, 64, dtype=BF16) for _ in range(2))
     table, rows = torch.tensor([[0], [1]]), torch.tensor([0, 1])
     lengths, ranges = torch.tensor([0, 0]), torch.tensor([[[[0, 3]]], [[[0, 3]]]])
-    arguments = (q, k, v, k_pool, v_pool, table, rows, lengths, ranges, False)
+    arguments = (q, k, v, k_pool, v_pool, table, rows, lengths, ranges, 0, False)
     torch.library.opcheck(
         torch.ops.magicdec.native_attention.default,
         arguments,

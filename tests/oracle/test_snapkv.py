@@ -87,7 +87,7 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     reader.commit([0, 2], [73, 42])
     requests[0].output_ids.extend([6, 7, 11])  # the newest is not cached
     requests[2].output_ids.append(9)
-    reader.refresh(Batch((requests[0], requests[2]), is_prefill=False))
+    reader.refresh(Batch((requests[0], requests[2]), is_prefill=False), 4)
     assert reader.lengths([0, 1, 2]) == [73, 9, 42]
     for row, added in ((0, 3), (2, 1)):
         keys = small_keys(reader, row)

@@ -206,3 +206,22 @@ def test_a_row_that_outgrows_its_budget_begins_to_choose() -> None:
     assert ours == baseline and [len(t) for t in ours] == [90, 30, 60]
     counts = {a for step in accepted for a in step}
     assert len(counts) > 1 and accepted[0] == [4, 4, 4], "at first everything is visible"
+
+
+@pytest.mark.parametrize("window", [None, 30, 48, 64, 300])
+@pytest.mark.parametrize("sinks", [0, 4, 20, 40])
+def test_verified_blocks_lie_in_the_window(sinks: int, window: int | None) -> None:
+    """Ranges are disjoint, ascending, as many as said, and of the window before the next token."""
+    for budget in (sinks + 20, sinks + 41):
+        policy = VerifiedKV(sinks, 9, budget, window)
+        for committed in range(1, 200, 7):
+            mass = torch.rand(2, 1, 3, -(-committed // 16))
+            ranges = policy.heaviest([committed], mass)[:, 0]
+            kept = [{p for a, b in r for p in range(a, b)} for r in ranges.flatten(0, 1).tolist()]
+            first = 0 if window is None else max(0, committed + 1 - window)
+            for positions, r in zip(kept, ranges.flatten(0, 1), strict=True):
+                assert len(positions) == policy.num_visible(committed) <= budget
+                assert len(positions) == int((r[:, 1] - r[:, 0]).sum()), "disjoint"
+                assert (r.flatten().diff() >= 0).all() and r[-1, 1] == committed
+                assert min(positions) >= first
+                assert len(positions) == committed - first or len(positions) > budget - 16 - 15

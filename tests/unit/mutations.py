@@ -1,6 +1,6 @@
 """Run by `test_mutations.py` in a process of its own: break the headers of a checkpoint in seeded
 ways and find it each time. Prints a count of each outcome; anything but a ValueError of one line
-ends the process with a traceback, and so does taking more than 1 GB.
+ends the process with a traceback, and so does taking more than 1 GB, or more than 5 s of CPU.
 
     mutations.py safetensors|index|config|pth DIRECTORY COUNT
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import signal
 import struct
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 from magicdec.model.checkpoint import find_model
 
 MOST_BYTES = 1 << 30
+MOST_CPU_S = 5  # of one mutation, which takes milliseconds
 FILES = {
     "safetensors": "model.safetensors",
     "index": "model.safetensors.index.json",
@@ -94,15 +96,25 @@ def mutate(kind: str, data: bytes, rng: random.Random) -> bytes:
     return json.dumps(mutate_json(json.loads(data), rng)).encode()
 
 
+class Endless(BaseException):
+    """Nothing that reads a checkpoint catches it."""
+
+
+def stop(signum: int, frame: object) -> None:
+    raise Endless(f"more than {MOST_CPU_S} s of CPU")
+
+
 def main(kind: str, directory: Path, count: int) -> None:
     find_model("--model", str(directory))  # whole, and everything is imported and set up
     statm = Path("/proc/self/statm").read_text().split()
     limit = int(statm[0]) * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.signal(signal.SIGPROF, stop)
     file = directory / FILES[kind]
     data, outcomes = file.read_bytes(), Counter[str]()
     for seed in range(count):
         file.write_bytes(mutate(kind, data, random.Random(seed)))
+        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
         try:
             find_model("--model", str(directory))
         except ValueError as error:

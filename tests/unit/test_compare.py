@@ -157,11 +157,24 @@ def test_what_did_not_pass_or_differs_covers_nothing(gate: Gate) -> None:
     assert code == 1 and "1 of 2 baselines covered, 1 not covered" in out
 
 
+def test_records_older_than_int8_weights_are_of_the_runs_dtype(gate: Gate) -> None:
+    old, new = make(), make()
+    del old["config"]["model"]["target_dtype"]
+    assert gate([new], [old])[0] == 0
+    new["config"]["model"]["target_dtype"] = "int8"
+    code, out = gate([new], [old])
+    assert code == 1 and "weights" in out
+    draft = {"model": "demo-draft", "draft_dtype": "int8"}
+    assert compare.weight_dtypes(new["config"] | {"draft": draft}) == "int8"
+    assert compare.weight_dtypes(old["config"] | {"draft": draft}).endswith(", draft int8")
+
+
 OTHER = {
     "model": ("workload", "model"),
     "model fingerprint": ("workload", "model_sha256"),
     "workload sha256": ("workload", "sha256"),
     "dtype": ("config", "model", "dtype"),
+    "weights": ("config", "model", "target_dtype"),
     "generated tokens": ("config", "workload", "gen_len"),
     "ignore_eos": ("config", "decoding", "ignore_eos"),
 }

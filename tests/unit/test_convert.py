@@ -31,7 +31,7 @@ from magicdec.bench import convert as command
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model import manifest
 from magicdec.model.config import ModelConfig
-from magicdec.model.convert import convert, find_checkpoint
+from magicdec.model.convert import convert, find_checkpoint, quantized
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.manifest import find_damage, manifest_path
 
@@ -184,7 +184,7 @@ WATCHED = """
 import sys, threading
 from pathlib import Path
 import torch
-from magicdec.model.convert import convert, find_checkpoint
+from magicdec.model.convert import convert, find_checkpoint, quantized
 
 def held():  # kB of memory that no file backs
     status = Path("/proc/self/status").read_text().splitlines()
@@ -196,6 +196,7 @@ def watch():
 
 torch.set_num_threads(1)
 source = find_checkpoint("--checkpoint_dir", Path(sys.argv[1]))
+source = quantized(source) if "int8" in sys.argv[2] else source
 before, seen, done = held(), [], threading.Event()
 thread = threading.Thread(target=watch)
 thread.start()
@@ -207,7 +208,7 @@ print(len(seen), max(seen) - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux's")
-@pytest.mark.parametrize("name", ["out.safetensors", "out.pth"])
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pth", "int8.safetensors"])
 def test_memory_is_a_part_of_the_model(tmp_path: Path, name: str) -> None:
     """200 MB of weights, the largest tensor 16 MB, in 64 MB beyond what the imports took."""
     config = replace(
@@ -219,7 +220,8 @@ def test_memory_is_a_part_of_the_model(tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-c", WATCHED, str(tmp_path), str(tmp_path / name)]
     done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / name).stat().st_size > sum(4 * t.numel() for t in tensors.values()) > 2e8
+    assert sum(4 * t.numel() for t in tensors.values()) > 2e8
+    assert (tmp_path / name).stat().st_size > (6e7 if "int8" in name else 2e8)
     samples, most_kb = map(int, done.stdout.split())
     assert samples > 50 and most_kb < 64 << 10
 
@@ -287,6 +289,30 @@ def test_the_command(
     flip(out, 3000)
     assert run(monkeypatch, "--verify", out) == 1
     assert str(out) in capsys.readouterr().err
+
+
+def test_the_command_quantises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The original layout too; what is int8 already is copied, and not dequantised."""
+    write_gpt_fast(tmp_path, make_tensors())
+    out = tmp_path / "model_int8.pth"
+    assert run(monkeypatch, "--checkpoint_dir", tmp_path, "--quantize", "int8") == 0
+    assert f"{out}: 42 tensors, float32 and int8" in capsys.readouterr().out
+    (tmp_path / "plain").mkdir()
+    plain = quantized(
+        find_checkpoint("--checkpoint_dir", write(tmp_path / "plain", make_tensors()))
+    )
+    convert(plain, tmp_path / "int8" / "model.safetensors", None)
+    expected = load_file(tmp_path / "int8" / "model.safetensors")
+    torch.testing.assert_close(torch.load(out, weights_only=True), expected, atol=0, rtol=0)
+    again = ("--checkpoint_dir", tmp_path / "int8", "--out", tmp_path / "again.safetensors")
+    assert run(monkeypatch, *again, "--dtype", "bfloat16") == 2
+    assert "holds int8 weights; leave it out" in capsys.readouterr().err
+    assert run(monkeypatch, *again, "--dtype", "bfloat16", "--quantize", "int8") == 0
+    stored = load_file(tmp_path / "again.safetensors")
+    assert torch.equal(stored[Q_PROJ], expected[Q_PROJ])
+    assert stored["model.norm.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from magicdec.bench.draft_checks import check_reach, check_rolling
+from magicdec.bench.costs import Deployment, kv_bytes_per_token
+from magicdec.bench.draft_checks import check_choice, check_reach, check_rolling
+from magicdec.bench.hardware import Hardware
 from magicdec.bench.prepare import check_length, check_scores
 from magicdec.config import RunConfig
+from magicdec.distributed.tensor_parallel import Shard
 from magicdec.draft_section import DraftSection
 from magicdec.model.checkpoint import ModelSource, expected_shapes, find_model
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.random_weights import RandomWeights
-from magicdec.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
 
 PLAIN = ModelConfig("plain", 96, 2, 32, 48, 4, 4, 8, 128)
 LONGSPEC = RunConfig(
@@ -59,6 +62,44 @@ def test_how_far_scaled_rope_reaches() -> None:
     check_length("--prefix_len 128", 128, "--model", dynamic)
     with pytest.raises(ValueError, match="128 positions of --model plain; dynamic rope scaling"):
         check_length("--prefix_len 129", 129, "--model", dynamic)
+
+
+def test_texts_may_get_past_a_window() -> None:
+    check_length("--prefix_len 128", 128, "--model", source(sliding_window=64))
+
+
+def test_a_windowed_draft_reaches_past_its_window_unless_it_rolls() -> None:
+    draft = source(sliding_window=64, max_position_embeddings=1024)
+    check_reach(replace(LONGSPEC, kv=KVSection("full")), "--model plain", draft)
+    check_reach(replace(LONGSPEC, kv=KVSection("snapkv", 60)), "--model plain", draft)
+    small = replace(LONGSPEC, attention=AttentionSection(prefill_chunk=16))
+    check_reach(replace(small, kv=KVSection("streaming_llm", 48)), "--model plain", draft)
+    with pytest.raises(ValueError, match=r"--streamingllm_budget 49 .* exceed the 64 positions"):
+        check_reach(replace(small, kv=KVSection("streaming_llm", 49)), "--model plain", draft)
+
+
+def test_what_snapkv_chose_once_must_not_all_leave_the_window() -> None:
+    config = replace(LONGSPEC, kv=KVSection("snapkv", 20, window_size=8))  # 20 + 4 tokens follow
+    check_choice(config, "--model", source(sliding_window=25))
+    with pytest.raises(ValueError, match=r"window of --model plain \(24\) after 24 .*--gen_len$"):
+        check_choice(config, "--model", source(sliding_window=24))
+    alone = replace(config, draft=None, decoding=DecodingSection("speculative", "self", 4))
+    with pytest.raises(ValueError, match=r"--gen_len or --reselect_every$"):
+        check_choice(alone, "--model", source(sliding_window=24))
+    again = replace(alone, kv=KVSection("snapkv", 20, window_size=8, reselect_every=4))
+    check_choice(again, "--model", source(sliding_window=24))
+
+
+def test_costs_of_a_window() -> None:
+    """Past it a forward reads and multiplies no more than a window for each token."""
+    plain, windowed = PLAIN, replace(PLAIN, sliding_window=64)
+    hardware = Hardware(1e9, 1e9)
+    for S in (10, 59, 60, 61, 100):
+        whole, cut = (Deployment(c, hardware, 4).forward(2, 5, S) for c in (plain, windowed))
+        assert cut.kv_bytes == 2 * (min(S, 63) + 5) * kv_bytes_per_token(plain, Shard(), 4)
+        seen = [min(S + t, 64) for t in range(1, 6)]
+        assert cut.attention_flops == 2 * 4 * 2 * 4 * 8 * sum(seen)
+        assert (cut == whole) == (S + 5 <= 64)
 
 
 def test_alibi_needs_scores_that_are_not_rounded() -> None:

@@ -128,6 +128,7 @@ def test_biases_follow_the_architecture() -> None:
         (MISTRAL | {"sliding_window": None}, None),
         (MISTRAL, 4096),
         (QWEN | {"sliding_window": 16}, None),
+        (QWEN | {"sliding_window": 16, "max_window_layers": 0}, None),
         (QWEN | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
         (QWEN | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, None),
         (LLAMA | {"sliding_window": 16}, None),

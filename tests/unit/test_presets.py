@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import ROOT
 
 from magicdec.model import published
 from magicdec.model.hf_config import parse_hf_config, to_hf_config
@@ -164,3 +165,14 @@ def test_the_original_suites_errors_are_not_repeated() -> None:
         assert PRESETS[name].config.norm_eps == 1e-6
     assert PRESETS["mistral-7b-v0.1"].config.sliding_window == 4096
     assert PRESETS["mistral-7b-v0.3"].config.sliding_window is None
+
+
+def test_the_readme_has_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import preset_table
+
+    text = preset_table.README.read_text()
+    assert preset_table.BEGIN in text and preset_table.END in text
+    assert preset_table.written(text) == text, "run scripts/preset_table.py --write"
+    for name, preset in PRESETS.items():
+        assert f"| `{name}` | {preset.config.num_layers} | " in text

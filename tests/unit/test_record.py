@@ -18,6 +18,8 @@ from conftest import TINY
 
 from magicdec.bench.answers import Answer, Continuation
 from magicdec.bench.environment import describe_environment
+from magicdec.bench.memory import MemoryPlan
+from magicdec.bench.memory_watch import describe_memory
 from magicdec.bench.metrics import PassSamples, prefill_metrics
 from magicdec.bench.prepare import Prepared
 from magicdec.bench.record import Correctness, RunRecord, append_record, load_records
@@ -91,13 +93,16 @@ def run_record(
     environment = describe_environment(launch, "cpu", started)
     environment["read_bandwidth_bytes_per_s"] = 1e10
     prefill = prefill_metrics([0.1, 0.2], 4, 0.3)
-    return make_record(cast(Run, run), prefill, correctness, environment)
+    measured = {"process_bytes": 10**8, "peak_bytes": 3 * 10**8}
+    return make_record(cast(Run, run), prefill, correctness, environment, measured)
 
 
 def failed_record() -> RunRecord:
     ran = run_record("autoregressive", UNCOMPARED)
     environment = describe_environment(Launch(0, 2, 0, 2), "cpu", datetime.datetime.now())
-    return RunRecord("failed", ran.config, environment, "RuntimeError: no", ran.workload)
+    memory = describe_memory(MemoryPlan(1, 2), None)
+    error = "RuntimeError: no"
+    return RunRecord("failed", ran.config, environment, error, ran.workload, memory=memory)
 
 
 RECORDS = {
@@ -297,9 +302,10 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: s
     assert "\n" not in str(error.value)
 
 
-def test_a_record_without_a_tolerance_key_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["tolerance", "memory"])
+def test_a_record_without_a_later_key_is_read(key: str, tmp_path: Path) -> None:
     record = json.loads(small().to_json())
-    del record["tolerance"]
+    del record[key]
     (tmp_path / "old.jsonl").write_text(json.dumps(record))
     assert load_records(tmp_path / "old.jsonl") == [record]
 

@@ -1,0 +1,121 @@
+"""Peers in processes of their own, seen from `bench_peers.py`: whether a Python can run one, its
+export, and its worker with commands and answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from peers import PEERS
+
+SCRIPT = Path(__file__).with_name("peer_worker.py")
+FIND = (
+    "import sys; from importlib.util import find_spec; "
+    "sys.exit(' '.join(m for m in sys.argv[1:] if not find_spec(m)) or 0)"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A peer of `PEERS`, the Python that runs it and the model it loads."""
+
+    name: str
+    python: str
+    model: Path
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a peer is built for: CPU threads, cached tokens of a row, rows."""
+
+    threads: int
+    max_tokens: int
+    batch: int
+
+
+def check_python(name: str, python: str) -> None:
+    """Raises ValueError if `python` is not one that has the modules of peer `name`."""
+    flag, modules = f"--{name}_python", PEERS[name].modules
+    wanted = f"wanted is the python of an environment with {' and '.join(modules)}"
+    try:
+        done = subprocess.run([python, "-c", FIND, *modules], capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {python}: {error.strerror}; {wanted}") from None
+    if done.returncode:
+        raise ValueError(f"{flag} {python}: not found there: {last_line(done.stderr)}; {wanted}")
+
+
+def export_model(start: Start, source: Path) -> None:
+    """Write `start.model` from transformers' checkpoint in `source`, with the peer's own Python.
+    Raises RuntimeError."""
+    command = [start.python, str(SCRIPT), "export", start.name, str(source), str(start.model)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"export for {start.name} failed: {last_line(done.stderr)}")
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["(no message)"])[-1]
+
+
+class Worker:
+    """A peer, loaded. Leaving it as a context ends its process. Raises RuntimeError where the peer
+    does not answer, with the last line that it wrote to stderr."""
+
+    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+        self.name = start.name
+        numbers = map(str, (sizes.threads, sizes.max_tokens, sizes.batch))
+        command = [start.python, str(SCRIPT), "run", start.name, str(start.model), dtype, *numbers]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        ready = self._answer()
+        self.version: str = ready["version"]
+        self.can_verify: bool = ready["can_verify"]
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.errors.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait()
+            self.errors.seek(0)
+            message = last_line(self.errors.read())
+            raise RuntimeError(f"{self.name} ended with code {code}: {message}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def started_here(name: str, model: Path) -> Start:
+    """Of a peer that lives in this environment."""
+    return Start(name, sys.executable, model)

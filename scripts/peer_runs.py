@@ -1,0 +1,177 @@
+"""What `bench_peers.py` measures: decode steps, verifications and prefill of peers taken in turn on
+a random model, and whole generations on the demo model. Each first with the check that all emit the
+same float32 tokens, or nothing is measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import Timing, timing_of
+from peer_process import Sizes, Start, Worker, started_here
+from peers import PEERS
+
+from magicdec.bench.workload import build_workload
+from magicdec.model.checkpoint import find_model
+from magicdec.model.tokenizer import load_tokenizer
+
+VOCAB, LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 4096, 6, 384, 6, 64, 1024
+POSITIONS = 32768
+BATCH, CHECKED_PROMPT, CHECKED_TOKENS = 4, 200, 24
+VERIFIED = 4  # tokens a row of a verification
+ROUNDS = 6  # interleaved turns of a cell; the first warms up
+REPEATS = {"transformers": 2}  # of a step and a verification in a turn; others REPEATS_A_TURN
+REPEATS_A_TURN = 10
+GENERATED, GENERATED_ROUNDS, GENERATED_CHECKED = 96, 3, 2048  # the last: longest prefix checked
+WARM_PREFIX, WARM_TOKENS = 1024, 8
+ROOM = 128  # tokens of cache past the longest prompt
+DEMO = Path(__file__).parents[1] / "magicdec" / "demo" / "target"
+
+
+@dataclass(frozen=True)
+class Case:
+    kv_heads: int
+    prefix: int
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Of the whole batch's cache, which a decode step reads."""
+        return 2 * LAYERS * BATCH * self.kv_heads * HEAD_DIM * self.prefix * itemsize
+
+
+def save_model(kv_heads: int, directory: Path) -> None:
+    """Random weights of the benchmark's shape, as transformers saves them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(kv_heads)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=kv_heads, head_dim=HEAD_DIM,
+        max_position_embeddings=POSITIONS, bos_token_id=1, eos_token_id=2, initializer_range=0.1,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+
+
+def make_prompts(length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(length)
+    rows: list[list[int]] = torch.randint(3, VOCAB, (BATCH, length), generator=generator).tolist()
+    return rows
+
+
+def make_drafts(prompts: list[list[int]]) -> list[list[int]]:
+    """Something to verify: any ids cost the same."""
+    return [prompt[1 - VERIFIED :] for prompt in prompts]
+
+
+def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
+    """Every peer emits the same tokens in float32 and verifies the same drafts alike, halfway, with
+    no trace in what follows. Returns their versions; raises RuntimeError."""
+    emitted, verified, versions = {}, {}, {}
+    prompts = make_prompts(CHECKED_PROMPT)
+    for start in starts:
+        sizes = Sizes(threads, CHECKED_PROMPT + ROOM, BATCH)
+        with Worker(start, "float32", sizes) as worker:
+            versions[start.name] = worker.version
+            worker.ask(do="prefill", prompts=prompts)
+            worker.ask(do="step", count=CHECKED_TOKENS // 2)
+            if worker.can_verify:
+                answer = worker.ask(do="verify", drafts=make_drafts(prompts))
+                verified[start.name] = answer["verified"]
+            emitted[start.name] = worker.ask(do="step", count=CHECKED_TOKENS // 2)["tokens"]
+    require_equal("float32 tokens", emitted, CHECKED_TOKENS)
+    require_equal("verified float32 tokens", verified, VERIFIED)
+    return versions
+
+
+def require_equal(what: str, rows: dict[str, list[list[int]]], count: int) -> None:
+    """The first `count` tokens of every row are those of the first peer. Raises RuntimeError."""
+    first = next(iter(rows))
+    for name, ids in rows.items():
+        if [row[:count] for row in ids] != [row[:count] for row in rows[first]]:
+            raise RuntimeError(f"{name} and {first} emit different {what}")
+
+
+def measure(case: Case, starts: Sequence[Start], dtype: str, threads: int) -> list[dict[str, Any]]:
+    """A row a peer: milliseconds of a decode step and of a verification of the batch, and tokens a
+    second of prefill."""
+    sizes = Sizes(threads, case.prefix + ROOM, BATCH)
+    prompts = make_prompts(case.prefix)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker(start, dtype, sizes)) for start in starts]
+        prefill = {w.name: w.ask(do="prefill", prompts=prompts)["seconds"][0] for w in workers}
+        steps, verifications = take_turns(workers, make_drafts(prompts))
+    rows = []
+    for name, seconds in steps.items():
+        row = {"peer": name, "dtype": dtype, "batch": BATCH, **asdict(case)}
+        row |= timing_of(seconds).as_json() | {"verified_tokens": VERIFIED}
+        verify = timing_of(verifications[name]) if verifications[name] else None
+        row |= prefixed("verify_", verify)
+        row["prefill_tokens_per_s"] = BATCH * case.prefix / prefill[name]
+        rows.append(row | {"bytes": case.kv_bytes(getattr(torch, dtype).itemsize)})
+    return rows
+
+
+def prefixed(prefix: str, timing: Timing | None) -> dict[str, float | None]:
+    """A timing's JSON under longer names; None where there is no timing."""
+    names = Timing.__dataclass_fields__
+    return {prefix + name: getattr(timing, name) if timing else None for name in names}
+
+
+def take_turns(
+    workers: Sequence[Worker], drafts: list[list[int]]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of every step and every verification by peer: interleaved, in alternating order."""
+    steps: dict[str, list[float]] = {w.name: [] for w in workers}
+    verifications: dict[str, list[float]] = {w.name: [] for w in workers}
+    for turn in range(ROUNDS):
+        for worker in workers if turn % 2 == 0 else reversed(workers):
+            count = REPEATS.get(worker.name, REPEATS_A_TURN)
+            stepped = worker.ask(do="step", count=count)["seconds"]
+            verified = []
+            if worker.can_verify:
+                verified = worker.ask(do="verify", drafts=drafts, count=count)["seconds"]
+            if turn:
+                steps[worker.name] += stepped
+                verifications[worker.name] += verified
+    return steps, verifications
+
+
+def measure_generations(prefix: int, dtype: str, threads: int) -> list[dict[str, Any]]:
+    """A row a way: seconds from prompts to the last token."""
+    source = find_model("--model", "demo")
+    bos = source.config.bos_token_id
+    workload = build_workload("demo", load_tokenizer(DEMO), bos, prefix, BATCH, 0)
+    prompts = [list(prompt) for prompt in workload.prompts]
+    starts = [started_here(name, DEMO) for name, entry in PEERS.items() if entry.generates]
+    check_generations(starts, [prompt[-GENERATED_CHECKED:] for prompt in prompts], threads)
+    seconds: dict[str, list[float]] = {start.name: [] for start in starts}
+    with ExitStack() as stack:
+        sizes = Sizes(threads, prefix + ROOM, BATCH)
+        workers = [stack.enter_context(Worker(start, dtype, sizes)) for start in starts]
+        for worker in workers:
+            warm = [prompt[-WARM_PREFIX:] for prompt in prompts]
+            worker.ask(do="generate", prompts=warm, num_new=WARM_TOKENS)
+        for _ in range(GENERATED_ROUNDS):
+            for worker in workers:
+                answer = worker.ask(do="generate", prompts=prompts, num_new=GENERATED)
+                seconds[worker.name] += answer["seconds"]
+    return [
+        {"way": name, "dtype": dtype, "batch": BATCH, "prefix": prefix}
+        | {"num_new": GENERATED, "seconds": statistics.median(values), "all_seconds": values}
+        for name, values in seconds.items()
+    ]
+
+
+def check_generations(starts: Sequence[Start], prompts: list[list[int]], threads: int) -> None:
+    """All ways emit the same float32 tokens after `prompts`."""
+    emitted, sizes = {}, Sizes(threads, len(prompts[0]) + ROOM, len(prompts))
+    for start in starts:
+        with Worker(start, "float32", sizes) as worker:
+            answer = worker.ask(do="generate", prompts=prompts, num_new=GENERATED)
+            emitted[start.name] = answer["tokens"]
+    require_equal("float32 tokens", emitted, GENERATED)

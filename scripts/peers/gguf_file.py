@@ -1,0 +1,123 @@
+"""A Llama checkpoint written as GGUF, the file that llama.cpp reads, from the safetensors that
+transformers saves: the same numbers, in the names and the order of rows that llama.cpp wants.
+
+Must not know torch: it runs where llama.cpp does. Needs numpy, and the `gguf` package to write.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OTHER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def read_bfloat16(path: Path) -> dict[str, Array]:
+    """The tensors of a safetensors file in bfloat16, as their bits: numpy has no bfloat16. uint16.
+
+    Raises ValueError for a tensor of another dtype.
+    """
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] != "BF16":
+            raise ValueError(f"{path}: {name} is {entry['dtype']}; BF16 is read")
+        first, last = (start + offset for offset in entry["data_offsets"])
+        tensors[name] = np.frombuffer(raw[first:last], np.uint16).reshape(entry["shape"])
+    return tensors
+
+
+def widen(bits: Array) -> Array:
+    """float32 of the same values as the bfloat16 `bits`."""
+    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
+
+
+def interleave_rotary(weight: Array, num_heads: int) -> Array:
+    """Rows of a query or key projection [heads * D, width], those of a head reordered: transformers
+    turns dimension i together with i + D/2, llama.cpp 2i together with 2i + 1."""
+    halves = weight.reshape(num_heads, 2, -1, weight.shape[-1])  # [heads, 2, D/2, width]
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_tensors(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Array]:
+    """Tensors under llama.cpp's names, queries and keys in its order of rotary dimensions."""
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name in OTHER_NAMES:
+            renamed[OTHER_NAMES[name]] = tensor
+            continue
+        _, _, layer, inner = name.split(".", 3)  # model.layers.<layer>.<inner>
+        short = LAYER_NAMES[inner.removesuffix(".weight")]
+        if short in heads:
+            tensor = interleave_rotary(tensor, heads[short])
+        renamed[f"blk.{layer}.{short}.weight"] = tensor
+    return renamed
+
+
+def write_gguf(model: Path, path: Path, dtype: str) -> None:
+    """Write the Llama model of directory `model` to `path`, matrices in `dtype` (float32,
+    bfloat16), norms always in float32: llama.cpp takes them in nothing else. No vocabulary: token
+    ids are fed as they are."""
+    import gguf
+
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    add_shape(writer, config)
+    tensors = read_bfloat16(model / "model.safetensors")
+    for name, bits in gguf_tensors(config, tensors).items():
+        if dtype == "float32" or bits.ndim == 1:
+            writer.add_tensor(name, widen(bits))
+        else:
+            writer.add_tensor(name, bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_shape(writer: Any, config: dict[str, Any]) -> None:
+    """What llama.cpp must know of the architecture. Only plain rotary positions are written."""
+    rotary = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    assert rotary.get("rope_type", "default") == "default", rotary
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(rotary["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")

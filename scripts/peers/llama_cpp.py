@@ -1,0 +1,147 @@
+"""llama.cpp by the low-level interface of `llama-cpp-python`: batches of token ids straight into
+`llama_decode`, with none of that package's Python around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peers.gguf_file import write_gguf
+from peers.peer import CHUNK, Peer
+
+PAD = 256  # llama.cpp rounds a row's room up to this
+
+
+class LlamaCpp(Peer):
+    """A cache of its own for every row (not `kv_unified`, where a query meets the keys of all
+    rows).
+
+    In bfloat16 the KV cache is float16, of the same size: attention over a bfloat16 one took
+    llama.cpp more than twice as long. Flash attention is used where every query head has a KV head
+    of its own: where they share, a step without it took two thirds of the time, and a verification
+    less than half. In float32 it is never used: it rounds keys and values to float16 even then, and
+    so emits other tokens.
+    """
+
+    can_verify = True
+
+    def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
+        import llama_cpp
+
+        self.lib: Any = llama_cpp
+        self.lib.llama_backend_init()
+        self.model = self.lib.llama_model_load_from_file(
+            str(Path(model) / f"{dtype}.gguf").encode(), self.lib.llama_model_default_params()
+        )
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        self.vocab_size = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
+        self.context = self._make_context(dtype, threads, max_tokens, batch)
+        self.arrays = self._make_arrays(CHUNK * batch)
+        self.emitted: list[list[int]] = []
+        self.length = 0  # tokens cached in each row
+
+    @staticmethod
+    def export(model: Path, directory: Path) -> None:
+        directory.mkdir()
+        for dtype in ("float32", "bfloat16"):
+            write_gguf(model, directory / f"{dtype}.gguf", dtype)
+
+    def version(self) -> str:
+        features = self.lib.llama_print_system_info().decode().strip(" |")
+        return f"llama-cpp-python {self.lib.__version__} ({features})"
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
+        self.length, size = 0, len(prompts[0])
+        for start in range(0, size, CHUNK):
+            ids = self._forward([p[start : start + CHUNK] for p in prompts], last_only=True)
+            self.length += len(prompts[0][start : start + CHUNK])
+        self.emitted = ids
+
+    def step(self) -> None:
+        ids = self._forward([[row[-1]] for row in self.emitted])
+        self.length += 1
+        for row, new in zip(self.emitted, ids, strict=True):
+            row += new
+
+    def tokens(self) -> list[list[int]]:
+        return self.emitted
+
+    def verify(self, drafts: list[list[int]]) -> list[list[int]]:
+        rows = zip(self.emitted, drafts, strict=True)
+        ids = self._forward([[row[-1], *draft] for row, draft in rows])
+        memory = self.lib.llama_get_memory(self.context)
+        for row in range(len(drafts)):
+            self.lib.llama_memory_seq_rm(memory, row, self.length, -1)
+        return ids
+
+    def _make_context(self, dtype: str, threads: int, max_tokens: int, batch: int) -> Any:
+        params = self.lib.llama_context_default_params()
+        params.n_ctx = batch * -(-max_tokens // PAD) * PAD
+        params.n_seq_max = batch
+        params.n_batch, params.n_ubatch = CHUNK * batch, CHUNK
+        params.n_threads = params.n_threads_batch = threads
+        lib, exact = self.lib, dtype == "float32"
+        shares = lib.llama_model_n_head_kv(self.model) < lib.llama_model_n_head(self.model)
+        params.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            if exact or shares
+            else lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        )
+        params.type_k = params.type_v = lib.GGML_TYPE_F32 if exact else lib.GGML_TYPE_F16
+        params.kv_unified = False
+        context = self.lib.llama_init_from_model(self.model, params)
+        if not context:
+            raise RuntimeError(f"llama.cpp refuses {params.n_ctx} tokens of {dtype}")
+        return context
+
+    def _forward(self, rows: list[list[int]], last_only: bool = False) -> list[list[int]]:
+        """Append `rows` [B, T] and return the greedy ids after each token: [B, T], of the last one
+        alone [B, 1] with `last_only`."""
+        import numpy as np
+
+        num_rows, num_new = len(rows), len(rows[0])
+        total, arrays = num_rows * num_new, self.arrays
+        asked = np.zeros((num_rows, num_new), np.int8)
+        asked[:, -1 if last_only else 0 :] = 1
+        arrays["token"][:total] = np.ravel(rows)
+        arrays["pos"][:total] = np.tile(self.length + np.arange(num_new), num_rows)
+        arrays["row"][:total] = np.repeat(np.arange(num_rows), num_new)
+        arrays["logits"][:total] = asked.ravel()
+        code = self.lib.llama_decode(self.context, self._batch(total))
+        if code:
+            raise RuntimeError(f"llama_decode ended with {code}")
+        ids = [self._greedy(i) for i in np.flatnonzero(asked).tolist()]
+        width = len(ids) // num_rows
+        return [ids[i : i + width] for i in range(0, len(ids), width)]
+
+    def _greedy(self, index: int) -> int:
+        """The token of the largest logit at place `index` of the batch."""
+        import numpy as np
+
+        logits = self.lib.llama_get_logits_ith(self.context, index)
+        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
+
+    @staticmethod
+    def _make_arrays(size: int) -> dict[str, Any]:
+        """Memory of a `llama_batch`: numpy fills it faster than ctypes. A token's rows are a list
+        behind a pointer, here always of one."""
+        import numpy as np
+
+        arrays: dict[str, Any] = {
+            name: np.zeros(size, np.int32) for name in ("token", "pos", "row")
+        }
+        arrays["n_seq_id"] = np.ones(size, np.int32)
+        arrays["seq_id"] = arrays["row"].ctypes.data + 4 * np.arange(size, dtype=np.uint64)
+        arrays["logits"] = np.zeros(size, np.int8)
+        return arrays
+
+    def _batch(self, num_tokens: int) -> Any:
+        """The first tokens of the arrays, as `llama_decode` takes them."""
+        batch = self.lib.llama_batch()
+        batch.n_tokens = num_tokens
+        for name, kind in batch._fields_[1:]:
+            if name != "embd":
+                setattr(batch, name, self.arrays[name].ctypes.data_as(kind))
+        return batch

@@ -1,0 +1,87 @@
+"""This project: its engine on one rank with the native attention backend."""
+
+from __future__ import annotations
+
+import time
+
+from peers.peer import CHUNK, Peer
+
+
+class Magicdec(Peer):
+    """Autoregressive decoding as the drivers run it."""
+
+    can_verify = True
+
+    def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
+        import torch
+
+        from magicdec.decoding.strategy import Setup, make_strategy
+        from magicdec.distributed.groups import Group
+        from magicdec.distributed.tensor_parallel import Shard
+        from magicdec.engine import Engine
+        from magicdec.model.checkpoint import find_model, load_transformer
+        from magicdec.names import ATTENTION_BACKENDS, load_named
+        from magicdec.runner import ModelRunner
+        from magicdec.sections import DecodingSection, KVSection
+
+        torch.set_num_threads(threads)
+        source, cpu = find_model("--model", model), torch.device("cpu")
+        loaded = load_transformer(
+            source.config, source.weights, Shard(), None, getattr(torch, dtype), cpu
+        )
+        if dtype == "bfloat16":
+            loaded.pack()
+        backend = load_named(ATTENTION_BACKENDS, "native")()
+        self.runner = ModelRunner(loaded, backend, Group((0,), 0), batch, max_tokens)
+        self.engine = Engine(self.runner, CHUNK)
+        setup = Setup(self.runner, DecodingSection(), KVSection("full"))
+        self.strategy = make_strategy("autoregressive", setup)
+
+    def version(self) -> str:
+        from importlib.metadata import version
+
+        return f"magicdec {version('magicdec')}"
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        from magicdec.request import Request, SamplingParams
+
+        room = self.runner.max_tokens - max(map(len, prompts))
+        self.engine = type(self.engine)(self.runner, CHUNK)
+        requests = [Request(i, tuple(p), SamplingParams(room, ())) for i, p in enumerate(prompts)]
+        self.engine.prefill(requests)
+        self.engine.begin(self.strategy)
+
+    def step(self) -> None:
+        batch = self.engine.scheduler.schedule()
+        assert batch is not None and not batch.is_prefill
+        self.engine.scheduler.commit(batch, self.strategy.step(batch), time.perf_counter())
+
+    def tokens(self) -> list[list[int]]:
+        return [list(request.output_ids) for request in self.engine.scheduler.requests]
+
+    def verify(self, drafts: list[list[int]]) -> list[list[int]]:
+        import torch
+
+        from magicdec.decoding.strategy import choose
+
+        batch = self.engine.scheduler.schedule()
+        assert batch is not None and not batch.is_prefill
+        lengths = [self.runner.cache.lengths[row] for row in batch.rows]
+        newest = [[r.last_token, *d] for r, d in zip(batch.requests, drafts, strict=True)]
+        logits = self.runner.forward(torch.tensor(newest), batch.rows)
+        ids: list[list[int]] = choose(self.runner, logits, batch.requests).tolist()
+        self.runner.truncate(batch.rows, lengths)
+        return ids
+
+
+class MagicdecSelfSpeculation(Magicdec):
+    """Self-speculation, 3 draft tokens from 257 cached ones."""
+
+    def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
+        from magicdec.decoding.strategy import Setup, make_strategy
+        from magicdec.sections import DecodingSection, KVSection
+
+        super().__init__(model, dtype, threads, max_tokens, batch)
+        decoding = DecodingSection("speculative", "self", 3)
+        kv = KVSection("streaming_llm", 257)
+        self.strategy = make_strategy("speculative", Setup(self.runner, decoding, kv))

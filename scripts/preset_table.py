@@ -1,0 +1,68 @@
+"""The table of presets in README.md, made from the presets themselves.
+
+    python scripts/preset_table.py           # prints it
+    python scripts/preset_table.py --write   # puts it into README.md, between its two marks
+
+A test compares the two, so a preset that changes or is new needs `--write`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from magicdec.model.config import ModelConfig
+from magicdec.model.presets import PRESETS, Preset
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- presets: scripts/preset_table.py --write -->", "<!-- end of presets -->"
+LABELS = (
+    *("preset", "layers", "width", "heads: KV x size", "FFN", "vocabulary", "context"),
+    *("positions", "parameters", "source", "checked"),
+)
+
+
+def table() -> str:
+    """The whole table in Markdown, a row a preset."""
+    rows = [LABELS, ("---",) * len(LABELS)] + [cells(n, p) for n, p in PRESETS.items()]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def cells(name: str, preset: Preset) -> tuple[str, ...]:
+    c = preset.config
+    return (
+        f"`{name}`",
+        str(c.num_layers),
+        str(c.hidden_size),
+        f"{c.num_heads}: {c.num_kv_heads} x {c.head_dim}",
+        str(c.intermediate_size),
+        f"{c.vocab_size}{', tied' if c.tie_word_embeddings else ''}",
+        f"{c.max_length}{f', window {c.sliding_window}' if c.sliding_window else ''}",
+        positions(c),
+        f"{preset.num_parameters:,}",
+        f"[{preset.repo_id}](https://huggingface.co/{preset.repo_id})",
+        "yes" if preset.checked else "no",
+    )
+
+
+def positions(c: ModelConfig) -> str:
+    """What `config.json` says of positions: the rotary base and its scaling, or what else."""
+    if c.positions != "rope":
+        return {"learned": "learned", "alibi": "ALiBi"}[c.positions]
+    part = f" on {c.rope.rotary_dim} of a head" if c.rope.rotary_dim else ""
+    scaled = "" if c.rope.rope_type == "default" else f", {c.rope.rope_type} {c.rope.factor:g}"
+    return f"rotary {c.rope.theta:.0f}{scaled}{part}"
+
+
+def written(text: str) -> str:
+    """The README with the table as it is now."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        README.write_text(written(README.read_text()))
+    else:
+        print(table())

@@ -1,0 +1,198 @@
+"""Mistral's sliding window past its end: the logits and tokens of `transformers`, and drafts that
+read nothing which the target would not see. Attention by itself is in `test_attention.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import decode_both, make_draft, make_requests, make_runner, random_prompts
+from tiny_families import VOCAB, Reference, make_checkpoint
+from torch import Tensor
+
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
+from magicdec.decoding.reader import make_reader
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.kv.cache import KVCache
+from magicdec.kv.policy import KVView, make_view
+from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.model.transformer import Transformer
+from magicdec.request import Batch
+from magicdec.runner import ModelRunner
+from magicdec.sections import KVSection
+
+WINDOW = 56
+LENGTHS = [150, 7, 91]
+BACKENDS = {
+    "sdpa, blocks of 4": lambda: SDPABackend(4),
+    "sdpa": SDPABackend,
+    "grouped": GroupedBackend,
+    "native": NativeBackend,
+    "native, portable": lambda: NativeBackend(portable=True),
+}
+KV_SECTIONS = [
+    KVSection("full"),
+    KVSection("streaming_llm", 17, 4),
+    KVSection("streaming_llm", 100, 60),
+    KVSection("snapkv", 20, window_size=8),
+    KVSection("snapkv", 20, window_size=8, reselect_every=7),
+    KVSection("verified", 37, 4),
+    KVSection("verified", 37, 4, recent_window=20),
+]
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Reference]:
+    directory = tmp_path_factory.mktemp("mistral")
+    reference = make_checkpoint(directory, "mistral")
+    source = find_model("--model", str(directory))
+    assert source.config.sliding_window == WINDOW
+    place = (Shard(), None, torch.float32, torch.device("cpu"))
+    return load_transformer(source.config, source.weights, *place), reference
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_logits_in_chunks(name: str, mistral: tuple[Transformer, Reference]) -> None:
+    """Chunks that end before the window does, pass it, and lie past it; one token at a time."""
+    model, reference = mistral
+    text = torch.tensor(random_prompts([200], VOCAB))
+    runner = make_runner(model, 1, 200, BACKENDS[name]())
+    runner.allocate(0)
+    chunks = text.split([48, 16, 40, 33, 16, 30, 5, 1, 1, 10], dim=1)
+    logits = torch.cat([runner.forward(part, [0]) for part in chunks], 1)
+    torch.testing.assert_close(logits, reference.logits(text), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kv", KV_SECTIONS, ids=str)
+def test_tokens_and_self_speculation(kv: KVSection, mistral: tuple[Transformer, Reference]) -> None:
+    """Prompts past the window, and one whose text gets past it."""
+    model, reference = mistral
+    runner = make_runner(model, len(LENGTHS), max(LENGTHS) + 40 + 4)
+    prompts = random_prompts([150, 30, 91], VOCAB, seed=1)
+    baseline, ours, accepted = decode_both(runner, make_requests(prompts, 40), kv, 4, chunk=16)
+    assert baseline == [reference.greedy(prompt, 40) for prompt in prompts]
+    assert ours == baseline
+    assert max(len(set(text)) for text in baseline) > 8, "they say something"
+    assert all(a == 4 for step in accepted for a in step) == (kv.policy == "full")
+
+
+@pytest.mark.parametrize("kv", KV_SECTIONS[:4], ids=str)
+def test_a_standalone_draft_with_a_window(
+    kv: KVSection, mistral: tuple[Transformer, Reference]
+) -> None:
+    model, _ = mistral
+    requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=2), 30)
+    draft, runner = make_draft(model, kv, 3, 184), make_runner(model, 3, 184)
+    baseline, ours, accepted = decode_both(runner, requests, kv, 3, drafter="model", draft=draft)
+    assert ours == baseline
+    assert all(a == 3 for step in accepted for a in step) == (kv.policy == "full")
+
+
+@pytest.mark.parametrize("kv", [kv for kv in KV_SECTIONS if kv.policy != "snapkv"], ids=str)
+def test_drafts_read_what_the_target_would_see(
+    kv: KVSection, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft forward reads a key before the window, but for those of the blocks chosen at the
+    step's begin, which are masked."""
+    model, _ = mistral
+    forward, runner = ModelRunner.forward, make_runner(model, 2, 150 + 40 + 4)
+    num_checked = 0
+
+    def note(self: ModelRunner, ids: Tensor, rows: Any, *how: Any, **more: Any) -> Tensor:
+        nonlocal num_checked
+        if how:  # a policy of its own, and how many tokens are settled: a draft
+            policy, committed = how
+            view = make_view(self.cache, rows, policy, 1, committed, self.window)
+            for layer in range(3):
+                positions = view.key_positions(layer)
+                positions = positions.where(positions >= 0, 10**6)  # padding
+                for length, settled, found in zip(view.lengths, committed, positions, strict=True):
+                    place = settled if view.per_head else length
+                    assert int(found.min()) > place - WINDOW
+                    num_checked += 1
+        return forward(self, ids, rows, *how, **more)
+
+    monkeypatch.setattr(ModelRunner, "forward", note)
+    decode_both(runner, make_requests(random_prompts([150, 30], VOCAB, seed=4), 40), kv, 4)
+    assert num_checked > 100
+
+
+def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference]) -> None:
+    """Its cache is shorter than the window: it drafts as if its model had none."""
+    model, _ = mistral
+    plain = Transformer(replace(model.config, sliding_window=None))
+    plain.load_state_dict(model.state_dict())
+    kv, accepted = KVSection("streaming_llm", 24, 4), []
+    for drafting in (model, plain):
+        requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=6), 40)
+        draft = make_draft(drafting, kv, 3, 194)
+        runner = make_runner(model, 3, 194)
+        accepted.append(decode_both(runner, requests, kv, 3, drafter="model", draft=draft)[2])
+    assert accepted[0] == accepted[1]
+
+
+@pytest.mark.parametrize("every", [0, 7, 70])  # 70: what was settled since gets out of sight too
+def test_what_snapkv_gathers_stays_in_the_window(
+    every: int, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys that draft forwards read of the small cache, looked up in the whole one."""
+    model, _ = mistral
+    num_new = 30 if every == 0 else 100
+    runner = make_runner(model, 1, 150 + num_new + 4)
+    reader = make_reader(runner, KVSection("snapkv", 20, window_size=8, reselect_every=every))
+    (prompt,) = random_prompts([150], VOCAB, seed=5)
+    (request,) = make_requests([prompt], num_new)
+    request.row = 0
+    request.output_ids.append(3)
+    runner.allocate(0)
+    runner.forward(torch.tensor([prompt]), [0])
+    batch = Batch((request,), is_prefill=False)
+    reader.begin(batch)
+    found: list[int] = []
+    views: list[KVView] = []
+    plan = GroupedBackend.plan
+    monkeypatch.setattr(GroupedBackend, "plan", lambda b, view: views.append(view) or plan(b, view))
+    for step in range(num_new // 4 - 1):
+        reader.refresh(batch, 4)
+        settled = reader.lengths([0])
+        assert settled == [150 + 4 * step]
+        for k in range(4):
+            reader.forward(torch.tensor([[5 + k]]), [0], settled)
+            found.append(oldest(views[-1], runner, settled[0]) - settled[0])
+            assert found[-1] > k - WINDOW
+        reader.rewind([0], settled)
+        runner.forward(torch.tensor([[5, 6, 7, 8]]), [0])
+        request.output_ids.extend([6, 7, 8, 9])
+        reader.commit([0], [runner.cache.lengths[0]])
+    assert min(found) < -WINDOW // 4, "something is found"
+
+
+def oldest(view: KVView, whole: ModelRunner, settled: int) -> int:
+    """The smallest position in the text of any settled key that a forward reads through `view`."""
+
+    def keys(cache: KVCache, places: Tensor) -> Tensor:
+        return cache.read(1, cache.slots(torch.tensor([0]), places))[0][0]
+
+    ours = keys(view.cache, view.key_positions()[0])
+    theirs = keys(whole.cache, torch.arange(settled)[None])
+    equal = (ours.unsqueeze(2) == theirs.unsqueeze(1)).all(-1)  # [G, ours, theirs]
+    return min(equal.float().argmax(-1)[equal.any(-1)].tolist(), default=settled)
+
+
+def test_a_decode_reads_a_window(mistral: tuple[Transformer, Reference]) -> None:
+    """KV bytes follow from what the view shows: a window before the token, and its own."""
+    model, _ = mistral
+    runner = make_runner(model, 2, 160)
+    for row in (0, 1):
+        runner.allocate(row)
+    runner.cache.advance([0, 1], 120)
+    runner.cache.truncate([1], [20])
+    runner.forward(torch.tensor([[5], [6]]), [0, 1])
+    assert runner.counts.kv_tokens_read == WINDOW + 21
+    kv = (WINDOW + 21) * kv_bytes_per_token(model)
+    assert bytes_read(model, runner.counts) == weight_bytes(model) + kv

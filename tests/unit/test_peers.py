@@ -1,0 +1,229 @@
+"""The peers that `scripts/bench_peers.py` compares: what it refuses before it starts one, that this
+project and transformers pass its check and forget what they verified, and the GGUF export's
+arithmetic, against another way of reading and rotating. llama.cpp itself is checked by the script,
+which measures nothing before all peers emit the same tokens."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import peer_runs
+from bench_peers import read_options
+from peer_process import Sizes, Start, Worker, started_here
+from peer_runs import Case, check_tokens, make_drafts, make_prompts, measure, require_equal
+from peers import PEERS
+from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
+from peers.peer import Peer
+
+HERE = sys.executable
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cases", "6"], "--cases 6: wanted is KV_HEADS:PREFIX, such as 6:4096"),
+        (["--cases", "6:4k"], "--cases 6:4k: wanted is KV_HEADS:PREFIX, such as 6:4096"),
+        (["--cases", "4:4096"], "--cases 4:4096: KV heads must divide 6"),
+        (["--cases", "0:4096"], "--cases 0:4096: KV heads must divide 6"),
+        (["--cases", "6:40000"], "--cases 6:40000: the prefix must be from 4 to 32640"),
+        (["--threads", "0"], "--threads 0: must be at least 1"),
+        (["--generated_prefix", "-1"], "--generated_prefix -1: must be at least 0"),
+        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: no directory /nowhere"),
+        (
+            ["--llama_cpp_python", "/nowhere/python"],
+            "--llama_cpp_python /nowhere/python: No such file or directory; wanted is the python "
+            "of an environment with llama_cpp and gguf",
+        ),
+    ],
+)
+def test_refuses_in_one_line(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_options(flags)
+    assert str(error.value) == message
+
+
+def test_refuses_an_environment_without_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = peer_entry("peers.llama_cpp:LlamaCpp", ("torch", "no_such_module"))
+    monkeypatch.setitem(PEERS, "llama_cpp", entry)
+    with pytest.raises(ValueError, match="not found there: no_such_module; wanted is"):
+        read_options(["--llama_cpp_python", HERE])
+
+
+def peer_entry(where: str, modules: tuple[str, ...]) -> Any:
+    return type(PEERS["magicdec"])(where, modules)
+
+
+def test_ends_with_code_2_and_one_line() -> None:
+    command = [HERE, str(ROOT / "scripts" / "bench_peers.py"), "--cases", "6"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "bench_peers.py: --cases 6: wanted is KV_HEADS:PREFIX, such as 6:4096"
+    ]
+
+
+def test_every_name_is_a_peer_and_has_what_its_entry_says() -> None:
+    for entry in PEERS.values():
+        peer = entry.load()
+        assert issubclass(peer, Peer) and not inspect.isabstract(peer)
+        assert (peer.export is not Peer.export) == bool(entry.modules)
+        assert (peer.verify is not Peer.verify) == peer.can_verify
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script's model, smaller."""
+    directory = tmp_path_factory.mktemp("peers") / "hf"
+    patch = pytest.MonkeyPatch()
+    for name, value in {"LAYERS": 2, "FFN": 128, "POSITIONS": 512}.items():
+        patch.setattr(peer_runs, name, value)
+    peer_runs.save_model(2, directory)
+    patch.undo()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def starts(model: Path) -> list[Start]:
+    return [started_here(name, model) for name in ("magicdec", "transformers")]
+
+
+def test_peers_emit_and_verify_the_same_tokens(starts: list[Start]) -> None:
+    assert list(check_tokens(starts, threads=1)) == ["magicdec", "transformers"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_verification_is_right_and_leaves_no_trace(starts: list[Start], place: int) -> None:
+    """Drafts that are what is emitted later come back one place on; others change nothing."""
+    prompts = make_prompts(40)
+    with Worker(starts[place], "float32", Sizes(1, 128, len(prompts))) as worker:
+        worker.ask(do="prefill", prompts=prompts)
+        emitted = worker.ask(do="step", count=8)["tokens"]
+        worker.ask(do="prefill", prompts=prompts)
+        worker.ask(do="verify", drafts=make_drafts(prompts), count=3)
+        drafts = [row[1:4] for row in emitted]
+        assert worker.ask(do="verify", drafts=drafts)["verified"] == [row[1:5] for row in emitted]
+        assert worker.ask(do="step", count=8)["tokens"] == emitted
+
+
+def test_a_row_of_the_table_has_every_number(
+    starts: list[Start], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_runs, "ROUNDS", 2)
+    rows = measure(Case(2, 40), starts[:1], "float32", 1)
+    numbers = ("ms", "ms_p10", "ms_p90", "verify_ms", "verify_ms_p10", "verify_ms_p90")
+    assert [row["peer"] for row in rows] == ["magicdec"]
+    assert all(rows[0][name] > 0 for name in (*numbers, "prefill_tokens_per_s"))
+    assert rows[0]["bytes"] == 2 * 6 * 4 * 2 * 64 * 40 * 4
+
+
+class FakeWorker:
+    """Emits 0s; a peer named "odd" emits or verifies 1s."""
+
+    version, can_verify = "0", True
+
+    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+        self.odd = int(start.name.startswith("odd"))
+        self.verifies_odd = start.name == "odd_verified"
+
+    def __enter__(self) -> FakeWorker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing to end."""
+
+    def ask(self, do: str, **command: Any) -> dict[str, Any]:
+        if do == "verify":
+            return {"verified": [[self.odd] * peer_runs.VERIFIED]}
+        return {"tokens": [[self.odd and not self.verifies_odd] * peer_runs.CHECKED_TOKENS]}
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("odd", "float32 tokens"), ("odd_verified", "verified float32 tokens")]
+)
+def test_nothing_is_measured_after_other_tokens(
+    name: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_runs, "Worker", FakeWorker)
+    starts = [started_here(peer, Path()) for peer in ("magicdec", name)]
+    with pytest.raises(RuntimeError, match=f"{name} and magicdec emit different {what}"):
+        check_tokens(starts, threads=1)
+
+
+def test_other_tokens_end_the_comparison() -> None:
+    rows = {"magicdec": [[1, 2, 3]], "peer": [[1, 2, 4]]}
+    require_equal("tokens", rows, 2)
+    with pytest.raises(RuntimeError, match="peer and magicdec emit different tokens"):
+        require_equal("tokens", rows, 3)
+
+
+def test_a_peer_that_ends_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"magicdec ended with code 1: .*no-such-model"):
+        Worker(started_here("magicdec", tmp_path / "no-such-model"), "float32", Sizes(1, 64, 1))
+
+
+def test_bfloat16_is_read_as_safetensors_reads_it(model: Path) -> None:
+    path = model / "model.safetensors"
+    expected = load_file(path)
+    read = read_bfloat16(path)
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert np.array_equal(widen(read[name]), tensor.float().numpy())
+
+
+def test_another_dtype_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="a is F32; BF16 is read"):
+        read_bfloat16(tmp_path / "a.safetensors")
+
+
+def rotate(x: np.ndarray, position: int, interleaved: bool) -> np.ndarray:
+    """Rotary embedding of x [heads, D] as complex numbers: of dimensions i and i + D/2, or of 2i
+    and 2i + 1."""
+    size = x.shape[-1]
+    turn = np.exp(1j * position * 10000.0 ** (-np.arange(0, size, 2) / size))
+    if interleaved:
+        turned = (x[:, 0::2] + 1j * x[:, 1::2]) * turn
+    else:
+        turned = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * turn
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def test_interleaved_rows_give_the_same_scores() -> None:
+    rng = np.random.default_rng(0)
+    heads, size, width = 3, 8, 24
+    q, k = rng.normal(size=(2, heads * size, width))
+    x, y = rng.normal(size=(2, width))
+    scores = []
+    for a, b, interleaved in (
+        (q, k, False),
+        (interleave_rotary(q, heads), interleave_rotary(k, heads), True),
+    ):
+        queries = rotate((a @ x).reshape(heads, size), 7, interleaved)
+        keys = rotate((b @ y).reshape(heads, size), 3, interleaved)
+        scores.append((queries * keys).sum(-1))
+    assert np.allclose(*scores)
+
+
+def test_every_tensor_gets_a_name_and_only_queries_and_keys_another_order(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    tensors = read_bfloat16(model / "model.safetensors")
+    renamed = gguf_tensors(config, tensors)
+    assert len(renamed) == len(tensors) == 3 + 9 * config["num_hidden_layers"]
+    for of_layer, name in (("v_proj", "attn_v"), ("o_proj", "attn_output")):
+        kept = tensors[f"model.layers.1.self_attn.{of_layer}.weight"]
+        assert np.array_equal(renamed[f"blk.1.{name}.weight"], kept)
+    key = tensors["model.layers.1.self_attn.k_proj.weight"]
+    assert np.array_equal(renamed["blk.1.attn_k.weight"], interleave_rotary(key, 2))
+    assert not np.array_equal(renamed["blk.1.attn_k.weight"], key)

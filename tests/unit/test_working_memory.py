@@ -1,0 +1,81 @@
+"""The estimates of what a run takes for moments, held to what torch allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+from torch.profiler import ProfilerActivity, profile
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.working_memory import replay_bytes, working_bytes
+from magicdec.config import RunConfig
+from magicdec.decoding.reader import make_reader
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine import Engine
+from magicdec.request import Batch
+from magicdec.sections import (
+    AttentionSection,
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    WorkloadSection,
+)
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "grouped": GroupedBackend,
+    "sdpa": SDPABackend,
+}
+ROWS, PREFIX, NEW = 3, 900, 8
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that torch's allocator held at once beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held, most = 0, 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def make_config(backend: str, kv: KVSection) -> RunConfig:
+    return RunConfig(
+        model=ModelSection(dtype="float32"),
+        kv=kv,
+        attention=AttentionSection(backend),
+        decoding=DecodingSection("speculative", "self", 3),
+        workload=WorkloadSection(batch_size=ROWS, prefix_len=PREFIX, gen_len=NEW),
+    )
+
+
+@pytest.mark.parametrize(
+    "kv", [KVSection("snapkv", 60), KVSection("snapkv", 60, window_size=8), KVSection("verified")],
+    ids=["snapkv", "snapkv, window of 8", "verified"],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
+    """The caches that a reader keeps are counted apart."""
+    runner = make_runner(tiny_transformer(), ROWS, PREFIX + NEW + 3, BACKENDS[backend]())
+    requests = make_requests(random_prompts([PREFIX] * ROWS, TINY.vocab_size), NEW)
+    batch = Batch(tuple(Engine(runner, 128).prefill(requests)), is_prefill=False)
+    reader = make_reader(runner, kv)
+    found = peak_bytes(lambda: reader.begin(batch))
+    if kv.policy == "snapkv":
+        found -= reader.runner.cache.num_bytes
+    config = make_config(backend, kv)
+    estimate = replay_bytes(config, TINY, Shard())
+    print(f"{backend} {kv.policy}: {found} allocated, {estimate} estimated")
+    assert found / 1.5 < estimate < 2 * found
+    assert working_bytes(config, TINY, Shard()) >= estimate
+
+
+def test_nothing_is_replayed_for_a_view() -> None:
+    for kv in (KVSection("full"), KVSection("streaming_llm")):
+        assert replay_bytes(make_config("grouped", kv), TINY, Shard()) == 0
