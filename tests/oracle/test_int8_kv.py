@@ -59,15 +59,16 @@ def everything(cache: KVCache, count: int) -> Tensor:
 
 
 def written_out(
-    q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int
+    q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """One row: q [T, H, D] at positions first.. over k, v [G, S, D] at `keys`, causal, in float64:
-    output, and the probability of each block of keys [G, blocks]."""
+    """One row: q [T, H, D] at positions first.. over k, v [G, S, D] at `keys`, causal and of these
+    the last `window` positions, in float64: output, and the probability of each block of keys [G, blocks]."""
     group = q.shape[1] // k.shape[0]
     out = torch.empty(q.shape, dtype=torch.float64)
     mass = torch.zeros(k.shape[0], -(-MAX_TOKENS // MASS_BLOCK), dtype=torch.float64)
     for t in range(q.shape[0]):
-        seen = torch.tensor([s for s in keys if 0 <= s <= first + t])
+        oldest = 0 if window is None else max(0, first + t + 1 - window)
+        seen = torch.tensor([s for s in keys if oldest <= s <= first + t])
         for h in range(q.shape[1]):
             scores = k[h // group, seen].double() @ q[t, h].double() / q.shape[2] ** 0.5
             weights = torch.softmax(scores, 0)
@@ -77,13 +78,16 @@ def written_out(
 
 
 @needs_kernel
+@pytest.mark.parametrize("window", [None, 9], ids=["all", "window"])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_kernel_equals_attention_written_out(heads: tuple[int, int, int], policy: KVPolicy) -> None:
+def test_kernel_equals_attention_written_out(
+    heads: tuple[int, int, int], policy: KVPolicy, window: int | None
+) -> None:
     num_heads, kv_heads, size = heads
     for num_new, rows in ((1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (40, [2]), (33, [0, 3])):
         cache, backend = filled(kv_heads, size), NativeBackend()
-        view = make_view(cache, rows, policy, num_new, [COMMITTED[r] for r in rows])
+        view = make_view(cache, rows, policy, num_new, [COMMITTED[r] for r in rows], window)
         q = torch.randn(len(rows), num_new, num_heads, size).bfloat16()
         k, v = (torch.randn(len(rows), num_new, kv_heads, size).bfloat16() for _ in "kv")
         backend.plan(view)
@@ -96,7 +100,7 @@ def test_kernel_equals_attention_written_out(heads: tuple[int, int, int], policy
                 given = given[i].transpose(0, 1).float()
                 bound = given.abs().amax(2, keepdim=True) / 127 / 2 * 1.001
                 assert ((held[r][:, new] - given).abs() <= bound).all()
-            expected, blocks = written_out(q[i], held_k[r], held_v[r], keys, LENGTHS[r])
+            expected, blocks = written_out(q[i], held_k[r], held_v[r], keys, LENGTHS[r], window)
             assert (out[i].double() - expected).abs().max() < 2e-2, (num_new, r)
             if num_new < 32:
                 assert (mass[i] - blocks[:, : mass.shape[2]]).abs().max() < 1e-3, (num_new, r)
