@@ -62,7 +62,7 @@ def written_out(
     q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """One row: q [T, H, D] at positions first.. over k, v [G, S, D] at `keys`, causal and of these
-    the last `window` positions, in float64: output, and the probability of each block of keys [G, blocks]."""
+    the last `window` positions, in float64: output, and each block's probability [G, blocks]."""
     group = q.shape[1] // k.shape[0]
     out = torch.empty(q.shape, dtype=torch.float64)
     mass = torch.zeros(k.shape[0], -(-MAX_TOKENS // MASS_BLOCK), dtype=torch.float64)
