@@ -103,10 +103,13 @@ inline float int8_scale(const bfloat16* from) {
     return most / 127;
 }
 
-// A number over its scale as sign and magnitude.
-inline uint8_t to_int8(bfloat16 x, float inverse) {
-    const float value = to_float(x) * inverse;
-    return uint8_t(std::lrintf(std::fabs(value))) | (value < 0 ? 0x80 : 0);
+// Numbers over their scale as sign and magnitude.
+inline void to_int8(const bfloat16* from, float scale, uint8_t* to) {
+    const float inverse = scale > 0 ? 1 / scale : 0;
+    for (int d = 0; d < HEAD_SIZE; ++d) {
+        const float value = to_float(from[d]) * inverse;
+        to[d] = uint8_t(int32_t(std::fabs(value) + 0.5f) | (value < 0 ? 0x80 : 0));
+    }
 }
 
 struct Int8 {
@@ -119,12 +122,13 @@ struct Int8 {
         Pool *keys = k_pool + slot / TILE * TILE_BYTES, *values = v_pool + slot / TILE * TILE_BYTES;
         const int64_t lane = slot % TILE, pair = lane % 4 / 2;
         const float key_scale = int8_scale(k), value_scale = int8_scale(v);
-        const float by_key = key_scale > 0 ? 1 / key_scale : 0, by_value = value_scale > 0 ? 1 / value_scale : 0;
+        uint8_t key_bytes[HEAD_SIZE], value_bytes[HEAD_SIZE];
+        to_int8(k, key_scale, key_bytes);
+        to_int8(v, value_scale, value_bytes);
         Pool *key = keys + lane / 16 * 64 + place(lane % 16, 0), *value = values + lane / 4 * 4 * HEAD_SIZE + lane % 2;
-        for (int d = 0; d < HEAD_SIZE; ++d) {
-            key[d / 4 * 4 * TILE + d % 4 / 2 * 8 + d % 2] = to_int8(k[d], by_key);
-            value[d / 16 * 64 + place(d % 16, pair)] = to_int8(v[d], by_value);
-        }
+        for (int d = 0; d < HEAD_SIZE; d += 2)
+            std::memcpy(key + d / 4 * 4 * TILE + d % 4 / 2 * 8, key_bytes + d, 2);
+        for (int d = 0; d < HEAD_SIZE; ++d) value[d / 16 * 64 + place(d % 16, pair)] = value_bytes[d];
         std::memcpy(keys + TILE_NUMBERS + 4 * lane, &key_scale, 4);
         std::memcpy(values + TILE_NUMBERS + 4 * lane, &value_scale, 4);
     }
