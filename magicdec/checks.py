@@ -147,3 +147,16 @@ def check_budget(kv: BudgetValues, num_draft_tokens: int, flag: str | None = Non
             f"--gamma {num_draft_tokens} is too large for --kv_policy verified; "
             f"it must be at most {MOST_WATCHED - 1}"
         )
+
+
+def check_draft_kv(asked: str, drafter: str | None, policy: str) -> None:
+    """An int8 cache must be one that a draft keeps for itself."""
+    if asked != "int8":
+        return
+    if drafter not in ("self", "model"):
+        raise ValueError("--draft_kv_dtype int8: nothing here drafts with a KV cache; choose auto")
+    if drafter == "self" and policy != "snapkv":
+        raise ValueError(
+            f"--draft_kv_dtype int8: under --kv_policy {policy} self-speculation reads the "
+            "target's own cache; choose auto, or --kv_policy snapkv, which copies"
+        )

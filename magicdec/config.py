@@ -11,6 +11,7 @@ from typing import Any
 
 from magicdec.checks import (
     check_budget,
+    check_draft_kv,
     check_filters_act,
     check_lengths,
     check_rank_group,
@@ -21,6 +22,7 @@ from magicdec.machine import (
     Machine,
     choose_backend,
     choose_collectives,
+    choose_draft_kv,
     choose_dtype,
     choose_linear,
     choose_weights,
@@ -79,6 +81,8 @@ class RunConfig:
         check_sampling(self.sampling)
         check_filters_act(self.sampling)
         self._check_draft(world_size)
+        policy = "full" if kv.budget == -1 else kv.policy
+        check_draft_kv(kv.draft_kv_dtype, self.decoding.drafter, policy)
 
     def _check_draft(self, world_size: int) -> None:
         drafter = self.decoding.drafter
@@ -128,7 +132,16 @@ class RunConfig:
         return replace(
             self,
             draft=draft,
-            kv=self.kv.resolve(),
+            kv=replace(
+                self.kv.resolve(),
+                draft_kv_dtype=choose_draft_kv(
+                    self.kv.draft_kv_dtype,
+                    dtype,
+                    backend if draft is None else draft.backend,
+                    machine,
+                    head_dim if draft is None else draft_head_dim,
+                ),
+            ),
             model=replace(
                 self.model,
                 dtype=dtype,

@@ -62,6 +62,28 @@ def choose_weights(flag: str, asked: str, dtype: str) -> str:
     )
 
 
+def choose_draft_kv(
+    asked: str, dtype: str, backend: str | None, machine: Machine, head_dim: int
+) -> str:
+    """Of a draft's own KV cache in a run of `dtype`, where the draft attends by `backend`. Raises
+    ValueError for int8 that cannot be read."""
+    if asked != "int8":
+        return dtype
+    is_native = backend == "native"
+    obstacles = {
+        f"head size {head_dim} is not a multiple of 16; choose auto": head_dim % 16 != 0,
+        "--attention grouped reads none; choose auto, or --attention sdpa": backend == "grouped",
+        f"--attention native reads it in --dtype bfloat16, not {dtype}; choose auto, or "
+        "--attention sdpa": is_native and dtype != "bfloat16",
+        "--attention native reads it on CPUs with AVX512-BF16; choose auto, or --attention sdpa":
+            is_native and not machine.has_avx512_bf16,
+    }  # fmt: skip
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if obstacle:
+        raise ValueError(f"--draft_kv_dtype int8: {obstacle}")
+    return asked
+
+
 def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
     """How linear layers are computed. Raises ValueError if `packed` was asked for and cannot be."""
     obstacles = {

@@ -45,7 +45,7 @@ class RollingRunner(ModelRunner):
         self.evicted = [0] * self.num_rows  # blocks before this one are gone, but for the sinks'
         shape = self.cache.shape
         size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
-        self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
+        self.sinks = torch.zeros(self.num_rows, *size, dtype=self.sink_dtype(), device=self.device)
 
     def storage(self) -> tuple[int, int, int]:
         """As `ModelRunner.storage`, for what a row holds at once: neither window nor sinks need to
@@ -114,6 +114,11 @@ class RollingRunner(ModelRunner):
         flat = original.float().view(len(rolled), 1, -1, original.shape[-1])
         turned = apply_rope(flat, self.model.rope[by].unsqueeze(1), interleaved).view_as(original)
         self.cache.write_keys(slots, turned.to(original.dtype))
+
+    def sink_dtype(self) -> torch.dtype:
+        """Of the sinks as they were written: what a cache of int8 reads back is float32."""
+        dtype = self.cache.k.dtype
+        return dtype if dtype.is_floating_point else torch.float32
 
     def _sink_blocks(self) -> int:
         return -(-self.num_sinks // self.block_size)

@@ -38,6 +38,7 @@ class ForwardCounts:
     num_forwards: int = 0
     num_tokens: int = 0
     kv_tokens_read: int = 0  # visible keys, new ones included, summed over rows and forwards
+    kv_bytes_read: int = 0  # of these keys and their values
 
     def copy(self) -> ForwardCounts:
         return replace(self)
@@ -47,6 +48,7 @@ class ForwardCounts:
             self.num_forwards - other.num_forwards,
             self.num_tokens - other.num_tokens,
             self.kv_tokens_read - other.kv_tokens_read,
+            self.kv_bytes_read - other.kv_bytes_read,
         )
 
 
@@ -71,12 +73,13 @@ class ModelRunner:
     num_rows: int
     max_tokens: int
     policy: RangePolicy = FULL  # what a forward sees unless told otherwise
+    kv_dtype: torch.dtype | None = None  # of the cache; default: the weights'
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
-        self.device, dtype = weight.device, weight.dtype
+        self.device, dtype = weight.device, self.kv_dtype or weight.dtype
         config = self.model.config
         block_size, blocks_per_row, num_blocks = self.storage()
         _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
@@ -94,10 +97,12 @@ class ModelRunner:
         self.model.set_positions(self.max_tokens, self.device)
         self.offsets: Tensor | None = None
 
-    def with_cache(self, max_tokens: int) -> ModelRunner:
+    def with_cache(self, max_tokens: int, kv_dtype: torch.dtype | None = None) -> ModelRunner:
         """The same model over a cache of its own, of that many tokens a row; forwards of both are
         counted together."""
-        runner = replace(self, backend=copy(self.backend), max_tokens=max_tokens)
+        kv_dtype = kv_dtype or self.kv_dtype
+        backend = copy(self.backend)
+        runner = replace(self, backend=backend, max_tokens=max_tokens, kv_dtype=kv_dtype)
         runner.counts = self.counts
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         return runner
@@ -152,7 +157,9 @@ class ModelRunner:
         self.cache.advance(rows, num_new)
         self.counts.num_forwards += 1
         self.counts.num_tokens += token_ids.numel()
-        self.counts.kv_tokens_read += sum(view.num_visible) + num_new * len(rows)
+        tokens = sum(view.num_visible) + num_new * len(rows)
+        self.counts.kv_tokens_read += tokens
+        self.counts.kv_bytes_read += tokens * self.cache.bytes_per_token
         return logits
 
     def replay(self, row: int, token_ids: Sequence[int], watch_queries: QueryWatch) -> None:

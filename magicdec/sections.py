@@ -112,6 +112,14 @@ class KVSection:
         "--recent_window",
     )
 
+    draft_kv_dtype: str = option(
+        "auto",
+        "of a draft's own KV cache (a standalone draft's; what snapkv copies); int8: a scale for "
+        "each token and head; auto: as --dtype",
+        "--draft_kv_dtype",
+        choices=("auto", "int8"),
+    )
+
     @property
     def num_recent_tokens(self) -> int:
         """The recent window, asked for or not."""

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config import RunConfig
+from magicdec.decoding.reader import standalone_kv_dtype
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
 from magicdec.distributed.groups import Group
@@ -90,10 +91,11 @@ def make_draft(
     others; small chunks and blocks, so that short texts cross them."""
     policy, rows = make_policy(kv), (num_rows, max_tokens)
     place = model, backend or GroupedBackend(), group
+    kv_dtype = standalone_kv_dtype(kv)
     if not isinstance(policy, StreamingLLM):
-        return DraftModel(ModelRunner(*place, *rows), source, chunk)
+        return DraftModel(ModelRunner(*place, *rows, kv_dtype=kv_dtype), source, chunk)
     tail = chunk + max_drafts
-    runner = RollingRunner(*place, *rows, policy, max_tail=tail, block_size=block_size)
+    runner = RollingRunner(*place, *rows, policy, kv_dtype, max_tail=tail, block_size=block_size)
     return DraftModel(runner, source, chunk)
 
 

@@ -72,6 +72,7 @@ def conditions(record: dict[str, Any]) -> dict[str, Any]:
         "workload sha256": record["workload"]["sha256"],
         "dtype": record["config"]["model"]["dtype"],
         "weights": weight_dtypes(record["config"]),
+        "draft KV": draft_kv_dtype(record["config"]),
         "sampling": sampling(record),
         "generated tokens": record["config"]["workload"]["gen_len"],
         "ignore_eos": record["config"]["decoding"]["ignore_eos"],
@@ -84,6 +85,11 @@ def weight_dtypes(config: dict[str, Any]) -> str:
     target = config["model"].get("target_dtype", dtype)
     drafts = draft.get("draft_dtype", dtype)
     return str(target) if not draft or drafts == target else f"{target}, draft {drafts}"
+
+
+def draft_kv_dtype(config: dict[str, Any]) -> str:
+    """Of a draft's own cache; records older than the field had one dtype."""
+    return str(config["kv"].get("draft_kv_dtype", config["model"]["dtype"]))
 
 
 def sampling(record: dict[str, Any]) -> dict[str, Any] | str:

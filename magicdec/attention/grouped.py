@@ -50,6 +50,8 @@ class GroupedBackend:
         return max_tokens
 
     def layout(self, dtype: torch.dtype) -> Layout:
+        if dtype == torch.int8:
+            raise ValueError("--attention grouped reads no int8 KV; choose from native, sdpa")
         return PLAIN
 
     def plan(self, view: KVView) -> None:

@@ -20,6 +20,7 @@
 #include "../arithmetic.h"
 #if defined(__AVX512BF16__)
 #include "../bf16.h"
+#include "../int8.h"
 #endif
 
 namespace {
@@ -30,6 +31,8 @@ constexpr int MAX_QUERIES = 64;     // packed queries of one task
 constexpr int64_t LONG_CHUNK = 32;  // new tokens from which a chunk is prefill (PREFILL_FROM of native.py)
 constexpr int64_t SHARE = 512;      // keys of one task, where a row is cut into pieces
 constexpr float HIDDEN = -1e30f;    // score of a key that a query may not see; -ffinite-math-only has no infinities
+
+enum { FLOAT32, BFLOAT16, INT8 };   // of the pools
 
 struct Segment { int64_t row, first, count, slot; };  // keys first.. of a row, adjacent in the pool from head 0's slot
 // Queries first_query.. of one row and KV head over some of the row's segments.
@@ -86,6 +89,7 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 #include "native_portable.h"
 #if defined(__AVX512BF16__)
 #include "native_bf16.h"
+#include "native_int8.h"
 #endif
 
 struct Strides { int64_t row, token; };
@@ -205,8 +209,9 @@ inline void merge_mass(const Problem& p, const Plan& plan, int64_t b, int64_t g,
 }
 
 template <typename Kernel, typename S>
-void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, const S* v_new, Strides vs, S* k_pool,
-         S* v_pool, const Table& table, const Ranges& ranges, S* out, float* lse, float* mass, int64_t num_blocks) {
+void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, const S* v_new, Strides vs,
+         typename Kernel::Pool* k_pool, typename Kernel::Pool* v_pool, const Table& table,
+         const Ranges& ranges, S* out, float* lse, float* mass, int64_t num_blocks) {
     constexpr int D = HEAD_SIZE;
     using Query = typename Kernel::Query;
     const int64_t M = p.num_queries(), rep = p.group(), size = p.block_size;
@@ -296,23 +301,26 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 // range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] holds the visible keys, new
 // ones included; range_heads is G, or 1 where all see the same. `mass` [B, G, num_blocks] float32 takes the probability of each block
 // of keys summed over the queries, or is null. `portable` asks for the path of every CPU.
-// Compiled for one head size, HEAD_SIZE (a second's work); returns 0, or 1 if D is another.
-extern "C" int magicdec_attention(int is_bfloat16, int portable, const int64_t* shape, const void* q,
+// `storage` is that of the pools: FLOAT32 or BFLOAT16, of which all other numbers are too, or INT8, beside bfloat16.
+// Compiled for one head size, HEAD_SIZE (a second's work); returns 0, or 1 if D is another or this CPU has no such path.
+extern "C" int magicdec_attention(int storage, int portable, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
                                   const int64_t* ranges, void* out, float* lse, float* mass) {
     const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens, shape[16]};
     if (p.D != HEAD_SIZE) return 1;
-    auto call = [&](auto kernel, auto storage) {
-        using S = decltype(storage);
+    auto call = [&](auto kernel, auto number) {
+        using S = decltype(number);
+        using Pool = typename decltype(kernel)::Pool;
         run<decltype(kernel)>(p, (const S*)q, {shape[8], shape[9]}, (const S*)k_new, {shape[10], shape[11]},
-                              (const S*)v_new, {shape[12], shape[13]}, (S*)k_pool, (S*)v_pool,
+                              (const S*)v_new, {shape[12], shape[13]}, (Pool*)k_pool, (Pool*)v_pool,
                               {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, (S*)out, lse, mass, shape[15]);
         return 0;
     };
-    if (!is_bfloat16) return call(Portable<float>{}, float{});
+    if (storage == FLOAT32) return call(Portable<float>{}, float{});
 #if defined(__AVX512BF16__)
+    if (storage == INT8) return call(Int8{}, bfloat16{});
     if (!portable) return call(Bf16{}, bfloat16{});
 #endif
-    return call(Portable<bfloat16>{}, bfloat16{});
+    return storage == INT8 ? 1 : call(Portable<bfloat16>{}, bfloat16{});
 }

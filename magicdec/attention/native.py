@@ -16,6 +16,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_mass
 from magicdec.build import FAST_MATH, load_library, share_openmp
+from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.policy import KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
@@ -24,17 +25,20 @@ SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (
     SOURCE.with_name("native_portable.h"),
     SOURCE.with_name("native_bf16.h"),
+    SOURCE.with_name("native_int8.h"),
     SOURCE.parents[1] / "arithmetic.h",
     SOURCE.parents[1] / "bf16.h",
+    SOURCE.parents[1] / "int8.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
 PREFILL_FROM = 32  # new tokens from which a chunk is a matter of GEMMs
-STORAGE = (torch.float32, torch.bfloat16)
+STORAGE = (torch.float32, torch.bfloat16, torch.int8)  # of the pools, as native.cpp counts them
 Shape = ctypes.c_int64 * 17
 
 
 class NativeBackend:
-    """float32 and bfloat16 storage, float32 arithmetic, any head size that is a multiple of 16."""
+    """float32 and bfloat16 storage, int8 beside bfloat16 where the CPU has dot products for it;
+    float32 arithmetic, any head size that is a multiple of 16."""
 
     def __init__(self, portable: bool = False) -> None:
         """`portable` keeps to the arithmetic that every CPU has, for tests and comparisons."""
@@ -45,6 +49,8 @@ class NativeBackend:
         return -(-self._prefill.block_size(max_tokens) // TILE) * TILE
 
     def layout(self, dtype: torch.dtype) -> Layout:
+        if dtype == torch.int8:
+            return INT8_TILED
         tiled = dtype == torch.bfloat16 and not self._portable and has_bfloat16_path()
         return TILED if tiled else PLAIN
 
@@ -122,8 +128,9 @@ def attention(
     [B,T,H,D] and log-sum-exp of the scores, float32 [B,T,H]. `ranges` [B, G or 1, R, 2] holds the
     visible keys, of which a token sees the last `window` positions (0: all); `mass`, float32 [B, G,
     blocks], is filled with the probability of each block."""
-    if q.dtype not in STORAGE:
-        raise ValueError(f"--attention native stores float32 or bfloat16, not {q.dtype}")
+    if q.dtype not in STORAGE[:2]:
+        raise ValueError(f"--attention native computes in float32 or bfloat16, not {q.dtype}")
+    assert k_pool.dtype in (q.dtype, torch.int8), "what the pools were made for"
     num_rows, num_new, num_heads, size = q.shape
     strides = q.stride(), k.stride(), v.stride()
     assert all(s[2:] == (size, 1) for s in strides), "heads are adjacent"
@@ -137,13 +144,16 @@ def attention(
     )  # fmt: skip
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse)
     failed = kernel(size).magicdec_attention(
-        q.dtype == torch.bfloat16,
+        STORAGE.index(k_pool.dtype),
         portable,
         shape,
         *(t.data_ptr() for t in tensors),
         None if mass is None else mass.data_ptr(),
     )
-    assert not failed, "compiled for this head size"
+    if failed:
+        raise ValueError(
+            "--attention native serves int8 KV beside bfloat16 on CPUs with dot products for it"
+        )
     return out, lse
 
 

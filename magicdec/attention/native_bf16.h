@@ -89,7 +89,7 @@ inline __m512 exp2_negative(__m512 x) {
 // Scores of one query on C vectors to weights `w`, given the lanes it sees; `maximum` and `total` run on (in base 2).
 template <int C>
 inline void to_weights(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                       float* scale, uint32_t* weights, __m512 (&w)[4]) {
+                       float* scale, __m512 (&w)[4]) {
     __m512 s[C];
     __mmask16 seen[C];
     const __m512 hidden = _mm512_set1_ps(HIDDEN);
@@ -107,11 +107,16 @@ inline void to_weights(const float* scores, int64_t from, int64_t to, float fact
         sum = _mm512_add_ps(sum, w[i]);
     }
     for (int i = C; i < 4; ++i) w[i] = _mm512_setzero_ps();
-    _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
-    if (C > 2) _mm512_store_si512(weights + 16, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
     *scale = _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
     *total = *total * *scale + _mm512_reduce_add_ps(sum);
     *maximum = highest;
+}
+
+// Weights of C vectors of keys as pairs.
+template <int C>
+inline void store_weights(const __m512 (&w)[4], uint32_t* weights) {
+    _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
+    if (C > 2) _mm512_store_si512(weights + 16, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
 }
 
 // The sums of four vectors, in order.
@@ -124,10 +129,29 @@ inline __m128 sum_each(const __m512 (&w)[4]) {
     return _mm_add_ps(low, _mm_add_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
 }
 
+// What a storage gives to attention: its tiles, and the products over one. This one is bfloat16.
+struct Bf16Tiles {
+    using Pool = bfloat16;
+    Tile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) const {
+        return make_tile(k_pool, v_pool, slot, count);
+    }
+    template <int N, int C>
+    void score(const uint32_t* q, const Tile& tile, int64_t ahead, float* scores) const {
+        score_queries<N, C>(q, tile.keys, ahead, scores);
+    }
+    template <int C>
+    void store(const __m512 (&w)[4], const Tile&, uint32_t* weights) const { store_weights<C>(w, weights); }
+    template <int N>
+    void weigh(const uint32_t* weights, const Tile& tile, int64_t ahead, const float* scale, float* acc) const {
+        weigh_queries<N>(weights + tile.first_pair, tile.values, tile.num_pairs, ahead, scale, acc);
+    }
+};
+
 // As attend_piece of native_portable.h; q is [queries][PAIRS] bfloat16 pairs, not scaled.
-inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
-                              const bfloat16* v_pool, const uint32_t* q, Bf16Scratch& x, float* maximum, float* total,
-                              float* acc, const Mass& mass) {
+template <typename Tiles>
+inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
+                            const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool, const uint32_t* q,
+                            Bf16Scratch& x, float* maximum, float* total, float* acc, const Mass& mass) {
     const int64_t M = task.num_queries, head = task.head * p.block_size;
     int64_t read = 0, met = 0;  // keys, and blocks of them for `mass`
     const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
@@ -142,19 +166,20 @@ inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segme
             count = std::min(tile_end(position) - segment.first, segment.count) - at;
             if (p.is_hidden(task, position)) break;  // and so are all that follow
             read += count;
-            const Tile tile = make_tile(k_pool, v_pool, segment.slot + head + at, count);
+            const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
             const bool jumps = at + count == segment.count && i + 1 < task.segment_end;
-            const Tile next = make_tile(k_pool, v_pool, head + (jumps ? segments[i + 1].slot : segment.slot + at + count), 1);
+            const auto next = tiles.at(k_pool, v_pool, head + (jumps ? segments[i + 1].slot : segment.slot + at + count), 1);
             const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
             by_vectors(tile.high, [&]<int C>() {
                 in_blocks(M, [&]<int N>(int64_t m) {
-                    score_queries<N, C>(q + m * PAIRS, tile.keys, keys_ahead, x.scores + m * TILE);
+                    tiles.template score<N, C>(q + m * PAIRS, tile, keys_ahead, x.scores + m * TILE);
                 });
                 for (int64_t m = 0; m < M; ++m) {
                     const auto [from, to] = p.seen(task, m, position, count);
                     __m512 w[4];
                     to_weights<C>(x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m, total + m,
-                                  x.scale + m, x.weights + m * TILE / 2, w);
+                                  x.scale + m, w);
+                    tiles.template store<C>(w, tile, x.weights + m * TILE / 2);
                     if (!mass.data) continue;
                     mass.rescale(m, met, x.scale[m]);  // a vector's lanes are the positions of a block
                     _mm_mask_storeu_ps(mass.of(m) + met, __mmask8((1 << C) - 1), sum_each(w));
@@ -162,8 +187,8 @@ inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segme
             });
             met += blocks_touched(position, count);
             in_blocks(M, [&]<int N>(int64_t m) {
-                weigh_queries<N>(x.weights + m * TILE / 2 + tile.first_pair, tile.values, tile.num_pairs,
-                                 values_ahead, x.scale + m, acc + m * HEAD_SIZE);
+                tiles.template weigh<N>(x.weights + m * TILE / 2, tile, values_ahead, x.scale + m,
+                                        acc + m * HEAD_SIZE);
             });
         }
     }
@@ -172,6 +197,7 @@ inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segme
 }
 
 struct Bf16 {
+    using Pool = bfloat16;
     using Query = uint32_t;
     static constexpr int QUERY_SIZE = PAIRS;
     using Scratch = Bf16Scratch;
@@ -184,6 +210,6 @@ struct Bf16 {
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                        const bfloat16* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc,
                        const Mass& mass) {
-        return attend_piece_bf16(p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
+        return attend_tiles(Bf16Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }
 };

@@ -132,6 +132,7 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
 
 template <typename S>
 struct Portable {
+    using Pool = S;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
     struct Scratch {

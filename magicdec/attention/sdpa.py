@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.attention.backend import sum_blocks, visible_mask
+from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
 
@@ -25,7 +26,7 @@ class SDPABackend:
         return self._block_size
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
+        return INT8_TILED if dtype == torch.int8 else PLAIN
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_positions())
@@ -35,7 +36,7 @@ class SDPABackend:
         assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
         _, slots, mask = self._chosen or _choose(layer, view)
-        keys, values = view.cache.read(layer, slots)
+        keys, values = (held.to(q.dtype) for held in view.cache.read(layer, slots))
         if mask.shape[1] > 1:
             mask = mask.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
         out = F.scaled_dot_product_attention(

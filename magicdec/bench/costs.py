@@ -24,7 +24,7 @@ Acceptance = float | tuple[float, ...]
 """Either one rate, the same for every draft token whose predecessors were accepted, or the share of
 verifications that accept at least 1, 2, ... draft tokens (a record's `acceptance_per_position`)."""
 
-SCALE_BYTES = 4  # of an output of an int8 matrix
+SCALE_BYTES = 4  # of an output of an int8 matrix, of a token of one head in an int8 cache
 ARGMAX_BYTES = 16  # a token's best logit and its id, from each rank
 
 
@@ -123,6 +123,12 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int, is_int8: b
         vectors -= head * config.head_bias
     outputs = config.num_layers * (q + 2 * kv + up + 2 * hidden) + head
     return matrices + outputs * SCALE_BYTES + vectors * dtype_bytes
+
+
+def int8_kv_bytes_per_token(config: ModelConfig, shard: Shard) -> int:
+    """As `kv_bytes_per_token`, of a cache in int8: a scale for K and one for V of each head."""
+    entry = kv_bytes_per_token(config, shard, 1)
+    return entry + entry // config.cached_head_dim * SCALE_BYTES
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from magicdec.attention.backend import AttentionBackend
 from magicdec.bench.prepare import Prepared
 from magicdec.bench.progress import Progress
+from magicdec.decoding.reader import standalone_kv_dtype
 from magicdec.decoding.strategy import DraftModel
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
@@ -67,10 +68,11 @@ def make_draft(
         model = load_model(source, groups.draft, *kinds, device, progress)
         place = (model, make_backend(config.draft.backend), groups.draft)
         policy, num_rows = make_policy(config.kv), config.workload.batch_size
+        kv_dtype = standalone_kv_dtype(config.kv)
         if isinstance(policy, StreamingLLM):
             tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
-            runner = RollingRunner(*place, num_rows, max_tokens, policy, max_tail=tail)
+            runner = RollingRunner(*place, num_rows, max_tokens, policy, kv_dtype, max_tail=tail)
         else:
-            runner = ModelRunner(*place, num_rows, max_tokens)
+            runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     return DraftModel(runner, first, chunk)

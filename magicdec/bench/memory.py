@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from magicdec.attention.backend import AttentionBackend
-from magicdec.bench.costs import kv_bytes_per_token, weight_bytes
+from magicdec.bench.costs import int8_kv_bytes_per_token, kv_bytes_per_token, weight_bytes
 from magicdec.bench.working_memory import DTYPE_BYTES, max_tokens, working_bytes
 from magicdec.config import RunConfig
 from magicdec.distributed.tensor_parallel import Shard
@@ -98,15 +98,22 @@ def _chosen_bytes(config: RunConfig, target: ModelConfig, shard: Shard) -> int:
     """What self-speculation keeps of its own beside the target's cache."""
     if config.decoding.drafter != "self":
         return 0
-    size, longest = DTYPE_BYTES[config.model.dtype], max_tokens(config)
+    longest = max_tokens(config)
     if config.kv.policy == "snapkv":
         tokens = _gathered(config, config.attention.backend, longest)
-        return tokens * kv_bytes_per_token(target, shard, size)
+        return tokens * _own_bytes_per_token(config, target, shard)
     if config.kv.policy == "verified":
         first, last = shard.heads(target.num_heads, target.num_kv_heads)[1]
         blocks = -(-longest // MASS_BLOCK)
         return target.num_layers * _rows(config) * (last - first) * blocks * 4
     return 0
+
+
+def _own_bytes_per_token(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
+    """Of K and V of a token in a draft's own cache."""
+    if config.kv.draft_kv_dtype == "int8":
+        return int8_kv_bytes_per_token(model, shard)
+    return kv_bytes_per_token(model, shard, DTYPE_BYTES[config.model.dtype])
 
 
 def _gathered(config: RunConfig, backend: str, longest: int) -> int:
@@ -126,15 +133,18 @@ def _draft_bytes(config: RunConfig, models: Models, rank: int) -> tuple[int, int
         return 0, 0
     shard, size = Shard(ranks.index(rank), len(ranks)), DTYPE_BYTES[config.model.dtype]
     policy, longest = make_policy(config.kv), max_tokens(config)
+    per_token = _own_bytes_per_token(config, models.draft, shard)
     if isinstance(policy, StreamingLLM):
         chunk = min(config.attention.prefill_chunk, config.workload.prefix_len)
         tail = chunk + config.decoding.most_draft_tokens
-        tokens = _rows(config) * blocks_held(longest, policy, tail) * BLOCK_SIZE
+        kv = _rows(config) * blocks_held(longest, policy, tail) * BLOCK_SIZE * per_token
+    elif config.kv.policy == "snapkv":  # beside the whole context in the run's dtype
+        kv = _gathered(config, backend, longest) * per_token + _rows(config) * _rounded(
+            backend, longest
+        ) * kv_bytes_per_token(models.draft, shard, size)
     else:
-        tokens = _rows(config) * _rounded(backend, longest)
-        if config.kv.policy == "snapkv":
-            tokens += _gathered(config, backend, longest)
+        kv = _rows(config) * _rounded(backend, longest) * per_token
     is_packed = config.model.linear == "packed"
     is_int8 = config.draft.draft_dtype == "int8"
     weights = stored_bytes(models.draft, shard, size, is_packed, is_int8)
-    return weights, tokens * kv_bytes_per_token(models.draft, shard, size)
+    return weights, kv

@@ -32,5 +32,4 @@ def kv_bytes_per_token(model: Transformer) -> int:
 
 def bytes_read(model: Transformer, counts: ForwardCounts) -> int:
     """Least bytes this rank had to read for the forwards in `counts`."""
-    kv = counts.kv_tokens_read * kv_bytes_per_token(model)
-    return counts.num_forwards * weight_bytes(model) + kv
+    return counts.num_forwards * weight_bytes(model) + counts.kv_bytes_read

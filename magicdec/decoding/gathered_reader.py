@@ -32,8 +32,10 @@ class GatheredReader:
 
     watch = None
 
-    def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
-        self.source, self.policy = source, policy
+    def __init__(
+        self, source: ModelRunner, policy: SnapKV, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        self.source, self.policy, self.kv_dtype = source, policy, kv_dtype
         self.runner = source
         self.chosen_at = [0] * source.num_rows  # context length at the last choice
         self.lasts_until = [
@@ -42,8 +44,10 @@ class GatheredReader:
         self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
 
     @classmethod
-    def build(cls, runner: ModelRunner, policy: SnapKV) -> GatheredReader:
-        return cls(runner, policy)
+    def build(
+        cls, runner: ModelRunner, policy: SnapKV, kv_dtype: torch.dtype | None
+    ) -> GatheredReader:
+        return cls(runner, policy, kv_dtype)
 
     @property
     def _offsets(self) -> Tensor:
@@ -53,7 +57,9 @@ class GatheredReader:
     def begin(self, batch: Batch) -> None:
         room = self.source.max_tokens - min(r.num_cached for r in batch.requests)
         kept = min(self.policy.budget, max(r.num_cached for r in batch.requests))
-        self.runner = self.source.with_cache(min(kept + room, self.source.max_tokens))
+        self.runner = self.source.with_cache(
+            min(kept + room, self.source.max_tokens), self.kv_dtype
+        )
         for request, row in zip(batch.requests, batch.rows, strict=True):
             self.runner.cache.allocate(row, self.runner.max_tokens)
             self._choose(request, row)

@@ -50,7 +50,9 @@ class HeaviestReader:
         self._choice: tuple[list[int], list[int], Chosen] | None = None  # rows, lengths, ranges
 
     @classmethod
-    def build(cls, runner: ModelRunner, policy: VerifiedKV) -> HeaviestReader:
+    def build(
+        cls, runner: ModelRunner, policy: VerifiedKV, kv_dtype: torch.dtype | None
+    ) -> HeaviestReader:
         return cls(runner, policy)
 
     def watch(self, layer: int, mass: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from magicdec.kv.policy import make_policy
@@ -29,7 +30,9 @@ class Reader(Protocol):
         ...
 
     @classmethod
-    def build(cls, runner: ModelRunner, policy: Any) -> Reader: ...
+    def build(cls, runner: ModelRunner, policy: Any, kv_dtype: torch.dtype | None) -> Reader:
+        """`kv_dtype` is of a cache that the reader keeps beside the runner's; None: as that."""
+        ...
 
     def begin(self, batch: Batch) -> None:
         """The prompts of `batch` stand in the runner's cache."""
@@ -60,5 +63,13 @@ class Reader(Protocol):
 def make_reader(runner: ModelRunner, kv: KVSection) -> Reader:
     """The reader of the policy that a run's KV section names."""
     policy = make_policy(kv)
-    reader: Reader = load_named(DRAFT_READERS, policy.reader).build(runner, policy)
+    build = load_named(DRAFT_READERS, policy.reader).build
+    reader: Reader = build(runner, policy, torch.int8 if kv.draft_kv_dtype == "int8" else None)
     return reader
+
+
+def standalone_kv_dtype(kv: KVSection) -> torch.dtype | None:
+    """Of a standalone draft's cache; None: as its weights. Where the reader keeps one of its own,
+    that is what drafts read, and the draft's holds the whole context to choose from."""
+    is_copied = make_policy(kv).reader == "gathered"
+    return torch.int8 if kv.draft_kv_dtype == "int8" and not is_copied else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from magicdec.kv.policy import RangePolicy
@@ -20,7 +21,9 @@ class ViewReader:
         self.runner, self.policy = runner, policy
 
     @classmethod
-    def build(cls, runner: ModelRunner, policy: RangePolicy) -> ViewReader:
+    def build(
+        cls, runner: ModelRunner, policy: RangePolicy, kv_dtype: torch.dtype | None
+    ) -> ViewReader:
         return cls(runner, policy)
 
     def begin(self, batch: Batch) -> None:

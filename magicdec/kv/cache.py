@@ -55,7 +55,7 @@ class KVCache:
             shape.num_blocks,
             shape.num_kv_heads,
             shape.block_size,
-            shape.head_dim,
+            shape.layout.bytes_per_token(shape.head_dim, dtype.itemsize) // dtype.itemsize,
         )
         # Zeros, not empty: a kernel may read a masked slot that was never written, and 0 * nan is
         # nan.
@@ -74,6 +74,11 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return 2 * self.k.numel() * self.k.element_size()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of K and V of one token in all layers and heads."""
+        return self.num_bytes // (self.shape.num_blocks * self.shape.block_size)
 
     def allocate(self, row: int, num_tokens: int) -> None:
         """Give `row` enough blocks for `num_tokens`. Raises ValueError when the pool is

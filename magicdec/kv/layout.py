@@ -1,10 +1,11 @@
 """Layouts of a KV cache's storage: in which order a block's numbers lie in memory.
 
-Owns the two orders and reading and writing tokens in them. A backend asks for the one its kernel
-reads fastest (`AttentionBackend.layout`); nobody else needs to know which it is.
+Owns the orders of floating-point numbers (`int8_layout` has that of int8) and reading and writing
+tokens in them. A backend asks for the one its kernel reads fastest (`AttentionBackend.layout`);
+nobody else needs to know which it is.
 
-Shapes: a pool is one of K or V, [layers, blocks, G, block_size, D]; a slot is the address of one
-token of one head (`cache.py`); N slots, D head size.
+Shapes: a pool is one of K or V, [layers, blocks, G, block_size, D], or what a token takes for D; a
+slot is the address of one token of one head (`cache.py`); N slots, D head size.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ class Layout(Protocol):
     """`block_multiple` divides the block size of a cache laid out so."""
 
     block_multiple: int
+
+    def bytes_per_token(self, head_dim: int, itemsize: int) -> int:
+        """Of one token of one head in a pool of K or V, for numbers of `itemsize` bytes."""
+        ...
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
         """A copy of K at slots [N] in all layers of the pool: [layers, N, D]."""
@@ -39,6 +44,9 @@ class Plain:
 
     block_multiple = 1
 
+    def bytes_per_token(self, head_dim: int, itemsize: int) -> int:
+        return head_dim * itemsize
+
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
         return _tokens(pool).index_select(1, slots)
 
@@ -55,6 +63,9 @@ class Tiled:
     memory and the product."""
 
     block_multiple = TILE
+
+    def bytes_per_token(self, head_dim: int, itemsize: int) -> int:
+        return head_dim * itemsize
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
         found = _key_tiles(pool)[:, slots // TILE, :, slots % TILE]  # [N, layers, D / 2, 2]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from magicdec.build import load_library, share_openmp
 
 SOURCE = Path(__file__).with_name("linear.cpp")
-HEADERS = (SOURCE.parents[1] / "bf16.h",)
+HEADERS = (SOURCE.parents[1] / "bf16.h", SOURCE.parents[1] / "int8.h")
 WIDTH = 64  # outputs of a block of weights
 
 

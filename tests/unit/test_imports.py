@@ -31,7 +31,7 @@ HEIGHT |= {
 # Files of a package of alternatives share these, and never import each other.
 SHARED = {
     "attention": {"backend"},
-    "kv": {"cache", "layout", "policy"},
+    "kv": {"cache", "layout", "int8_layout", "policy"},
     "decoding": {
         *("strategy", "drafter", "reader", "draft_length", "forecast"),
         *("sampling", "randomness", "verification"),
@@ -60,10 +60,8 @@ def allowed(importer: str, imported: str) -> bool:
     if here == "analysis":
         return imported == "bench.record"
     if (here, there) == ("attention", "kv"):
-        return file in {
-            "layout",
-            "policy",
-        }  # what a backend reads is a view, in an order it asked for
+        # What a backend reads is a view, in an order it asked for.
+        return file in {"layout", "int8_layout", "policy"}
     return HEIGHT[there] < HEIGHT[here]
 
 

@@ -102,6 +102,21 @@ RUNS = {
     "snapkv sdpa": RunConfig(
         decoding=SELF, kv=KVSection("snapkv", 40), attention=AttentionSection("sdpa")
     ),
+    "int8 snapkv": RunConfig(
+        decoding=SELF, kv=KVSection("snapkv", 40, draft_kv_dtype="int8"),
+        attention=AttentionSection("sdpa"),
+    ),
+    "int8 rolling draft": RunConfig(
+        model=TargetSection(), draft=DraftSection(), kv=KVSection(budget=33, draft_kv_dtype="int8"),
+        decoding=DecodingSection("speculative", "model", 3),
+        attention=AttentionSection("sdpa", prefill_chunk=20),
+        workload=replace(SMALL, prefix_len=300),
+    ),
+    "int8 snapkv draft": RunConfig(
+        model=TargetSection(), draft=DraftSection(),
+        kv=KVSection("snapkv", 40, draft_kv_dtype="int8"),
+        decoding=DecodingSection("speculative", "model", 3), attention=AttentionSection("sdpa"),
+    ),
     "rolling draft": RunConfig(
         model=TargetSection(), draft=DraftSection(), kv=KVSection(budget=33),
         decoding=DecodingSection("speculative", "model", 3),

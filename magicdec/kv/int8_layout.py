@@ -1,0 +1,97 @@
+"""Int8Tiled: a KV cache in int8, each token of a head with a float32 scale for its K and one for
+its V.
+
+Owns the order of these bytes and what a number becomes. A scale is that of one token, so that
+tokens are appended and forgotten without touching others; no number is off by more than half of it.
+
+Shapes as in `layout`: a pool is one of K or V, N slots, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.layout import TILE
+
+SCALE_BYTES = 4
+LARGEST = 127
+
+
+class Int8Tiled:
+    """Tiles of TILE tokens: their TILE * D numbers, then their TILE scales. A number is a byte of
+    sign and magnitude; 64 of them are two pairs for each of 16 columns, [4, 2, 4, 2]: column / 4,
+    pair, column % 4, which of the pair. Columns are tokens in K, [D / 4, TILE / 16, 64], and
+    dimensions in V, [TILE / 4, D / 16, 64]; pairs are of the other. D is a multiple of 16."""
+
+    block_multiple = TILE
+
+    def bytes_per_token(self, head_dim: int, itemsize: int) -> int:
+        return head_dim + SCALE_BYTES
+
+    def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
+        numbers, scales = _key_bytes(pool), _scales(pool)
+        tile, lane = slots // TILE, slots % TILE
+        found = numbers[:, tile, :, lane // 16, lane % 16 // 4, :, lane % 4]
+        return _widened(found.flatten(2), scales[:, tile, lane].transpose(0, 1)).transpose(0, 1)
+
+    def write_keys(self, pool: Tensor, slots: Tensor, keys: Tensor) -> None:
+        tile, lane = slots // TILE, slots % TILE
+        found, scales = _quantised(keys)
+        found = found.unflatten(2, (-1, 2, 2)).transpose(0, 1)  # [N, layers, D / 4, 2, 2]
+        _key_bytes(pool)[:, tile, :, lane // 16, lane % 16 // 4, :, lane % 4] = found
+        _scales(pool)[:, tile, lane] = scales
+
+    def read_values(self, pool: Tensor, slots: Tensor) -> Tensor:
+        tile, lane = slots // TILE, slots % TILE
+        found = _value_bytes(pool)[:, tile, lane // 4, :, :, lane % 4 // 2, :, lane % 2]
+        scales = _scales(pool)[:, tile, lane].transpose(0, 1)
+        return _widened(found.flatten(2), scales).transpose(0, 1)
+
+    def write_values(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
+        tile, lane = slots // TILE, slots % TILE
+        found, scales = _quantised(values)
+        found = found.unflatten(2, (-1, 4, 4)).transpose(0, 1)  # [N, layers, D / 16, 4, 4]
+        _value_bytes(pool)[:, tile, lane // 4, :, :, lane % 4 // 2, :, lane % 2] = found
+        _scales(pool)[:, tile, lane] = scales
+
+
+def _quantised(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """numbers [layers, N, D] to bytes of that shape and scales [layers, N]."""
+    wide = numbers.float()
+    scales = wide.abs().amax(2) / LARGEST
+    inverse = torch.where(scales > 0, 1 / scales, 0).unsqueeze(2)
+    magnitude = (wide.abs() * inverse).round().to(torch.uint8)
+    return (magnitude + (wide < 0).to(torch.uint8) * 128).view(torch.int8), scales
+
+
+def _widened(found: Tensor, scales: Tensor) -> Tensor:
+    """Bytes [N, layers, D] and scales [N, layers] to float32."""
+    signed = found.view(torch.uint8)
+    magnitude = (signed & LARGEST).float()
+    return torch.where(signed > LARGEST, -magnitude, magnitude) * scales.unsqueeze(2)
+
+
+def _tiles(pool: Tensor) -> Tensor:
+    """[layers, tiles, bytes of one]."""
+    return pool.view(pool.shape[0], -1, TILE * pool.shape[-1])
+
+
+def _numbers(pool: Tensor) -> Tensor:
+    return _tiles(pool)[..., : -TILE * SCALE_BYTES]
+
+
+def _key_bytes(pool: Tensor) -> Tensor:
+    return _numbers(pool).unflatten(2, (-1, TILE // 16, 4, 2, 4, 2))
+
+
+def _value_bytes(pool: Tensor) -> Tensor:
+    return _numbers(pool).unflatten(2, (TILE // 4, -1, 4, 2, 4, 2))
+
+
+def _scales(pool: Tensor) -> Tensor:
+    """float32 [layers, tiles, TILE]."""
+    return _tiles(pool)[..., -TILE * SCALE_BYTES :].view(torch.float32)
+
+
+INT8_TILED = Int8Tiled()
