@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -339,3 +341,15 @@ def test_this_machine_says_something() -> None:
 def test_describe() -> None:
     plan = MemoryPlan(1_500_000_000, 2_000_000_000, working=10_000_000)
     assert plan.describe() == "3.51 GB (weights 1.50, KV 2.00, working 0.01)"
+
+
+def test_a_model_is_made_without_torchs_compiler() -> None:
+    """Which would be imported to draw an embedding that nobody reads: 130 MB of every process."""
+    code = (
+        "import sys, torch; from magicdec.model.presets import PRESETS\n"
+        "from magicdec.model.transformer import Transformer\n"
+        "with torch.device('meta'): model = Transformer(PRESETS['llama-68m'].config)\n"
+        "assert model.embedding.weight.is_meta and 'torch._dynamo' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
