@@ -55,10 +55,11 @@ class DraftSection:
         device: str,
         machine: Machine,
         head_dim: int,
+        dtype: str = "float32",
     ) -> DraftSection:
         """Every None as it will run; `asked` is the attention backend that the user named."""
         backend, reason = self.backend, self.backend_reason
         if reason is None:
-            backend, reason = choose_backend(asked, device, machine, head_dim)
+            backend, reason = choose_backend(asked, device, machine, head_dim, dtype)
         ranks = self.rank_group or target_ranks[:1]
         return replace(self, rank_group=ranks, backend=backend, backend_reason=reason)

@@ -13,6 +13,10 @@ ATTENTION_BACKENDS = {
     "sdpa": "magicdec.attention.sdpa:SDPABackend",
     "grouped": "magicdec.attention.grouped:GroupedBackend",
     "native": "magicdec.attention.native:NativeBackend",
+    "triton": "magicdec.attention.triton:TritonBackend",
+    "varlen": "magicdec.attention.varlen:VarlenBackend",
+    "flash_attn": "magicdec.attention.flash_attn:FlashAttnBackend",
+    "flashinfer": "magicdec.attention.flashinfer:FlashInferBackend",
 }
 KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",

@@ -4,16 +4,19 @@ Host names are left out."""
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from magicdec.build import find_compiler
 from magicdec.distributed.groups import Launch
-from magicdec.machine import Machine
+from magicdec.machine import CUDA_ONLY, Machine
+from magicdec.names import ATTENTION_BACKENDS
 
 
 def probe_machine(launch: Launch) -> Machine:
@@ -21,18 +24,27 @@ def probe_machine(launch: Launch) -> Machine:
     import torch
 
     flags = _cpu_field("flags").split()
+    has_cuda = torch.cuda.is_available()
     return Machine(
         num_cpus=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
-        has_cuda=torch.cuda.is_available(),
+        has_cuda=has_cuda,
         has_compiler=find_compiler() is not None,
         has_shared_memory=Path("/dev/shm").is_dir(),
         has_avx512_bf16="avx512_bf16" in flags,
         has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
+        missing_backends=missing_backends(("triton", *CUDA_ONLY) if has_cuda else ("triton",)),
     )
+
+
+def missing_backends(names: Sequence[str]) -> dict[str, str]:
+    """What those attention backends need and do not find here. Loads none of their libraries."""
+    modules = [importlib.import_module(ATTENTION_BACKENDS[n].partition(":")[0]) for n in names]
+    found = zip(names, (module.missing_parts() for module in modules), strict=True)
+    return {name: missing for name, missing in found if missing}
 
 
 def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> dict[str, Any]:

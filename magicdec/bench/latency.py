@@ -23,6 +23,7 @@ from magicdec.checks import MOST_WATCHED, check_budget
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import settled
 from magicdec.names import KV_POLICIES
 from magicdec.sections import KVSection
 
@@ -71,11 +72,11 @@ def main() -> NoReturn:
     from magicdec.bench.latency_report import as_dict, print_table, write_files
 
     try:
-        environment, rows = measure(asked.config, asked.grid, source, launch)
+        config, environment, rows = measure(asked.config, asked.grid, source, launch)
     except KeyboardInterrupt:
         sys.exit(130)
     if launch.rank == 0:
-        found = as_dict(asked.config, asked.grid, source, environment, rows)
+        found = as_dict(config, asked.grid, source, environment, rows)
         print_table(found)
         try:
             write_files(found, asked.json_path, asked.csv_path)
@@ -203,6 +204,7 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource]:
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)
-    check_scores(config.attention.backend, config.model.dtype, "--model", source)
+    backend = settled(config.attention.backend, config.attention.backend_reason)
+    check_scores(backend, config.model.dtype, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     return replace(asked, config=config), source

@@ -19,6 +19,7 @@ from magicdec.config import RunConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.policy import MASS_BLOCK, make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.machine import CUDA_ONLY
 from magicdec.model.checkpoint import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 from magicdec.names import ATTENTION_BACKENDS, load_named
@@ -193,6 +194,10 @@ def _attention_bytes(
         return B * S * per_layer + B * T * S * (1 + size)
     if backend == "native" and (T == 1 or size == 2):
         return 0
+    if backend == "triton":  # splits are only made until the processors are busy: a few megabytes
+        return 0
+    if backend in CUDA_ONLY:  # what a view that is not full gathers
+        return B * S * per_layer
     if T >= 32:  # grouped, or what native hands to it: torch's fused kernel with a mask
         return B * T * S * (1 + size)
     if backend == "native":

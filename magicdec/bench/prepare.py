@@ -18,6 +18,7 @@ from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import settled
 from magicdec.model.checkpoint import ModelSource, find_model
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.model.weight_map import weight_map
@@ -91,7 +92,8 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         check_draft(config, source, draft)
         assert config.draft is not None, "a draft was found for it"
         draft_flag = flag_of(config.draft, "model")
-        check_scores(config.draft.backend, config.model.dtype, draft_flag, draft)
+        backend = settled(config.draft.backend, config.draft.backend_reason)
+        check_scores(backend, config.model.dtype, draft_flag, draft)
     # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
     # large.
     described = find_model("--model", "demo") if source.tokenizer_directory is None else source
@@ -134,7 +136,8 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
-    check_scores(config.attention.backend, config.model.dtype, flag, source)
+    backend = settled(config.attention.backend, config.attention.backend_reason)
+    check_scores(backend, config.model.dtype, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from magicdec.bench.answers import answer_score
 from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
+from magicdec.bench.fastest_backend import settle
 from magicdec.bench.loading import load_model, make_backend, make_draft
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
 from magicdec.bench.prepare import Prepared
@@ -201,6 +202,9 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
         config.parallel.collectives,
         None if config.draft is None else config.draft.rank_group,
     )
+    draft = prepared.draft_source and prepared.draft_source.config
+    config = settle(config, prepared.source.config, draft, groups.target, rank_device(prepared))
+    prepared = replace(prepared, config=config)
     run = Run(prepared, groups, make_progress(is_leader))
     bandwidth = read_bandwidth(groups.target, run.device)
     prefill = run.measure()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_attention import BACKENDS, HEADS, TOLERANCE, fill, written_out
+from test_attention import BACKENDS, DTYPES, HEADS, TOLERANCE, cases, fill, written_out
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
@@ -41,7 +41,8 @@ class Scattered:
         # Empty ranges before, after, and between.
         return torch.tensor(
             [[[[*r, *[r[-1][1:] * 2] * (most - len(r))] for r in row] for row in layer]
-             for layer in heads]
+             for layer in heads],
+            device=committed.device,
         )  # fmt: skip
 
     def runs(self, committed: int) -> list[list[int]]:
@@ -95,7 +96,7 @@ def make_case(
 ) -> Case:  # fmt: skip
     cache, k, v = fill(backend, heads[1], heads[2], LENGTHS, dtype)
     view = make_view(cache, rows, policy, num_new, [COMMITTED[r] for r in rows])
-    return Case(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(dtype), k, v)
+    return Case(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(k), k, v)
 
 
 def written_mass(q: Tensor, k: Tensor, keys: list[int], first: int, num_blocks: int) -> Tensor:
@@ -108,9 +109,7 @@ def written_mass(q: Tensor, k: Tensor, keys: list[int], first: int, num_blocks: 
     return mass
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, DTYPES), ids=str)
 def test_every_head_reads_its_own_ranges(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -127,9 +126,9 @@ def test_every_head_reads_its_own_ranges(
             assert (out[i, :, own].double() - expected).abs().max() < TOLERANCE[dtype], (i, g)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "heads", "dtype"), cases(HEADS, DTYPES, need_mass=True), ids=str
+)
 def test_mass_is_what_the_softmax_gives_each_block(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
