@@ -3,7 +3,7 @@ from the paged cache in splits that are merged by their log-sum-exp.
 
 Owns how a forward is cut into programs. Prefill, decoding and verification are the same kernel; a
 long chunk has enough tiles of queries and is not split. On a CPU the same kernels run in Triton's
-interpreter: right, and thousands of times slower, for tests.
+interpreter: right, and far slower, for tests.
 """
 
 from __future__ import annotations
@@ -174,15 +174,13 @@ def load_kernels(device: str) -> ModuleType:
     interpret = device == "cpu"
     if interpret and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
-    from triton import knobs
+    from magicdec.attention import triton_kernels
 
-    if bool(knobs.runtime.interpret) != interpret:
+    if (type(triton_kernels.append).__name__ == "InterpretedFunction") != interpret:
         raise ValueError(
             f"--attention triton --device {device}: TRITON_INTERPRET must be "
             f"{'1' if interpret else 'unset'} when triton is first imported; set it so"
         )
-    from magicdec.attention import triton_kernels
-
     return triton_kernels
 
 

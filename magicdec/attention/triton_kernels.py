@@ -132,7 +132,8 @@ def attend_split(
 
     place = ((split * tl.num_programs(0) + row) * num_new + token).to(tl.int64) * num_heads
     place += query_head
-    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)  # nothing seen: the sums are 0, `most` says so
+    sums = sums / total[:, None]
     out_address = out + place[:, None] * SIZE + d[None, :]
     tl.store(out_address, sums.to(out.dtype.element_ty), mask=is_query[:, None] & inside[None, :])
     tl.store(lse + place, (most + tl.log2(total)) / LOG2E, mask=is_query)

@@ -57,7 +57,8 @@ class VarlenBackend:
         keys, values = gather_keys(layer, chosen, view)  # [S, N, 1, D]
         queries = split_heads(q, k.shape[2])
         starts = torch.arange(len(keys) + 1, dtype=torch.int32, device=q.device) * keys.shape[1]
-        out = self._call(queries, keys.flatten(0, 1), values.flatten(0, 1), starts, chosen.lengths)
+        texts = keys.flatten(0, 1), values.flatten(0, 1)
+        out = self._call(queries, *texts, starts, chosen.lengths, keys.shape[1])
         return join_heads(out, q.shape[0])
 
     def run_with_mass(
@@ -72,16 +73,21 @@ class VarlenBackend:
         starts = torch.cat([first, first[-1:]]).to(torch.int32)
         lengths = (view.seq_lens + view.num_new).to(torch.int32)
         keys, values = as_one_text(cache.k[layer]), as_one_text(cache.v[layer])
-        return self._call(q, keys, values, starts, lengths)
+        longest = max(view.lengths) + view.num_new
+        return self._call(q, keys, values, starts, lengths, longest)
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-        """q [S,T,H,D] over stretches of k, v [tokens, G, D] that begin at `starts` [S+1]."""
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int
+    ) -> Tensor:
+        """q [S,T,H,D] over stretches of k, v [tokens, G, D] that begin at `starts` [S+1] and are
+        `lengths` [S] long."""
         num_new = q.shape[1]
         queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * num_new
-        out: Tensor = self._attend(
-            q.flatten(0, 1), k, v, queries, starts, num_new, len(k),
+        out = self._attend(
+            q.flatten(0, 1), k, v, queries, starts, num_new, longest,
             window_size=CAUSAL, enable_gqa=True, seqused_k=lengths,
         )  # fmt: skip
+        assert isinstance(out, Tensor), "the log-sum-exp was not asked for"
         return out.view(q.shape)
 
 

@@ -195,12 +195,13 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource]:
     """Resolve the config and check the grid against the model. Raises ValueError as `parse`
     does."""
     from magicdec.bench.environment import probe_machine
-    from magicdec.bench.prepare import check_length, check_scores
+    from magicdec.bench.prepare import check_interpreter, check_length, check_scores
     from magicdec.model.checkpoint import find_model
 
     source = find_model("--model", asked.config.model.model)
     model = source.config
     config = asked.config.resolve(probe_machine(launch), model.cached_head_dim)
+    check_interpreter(config)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)

@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from magicdec.attention.triton import load_kernels
 from magicdec.bench.draft_checks import check_draft
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.free_memory import free_device_memory
@@ -87,6 +88,7 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
     )
+    check_interpreter(config)
     check_fits(config, source, launch.world_size)
     if draft is not None:
         check_draft(config, source, draft)
@@ -115,6 +117,13 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     free = free_device_memory(config.parallel.device, launch.local_rank)
     memory = check_memory(config, models, launch, free)
     return Prepared(config, launch, source, tokenizer, described.name, workload, draft, memory)
+
+
+def check_interpreter(config: RunConfig) -> None:
+    """Load Triton where it is to be interpreted, before anything else does: it decides then."""
+    backends = {config.attention.backend, config.draft and config.draft.backend}
+    if "triton" in backends and config.parallel.device == "cpu":
+        load_kernels("cpu")
 
 
 def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:

@@ -202,7 +202,7 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
         config.parallel.collectives,
         None if config.draft is None else config.draft.rank_group,
     )
-    draft = prepared.draft_source and prepared.draft_source.config
+    draft = None if prepared.draft_source is None else prepared.draft_source.config
     config = settle(config, prepared.source.config, draft, groups.target, rank_device(prepared))
     prepared = replace(prepared, config=config)
     run = Run(prepared, groups, make_progress(is_leader))

@@ -9,7 +9,7 @@ without it what can be tested of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import pytest
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
-from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flashinfer import FlashInferBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.attention.varlen import VarlenBackend
@@ -50,9 +50,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 HAS_CUDA = torch.cuda.is_available()
 
 
-def cases(*axes: Sequence[object], need_mass: bool = False) -> Iterator[object]:
+def cases(*axes: Sequence[object], need_mass: bool = False) -> list[object]:
     """(backend's name, one of each axis): all that the backend serves, or every fifth where it is
     interpreted. Axes hold heads and dtypes, and what any backend serves."""
+    found: list[object] = []
     for name in BACKENDS:
         kind, _, _ = name.partition(",")
         if need_mass and kind in WITHOUT_MASS:
@@ -63,7 +64,8 @@ def cases(*axes: Sequence[object], need_mass: bool = False) -> Iterator[object]:
         marks = [pytest.mark.cuda] if kind in CUDA_ONLY else []
         if kind == "triton" and find_spec("triton") is None:
             marks = [pytest.mark.skip(reason="triton is not installed")]
-        yield from (pytest.param(name, *chosen, marks=marks) for chosen in kept)
+        found += [pytest.param(name, *chosen, marks=marks) for chosen in kept]
+    return found
 
 
 def is_served(kind: str, chosen: Sequence[object]) -> bool:

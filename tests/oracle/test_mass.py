@@ -126,9 +126,7 @@ def test_every_head_reads_its_own_ranges(
             assert (out[i, :, own].double() - expected).abs().max() < TOLERANCE[dtype], (i, g)
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "dtype"), cases(HEADS, DTYPES, need_mass=True), ids=str
-)
+@pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, DTYPES, need_mass=True), ids=str)
 def test_mass_is_what_the_softmax_gives_each_block(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
