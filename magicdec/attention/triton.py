@@ -21,7 +21,6 @@ from torch import Tensor
 from magicdec.kv.policy import KVView
 
 BLOCK_SIZE = 64  # tokens of a KV block: a tile of keys lies in one or two
-MOST_QUERIES = 64  # packed queries of a tile
 LEAST_SPLIT = 128  # keys: below, merging costs more than it brings
 MOST_SPLITS = 64
 INTERPRETED_PROGRAMS = 4  # that a CPU is asked for at least, so that tests split as a GPU does
@@ -79,18 +78,20 @@ class Call:
         cache, self.ranges = view.cache, view.layer_ranges(layer).contiguous()
         self.k_pool, self.v_pool = cache.k[layer], cache.v[layer]
         group = self.num_heads // num_kv_heads
-        packed = self.num_new * group
-        block_m = max(16, min(MOST_QUERIES, _next_power(packed)))
+        packed, block_d = self.num_new * group, max(16, _next_power(size))
+        interpreted = q.device.type == "cpu"
+        most_queries, block_n, num_warps = choose_tile(q.dtype, block_d, interpreted)
+        block_m = max(16, min(most_queries, _next_power(packed)))
         self.num_tiles = -(-packed // block_m)
-        block_d = max(16, _next_power(size))
         self.head: dict[str, Any] = {"SIZE": size, "BLOCK_D": block_d}
         self.tile: dict[str, Any] = {
             "GROUP": group,
             "BLOCK_M": block_m,
-            "BLOCK_N": 64 if block_d <= 128 else 32,
+            "BLOCK_N": block_n,
             "BLOCK_SIZE": cache.shape.block_size,
-            "IN_FLOAT32": q.device.type == "cpu",
-            "num_warps": 4 if block_d <= 128 else 8,
+            "IN_FLOAT32": interpreted,
+            "num_warps": num_warps,
+            "num_stages": 3,
         } | self.head
 
     @property
@@ -124,7 +125,7 @@ class Call:
         programs = (self.rows, self.num_kv_heads * self.num_tiles, num_splits)
         self.kernels.attend_split[programs](
             self.q, self.k_pool, self.v_pool, *self._addressing(), parts, part_lse,
-            *self._sizes(), split_keys, **self.tile,
+            *self._sizes(), split_keys, IS_FULL=self.view.is_full, **self.tile,
         )  # fmt: skip
         if num_splits == 1:
             return parts[0], part_lse[0]
@@ -159,6 +160,17 @@ class Call:
             self.view.cache.block_table.shape[1], *self.q.stride()[:2],
             self.ranges.shape[2], self.ranges.stride(0), heads_differ * self.ranges.stride(1),
         )  # fmt: skip
+
+
+def choose_tile(dtype: torch.dtype, block_d: int, interpreted: bool) -> tuple[int, int, int]:
+    """(most packed queries, keys, warps) of a tile: what the compiler fits into registers without
+    spilling, for GPUs since Ampere. Float32 is multiplied without tensor cores, to be exact: its
+    products are written out, and larger tiles would take minutes to compile."""
+    if interpreted:
+        return 64, 64, 1
+    if dtype == torch.float32:
+        return 16, 16, 8
+    return (64, 64, 4) if block_d <= 128 else (64, 32, 8)
 
 
 def choose_split(num_keys: int, num_programs: int, num_processors: int) -> int:

@@ -23,20 +23,20 @@ MASS_BLOCK = tl.constexpr(16)  # keys whose probability is summed up; `kv.policy
 @triton.jit
 def _count_keys(ranges, num_ranges):
     """Keys that the ranges hold."""
-    total = tl.load(ranges + 1) - tl.load(ranges)
+    total = (tl.load(ranges + 1) - tl.load(ranges)).to(tl.int32)
     for r in range(1, num_ranges):
-        total += tl.load(ranges + 2 * r + 1) - tl.load(ranges + 2 * r)
-    return total.to(tl.int32)
+        total += (tl.load(ranges + 2 * r + 1) - tl.load(ranges + 2 * r)).to(tl.int32)
+    return total
 
 
 @triton.jit
 def _find_positions(keys, ranges, num_ranges):
-    """Positions of the visible `keys` [N], counted along the ranges; -1 past the last."""
-    positions = keys.to(tl.int64) * 0 - 1
-    before = tl.load(ranges) * 0
+    """Positions of the visible `keys` [N], int32, counted along the ranges; -1 past the last."""
+    positions = keys * 0 - 1
+    before = tl.load(ranges).to(tl.int32) * 0
     for r in range(num_ranges):
-        start = tl.load(ranges + 2 * r)
-        size = tl.load(ranges + 2 * r + 1) - start
+        start = tl.load(ranges + 2 * r).to(tl.int32)
+        size = tl.load(ranges + 2 * r + 1).to(tl.int32) - start
         inside = (keys >= before) & (keys < before + size)
         positions = tl.where(inside, start + keys - before, positions)
         before += size
@@ -84,12 +84,13 @@ def attend_split(
     q, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse,
     scale, num_new, num_heads, table_width, q_row, q_token,
     num_ranges, ranges_row, ranges_head, split_keys,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    IS_FULL: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One tile of packed queries against keys `split * split_keys` on: out [splits,B,T,H,D], the
     softmax over those keys alone, and its log-sum-exp, float32 [splits,B,T,H]; 0 and -inf where
-    none is visible. Programs: (B, G * query tiles, splits); `GROUP` is H/G."""
+    none is visible. `IS_FULL` where rows see all they hold; `GROUP` is H/G. Programs: (B, G * query
+    tiles, splits)."""
     row, split = tl.program_id(0), tl.program_id(2)
     num_kv_heads = num_heads // GROUP
     head, tile = tl.program_id(1) % num_kv_heads, tl.program_id(1) // num_kv_heads
@@ -98,7 +99,7 @@ def attend_split(
     is_query, inside = token < num_new, d < SIZE
     query_address = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
     queries = tl.load(q + query_address, mask=is_query[:, None] & inside[None, :], other=0.0)
-    seen_until = tl.load(seq_lens + row) + token  # the last position that a query sees
+    seen_until = tl.load(seq_lens + row).to(tl.int32) + token  # the last position that a query sees
 
     own_ranges = ranges + row * ranges_row + head * ranges_head
     table = block_table + tl.load(rows + row) * table_width
@@ -112,7 +113,10 @@ def attend_split(
     sums = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
     for first in range(first_key, last_key, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        positions = _find_positions(key, own_ranges, num_ranges)
+        if IS_FULL:  # noqa: SIM108 - no loop inside: then loads run ahead of the arithmetic
+            positions = key
+        else:
+            positions = _find_positions(key, own_ranges, num_ranges)
         valid = key < last_key
         slots = _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE)
         address = slots[:, None] * SIZE + d[None, :]
@@ -176,7 +180,7 @@ def sum_mass(
     num_kv_heads = num_heads // GROUP
     d = tl.arange(0, BLOCK_D)
     inside = d < SIZE
-    positions = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     own_ranges = ranges + row * ranges_row + head * ranges_head
     visible = positions < 0
     for r in range(num_ranges):
@@ -187,7 +191,7 @@ def sum_mass(
     address = slots[:, None] * SIZE + d[None, :]
     keys = tl.load(k_pool + address, mask=visible[:, None] & inside[None, :], other=0.0)
     any_visible = tl.max(visible.to(tl.int32), 0)
-    seq_len = tl.load(seq_lens + row)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
     sums = tl.full((BLOCK_N,), 0.0, tl.float32)
     for first in range(0, num_new * GROUP * any_visible, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)

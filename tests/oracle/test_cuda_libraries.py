@@ -29,11 +29,13 @@ from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flash_attn import missing_parts as flash_attn_missing
 from magicdec.attention.flashinfer import FlashInferBackend
 from magicdec.attention.flashinfer import missing_parts as flashinfer_missing
+from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.varlen import VarlenBackend, as_one_text
 from magicdec.attention.varlen import missing_parts as varlen_missing
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import make_view
+from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.machine import CUDA_ONLY
 from magicdec.sections import KVSection
 
@@ -76,6 +78,24 @@ class TestContract:
         self, backend: str, heads: tuple[int, int, int]
     ) -> None:
         reads_its_own_ranges(backend, heads, torch.float32)
+
+    @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 11)], ids=repr)
+    def test_blocks_of_another_size(self, backend: str, policy: FullKV | StreamingLLM) -> None:
+        """A rolling cache chooses its own."""
+        torch.manual_seed(0)
+        shape, cpu = CacheShape(1, 2, 16, 24, 12), torch.device("cpu")
+        cache = KVCache(shape, 2, 6, torch.float32, cpu)
+        cache.k.normal_(), cache.v.normal_()
+        for row, length in enumerate((70, 31)):
+            cache.allocate(row, 80)
+            cache.advance([row], length)
+        view = make_view(cache, [1, 0], policy, 3)
+        inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
+        outputs = []
+        for built in (BACKENDS[backend](), SDPABackend(24)):
+            built.plan(view)
+            outputs.append(built.run(0, *inputs, view))
+        assert (outputs[0] - outputs[1]).abs().max() < 1e-5
 
     @pytest.mark.parametrize(
         "kv", [KVSection("streaming_llm", 17, 4), KVSection("snapkv", 20, window_size=3)]

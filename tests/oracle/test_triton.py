@@ -7,10 +7,19 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    Launch,
+    decode_both,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
@@ -146,6 +155,58 @@ def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
     plain = make_runner(model, len(lengths), 64, SDPABackend())
     reference, _, _ = decode_both(plain, make_requests(prompts, 12), kv, 3, chunk=24)
     assert baseline == reference
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import torch
+from magicdec.attention import triton_kernels
+from magicdec.attention.triton import choose_tile
+
+BLOCK_M, BLOCK_N, num_warps = choose_tile(torch.bfloat16, 128, interpreted=False)
+CONSTANTS = {
+    "IS_FULL": True, "GROUP": 4, "SIZE": 80, "BLOCK_D": 128, "BLOCK_M": BLOCK_M,
+    "BLOCK_N": BLOCK_N, "BLOCK_SIZE": 64, "IN_FLOAT32": False, "BLOCK_G": 8, "BLOCK_S": 16,
+}
+TYPES = dict.fromkeys(("q", "k", "v", "k_pool", "v_pool"), "*bf16")
+TYPES |= dict.fromkeys(("block_table", "rows", "seq_lens", "ranges"), "*i64")
+TYPES |= dict.fromkeys(("out", "lse", "parts", "part_lse", "mass"), "*fp32") | {"scale": "fp32"}
+for name in ("append", "attend_split", "merge_splits", "sum_mass"):
+    names = getattr(triton_kernels, name).arg_names
+    signature = {n: "constexpr" if n in CONSTANTS else TYPES.get(n, "i32") for n in names}
+    constants = {(i,): CONSTANTS[n] for i, n in enumerate(names) if n in CONSTANTS}
+    source = ASTSource(getattr(triton_kernels, name), signature, constants)
+    options = {"num_warps": num_warps, "num_stages": 3}
+    made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
+    assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, name
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """To machine code for compute capability 8.0, within the shared memory of 8.6. What the
+    interpreter lets pass, a compiler may not. Triton brings its assembler along."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
+def test_the_driver_interprets_and_says_so(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for it on a CPU need set nothing."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    asked = "--attention triton --device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 3"
+    few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18"
+    place = ("--model", tiny_checkpoint, "--dataset", text_file)
+    done = launch("selfspec_benchmark.py", *asked.split(), *few.split(), *place)
+    assert done.returncode == 0, done.stderr
+    assert "--attention triton: asked for; interpreted on a CPU" in done.stderr
+    assert "no difference" in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
