@@ -85,7 +85,8 @@ def attend_split(
     scale, num_new, num_heads, table_width, q_row, q_token,
     num_ranges, ranges_row, ranges_head, split_keys,
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One tile of packed queries against keys `split * split_keys` on: out [splits,B,T,H,D], the
     softmax over those keys alone, and its log-sum-exp, float32 [splits,B,T,H]; 0 and -inf where
