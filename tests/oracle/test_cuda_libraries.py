@@ -22,6 +22,7 @@ from test_attention import (
 from test_attention import (
     test_backend_equals_attention_written_out as equals_written_out,
 )
+from test_mass import Scattered
 from test_mass import test_every_head_reads_its_own_ranges as reads_its_own_ranges
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from magicdec.attention.varlen import VarlenBackend, as_one_text
 from magicdec.attention.varlen import missing_parts as varlen_missing
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
-from magicdec.kv.policy import make_view
+from magicdec.kv.policy import KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.machine import CUDA_ONLY
 from magicdec.sections import KVSection
@@ -60,6 +61,16 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return install(request.param, monkeypatch)
 
 
+def filled_view(policy: Visible) -> KVView:
+    """Three new tokens over two rows of random keys, two layers, in blocks of 24."""
+    cache = KVCache(CacheShape(2, 2, 16, 24, 12), 2, 6, torch.float32, torch.device("cpu"))
+    cache.k.normal_(), cache.v.normal_()
+    for row, length in enumerate((70, 31)):
+        cache.allocate(row, 80)
+        cache.advance([row], length)
+    return make_view(cache, [1, 0], policy, 3)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins compute on the CPU")
 class TestContract:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,17 +90,21 @@ class TestContract:
     ) -> None:
         reads_its_own_ranges(backend, heads, torch.float32)
 
+    def test_every_layer_reads_its_own_ranges(self, backend: str) -> None:
+        torch.manual_seed(0)
+        view = filled_view(Scattered(kv_heads=2, share=0.4))
+        inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
+        built, plain = BACKENDS[backend](), SDPABackend(24)
+        built.plan(view), plain.plan(view)
+        for layer in (0, 1, 0):
+            out, expected = (each.run(layer, *inputs, view) for each in (built, plain))
+            assert (out - expected).abs().max() < 1e-5, layer
+
     @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 11)], ids=repr)
     def test_blocks_of_another_size(self, backend: str, policy: FullKV | StreamingLLM) -> None:
         """A rolling cache chooses its own."""
         torch.manual_seed(0)
-        shape, cpu = CacheShape(1, 2, 16, 24, 12), torch.device("cpu")
-        cache = KVCache(shape, 2, 6, torch.float32, cpu)
-        cache.k.normal_(), cache.v.normal_()
-        for row, length in enumerate((70, 31)):
-            cache.allocate(row, 80)
-            cache.advance([row], length)
-        view = make_view(cache, [1, 0], policy, 3)
+        view = filled_view(policy)
         inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
         outputs = []
         for built in (BACKENDS[backend](), SDPABackend(24)):
