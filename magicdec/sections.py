@@ -212,5 +212,9 @@ class OutputSection:
     )
     printoutput: bool = option(False, "print the generated text", "--printoutput")
     benchmark: bool = option(
-        False, "time draft and verify apart (on CUDA this synchronises)", "--benchmark"
+        False, "time draft and verify apart on CUDA too, by events on its stream", "--benchmark"
     )
+    profile: str | None = option(
+        None, "trace an unmeasured pass of each strategy into this directory, a file a rank",
+        "--profile",
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import datetime
 import statistics
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from magicdec.bench.timing import (
     reset_peak_memory,
     synchronize,
 )
+from magicdec.bench.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.decoding.draft_length import make_draft_length
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
@@ -111,6 +113,9 @@ class Run:
         """Every batch: one prefill, then every pass from the same state; returns the prefill's
         metrics."""
         w, ttft, seconds = self.config.workload, [], 0.0
+        if self.device.type == "cuda":
+            prompt, chunk = self.prepared.workload.prompts[0], self.config.attention.prefill_chunk
+            warm_up_prefill(self.engine, prompt, chunk)
         for batch in range(w.num_batches):
             requests = self.make_requests(batch)
             name = f"prefill, batch {batch + 1} of {w.num_batches}"
@@ -122,22 +127,13 @@ class Run:
                 r.first_token_s - r.arrived_s for r in snapshots if r.first_token_s is not None
             ]
             if batch == 0:
-                self.warm_up(snapshots)
+                warm_up(self, snapshots)
             # Alternate which pass goes first, so that drift of the machine favours none.
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
                 self.measure_pass(name, snapshots)
+        if self.config.output.profile is not None:
+            profile(self, snapshots, Path(self.config.output.profile))
         return prefill_metrics(ttft, w.num_prompts * w.prefix_len, seconds)
-
-    def warm_up(self, snapshots: list[Request]) -> None:
-        rounds = self.config.workload.warmup_batches
-        with self.progress.task("warm-up", rounds * len(self.passes)) as advance:
-            for name in self.passes * rounds:
-                self.engine.rewind(snapshots)
-                untimed = PhaseTimer(self.device, enabled=False)
-                strategy = self.make_strategy(name, untimed)
-                self.engine.begin(strategy)
-                self.engine.decode(strategy)
-                advance()
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w = self.samples[name], self.config.workload
