@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from magicdec.bench.gpu_state import GpuState
 from magicdec.build import find_compiler
 from magicdec.distributed.groups import Launch
 from magicdec.machine import CUDA_ONLY, Machine
@@ -61,6 +62,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         "num_cpus": os.cpu_count(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        **GpuState().describe(),  # a run that reads the GPU fills it in
         "world_size": launch.world_size,
         "threads": torch.get_num_threads(),
         "read_bandwidth_bytes_per_s": None,  # measured in a run, which fills it in

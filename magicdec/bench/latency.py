@@ -23,7 +23,7 @@ from magicdec.checks import MOST_WATCHED, check_budget
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.machine import settled
+from magicdec.machine import check_tells_mass, settled
 from magicdec.names import KV_POLICIES
 from magicdec.sections import KVSection
 
@@ -202,6 +202,8 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource]:
     model = source.config
     config = asked.config.resolve(probe_machine(launch), model.cached_head_dim)
     check_interpreter(config)
+    for kv in asked.grid.drafts:
+        check_tells_mass(config.attention.backend, kv.resolve().policy)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)

@@ -20,6 +20,7 @@ from magicdec.bench.answers import answer_score
 from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.fastest_backend import settle
+from magicdec.bench.gpu_state import watch_gpu
 from magicdec.bench.loading import load_model, make_backend, make_draft
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
 from magicdec.bench.prepare import Prepared
@@ -65,6 +66,7 @@ class Run:
         drafted = 0 if d.strategy == BASELINE else d.most_draft_tokens
         self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
         self.device = rank_device(prepared)
+        self.gpu = watch_gpu(self.device)
         self.runner = self.make_runner(
             self.config.model.dtype, w.batch_size, self.config.attention.backend,
             self.config.model.linear,
@@ -158,6 +160,7 @@ class Run:
 
             finished = self.engine.decode(strategy, observe)
         samples.end_batch(finished, started)
+        self.gpu.read()
         self.finished[name] += [r.snapshot() for r in finished]
         read = sum(
             bytes_read(runner.model, runner.counts.minus(counts))
@@ -209,7 +212,7 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
     correctness = run.check()
     close_groups()  # not after an error: leaving a group waits for ranks that may be gone
     environment = describe_environment(prepared.launch, config.parallel.device, started)
-    environment["read_bandwidth_bytes_per_s"] = bandwidth
+    environment |= run.gpu.describe() | {"read_bandwidth_bytes_per_s": bandwidth}
     record = make_record(run, prefill, correctness, environment)
     return Outcome(record, run.finished[run.passes[-1]])
 
