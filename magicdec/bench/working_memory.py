@@ -9,6 +9,7 @@ from magicdec.bench.timing import BANDWIDTH_BYTES
 from magicdec.config import RunConfig
 from magicdec.decoding.heaviest_reader import REPLAYED
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import CUDA_ONLY
 from magicdec.model.checkpoint import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 
@@ -94,6 +95,10 @@ def _attention_bytes(
         return B * S * per_layer + B * T * S * (1 + size)
     if backend == "native" and (T == 1 or size == 2):
         return 0
+    if backend == "triton":  # splits are only made until the processors are busy: a few megabytes
+        return 0
+    if backend in CUDA_ONLY:  # what a view that is not full gathers
+        return B * S * per_layer
     if T >= 32:  # grouped, or what native hands to it: torch's fused kernel with a mask
         return B * T * S * (1 + size)
     if backend == "native":
