@@ -15,6 +15,7 @@ import torch
 from magicdec.distributed.groups import Group
 
 BANDWIDTH_BYTES = 1 << 28  # over all ranks of a host: 8 times the last-level cache of a large CPU
+GPU_BANDWIDTH_BYTES = 1 << 31  # so that a read takes many times what starting it takes
 
 
 Mark = Callable[[str], AbstractContextManager[object]]
@@ -92,7 +93,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> float:
     """Bytes a second that the group's ranks read together, all at once: the best of `repeats` sums
     over a buffer too large for any cache."""
-    share = BANDWIDTH_BYTES if device.type == "cuda" else BANDWIDTH_BYTES // group.size
+    share = GPU_BANDWIDTH_BYTES if device.type == "cuda" else BANDWIDTH_BYTES // group.size
     buffer = torch.ones(share // 4, device=device)
     rates = []
     for _ in range(repeats):

@@ -5,7 +5,7 @@ of the tensors that are then alive. Arithmetic; allocates nothing.
 from __future__ import annotations
 
 from magicdec.bench.costs import kv_bytes_per_token
-from magicdec.bench.timing import BANDWIDTH_BYTES
+from magicdec.bench.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.config import RunConfig
 from magicdec.decoding.heaviest_reader import REPLAYED
 from magicdec.distributed.tensor_parallel import Shard
@@ -47,7 +47,7 @@ def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
         + logits,
         replay_bytes(config, model, shard),
         _loading_bytes(config, model, shard),
-        BANDWIDTH_BYTES // shard.size if on_cpu else BANDWIDTH_BYTES,
+        BANDWIDTH_BYTES // shard.size if on_cpu else GPU_BANDWIDTH_BYTES,
     )
     return max(moments) + longest * model.head_dim * 4
 

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# The GPU suite: tests, attention bandwidth, forward latencies, peers, predictions. Fetches nothing.
+#
+#   scripts/gpu_suite.sh [STAGE...] [--device cuda|cpu] [--tiny] [--seconds N]
+#
+# Without a STAGE all of them, the most important first: tests attention llama31 predict peers llama2
+# demo summary. Each is a process of its own, ends within 10 minutes and writes $OUT/STAGE.json (OUT
+# defaults to results/gpu), whatever becomes of the others. A stage that is called again keeps the
+# cells that are there and measures what is missing, so that a long stage may be called repeatedly.
+# PYTHON names the interpreter; default: the first that has a torch for the device.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+out=${OUT:-results/gpu}
+all=(tests attention llama31 predict peers llama2 demo summary)
+stages=() options=() device=cuda
+while [ $# -gt 0 ]; do
+    case $1 in
+    --device) device=${2-} && options+=("$1" "$device") && shift ;;
+    --seconds) options+=("$1" "${2-}") && shift ;;
+    --out) echo "gpu_suite.sh: --out: name the directory in OUT" >&2 && exit 2 ;;
+    -*) options+=("$1") ;;
+    *) stages+=("$1") ;;
+    esac
+    shift
+done
+[ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
+for stage in "${stages[@]}"; do
+    case " ${all[*]} " in
+    *" $stage "*) ;;
+    *) echo "gpu_suite.sh: STAGE $stage is not known; choose from ${all[*]}" >&2 && exit 2 ;;
+    esac
+done
+
+fits="import sys, torch; sys.exit(not (sys.argv[1] != 'cuda' or torch.cuda.is_available()))"
+python=
+for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
+    "$candidate" -c "$fits" "$device" 2>/dev/null && python=$candidate && break
+done
+if [ -z "$python" ]; then
+    echo "gpu_suite.sh: no python here has a torch for --device $device; name one in PYTHON" >&2
+    exit 2
+fi
+export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# Where the package was never installed its metadata is missing; it is built here, without a network.
+if ! "$python" -c "from importlib.metadata import version; version('magicdec')" 2>/dev/null; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --no-compile \
+        --upgrade --target build/gpu_site . || exit 1
+    export PYTHONPATH="$PYTHONPATH:$PWD/build/gpu_site"
+fi
+"$python" - <<'VERSIONS' >&2 || exit 1
+import importlib, torch
+from importlib.util import find_spec
+print("torch", torch.__version__, "CUDA", torch.version.cuda)
+for name in ("triton", "transformers", "flash_attn", "flashinfer", "pynvml"):
+    print(name, getattr(importlib.import_module(name), "__version__", "?") if find_spec(name) else "missing")
+needed = ("numpy", "safetensors", "tokenizers", "sentencepiece", "rich", "pytest", "pytest_timeout", "hypothesis")
+missing = [name for name in needed if not find_spec(name)]
+if missing:
+    raise SystemExit(f"gpu_suite.sh: missing here: {', '.join(missing)}")
+VERSIONS
+
+failed=()
+for stage in "${stages[@]}"; do
+    timeout --kill-after=10 595 "$python" scripts/gpu_suite.py "$stage" --out "$out" \
+        ${options[@]+"${options[@]}"}
+    status=$?
+    [ $status -ne 2 ] || exit 2
+    [ $status -eq 0 ] || failed+=("$stage")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "gpu_suite.sh: not complete: ${failed[*]}" >&2
+    exit 1
+fi
