@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,24 @@ def first_refusal(launch: Launch, refusal: str) -> str:
     all ranks."""
     if launch.world_size == 1:
         return refusal
-    from torch.distributed import PrefixStore, rendezvous
-
-    ranks = range(launch.world_size)
-    store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
-    store = PrefixStore("magicdec/refusals", store)
+    store = _meeting_place(launch)
     store.set(str(launch.rank), refusal)
-    said = [store.get(str(rank)).decode() for rank in ranks]
+    said = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
         store.set("all have read", "")
     if launch.rank == 0:  # the store may be this process's own
         store.get("all have read")
     return next((text for text in said if text), "")
+
+
+@cache
+def _meeting_place(launch: Launch) -> Store:
+    """Of all ranks, before there are groups. Kept: without torchrun its server lives in rank 0, and
+    the groups will meet there too."""
+    from torch.distributed import PrefixStore, rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
+    return PrefixStore("magicdec/refusals", store)
 
 
 class Exchange(Protocol):

@@ -228,7 +228,7 @@ class Transformer(nn.Module):
 
     def pack(self) -> None:
         """Lay the weights of all products out for the kernels of `linear.cpp`, and have what lies
-        between them computed by `elementwise`. Raises ValueError unless these are bfloat16 or
+        between them computed by `elementwise`. Raises ValueError unless they are bfloat16 or
         int8."""
         for part in self.modules():
             if isinstance(part, RMSNorm | MLP | Transformer):
