@@ -165,10 +165,10 @@ def choose_fastest(
 def measure(name: str, shape: Shape, device: torch.device) -> Measured:
     """Time a backend on random keys and values, the same for every backend."""
     backend = make_backend(name)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator).to(device, shape.dtype)
+        return torch.randn(*sizes, generator=generator, device=device).to(shape.dtype)
 
     cache = _filled_cache(backend, shape, device, random)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)

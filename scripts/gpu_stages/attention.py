@@ -40,13 +40,16 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
     """Milliseconds by number of new tokens T, of a layer's `run` and of `plan` apart, and the share
     of the copy's bandwidth. Raises RuntimeError for what cannot be served here."""
     device, tokens = suite.device, suite.scale.attention_tokens
-    machine = Machine(1, has_compiler=True, missing_backends=missing_backends(CUDA_ONLY))
+    missing = missing_backends(("triton", *CUDA_ONLY))
+    machine = Machine(1, has_compiler=True, missing_backends=missing)
     obstacle = backend_obstacle(name, device.type, machine, heads.D, "bfloat16")
     if obstacle:
         raise RuntimeError(obstacle)
     needed = 2 * B * (S + max(tokens)) * heads.G * heads.D * DTYPE.itemsize
-    if device.type == "cuda" and 1.3 * needed > torch.cuda.mem_get_info()[0]:
-        raise RuntimeError(f"{needed / 1e9:.1f} GB of keys and values do not fit")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier cell held counts as taken otherwise
+        if 1.3 * needed > torch.cuda.mem_get_info()[0]:
+            raise RuntimeError(f"{needed / 1e9:.1f} GB of keys and values do not fit")
     copied = suite.results.cells["copy_bandwidth"]["bytes_per_s"]
     backend = make_backend(name)
     cache = filled_cache(backend, heads, B, S, max(tokens), device)

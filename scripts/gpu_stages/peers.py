@@ -64,7 +64,7 @@ def compare(model: Any, device: torch.device, B: int, S: int) -> dict[str, Any]:
     emitted = {}
     for name, start in (("transformers", start_transformers), ("gpt_fast_style", start_plain)):
         step = start(model, B, room)
-        with torch.inference_mode():
+        with torch.no_grad():
             found[name], emitted[name] = time_steps(step, prompts, device)
         del step
         torch.compiler.reset()

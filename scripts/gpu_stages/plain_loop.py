@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,15 +39,15 @@ class PlainLoop:
         self.embedding, self.norm = inner.embed_tokens.weight, inner.norm.weight
         self.head, self.rotary = model.lm_head.weight, inner.rotary_emb
         device, dtype = self.head.device, self.head.dtype
-        self.mask = torch.ones(S, S, dtype=torch.bool, device=device).tril_()
+        self.mask = stays(torch.ones(S, S, dtype=torch.bool, device=device).tril_())
 
         def buffer() -> Tensor:
-            return torch.zeros(B, self.G, S, self.D, dtype=dtype, device=device)
+            return stays(torch.zeros(B, self.G, S, self.D, dtype=dtype, device=device))
 
         self.layers = []
         for part in inner.layers:
             a, mlp = part.self_attn, part.mlp
-            qkv = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
+            qkv = stays(torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]))
             self.layers.append(
                 Layer(
                     part.input_layernorm.weight, qkv, a.o_proj.weight,
@@ -81,6 +82,13 @@ class PlainLoop:
         mask = self.mask[positions][None, None]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         return F.linear(out.transpose(1, 2).reshape(B, T, -1), layer.output)
+
+
+def stays(tensor: Tensor) -> Tensor:
+    """Told to the compiler: a CUDA graph may read and write it where it lies, instead of copying
+    it in."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
