@@ -1,4 +1,5 @@
-"""One stage of the GPU suite, called by `gpu_suite.sh`, which says how. Writes STAGE.json.
+"""One stage of the GPU suite, called by `gpu_suite.sh`, which says how. Writes STAGE.json,
+`summary` its summary.md.
 
 Ends with 0 if every cell of the stage is there, 1 if some failed or no time was left for them (the
 others are written), 2 for a command line that cannot be.

@@ -78,7 +78,7 @@ TINY = Scale(
     copied_bytes=1 << 22,
     peer_model="tiny",
     peer_places=((2, 64),),
-    tests=("tests/oracle/test_cuda_tokens.py",),
+    tests=("tests/unit/test_timing.py",),
     demo_prefix=256,
     demo_backends=("grouped",),
 )

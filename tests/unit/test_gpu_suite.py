@@ -43,9 +43,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_stage_leaves_its_file(tiny: Path) -> None:
     files = {path.name for path in tiny.iterdir()}
-    assert files == {f"{stage}.json" for stage in gpu_suite.STAGES} | {"summary.md"}
-    assert len(files) <= 9
-    for stage in gpu_suite.STAGES:
+    measured = set(gpu_suite.STAGES) - {"summary"}
+    assert files == {f"{stage}.json" for stage in measured} | {"summary.md"}
+    for stage in measured:
         found = json.loads((tiny / f"{stage}.json").read_text())
         assert found["cells"] and not found["failed"] and not found["left"], stage
         assert found["made_with"]["tiny"] and found["made_with"]["device"] == "cpu"
@@ -67,7 +67,7 @@ def test_what_the_stages_hold(tiny: Path) -> None:
     (peer,) = load_cells(tiny / "peers.json").values()
     assert peer["agreeing_tokens"] == 1.0, "float32: both decode the same model"
     for record in load_cells(tiny / "demo.json").values():
-        assert record["correctness"]["checked"]
+        assert record["correctness"]["reference"] and record["metrics"]
     page = (tiny / "summary.md").read_text()
     assert "not measured" in page and "predicted, not measured" in page and "transformers" in page
 
