@@ -7,7 +7,8 @@
 # demo summary. Each is a process of its own, ends within 10 minutes and writes $OUT/STAGE.json (OUT
 # defaults to results/gpu), whatever becomes of the others. A stage that is called again keeps the
 # cells that are there and measures what is missing, so that a long stage may be called repeatedly.
-# PYTHON names the interpreter; default: the first that has a torch for the device.
+# PYTHON names the interpreter; default: the first that has a torch for the device and what the tests
+# need.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${OUT:-results/gpu}
@@ -31,33 +32,43 @@ for stage in "${stages[@]}"; do
     esac
 done
 
-fits="import sys, torch; sys.exit(not (sys.argv[1] != 'cuda' or torch.cuda.is_available()))"
+# Says on stderr what it found, on stdout whether the package's metadata is there; 3: no such device.
+probe='
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+import torch
+if sys.argv[1] == "cuda" and not torch.cuda.is_available():
+    sys.exit(3)
+def shown(name):
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"{name} missing"
+optional = ("triton", "transformers", "flash_attn", "flashinfer-python", "nvidia-ml-py")
+print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, optional), file=sys.stderr)
+needed = "numpy safetensors tokenizers sentencepiece rich pytest pytest_timeout hypothesis"
+missing = [name for name in needed.split() if not find_spec(name)]
+if missing:
+    sys.exit("gpu_suite.sh: missing here: " + ", ".join(missing))
+print(shown("magicdec"))
+'
+export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=
 for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
-    "$candidate" -c "$fits" "$device" 2>/dev/null && python=$candidate && break
+    command -v "$candidate" >/dev/null || continue
+    package=$("$candidate" -c "$probe" "$device") && python=$candidate && break
 done
 if [ -z "$python" ]; then
-    echo "gpu_suite.sh: no python here has a torch for --device $device; name one in PYTHON" >&2
+    echo "gpu_suite.sh: no python here has what is needed for --device $device; name one in PYTHON" >&2
     exit 2
 fi
-export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # Where the package was never installed its metadata is missing; it is built here, without a network.
-if ! "$python" -c "from importlib.metadata import version; version('magicdec')" 2>/dev/null; then
+if [ "$package" = "magicdec missing" ]; then
     "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --no-compile \
         --upgrade --target build/gpu_site . || exit 1
     export PYTHONPATH="$PYTHONPATH:$PWD/build/gpu_site"
 fi
-"$python" - <<'VERSIONS' >&2 || exit 1
-import importlib, torch
-from importlib.util import find_spec
-print("torch", torch.__version__, "CUDA", torch.version.cuda)
-for name in ("triton", "transformers", "flash_attn", "flashinfer", "pynvml"):
-    print(name, getattr(importlib.import_module(name), "__version__", "?") if find_spec(name) else "missing")
-needed = ("numpy", "safetensors", "tokenizers", "sentencepiece", "rich", "pytest", "pytest_timeout", "hypothesis")
-missing = [name for name in needed if not find_spec(name)]
-if missing:
-    raise SystemExit(f"gpu_suite.sh: missing here: {', '.join(missing)}")
-VERSIONS
 
 failed=()
 for stage in "${stages[@]}"; do

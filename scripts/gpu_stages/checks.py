@@ -44,7 +44,7 @@ def run_pytest(suite: Suite, file: str) -> dict[str, Any]:
 
 def run_demo(suite: Suite) -> None:
     """A record each: float32, whose tokens must be equal, and bfloat16."""
-    for dtype in ("float32", "bfloat16"):
+    for dtype in suite.scale.demo_dtypes:
         for backend in suite.scale.demo_backends:
             suite.results.cell(f"{dtype}/{backend}", partial(run_selfspec, suite, dtype, backend))
 

@@ -38,6 +38,7 @@ class Scale:
     tests: tuple[str, ...]
     demo_prefix: int
     demo_backends: tuple[str, ...]
+    demo_dtypes: tuple[str, ...]
 
 
 GPU_BACKENDS = ("triton", "varlen", "flash_attn", "flashinfer", "grouped")
@@ -63,6 +64,7 @@ FULL = Scale(
     ),
     demo_prefix=16384,
     demo_backends=("auto", *GPU_BACKENDS),
+    demo_dtypes=("float32", "bfloat16"),
 )
 TINY = Scale(
     models={"llama31": "demo", "llama2": "demo-draft"},
@@ -81,6 +83,7 @@ TINY = Scale(
     tests=("tests/unit/test_timing.py",),
     demo_prefix=256,
     demo_backends=("grouped",),
+    demo_dtypes=("float32",),
 )
 
 
