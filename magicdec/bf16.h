@@ -66,7 +66,7 @@ inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* 
 template <typename Body>
 inline void in_blocks(int64_t M, Body body) {
     for (int64_t m = 0; m < M;) {
-        switch (const int64_t left = M - m; left > 6 ? 4 : left) {
+        switch (const int64_t left = M - m; left <= 6 ? left : left <= 8 ? 4 : 6) {
             case 1: body.template operator()<1>(m); m += 1; break;
             case 2: body.template operator()<2>(m); m += 2; break;
             case 3: body.template operator()<3>(m); m += 3; break;

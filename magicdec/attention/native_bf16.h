@@ -148,7 +148,7 @@ inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segme
             const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
             by_vectors(tile.high, [&]<int C>() {
                 in_blocks(M, [&]<int N>(int64_t m) {
-                    score_queries<N, C>(q + m * PAIRS, tile.keys, m ? 0 : keys_ahead, x.scores + m * TILE);
+                    score_queries<N, C>(q + m * PAIRS, tile.keys, keys_ahead, x.scores + m * TILE);
                 });
                 for (int64_t m = 0; m < M; ++m) {
                     const auto [from, to] = p.seen(task, m, position, count);
@@ -163,7 +163,7 @@ inline int64_t attend_piece_bf16(const Problem& p, const Task& task, const Segme
             met += blocks_touched(position, count);
             in_blocks(M, [&]<int N>(int64_t m) {
                 weigh_queries<N>(x.weights + m * TILE / 2 + tile.first_pair, tile.values, tile.num_pairs,
-                                 m ? 0 : values_ahead, x.scale + m, acc + m * HEAD_SIZE);
+                                 values_ahead, x.scale + m, acc + m * HEAD_SIZE);
             });
         }
     }

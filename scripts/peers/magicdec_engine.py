@@ -33,6 +33,7 @@ class Magicdec(Peer):
             loaded.pack()
         backend = load_named(ATTENTION_BACKENDS, "native")()
         self.runner = ModelRunner(loaded, backend, Group((0,), 0), batch, max_tokens)
+        self.num_drafts = 0  # tokens a row holds past what it emits
         self.engine = Engine(self.runner, CHUNK)
         setup = Setup(self.runner, DecodingSection(), KVSection("full"))
         self.strategy = make_strategy("autoregressive", setup)
@@ -45,7 +46,7 @@ class Magicdec(Peer):
     def prefill(self, prompts: list[list[int]]) -> None:
         from magicdec.request import Request, SamplingParams
 
-        room = self.runner.max_tokens - max(map(len, prompts))
+        room = self.runner.max_tokens - max(map(len, prompts)) - self.num_drafts
         self.engine = type(self.engine)(self.runner, CHUNK)
         requests = [Request(i, tuple(p), SamplingParams(room, ())) for i, p in enumerate(prompts)]
         self.engine.prefill(requests)
@@ -82,6 +83,7 @@ class MagicdecSelfSpeculation(Magicdec):
         from magicdec.sections import DecodingSection, KVSection
 
         super().__init__(model, dtype, threads, max_tokens, batch)
-        decoding = DecodingSection("speculative", "self", 3)
+        self.num_drafts = 3
+        decoding = DecodingSection("speculative", "self", self.num_drafts)
         kv = KVSection("streaming_llm", 257)
         self.strategy = make_strategy("speculative", Setup(self.runner, decoding, kv))
