@@ -195,7 +195,7 @@ def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource
 def check_window(backend: str | None, length: int, flag: str, source: ModelSource) -> None:
     """Refuse texts of `length` tokens past a sliding window that the backend would not keep to."""
     window = source.config.sliding_window
-    if backend in WITHOUT_WINDOW and window is not None and window < 0:
+    if backend in WITHOUT_WINDOW and window is not None and window < length:
         raise ValueError(
             f"--attention {backend} does not keep to the window of {window} tokens of {flag} "
             f"{source.name}; choose from auto, sdpa, grouped, native, triton"

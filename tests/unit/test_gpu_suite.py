@@ -175,12 +175,19 @@ def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
     assert verify["measured"] == pytest.approx(1.1)
 
 
-def test_the_plain_loop_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hidden arithmetic against transformers' logits, in chunks: another place of the cache."""
+def test_the_plain_loop_is_the_model() -> None:
+    """Token for token, a chunk first; weights so large that what is attended to, and from where,
+    decides."""
     model = peers.make_model(peers.TINY_MODEL, torch.device("cpu"), torch.float32)
-    ids = torch.randint(97, (3, 20), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            p.normal_(std=1.0 if "embed" in name else 2.0 * p.shape[1] ** -0.5, generator=generator)
+    ids = torch.randint(97, (3, 30), generator=generator)
     loop = PlainLoop(model, 3, 32)
-    with torch.inference_mode():
+    with torch.no_grad():
         expected = model(ids).logits.argmax(-1)
-        loop.forward(ids[:, :11], torch.arange(11))
-        assert torch.equal(loop.forward(ids[:, 11:], torch.arange(11, 20)), expected[:, -1:])
+        emitted = [loop.forward(ids[:, :11], torch.arange(11))]
+        for t in range(11, 30):
+            emitted.append(loop.forward(ids[:, t : t + 1], torch.tensor([t])))
+    assert torch.equal(torch.cat(emitted, dim=1), expected[:, 10:])
