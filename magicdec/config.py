@@ -20,6 +20,7 @@ from magicdec.checks import (
 from magicdec.draft_section import DraftSection
 from magicdec.machine import (
     Machine,
+    check_tells_mass,
     choose_backend,
     choose_collectives,
     choose_draft_kv,
@@ -123,7 +124,9 @@ class RunConfig:
             collectives, reason = choose_collectives(collectives, device, machine)
         backend, backend_reason = self.attention.backend, self.attention.backend_reason
         if backend_reason is None:
-            backend, backend_reason = choose_backend(backend, device, machine, head_dim)
+            backend, backend_reason = choose_backend(backend, device, machine, head_dim, dtype)
+        if self.decoding.drafter == "self":
+            check_tells_mass(backend, self.kv.resolve().policy)
         rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
         draft = self.draft and self.draft.resolve(
             self.attention.backend, rank_group, device, machine, draft_head_dim, dtype

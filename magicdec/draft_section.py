@@ -68,7 +68,7 @@ class DraftSection:
         named, `dtype` that of the run."""
         backend, reason = self.backend, self.backend_reason
         if reason is None:
-            backend, reason = choose_backend(asked, device, machine, head_dim)
+            backend, reason = choose_backend(asked, device, machine, head_dim, dtype)
         ranks = self.rank_group or target_ranks[:1]
         return replace(
             self,

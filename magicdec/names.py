@@ -13,6 +13,10 @@ ATTENTION_BACKENDS = {
     "sdpa": "magicdec.attention.sdpa:SDPABackend",
     "grouped": "magicdec.attention.grouped:GroupedBackend",
     "native": "magicdec.attention.native:NativeBackend",
+    "triton": "magicdec.attention.triton:TritonBackend",
+    "varlen": "magicdec.attention.varlen:VarlenBackend",
+    "flash_attn": "magicdec.attention.flash_attn:FlashAttnBackend",
+    "flashinfer": "magicdec.attention.flashinfer:FlashInferBackend",
 }
 KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
@@ -52,7 +56,7 @@ DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = (*DTYPES, "int8")
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed")
-COLLECTIVES = ("gloo", "shared_memory", "nccl")
+COLLECTIVES = ("gloo", "shared_memory", "nccl", "symmetric_memory")
 
 
 def load_named(table: dict[str, str], name: str) -> Any:

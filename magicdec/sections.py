@@ -73,7 +73,8 @@ class ParallelSection:
     device: str = option("auto", "where to run", "--device", choices=("auto", *DEVICES))
     collectives: str | None = option(
         "auto",
-        "how ranks exchange; auto: nccl on CUDA, shared_memory between CPU ranks of one host",
+        "how ranks exchange; auto: nccl on CUDA (symmetric_memory with ENABLE_INTRA_NODE_COMM=1 in "
+        "the environment), shared_memory between CPU ranks of one host",
         "--collectives",
         choices=("auto", *COLLECTIVES),
     )
@@ -231,5 +232,9 @@ class OutputSection:
     )
     printoutput: bool = option(False, "print the generated text", "--printoutput")
     benchmark: bool = option(
-        False, "time draft and verify apart (on CUDA this synchronises)", "--benchmark"
+        False, "time draft and verify apart on CUDA too, by events on its stream", "--benchmark"
     )
+    profile: str | None = option(
+        None, "trace an unmeasured pass of each strategy into this directory, a file a rank",
+        "--profile",
+    )  # fmt: skip

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
+
 from safetensors.torch import save_file
 
 from magicdec.attention.backend import AttentionBackend

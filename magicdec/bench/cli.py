@@ -124,10 +124,15 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
 
 
 def announce_backend(config: RunConfig, launch: Launch) -> None:
-    """Say so where `auto` had to take the slower kernels. `config` is resolved."""
-    reason = config.attention.backend_reason or ""
-    if launch.rank == 0 and reason.startswith("auto: grouped"):
+    """Say so where `auto` had to take the slower kernels, and where they are interpreted. `config`
+    is resolved."""
+    backend, reason = config.attention.backend, config.attention.backend_reason or ""
+    if launch.rank != 0:
+        return
+    if reason.startswith("auto: grouped"):
         print(f"--attention {reason}", file=sys.stderr, flush=True)
+    if "interpreted" in reason:
+        print(f"--attention {backend}: {reason}", file=sys.stderr, flush=True)
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:

@@ -4,35 +4,53 @@ Host names are left out."""
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from magicdec.bench.gpu_state import GpuState
 from magicdec.build import find_compiler
 from magicdec.distributed.groups import Launch
-from magicdec.machine import Machine
+from magicdec.machine import CUDA_ONLY, Machine
+from magicdec.names import ATTENTION_BACKENDS
 
 
 def probe_machine(launch: Launch) -> Machine:
     """Facts that decide what `auto` means here."""
     import torch
 
+    from magicdec.distributed.symmetric_memory import missing_parts
+
     flags = _cpu_field("flags").split()
+    has_cuda = torch.cuda.is_available()
     return Machine(
         num_cpus=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
-        has_cuda=torch.cuda.is_available(),
+        has_cuda=has_cuda,
+        num_gpus=torch.cuda.device_count(),
+        missing_symmetric_memory=missing_parts(launch.local_world_size),
+        wants_symmetric_memory=os.environ.get("ENABLE_INTRA_NODE_COMM") == "1",
         has_compiler=find_compiler() is not None,
         has_shared_memory=Path("/dev/shm").is_dir(),
         has_avx512_bf16="avx512_bf16" in flags,
         has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
+        missing_backends=missing_backends(("triton", *CUDA_ONLY) if has_cuda else ("triton",)),
     )
+
+
+def missing_backends(names: Sequence[str]) -> dict[str, str]:
+    """What those attention backends need and do not find here. Loads none of their libraries."""
+    modules = [importlib.import_module(ATTENTION_BACKENDS[n].partition(":")[0]) for n in names]
+    found = zip(names, (module.missing_parts() for module in modules), strict=True)
+    return {name: missing for name, missing in found if missing}
 
 
 def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> dict[str, Any]:
@@ -49,6 +67,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         "num_cpus": os.cpu_count(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        **GpuState().describe(),  # a run that reads the GPU fills it in
         "world_size": launch.world_size,
         "threads": torch.get_num_threads(),
         "read_bandwidth_bytes_per_s": None,  # measured in a run, which fills it in

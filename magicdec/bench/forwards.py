@@ -12,13 +12,14 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from magicdec.bench.environment import describe_environment
+from magicdec.bench.fastest_backend import settle
 from magicdec.bench.latency import Grid
 from magicdec.bench.latency_rows import Cell, Timing, summarise
 from magicdec.bench.loading import load_model, make_backend
@@ -54,8 +55,9 @@ class Forward:
 
 def measure(
     config: RunConfig, grid: Grid, source: ModelSource, launch: Launch
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(environment, rows), the same on every rank; `config` is resolved. All ranks go through it
+) -> tuple[RunConfig, dict[str, Any], list[dict[str, Any]]]:
+    """(config, environment, rows), the same on every rank; `config` is resolved, and comes back
+    with the backend that a measurement chose, if it was left to one. All ranks go through it
     in lockstep."""
     started = datetime.datetime.now(datetime.timezone.utc)
     kind, ranks = config.parallel.device, config.parallel.rank_group
@@ -63,6 +65,11 @@ def measure(
     torch.set_num_threads(config.parallel.threads)
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
     group = make_groups(launch, ranks, device, config.parallel.collectives).target
+    largest = replace(
+        config.workload, batch_size=max(grid.batch_sizes), prefix_len=max(grid.contexts)
+    )
+    settled = settle(replace(config, workload=largest), source.config, None, group, device)
+    config = replace(config, attention=settled.attention)
     progress = make_progress(launch.rank == 0)
     kinds = (config.model.dtype, config.model.target_dtype, config.model.linear)
     model = load_model(source, group, *kinds, device, progress)
@@ -79,7 +86,7 @@ def measure(
     close_groups()
     environment = describe_environment(launch, kind, started)
     environment["read_bandwidth_bytes_per_s"] = bandwidth
-    return environment, rows
+    return config, environment, rows
 
 
 def time_place(

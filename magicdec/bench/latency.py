@@ -23,6 +23,7 @@ from magicdec.checks import MOST_WATCHED, check_budget
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import check_tells_mass, settled
 from magicdec.names import KV_POLICIES
 from magicdec.sections import KVSection
 
@@ -73,11 +74,11 @@ def main() -> NoReturn:
     from magicdec.bench.latency_report import as_dict, print_table, write_files
 
     try:
-        environment, rows = measure(asked.config, asked.grid, source, launch)
+        config, environment, rows = measure(asked.config, asked.grid, source, launch)
     except KeyboardInterrupt:
         sys.exit(130)
     if launch.rank == 0:
-        found = as_dict(asked.config, asked.grid, source, environment, rows)
+        found = as_dict(config, asked.grid, source, environment, rows)
         print_table(found)
         try:
             write_files(found, asked.json_path, asked.csv_path)
@@ -200,17 +201,28 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource, str]:
     from magicdec.bench.latency_memory import check_grid_memory
     from magicdec.bench.memory import Models
     from magicdec.bench.memory_check import check_together
-    from magicdec.bench.prepare import as_stored, check_length, check_scores
+    from magicdec.bench.prepare import (
+        as_stored,
+        check_interpreter,
+        check_length,
+        check_scores,
+        check_window,
+    )
     from magicdec.model.checkpoint import find_model
 
     source = find_model("--model", asked.config.model.model)
     model = source.config
     config = as_stored(asked.config, source)
     config = config.resolve(probe_machine(launch), model.cached_head_dim)
+    check_interpreter(config)
+    for kv in asked.grid.drafts:
+        check_tells_mass(config.attention.backend, kv.resolve().policy)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)
-    check_scores(config.attention.backend, config.model.dtype, "--model", source)
+    backend = settled(config.attention.backend, config.attention.backend_reason)
+    check_scores(backend, config.model.dtype, "--model", source)
+    check_window(backend, context + T, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     free = free_device_memory(config.parallel.device, launch.local_rank)
     place = config, asked.grid, Models(model), launch, free

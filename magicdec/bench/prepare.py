@@ -9,15 +9,18 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+from magicdec.attention.triton import load_kernels
 from magicdec.bench.draft_checks import check_choice, check_draft
 from magicdec.bench.environment import probe_machine
 from magicdec.bench.free_memory import free_device_memory
 from magicdec.bench.memory import MemoryPlan, Models
 from magicdec.bench.memory_check import check_memory, check_together, planned
+from magicdec.bench.working_memory import max_tokens
 from magicdec.bench.workload import Workload, build_workload
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import WITHOUT_WINDOW, settled
 from magicdec.model.checkpoint import ModelSource, find_model
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.model.weight_map import weight_map
@@ -88,12 +91,15 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
     )
+    check_interpreter(config)
     check_fits(config, source, launch.world_size)
     if draft is not None:
         check_draft(config, source, draft)
         assert config.draft is not None, "a draft was found for it"
         draft_flag = flag_of(config.draft, "model")
-        check_scores(config.draft.backend, config.model.dtype, draft_flag, draft)
+        backend = settled(config.draft.backend, config.draft.backend_reason)
+        check_scores(backend, config.model.dtype, draft_flag, draft)
+        check_window(backend, max_tokens(config), draft_flag, draft)
     # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
     # large.
     described = find_model("--model", "demo") if source.tokenizer_directory is None else source
@@ -142,6 +148,13 @@ def check_int8(flag: str, asked: str, named: str) -> None:
         raise ValueError(f"{flag} {asked}: {named} holds int8 weights; choose from auto, int8")
 
 
+def check_interpreter(config: RunConfig) -> None:
+    """Load Triton where it is to be interpreted, before anything else does: it decides then."""
+    backends = {config.attention.backend, config.draft and config.draft.backend}
+    if "triton" in backends and config.parallel.device == "cpu":
+        load_kernels("cpu")
+
+
 def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
     """The token that begins every prompt, if the model has one, must be one of its tokenizer's."""
     bos = source.config.bos_token_id
@@ -161,7 +174,9 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
-    check_scores(config.attention.backend, config.model.dtype, flag, source)
+    backend = settled(config.attention.backend, config.attention.backend_reason)
+    check_scores(backend, config.model.dtype, flag, source)
+    check_window(backend, max_tokens(config), flag, source)
     if config.decoding.drafter == "self":
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
@@ -174,6 +189,16 @@ def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource
         raise ValueError(
             f"--attention grouped rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
             f"{source.name}; choose native, sdpa, or --dtype float32"
+        )
+
+
+def check_window(backend: str | None, length: int, flag: str, source: ModelSource) -> None:
+    """Refuse texts of `length` tokens past a sliding window that the backend would not keep to."""
+    window = source.config.sliding_window
+    if backend in WITHOUT_WINDOW and window is not None and window < length:
+        raise ValueError(
+            f"--attention {backend} does not keep to the window of {window} tokens of {flag} "
+            f"{source.name}; choose from auto, sdpa, grouped, native, triton"
         )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from magicdec.bench.answers import answer_score
 from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
+from magicdec.bench.fastest_backend import settle
+from magicdec.bench.gpu_state import watch_gpu
 from magicdec.bench.loading import load_model, make_backend, make_draft
 from magicdec.bench.memory_watch import MemoryWatch, describe_memory
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
@@ -32,6 +35,7 @@ from magicdec.bench.timing import (
     reset_peak_memory,
     synchronize,
 )
+from magicdec.bench.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.decoding.draft_length import make_draft_length
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
@@ -64,6 +68,7 @@ class Run:
         self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
         self.device = rank_device(prepared)
         self.memory = MemoryWatch(self.device)
+        self.gpu = watch_gpu(self.device)
         self.runner = self.make_runner(
             self.config.model.dtype, w.batch_size, self.config.attention.backend,
             self.config.model.linear,
@@ -113,6 +118,9 @@ class Run:
         """Every batch: one prefill, then every pass from the same state; returns the prefill's
         metrics."""
         w, ttft, seconds = self.config.workload, [], 0.0
+        if self.device.type == "cuda":
+            prompt, chunk = self.prepared.workload.prompts[0], self.config.attention.prefill_chunk
+            warm_up_prefill(self.engine, prompt, chunk)
         for batch in range(w.num_batches):
             requests = self.make_requests(batch)
             name = f"prefill, batch {batch + 1} of {w.num_batches}"
@@ -124,22 +132,13 @@ class Run:
                 r.first_token_s - r.arrived_s for r in snapshots if r.first_token_s is not None
             ]
             if batch == 0:
-                self.warm_up(snapshots)
+                warm_up(self, snapshots)
             # Alternate which pass goes first, so that drift of the machine favours none.
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
                 self.measure_pass(name, snapshots)
+        if self.config.output.profile is not None:
+            profile(self, snapshots, Path(self.config.output.profile))
         return prefill_metrics(ttft, w.num_prompts * w.prefix_len, seconds)
-
-    def warm_up(self, snapshots: list[Request]) -> None:
-        rounds = self.config.workload.warmup_batches
-        with self.progress.task("warm-up", rounds * len(self.passes)) as advance:
-            for name in self.passes * rounds:
-                self.engine.rewind(snapshots)
-                untimed = PhaseTimer(self.device, enabled=False)
-                strategy = self.make_strategy(name, untimed)
-                self.engine.begin(strategy)
-                self.engine.decode(strategy)
-                advance()
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w = self.samples[name], self.config.workload
@@ -166,6 +165,7 @@ class Run:
             finished = self.engine.decode(strategy, observe)
         samples.end_batch(finished, started)
         self.memory.note()
+        self.gpu.read()
         self.finished[name] += [r.snapshot() for r in finished]
         read = sum(
             bytes_read(runner.model, runner.counts.minus(counts))
@@ -206,6 +206,9 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
         config.parallel.collectives,
         None if config.draft is None else config.draft.rank_group,
     )
+    draft = None if prepared.draft_source is None else prepared.draft_source.config
+    config = settle(config, prepared.source.config, draft, groups.target, rank_device(prepared))
+    prepared = replace(prepared, config=config)
     run = Run(prepared, groups, make_progress(is_leader))
     bandwidth = read_bandwidth(groups.target, run.device)
     prefill = run.measure()
@@ -215,7 +218,7 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
     correctness = run.check()
     close_groups()  # not after an error: leaving a group waits for ranks that may be gone
     environment = describe_environment(prepared.launch, config.parallel.device, started)
-    environment["read_bandwidth_bytes_per_s"] = bandwidth
+    environment |= run.gpu.describe() | {"read_bandwidth_bytes_per_s": bandwidth}
     record = make_record(run, prefill, correctness, environment, memory)
     return Outcome(record, run.finished[run.passes[-1]])
 

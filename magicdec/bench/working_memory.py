@@ -5,10 +5,11 @@ of the tensors that are then alive. Arithmetic; allocates nothing.
 from __future__ import annotations
 
 from magicdec.bench.costs import kv_bytes_per_token
-from magicdec.bench.timing import BANDWIDTH_BYTES
+from magicdec.bench.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.config import RunConfig
 from magicdec.decoding.heaviest_reader import REPLAYED
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import CUDA_ONLY
 from magicdec.model.checkpoint import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 
@@ -46,7 +47,7 @@ def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
         + logits,
         replay_bytes(config, model, shard),
         _loading_bytes(config, model, shard),
-        BANDWIDTH_BYTES // shard.size if on_cpu else BANDWIDTH_BYTES,
+        BANDWIDTH_BYTES // shard.size if on_cpu else GPU_BANDWIDTH_BYTES,
     )
     return max(moments) + longest * model.head_dim * 4
 
@@ -94,6 +95,10 @@ def _attention_bytes(
         return B * S * per_layer + B * T * S * (1 + size)
     if backend == "native" and (T == 1 or size == 2):
         return 0
+    if backend == "triton":  # splits are only made until the processors are busy: a few megabytes
+        return 0
+    if backend in CUDA_ONLY:  # what a view that is not full gathers
+        return B * S * per_layer
     if T >= 32:  # grouped, or what native hands to it: torch's fused kernel with a mask
         return B * T * S * (1 + size)
     if backend == "native":

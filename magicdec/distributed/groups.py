@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup, Store
-
-    from magicdec.distributed.shared_memory import SharedMemoryExchange
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,14 @@ def _meeting_place(launch: Launch) -> Store:
     return PrefixStore("magicdec/refusals", store)
 
 
+class Exchange(Protocol):
+    """What carries tensors in place of the process group."""
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def all_gather(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks that compute together. `ranks` is in shard order; `handle` is None for a group of
@@ -74,7 +80,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     handle: ProcessGroup | None = None
-    exchange: SharedMemoryExchange | None = None  # carries tensors in place of the process group
+    exchange: Exchange | None = None  # None: the process group carries tensors itself
 
     @property
     def size(self) -> int:
@@ -151,7 +157,7 @@ def make_groups(
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
     """Start torch.distributed if there are several ranks, and build the groups in the same order on
-    every rank. `collectives` is a resolved name: gloo, shared_memory, nccl, None for one rank."""
+    every rank. `collectives` is a resolved name of `names.COLLECTIVES`, None for one rank."""
     if launch.world_size > 1:
         import torch.distributed as dist
 
@@ -179,7 +185,8 @@ def _make_group(
     import torch
     import torch.distributed as dist
 
-    handle, exchange = dist.new_group(sorted(ranks)), None
+    handle = dist.new_group(sorted(ranks))
+    exchange: Exchange | None = None
     if rank not in ranks:
         return None
     index = ranks.index(rank)
@@ -187,6 +194,10 @@ def _make_group(
         from magicdec.distributed.shared_memory import SharedMemoryExchange
 
         exchange = SharedMemoryExchange(handle, index, len(ranks))
+    elif collectives == "symmetric_memory":
+        from magicdec.distributed.symmetric_memory import SymmetricMemoryExchange
+
+        exchange = SymmetricMemoryExchange(handle, device)
     group = Group(ranks, index, handle, exchange)
     total = group.all_reduce(torch.ones(1, device=device))
     assert int(total.item()) == len(ranks), f"the group of ranks {ranks} has {total.item():g}"

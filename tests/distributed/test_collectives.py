@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def test_auto_takes_shared_memory_on_one_host_and_says_why() -> None:
     assert choose_collectives("auto", "cpu", several) == ("gloo", "auto: several hosts")
     bare = Machine(2, 2, 2, has_shared_memory=True)
     assert choose_collectives("auto", "cpu", bare) == ("gloo", "auto: no C++ compiler")
-    assert choose_collectives("auto", "cuda", HERE) == ("nccl", "auto: CUDA")
+    on_gpus = replace(HERE, num_gpus=2)
+    assert choose_collectives("auto", "cuda", on_gpus) == ("nccl", "auto: CUDA")
     assert choose_collectives("gloo", "cpu", HERE) == ("gloo", "asked for")
 
 

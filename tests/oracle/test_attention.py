@@ -1,22 +1,34 @@
 """Every attention backend against attention written out in float64. A new backend is one row in
-BACKENDS."""
+BACKENDS.
+
+Triton's kernels run where they can: on a GPU if there is one, else interpreted, which is slow, so
+that every fifth case has to do. The libraries for GPUs need one; `test_cuda_libraries.py` tests
+without it what can be tested of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.flash_attn import FlashAttnBackend
+from magicdec.attention.flashinfer import FlashInferBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.attention.triton import TritonBackend
+from magicdec.attention.varlen import VarlenBackend
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVPolicy, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.machine import CUDA_ONLY, WITHOUT_WINDOW, Machine, backend_obstacle
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa, blocks of 4": lambda: SDPABackend(4),
@@ -24,11 +36,51 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "grouped": GroupedBackend,
     "native": NativeBackend,
     "native, portable": lambda: NativeBackend(portable=True),
+    "triton": TritonBackend,
+    "varlen": VarlenBackend,
+    "flash_attn": FlashAttnBackend,
+    "flashinfer": FlashInferBackend,
 }
+LIBRARIES = (VarlenBackend, FlashAttnBackend, FlashInferBackend)  # bfloat16, on a GPU
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(0, 1), StreamingLLM(2, 500)]
+WINDOWED: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 MAX_TOKENS = 120
+DTYPES = [torch.float32, torch.bfloat16]
+HAS_CUDA = torch.cuda.is_available()
+
+
+def cases(*axes: Sequence[object], without: Sequence[str] = ()) -> list[object]:
+    """(backend's name, one of each axis): all that the backend serves, or every fifth where it is
+    interpreted; none of `without`. Axes hold heads and dtypes, and what any backend serves."""
+    found: list[object] = []
+    for name in BACKENDS:
+        kind, _, _ = name.partition(",")
+        if kind in without:
+            continue
+        kept = [chosen for chosen in itertools.product(*axes) if is_served(kind, chosen)]
+        if kind == "triton" and not HAS_CUDA:
+            kept = kept[::5]  # of both dtypes: their number is even
+        marks = [pytest.mark.cuda] if kind in CUDA_ONLY else []
+        if kind == "triton" and find_spec("triton") is None:
+            marks = [pytest.mark.skip(reason="triton is not installed")]
+        found += [pytest.param(name, *chosen, marks=marks) for chosen in kept]
+    return found
+
+
+def is_served(kind: str, chosen: Sequence[object]) -> bool:
+    """Whether the backend takes the heads and the dtype among `chosen`."""
+    size = next((c[2] for c in chosen if isinstance(c, tuple)), 64)
+    dtype = next((c for c in chosen if isinstance(c, torch.dtype)), torch.bfloat16)
+    device, machine = "cuda" if kind in CUDA_ONLY else "cpu", Machine(1, has_compiler=True)
+    return backend_obstacle(kind, device, machine, size, str(dtype)[6:]) is None
+
+
+def device_of(backend: AttentionBackend) -> torch.device:
+    """Where a backend is tested."""
+    for_gpus = isinstance(backend, (TritonBackend, *LIBRARIES))
+    return torch.device("cuda" if HAS_CUDA and for_gpus else "cpu")
 
 
 def written_out(
@@ -54,13 +106,14 @@ def fill(
     block = backend.block_size(MAX_TOKENS)
     per_row = -(-MAX_TOKENS // block)
     shape = CacheShape(2, kv_heads, size, block, len(lengths) * per_row, backend.layout(dtype))
-    cache = KVCache(shape, len(lengths), per_row, dtype, torch.device("cpu"))
+    device = device_of(backend)
+    cache = KVCache(shape, len(lengths), per_row, dtype, device)
     for tokens in (MAX_TOKENS // 2, MAX_TOKENS):  # in two turns: the blocks of rows interleave
         for row in range(len(lengths)):
             cache.allocate(row, tokens)
-    k, v = (torch.randn(len(lengths), MAX_TOKENS, kv_heads, size).to(dtype) for _ in range(2))
-    rows = torch.arange(len(lengths))
-    slots = cache.slots(rows, torch.arange(MAX_TOKENS).expand(len(lengths), -1))
+    k, v = (torch.randn(len(lengths), MAX_TOKENS, kv_heads, size).to(device, dtype) for _ in "kv")
+    rows = torch.arange(len(lengths), device=device)
+    slots = cache.slots(rows, torch.arange(MAX_TOKENS, device=device).expand(len(lengths), -1))
     cache.write(
         1, slots, k * float("inf"), v * 1e4
     )  # what lies past a row's length must not matter
@@ -75,10 +128,9 @@ def fill(
     return cache, k, v
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "heads", "policy", "dtype"), cases(HEADS, POLICIES, DTYPES), ids=str
+)
 def test_backend_equals_attention_written_out(
     name: str, heads: tuple[int, int, int], policy: KVPolicy, dtype: torch.dtype
 ) -> None:
@@ -89,7 +141,7 @@ def test_backend_equals_attention_written_out(
         backend = BACKENDS[name]()
         cache, k, v = fill(backend, kv_heads, size, lengths, dtype)
         view = make_view(cache, rows, policy, num_new, [committed[r] for r in rows])
-        q = torch.randn(len(rows), num_new, num_heads, size).to(dtype)
+        q = torch.randn(len(rows), num_new, num_heads, size).to(k)
         new = [slice(lengths[r], lengths[r] + num_new) for r in rows]
         new_k = torch.stack([k[r, s] for r, s in zip(rows, new, strict=True)])
         new_v = torch.stack([v[r, s] for r, s in zip(rows, new, strict=True)])
@@ -101,10 +153,11 @@ def test_backend_equals_attention_written_out(
             assert (out[i].double() - expected).abs().max() < TOLERANCE[dtype], (num_new, r)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [1, 5, 36, 100])
-@pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)], ids=repr)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "policy", "window", "dtype"),
+    cases(WINDOWED, [1, 5, 36, 100], DTYPES, without=WITHOUT_WINDOW),
+    ids=str,
+)
 def test_a_token_sees_its_window(
     name: str, policy: FullKV | StreamingLLM, window: int, dtype: torch.dtype
 ) -> None:
@@ -116,7 +169,7 @@ def test_a_token_sees_its_window(
         backend = BACKENDS[name]()
         cache, k, v = fill(backend, 2, 16, lengths, dtype)
         view = make_view(cache, rows, policy, num_new, [committed[r] for r in rows], window)
-        q = torch.randn(len(rows), num_new, 6, 16).to(dtype)
+        q = torch.randn(len(rows), num_new, 6, 16).to(k)
         new_k, new_v = (
             torch.stack([t[r, lengths[r] : lengths[r] + num_new] for r in rows]) for t in (k, v)
         )
@@ -132,13 +185,14 @@ def test_a_token_sees_its_window(
             assert (out[i].double() - expected).abs().max() < TOLERANCE[dtype], (num_new, r)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", cases())
 def test_a_forward_sees_neither_the_future_nor_another_row(name: str) -> None:
     """Changing a later token, or another row, must not change an output by a single bit."""
     torch.manual_seed(0)
     backend = BACKENDS[name]()
-    cache, k, v = fill(backend, 2, 16, [30, 30], torch.float32)
-    q, new = torch.randn(2, 4, 4, 16), slice(30, 34)
+    dtype = torch.bfloat16 if isinstance(backend, LIBRARIES) else torch.float32
+    cache, k, v = fill(backend, 2, 64, [30, 30], dtype)
+    q, new = torch.randn(2, 4, 4, 64).to(k), slice(30, 34)
     outputs = []
     for change in (0.0, 3.0):
         cache.truncate([0, 1], [30, 30])

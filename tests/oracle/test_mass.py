@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_attention import BACKENDS, HEADS, TOLERANCE, fill, written_out
+from test_attention import BACKENDS, DTYPES, HEADS, TOLERANCE, cases, fill, written_out
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
@@ -18,6 +18,7 @@ from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.machine import WITHOUT_MASS
 
 LENGTHS, COMMITTED = [37, 3, 70, 0], [35, 3, 66, 0]
 FORWARDS = [(1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (17, [3, 2])]
@@ -41,7 +42,8 @@ class Scattered:
         # Empty ranges before, after, and between.
         return torch.tensor(
             [[[[*r, *[r[-1][1:] * 2] * (most - len(r))] for r in row] for row in layer]
-             for layer in heads]
+             for layer in heads],
+            device=committed.device,
         )  # fmt: skip
 
     def runs(self, committed: int) -> list[list[int]]:
@@ -95,7 +97,7 @@ def make_case(
 ) -> Case:  # fmt: skip
     cache, k, v = fill(backend, heads[1], heads[2], LENGTHS, dtype)
     view = make_view(cache, rows, policy, num_new, [COMMITTED[r] for r in rows], window)
-    return Case(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(dtype), k, v)
+    return Case(view, torch.randn(len(rows), num_new, heads[0], heads[2]).to(k), k, v)
 
 
 def written_mass(
@@ -110,9 +112,7 @@ def written_mass(
     return mass
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, DTYPES), ids=str)
 def test_every_head_reads_its_own_ranges(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -129,9 +129,9 @@ def test_every_head_reads_its_own_ranges(
             assert (out[i, :, own].double() - expected).abs().max() < TOLERANCE[dtype], (i, g)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "heads", "dtype"), cases(HEADS, DTYPES, without=WITHOUT_MASS), ids=str
+)
 def test_mass_is_what_the_softmax_gives_each_block(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -155,9 +155,9 @@ def test_mass_is_what_the_softmax_gives_each_block(
                 assert error < (1e-5 if dtype == torch.float32 else 1e-2), (policy, i, g)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [2, 21])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "window", "dtype"), cases([2, 21], DTYPES, without=WITHOUT_MASS), ids=str
+)
 def test_mass_and_heads_of_their_own_under_a_window(
     name: str, window: int, dtype: torch.dtype
 ) -> None:

@@ -17,8 +17,9 @@ from magicdec import names as module
 from magicdec.bench import cli
 from magicdec.bench.cli import build_parser, parse
 from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch
 from magicdec.draft_section import DraftSection
-from magicdec.machine import Machine, choose_backend
+from magicdec.machine import TO_BE_MEASURED, Machine, choose_backend, settled
 from magicdec.names import load_named
 from magicdec.sections import (
     DecodingSection,
@@ -350,7 +351,7 @@ def test_two_spellings_of_a_budget() -> None:
 @pytest.mark.parametrize("config", [RunConfig(), DRIVER, LONGSPEC])
 def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = config.resolve(Machine(num_cpus=8, world_size=2, local_world_size=2))
-    open_ends = {("output", "save_tokens"), ("kv", "recent_window")}
+    open_ends = {("output", "save_tokens"), ("output", "profile"), ("kv", "recent_window")}
     if config.decoding.strategy == "autoregressive":
         open_ends.add(("decoding", "drafter"))
     sections = {s: section for s, section in resolved.to_dict().items() if section is not None}
@@ -464,10 +465,77 @@ def test_auto_attention_is_native_where_it_can_be() -> None:
     assert choose_backend("auto", "cpu", machine, 64) == ("native", "auto: native")
     no_compiler = "auto: grouped; native needs a C++ compiler (on Debian: apt install g++)"
     assert choose_backend("auto", "cpu", machine, 72)[0] == "grouped"
-    assert choose_backend("auto", "cuda", machine, 64)[0] == "grouped"
+    assert choose_backend("auto", "cuda", machine, 64) == ("grouped", TO_BE_MEASURED)
     assert choose_backend("auto", "cpu", Machine(2), 64) == ("grouped", no_compiler)
     assert choose_backend("sdpa", "cpu", machine, 64) == ("sdpa", "asked for")
     with pytest.raises(ValueError, match=r"--attention native: native needs a C\+\+ compiler"):
         choose_backend("native", "cpu", Machine(2), 64)
     with pytest.raises(ValueError, match="--attention native: head size 72 is not"):
         choose_backend("native", "cpu", machine, 72)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "head_dim", "dtype", "obstacle"),
+    [
+        ("triton", "cuda", 64, "float32", "triton is not installed"),
+        ("triton", "cuda", 257, "float32", "head size 257 is not at most 256"),
+        ("varlen", "cpu", 64, "bfloat16", "varlen is for --device cuda"),
+        ("varlen", "cuda", 64, "float32", "varlen is for --dtype bfloat16, not float32"),
+        ("varlen", "cuda", 84, "bfloat16", "head size 84 is not a multiple of 8, at most 256"),
+        ("flash_attn", "cpu", 64, "bfloat16", "flash_attn is for --device cuda"),
+        ("flash_attn", "cuda", 64, "bfloat16", "flash-attn is not installed"),
+        ("flashinfer", "cpu", 64, "bfloat16", "flashinfer is for --device cuda"),
+        ("flashinfer", "cuda", 80, "bfloat16", "head size 80 is not 64, 128 or 256"),
+    ],
+)
+def test_an_attention_backend_that_cannot_serve_is_refused(
+    asked: str, device: str, head_dim: int, dtype: str, obstacle: str
+) -> None:
+    missing = {"triton": "triton is not installed", "flash_attn": "flash-attn is not installed"}
+    machine = Machine(
+        num_cpus=2,
+        has_cuda=True,
+        missing_backends={asked: missing[asked]} if "installed" in obstacle else {},
+    )
+    message = f"--attention {asked}: {obstacle}; choose from auto, sdpa, grouped"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        choose_backend(asked, device, machine, head_dim, dtype)
+    with pytest.raises(ValueError, match=re.escape(obstacle)):
+        asked_for = parsed("--attention", asked, "--device", device, "--dtype", dtype)
+        asked_for.resolve(machine, head_dim)
+
+
+def test_attention_backends_for_a_gpu_are_served() -> None:
+    machine = Machine(num_cpus=2, has_cuda=True)
+    for name in ("triton", "varlen", "flash_attn", "flashinfer"):
+        assert choose_backend(name, "cuda", machine, 128, "bfloat16") == (name, "asked for")
+    assert choose_backend("triton", "cuda", machine, 80)[0] == "triton"
+
+
+def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parsed("--attention", "triton", "--device", "cpu").resolve(Machine(2))
+    for rank in (0, 1):
+        cli.announce_backend(
+            config, Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        )
+    line = "--attention triton: asked for; interpreted on a CPU, for checks and not for times\n"
+    assert capsys.readouterr().err == line
+
+
+def test_what_auto_attention_is_on_cuda_waits_for_a_measurement() -> None:
+    machine = Machine(num_cpus=2, has_cuda=True)
+    config = LONGSPEC.resolve(machine)
+    assert config.attention.backend_reason == config.draft.backend_reason == TO_BE_MEASURED
+    assert settled(config.attention.backend, config.attention.backend_reason) is None
+    assert settled("grouped", "asked for") == "grouped"
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash_attn", "flashinfer"])
+def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
+    machine, message = Machine(2, has_cuda=True), f"--attention {name} does not tell where the"
+    flags = ("--attention", name, "--dtype", "bfloat16", "--kv_policy")
+    with pytest.raises(ValueError, match=f"{message} attention goes, which --kv_policy verified"):
+        parsed(*flags, "verified").resolve(machine)
+    assert parsed(*flags, "snapkv").resolve(machine).attention.backend == name
+    whole = parsed(*flags, "verified", "--draft_budget", -1)  # all of the cache: the full policy
+    assert whole.resolve(machine).attention.backend == name

@@ -9,7 +9,7 @@ import pytest
 from magicdec.bench.costs import Deployment, kv_bytes_per_token
 from magicdec.bench.draft_checks import check_choice, check_reach, check_rolling
 from magicdec.bench.hardware import Hardware
-from magicdec.bench.prepare import check_length, check_scores
+from magicdec.bench.prepare import check_length, check_scores, check_window
 from magicdec.config import RunConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.draft_section import DraftSection
@@ -115,3 +115,12 @@ def test_alibi_needs_scores_that_are_not_rounded() -> None:
 def test_random_presets_are_found(name: str) -> None:
     found = find_model("--model", f"random:{name}")
     assert found.is_random and found.weights.shapes() == expected_shapes(found.config)
+
+
+def test_a_library_that_keeps_to_no_window_serves_texts_within_it() -> None:
+    windowed = source(sliding_window=64)
+    check_window("varlen", 64, "--model", windowed)
+    check_window("triton", 65, "--model", windowed)
+    check_window(None, 65, "--model", windowed)  # to be measured: it is no candidate
+    with pytest.raises(ValueError, match=r"^--attention varlen does not keep to the window of 64"):
+        check_window("varlen", 65, "--model", windowed)

@@ -1,0 +1,217 @@
+"""Triton kernels over the paged KV cache: append, attend to a split of the keys, merge splits, and
+where the attention went.
+
+Owns the arithmetic on the device. Must not know of views, policies or when to split: pointers,
+strides and sizes come from `triton.py`. Imported only where Triton is, and compiled for the GPU or
+interpreted, as `TRITON_INTERPRET` said when Triton was first imported.
+
+Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are contiguous unless
+strides are given; pools are one layer's, [num_blocks, G, block_size, D]. The visible keys of a row
+and head are counted along its ranges, [start, stop) each: key i is the i-th of them. The last T are
+the new tokens. Queries of a KV head are packed together, token by token: m = t * H/G + head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MASS_BLOCK = tl.constexpr(16)  # keys whose probability is summed up; `kv.policy.MASS_BLOCK`
+
+
+@triton.jit
+def _count_keys(ranges, num_ranges):
+    """Keys that the ranges hold."""
+    total = (tl.load(ranges + 1) - tl.load(ranges)).to(tl.int32)
+    for r in range(1, num_ranges):
+        total += (tl.load(ranges + 2 * r + 1) - tl.load(ranges + 2 * r)).to(tl.int32)
+    return total
+
+
+@triton.jit
+def _find_positions(keys, ranges, num_ranges):
+    """Positions of the visible `keys` [N], int32, counted along the ranges; -1 past the last."""
+    positions = keys * 0 - 1
+    before = tl.load(ranges).to(tl.int32) * 0
+    for r in range(num_ranges):
+        start = tl.load(ranges + 2 * r).to(tl.int32)
+        size = tl.load(ranges + 2 * r + 1).to(tl.int32) - start
+        inside = (keys >= before) & (keys < before + size)
+        positions = tl.where(inside, start + keys - before, positions)
+        before += size
+    return positions
+
+
+@triton.jit
+def _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE: tl.constexpr):
+    """Where tokens lie in the pools, in tokens: int64 [N]. `table` is a row's blocks."""
+    block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0)
+    return (block * num_kv_heads + head) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@triton.jit
+def _dot(a, b, IN_FLOAT32: tl.constexpr):
+    """a @ b, summed in float32."""
+    if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def append(
+    k, v, k_pool, v_pool, block_table, rows, seq_lens,
+    num_kv_heads, table_width, k_row, k_token, v_row, v_token,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """k, v [B,T,G,D], heads adjacent, to their places. Programs: (B, T)."""
+    row, token = tl.program_id(0), tl.program_id(1)
+    head, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside = (head < num_kv_heads)[:, None] & (d < SIZE)[None, :]
+    position = tl.load(seq_lens + row) + token
+    block = tl.load(block_table + tl.load(rows + row) * table_width + position // BLOCK_SIZE)
+    slots = (block * num_kv_heads + head) * BLOCK_SIZE + position % BLOCK_SIZE
+    place = slots[:, None] * SIZE + d[None, :]
+    given = head[:, None] * SIZE + d[None, :]
+    new_k = tl.load(k + row * k_row + token * k_token + given, mask=inside)
+    new_v = tl.load(v + row * v_row + token * v_token + given, mask=inside)
+    tl.store(k_pool + place, new_k, mask=inside)
+    tl.store(v_pool + place, new_v, mask=inside)
+
+
+@triton.jit
+def attend_split(
+    q, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse,
+    scale, num_new, num_heads, table_width, q_row, q_token,
+    num_ranges, ranges_row, ranges_head, split_keys,
+    IS_FULL: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """One tile of packed queries against keys `split * split_keys` on: out [splits,B,T,H,D], the
+    softmax over those keys alone, and its log-sum-exp, float32 [splits,B,T,H]; 0 and -inf where
+    none is visible. `IS_FULL` where rows see all they hold; a query sees its last `WINDOW`
+    positions, all where that is 0; `GROUP` is H/G. Programs: (B, G * query tiles, splits)."""
+    row, split = tl.program_id(0), tl.program_id(2)
+    num_kv_heads = num_heads // GROUP
+    head, tile = tl.program_id(1) % num_kv_heads, tl.program_id(1) // num_kv_heads
+    m, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token, query_head = m // GROUP, head * GROUP + m % GROUP
+    is_query, inside = token < num_new, d < SIZE
+    query_address = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
+    queries = tl.load(q + query_address, mask=is_query[:, None] & inside[None, :], other=0.0)
+    seen_until = tl.load(seq_lens + row).to(tl.int32) + token  # the last position that a query sees
+
+    own_ranges = ranges + row * ranges_row + head * ranges_head
+    table = block_table + tl.load(rows + row) * table_width
+    num_keys = _count_keys(own_ranges, num_ranges)
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_new - 1)
+    first_key = split * split_keys
+    last_key = tl.minimum(first_key + split_keys, num_keys - (num_new - 1 - last_token))
+
+    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
+    total = tl.full((BLOCK_M,), 0.0, tl.float32)
+    sums = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
+    for first in range(first_key, last_key, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        if IS_FULL:  # noqa: SIM108 - no loop inside: then loads run ahead of the arithmetic
+            positions = key
+        else:
+            positions = _find_positions(key, own_ranges, num_ranges)
+        valid = key < last_key
+        slots = _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE)
+        address = slots[:, None] * SIZE + d[None, :]
+        keys = tl.load(k_pool + address, mask=valid[:, None] & inside[None, :], other=0.0)
+        scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
+        visible = valid[None, :] & (positions[None, :] <= seen_until[:, None])
+        if WINDOW:
+            visible = visible & (positions[None, :] > seen_until[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        shift = tl.where(new_most == float("-inf"), 0.0, new_most)  # no key seen yet: all weigh 0
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(most - shift)
+        values = tl.load(v_pool + address, mask=valid[:, None] & inside[None, :], other=0.0)
+        total = total * rescale + tl.sum(weights, 1)
+        added = _dot(weights.to(values.dtype), values, IN_FLOAT32)
+        sums = sums * rescale[:, None] + added
+        most = new_most
+
+    place = ((split * tl.num_programs(0) + row) * num_new + token).to(tl.int64) * num_heads
+    place += query_head
+    total = tl.where(total == 0.0, 1.0, total)  # nothing seen: the sums are 0, `most` says so
+    sums = sums / total[:, None]
+    out_address = out + place[:, None] * SIZE + d[None, :]
+    tl.store(out_address, sums.to(out.dtype.element_ty), mask=is_query[:, None] & inside[None, :])
+    tl.store(lse + place, (most + tl.log2(total)) / LOG2E, mask=is_query)
+
+
+@triton.jit
+def merge_splits(
+    parts, part_lse, out, lse, num_splits, num_queries,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """parts, float32 [splits, queries, D], weighted by their log-sum-exp: out [queries, D] and the
+    log-sum-exp of the whole. Programs: (queries,), which are all of B, T and H."""
+    query = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    is_split, inside = s < num_splits, d < SIZE
+    place = s * num_queries + query
+    logs = tl.load(part_lse + place, mask=is_split, other=float("-inf"))
+    most = tl.max(logs, 0)  # finite: a query sees itself
+    weights = tl.exp2((logs - most) * LOG2E)
+    total = tl.sum(weights, 0)
+    address = parts + place[:, None] * SIZE + d[None, :]
+    values = tl.load(address, mask=is_split[:, None] & inside[None, :], other=0.0)
+    merged = tl.sum(values * weights[:, None], 0) / total
+    tl.store(out + query * SIZE + d, merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + query, most + tl.log2(total) / LOG2E)
+
+
+@triton.jit
+def sum_mass(
+    q, k_pool, block_table, rows, seq_lens, ranges, lse, mass,
+    scale, num_new, num_heads, table_width, q_row, q_token,
+    num_ranges, ranges_row, ranges_head, num_blocks,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """mass, float32 [B, G, num_blocks]: the probability of MASS_BLOCK positions, summed over the
+    queries of a KV head, from the keys and each query's log-sum-exp, float32 [B,T,H]. Each program
+    has BLOCK_N positions to itself, so that sums have one order. Programs: (B, G, tiles)."""
+    row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads = num_heads // GROUP
+    d = tl.arange(0, BLOCK_D)
+    inside = d < SIZE
+    positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    own_ranges = ranges + row * ranges_row + head * ranges_head
+    visible = positions < 0
+    for r in range(num_ranges):
+        start, stop = tl.load(own_ranges + 2 * r), tl.load(own_ranges + 2 * r + 1)
+        visible = visible | ((positions >= start) & (positions < stop))
+    table = block_table + tl.load(rows + row) * table_width
+    slots = _slots(table, positions, visible, head, num_kv_heads, BLOCK_SIZE)
+    address = slots[:, None] * SIZE + d[None, :]
+    keys = tl.load(k_pool + address, mask=visible[:, None] & inside[None, :], other=0.0)
+    any_visible = tl.max(visible.to(tl.int32), 0)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    sums = tl.full((BLOCK_N,), 0.0, tl.float32)
+    for first in range(0, num_new * GROUP * any_visible, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        token, query_head = m // GROUP, head * GROUP + m % GROUP
+        is_query = token < num_new
+        at = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
+        queries = tl.load(q + at, mask=is_query[:, None] & inside[None, :], other=0.0)
+        logs = tl.load(lse + (row * num_new + token) * num_heads + query_head, mask=is_query)
+        scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * scale
+        counts = visible[None, :] & (positions[None, :] <= (seq_len + token)[:, None])
+        counts = counts & is_query[:, None]
+        if WINDOW:
+            counts = counts & (positions[None, :] > (seq_len + token)[:, None] - WINDOW)
+        weights = tl.exp2((tl.where(counts, scores, float("-inf")) - logs[:, None]) * LOG2E)
+        sums += tl.sum(tl.where(counts, weights, 0.0), 0)
+    by_block = tl.sum(tl.reshape(sums, (BLOCK_N // MASS_BLOCK, MASS_BLOCK)), 1)
+    block = tile * (BLOCK_N // MASS_BLOCK) + tl.arange(0, BLOCK_N // MASS_BLOCK)
+    place = (row * num_kv_heads + head) * num_blocks + block
+    tl.store(mass + place, by_block, mask=block < num_blocks)

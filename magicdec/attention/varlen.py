@@ -1,0 +1,119 @@
+"""torch's own variable-length attention (`torch.nn.attention.varlen`), the flash kernels that come
+with torch. CUDA, bfloat16.
+
+Owns the calling of it. A block holds a row, and a full view is read in place as stretches of one
+long text: `cu_seq_k` says where each row begins and `seqused_k` how far it goes. Its block tables
+are left alone, since the kernels that torch brings along did not serve them in every release. Other
+views are gathered, which costs a copy of what they show.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.sequences import (
+    Chosen,
+    choose_keys,
+    gather_keys,
+    join_heads,
+    refuse_mass,
+    split_heads,
+)
+from magicdec.kv.layout import PLAIN, Layout
+from magicdec.kv.policy import KVView
+
+NEEDED = ("window_size", "enable_gqa", "seqused_k")  # parameters that came one by one
+CAUSAL = (-1, 0)  # window_size: all before, none after; aligned at the end
+
+
+class VarlenBackend:
+    def __init__(self) -> None:
+        if missing := missing_parts():
+            raise ValueError(f"--attention varlen: {missing}")
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._attend = varlen_attn
+        self._new: Tensor | None = None
+        self._chosen: Chosen | None = None
+        self._in_place = False
+
+    def block_size(self, max_tokens: int) -> int:
+        return max_tokens
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return PLAIN
+
+    def plan(self, view: KVView) -> None:
+        assert view.window is None, "refused before the run"
+        self._new = view.cache.slots(view.row_index, view.query_positions())
+        self._in_place = view.is_full and all(len(view.cache.blocks[row]) == 1 for row in view.rows)
+        gathers_alike = not self._in_place and not view.per_head
+        self._chosen = choose_keys(0, view) if gathers_alike else None
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
+        assert self._new is not None, "plan before run"
+        view.cache.write(layer, self._new, k, v)
+        if self._in_place:
+            return self._read_in_place(layer, q, view)
+        chosen = self._chosen or choose_keys(layer, view)
+        keys, values = gather_keys(layer, chosen, view)  # [S, N, 1, D]
+        queries = split_heads(q, k.shape[2])
+        starts = torch.arange(len(keys) + 1, dtype=torch.int32, device=q.device) * keys.shape[1]
+        texts = keys.flatten(0, 1), values.flatten(0, 1)
+        out = self._call(queries, *texts, starts, chosen.lengths, keys.shape[1])
+        return join_heads(out, q.shape[0])
+
+    def run_with_mass(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        raise refuse_mass("varlen")
+
+    def _read_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
+        cache = view.cache
+        heads, size = cache.shape.num_kv_heads, cache.shape.block_size
+        first = cache.block_table[view.row_index, 0] * heads * size
+        starts = torch.cat([first, first[-1:]]).to(torch.int32)
+        lengths = (view.seq_lens + view.num_new).to(torch.int32)
+        keys, values = as_one_text(cache.k[layer]), as_one_text(cache.v[layer])
+        longest = max(view.lengths) + view.num_new
+        return self._call(q, keys, values, starts, lengths, longest)
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int
+    ) -> Tensor:
+        """q [S,T,H,D] over stretches of k, v [tokens, G, D] that begin at `starts` [S+1] and are
+        `lengths` [S] long."""
+        num_new = q.shape[1]
+        queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * num_new
+        out = self._attend(
+            q.flatten(0, 1), k, v, queries, starts, num_new, longest,
+            window_size=CAUSAL, enable_gqa=True, seqused_k=lengths,
+        )  # fmt: skip
+        assert isinstance(out, Tensor), "the log-sum-exp was not asked for"
+        return out.view(q.shape)
+
+
+def as_one_text(pool: Tensor) -> Tensor:
+    """[blocks, G, block_size, D] as [tokens, G, D] without a copy: token t of block b is number
+    b * G * block_size + t, and what lies between blocks' numbers is other heads' keys."""
+    blocks, heads, size, head_dim = pool.shape
+    tokens = ((blocks - 1) * heads + 1) * size
+    return pool.as_strided((tokens, heads, head_dim), (head_dim, size * head_dim, 1))
+
+
+def missing_parts() -> str | None:
+    """What this torch lacks, if anything."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn; install torch 2.11 or later"
+    lacks = [name for name in NEEDED if name not in inspect.signature(varlen_attn).parameters]
+    if lacks:
+        listed = ", ".join(lacks)
+        return (
+            f"varlen_attn of torch {torch.__version__} lacks {listed}; install torch 2.11 or later"
+        )
+    return None

@@ -1,0 +1,98 @@
+"""Stage `attention`: decode and verification of one layer by every backend, as bytes of keys and
+values a second beside what a copy moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_stages.device_clock import copy_bandwidth, median_seconds
+from gpu_stages.scale import Heads, Suite
+from magicdec.attention.backend import AttentionBackend
+from magicdec.bench.environment import missing_backends
+from magicdec.bench.loading import make_backend
+from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.full import FullKV
+from magicdec.kv.policy import make_view
+from magicdec.machine import CUDA_ONLY, Machine, backend_obstacle
+
+DTYPE = torch.bfloat16
+
+
+def run(suite: Suite) -> None:
+    scale, device, results = suite.scale, suite.device, suite.results
+    results.cell(
+        "copy_bandwidth",
+        lambda: {"bytes_per_s": copy_bandwidth(device, scale.copied_bytes)},
+    )
+    for place in scale.places:
+        for model, heads in scale.heads.items():
+            for backend in scale.backends:
+                name = f"{model}/B{place[0]}/S{place[1]}/{backend}"
+                results.cell(name, partial(time_backend, suite, backend, heads, *place))
+
+
+def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[str, Any]:
+    """Milliseconds by number of new tokens T, of a layer's `run` and of `plan` apart, and the share
+    of the copy's bandwidth. Raises RuntimeError for what cannot be served here."""
+    device, tokens = suite.device, suite.scale.attention_tokens
+    missing = missing_backends(("triton", *CUDA_ONLY))
+    machine = Machine(1, has_compiler=True, missing_backends=missing)
+    obstacle = backend_obstacle(name, device.type, machine, heads.D, "bfloat16")
+    if obstacle:
+        raise RuntimeError(obstacle)
+    needed = 2 * B * (S + max(tokens)) * heads.G * heads.D * DTYPE.itemsize
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier cell held counts as taken otherwise
+        if 1.3 * needed > torch.cuda.mem_get_info()[0]:
+            raise RuntimeError(f"{needed / 1e9:.1f} GB of keys and values do not fit")
+    copied = suite.results.cells["copy_bandwidth"]["bytes_per_s"]
+    backend = make_backend(name)
+    cache = filled_cache(backend, heads, B, S, max(tokens), device)
+    found = {}
+    for T in tokens:
+        call, plan, _ = prepare_call(backend, cache, heads, B, T)
+        seconds, num_bytes = median_seconds(device, call, calls=3), 2 * B * heads.G * heads.D
+        num_bytes *= (S + T) * DTYPE.itemsize
+        found[str(T)] = {
+            "ms": 1e3 * seconds,
+            "plan_ms": 1e3 * median_seconds(device, plan),
+            "bytes_per_s": num_bytes / seconds,
+            "of_copy": num_bytes / seconds / copied,
+        }
+    return found
+
+
+def filled_cache(
+    backend: AttentionBackend, heads: Heads, B: int, S: int, room: int, device: torch.device
+) -> KVCache:
+    """One layer, B rows of S random tokens, made on the device."""
+    block = backend.block_size(S + room)
+    per_row = -(-(S + room) // block)
+    shape = CacheShape(1, heads.G, heads.D, block, B * per_row, backend.layout(DTYPE))
+    cache = KVCache(shape, B, per_row, DTYPE, device)
+    generator = torch.Generator(device).manual_seed(0)
+    cache.k.normal_(generator=generator)
+    cache.v.normal_(generator=generator)
+    for row in range(B):
+        cache.allocate(row, S + room)
+    cache.advance(range(B), S)
+    return cache
+
+
+def prepare_call(
+    backend: AttentionBackend, cache: KVCache, heads: Heads, B: int, T: int
+) -> tuple[Callable[[], Tensor], Callable[[], None], Tensor]:
+    """(a layer's attention of T new tokens, its plan, the queries); the plan has been made."""
+    generator = torch.Generator(cache.k.device).manual_seed(1)
+    q, k, v = (
+        torch.randn(B, T, n, heads.D, generator=generator, device=cache.k.device).to(DTYPE)
+        for n in (heads.H, heads.G, heads.G)
+    )
+    view = make_view(cache, range(B), FullKV(), T)
+    backend.plan(view)
+    return partial(backend.run, 0, q, k, v, view), partial(backend.plan, view), q

@@ -1,0 +1,78 @@
+"""Stage `predict`: what self-speculation would bring, from forwards that stage `llama31` measured
+and acceptance rates that were published. Nothing here is a measured speedup: every number says
+"predicted", and what was published was measured on other hardware (8 GPUs)."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from gpu_stages.results import load_cells
+from gpu_stages.scale import Suite
+from magicdec.bench.costs import expected_tokens
+
+PAPER = Path(__file__).parents[2] / "results" / "paper"
+MODEL, SOURCE = "llama-3.1-8b", "llama31"
+NEAR = 0.1  # prefixes that differ by less count as the same: 16000 and 16384
+
+
+def run(suite: Suite) -> None:
+    rates = [r for r in read_table("acceptance_rates.csv") if r["model"] == MODEL]
+    budget = min(suite.scale.budgets, key=lambda b: abs(b - float(rates[0]["budget"])))
+    for found in load_cells(suite.directory / f"{SOURCE}.json").values():
+        rows = found["rows"]
+        for B, S in sorted({(row["B"], row["context"]) for row in rows}):
+            place = [row for row in rows if (row["B"], row["context"]) == (B, S)]
+            rate = near(rates, S)
+            if suite.is_tiny and rate is None:
+                rate = rates[0]  # no such prefix was published; the arithmetic is what is tried
+            if rate is None:
+                continue
+            prediction = predict(place, budget, float(rate["acceptance_rate"]))
+            published = [
+                {key: row[key] for key in ("hardware", "batch_size", "gamma", "speedup", "source")}
+                for row in read_table("speedups.csv")
+                if row["model"] == MODEL and near([row], S) and int(row["batch_size"]) == B
+            ]
+            cell = prediction | {"acceptance_source": rate["source"], "published": published}
+            suite.results.cells[f"B{B}/S{S}"] = cell  # anew each time: it costs nothing
+    if not suite.results.cells:
+        suite.results.failed[SOURCE] = f"{SOURCE}.json has no forwards; run that stage first"
+    suite.results.write()
+
+
+def predict(rows: list[dict[str, Any]], budget: int, rate: float) -> dict[str, Any]:
+    """The best number of drafts and its speedup, of forwards at one place: tokens a verification
+    yields at that rate, over the time of drafts and verification in decode steps. What lies between
+    forwards (judging, bookkeeping) is not in it."""
+    decode = next(row["ms_median"] for row in rows if row["phase"] == "decode")
+    draft = next(
+        row["ms_median"] for row in rows if (row["phase"], row["budget"]) == ("draft", budget)
+    )
+    speedups = {
+        row["T"] - 1: expected_tokens(rate, row["T"] - 1)
+        * decode
+        / ((row["T"] - 1) * draft + row["ms_median"])
+        for row in rows
+        if row["phase"] == "verify"
+    }
+    best = max(speedups, key=lambda gamma: speedups[gamma])
+    return {
+        "acceptance_rate": rate,
+        "budget": budget,
+        "gamma": best,
+        "predicted_speedup": speedups[best],
+        "predicted_speedup_by_gamma": {str(gamma): value for gamma, value in speedups.items()},
+    }
+
+
+def near(rows: list[dict[str, str]], S: int) -> dict[str, str] | None:
+    """The row whose prefix is closest to S, if it is close."""
+    closest = min(rows, key=lambda row: abs(int(row["prefix_len"]) - S))
+    return closest if abs(int(closest["prefix_len"]) - S) <= NEAR * S else None
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    with (PAPER / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,75 @@
+"""What a stage has measured: one JSON file of named cells, written again after each.
+
+Owns resuming (a cell that is there is not measured again; one that failed is), the stage's
+deadline, and that a failed cell costs no other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Results:
+    """`path` may hold cells of an earlier call. `made_with` says on what and with which software;
+    cells made with something else are not added to."""
+
+    def __init__(self, path: Path, made_with: dict[str, Any], seconds: float) -> None:
+        """Raises ValueError where `path` was made with something else."""
+        self.path, self._until = path, time.monotonic() + seconds
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if found and found["made_with"] != made_with:
+            raise ValueError(
+                f"--out: {path} was made with {found['made_with']}, not with {made_with}; "
+                "choose another directory"
+            )
+        self.made_with = made_with
+        self.cells: dict[str, Any] = found.get("cells", {})
+        self.failed: dict[str, str] = {}
+        self.left: list[str] = []  # no time was left for these
+
+    @property
+    def seconds_left(self) -> float:
+        return self._until - time.monotonic()
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.failed and not self.left
+
+    def cell(self, name: str, measure: Callable[[], Any]) -> None:
+        """Measure unless it is there already. What `measure` raises is kept as its first line."""
+        if name in self.cells:
+            return
+        if self.seconds_left <= 0:
+            self.left.append(name)
+        else:
+            print(f"{self.path.stem}: {name}", file=sys.stderr, flush=True)
+            try:
+                self.cells[name] = measure()
+            except Exception as error:  # whatever a kernel, a compiler or a peer raises
+                lines = str(error).strip().splitlines() or [""]
+                self.failed[name] = f"{type(error).__name__}: {lines[0]}"
+        self.write()
+
+    def write(self) -> None:
+        content = {
+            "made_with": self.made_with,
+            "cells": self.cells,
+            "failed": self.failed,
+            "left": self.left,
+        }
+        partial = self.path.with_name(self.path.name + ".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def load_cells(path: Path) -> dict[str, Any]:
+    """The cells of a stage, none where it has not been run."""
+    if not path.exists():
+        return {}
+    cells: dict[str, Any] = json.loads(path.read_text())["cells"]
+    return cells

@@ -1,0 +1,101 @@
+"""What the stages measure: the issue's table, or tiny shapes that show on a CPU that every stage
+runs. Times of tiny shapes mean nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpu_stages.results import Results
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of the attention that is timed alone: H query heads, G KV heads, D head size."""
+
+    H: int
+    G: int
+    D: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    models: dict[str, str]  # by stage, as `magicdec latency --model` takes them
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    budgets: tuple[int, ...]
+    repeats: int
+    heads: dict[str, Heads]
+    places: tuple[tuple[int, int], ...]  # (B, S) of the attention
+    attention_tokens: tuple[int, ...]
+    backends: tuple[str, ...]
+    copied_bytes: int
+    peer_model: str
+    peer_places: tuple[tuple[int, int], ...]  # (B, S)
+    tests: tuple[str, ...]
+    demo_prefix: int
+    demo_backends: tuple[str, ...]
+    demo_dtypes: tuple[str, ...]
+
+
+GPU_BACKENDS = ("triton", "varlen", "flash_attn", "flashinfer", "grouped")
+# In the order of importance: what is left out when time runs out comes last.
+FULL = Scale(
+    models={"llama31": "random:llama-3.1-8b", "llama2": "random:llama-2-7b-32k"},
+    batch_sizes=(32, 1, 8, 64),
+    contexts=(4096, 16384, 32768, 65536),
+    new_tokens=tuple(range(1, 10)),  # decode, and verification of gamma 1 to 8
+    budgets=(257, 513, 1025),
+    repeats=10,
+    heads={"llama-3.1-8b": Heads(32, 8, 128), "llama-2-7b": Heads(32, 32, 128)},
+    places=((32, 16384), (32, 32768), (1, 4096), (1, 65536), (8, 32768), (64, 4096)),
+    attention_tokens=(1, 5, 9),
+    backends=GPU_BACKENDS,
+    copied_bytes=4 << 30,
+    peer_model="llama-3.1-8b",
+    peer_places=((1, 4096), (8, 4096), (8, 16384), (32, 4096)),
+    tests=(
+        *("tests/oracle/test_cuda_tokens.py", "tests/oracle/test_attention.py"),
+        *("tests/oracle/test_cuda_libraries.py", "tests/oracle/test_mass.py"),
+        *("tests/oracle/test_triton.py", "tests/unit/test_timing.py"),
+    ),
+    demo_prefix=16384,
+    demo_backends=("auto", *GPU_BACKENDS),
+    demo_dtypes=("float32", "bfloat16"),
+)
+TINY = Scale(
+    models={"llama31": "demo", "llama2": "demo-draft"},
+    batch_sizes=(2,),
+    contexts=(64, 128),
+    new_tokens=(1, 2, 3),
+    budgets=(17, 33),
+    repeats=1,
+    heads={"tiny": Heads(4, 2, 64)},
+    places=((2, 128),),
+    attention_tokens=(1, 3),
+    backends=("grouped", "native"),
+    copied_bytes=1 << 22,
+    peer_model="tiny",
+    peer_places=((2, 64),),
+    tests=("tests/unit/test_timing.py",),
+    demo_prefix=256,
+    demo_backends=("grouped",),
+    demo_dtypes=("float32",),
+)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a stage is given."""
+
+    device: torch.device
+    is_tiny: bool
+    directory: Path
+    results: Results
+
+    @property
+    def scale(self) -> Scale:
+        return TINY if self.is_tiny else FULL

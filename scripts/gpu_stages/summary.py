@@ -1,0 +1,106 @@
+"""Stage `summary`: the other stages' files as one page, `summary.md`, and beside each goal of
+the suite what was measured for it. Measures nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_stages.results import load_cells
+from gpu_stages.scale import Suite
+
+# (what, wanted, (phase, T), B, S, budget): whole forwards of the 8B shape, as a share of their
+# roofline. 76 % is 1.2 times the roofline, plus 10 %.
+ROOFLINES = (
+    ("decode step, B=1, S=4096", "at least 65 %", ("decode", 1), 1, 4096, None),
+    ("decode step, B=32, S=32768", "at least 75 %", ("decode", 1), 32, 32768, None),
+    ("draft step, budget 513, B=32, S=16384", "at least 76 %", ("draft", 1), 32, 16384, 513),
+)
+
+
+def run(suite: Suite) -> None:
+    peers, predicted = (load_cells(suite.directory / f"{n}.json") for n in ("peers", "predict"))
+    page = "\n".join(lines(goals(suite), peers, predicted))
+    (suite.directory / "summary.md").write_text(page + "\n")
+    print(page)
+
+
+def goals(suite: Suite) -> list[dict[str, Any]]:
+    """What was measured for each goal, null where nothing was."""
+    attention = load_cells(suite.directory / "attention.json")
+    copied = attention.get("copy_bandwidth", {}).get("bytes_per_s")
+    rows = [
+        row
+        for cell in load_cells(suite.directory / "llama31.json").values()
+        for row in cell["rows"]
+    ]
+    prefix = "llama-3.1-8b/B32/S16384/"
+    shares = {
+        name.removeprefix(prefix): cell["1"]["of_copy"]
+        for name, cell in attention.items()
+        if name.startswith(prefix)
+    }
+    best = max(shares, key=lambda name: shares[name], default=None)
+    found = [
+        {
+            "goal": "decode attention, B=32, S=16384, 8 KV heads of 128: share of the copy",
+            "wanted": "at least 75 %",
+            "measured": None if best is None else shares[best],
+            "by": best,
+        }
+    ]
+    for goal, wanted, (phase, T), B, S, budget in ROOFLINES:
+        row = largest(rows, phase, T, B, S, budget)
+        of_roofline = None
+        if row is not None and copied is not None:
+            of_roofline = row["bytes"] / copied / (row["ms_median"] / 1e3)
+        found.append(goal_of(f"{goal}: share of its roofline", wanted, of_roofline, row))
+    decode, verify = (largest(rows, *kind, 32, 32768) for kind in (("decode", 1), ("verify", 5)))
+    ratio = None
+    if decode is not None and verify is not None:
+        ratio = verify["ms_median"] / decode["ms_median"]
+    goal = "verification of 5 tokens in decode steps, B=32, S=32768"
+    found.append(goal_of(goal, "at most 1.15", ratio, verify))
+    return found
+
+
+def goal_of(
+    goal: str, wanted: str, measured: float | None, row: dict[str, Any] | None
+) -> dict[str, Any]:
+    place = None if row is None else f"B={row['B']}, S={row['context']}"
+    return {"goal": goal, "wanted": wanted, "measured": measured, "by": place}
+
+
+def largest(
+    rows: list[dict[str, Any]], phase: str, T: int, B: int, S: int, budget: int | None = None
+) -> dict[str, Any] | None:
+    """The forward at that context with the largest batch up to B: 32 rows may not have fitted."""
+    fitting = [
+        row
+        for row in rows
+        if (row["phase"], row["T"], row["context"], row["budget"]) == (phase, T, S, budget)
+        and row["B"] <= B
+    ]
+    return max(fitting, key=lambda row: int(row["B"]), default=None)
+
+
+def lines(
+    goals: list[dict[str, Any]], peers: dict[str, Any], predicted: dict[str, Any]
+) -> list[str]:
+    page = ["| goal | wanted | measured | where |", "|---|---|--:|---|"]
+    for goal in goals:
+        shown = "not measured" if goal["measured"] is None else f"{goal['measured']:.3f}"
+        page.append(f"| {goal['goal']} | {goal['wanted']} | {shown} | {goal['by'] or ''} |")
+    page += ["", "| decode step of peers | peer | ms |", "|---|---|--:|"]
+    for place, by_name in peers.items():
+        for name, found in by_name.items():
+            if name != "agreeing_tokens":
+                page.append(f"| {place} | {name} | {found['ms_median']:.3f} |")
+    page += ["", "| predicted, not measured | gamma | speedup | published, other hardware |"]
+    page.append("|---|--:|--:|---|")
+    for place, found in predicted.items():
+        published = "; ".join(
+            f"{p['speedup']} (gamma {p['gamma']}, {p['hardware']})" for p in found["published"]
+        )
+        speedup = f"{found['predicted_speedup']:.2f}"
+        page.append(f"| {place} | {found['gamma']} | {speedup} | {published or 'none'} |")
+    return page

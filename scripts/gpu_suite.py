@@ -1,0 +1,85 @@
+"""One stage of the GPU suite, called by `gpu_suite.sh`, which says how. Writes STAGE.json,
+`summary` its summary.md.
+
+Ends with 0 if every cell of the stage is there, 1 if some failed or no time was left for them (the
+others are written), 2 for a command line that cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from gpu_stages import attention, checks, latency, peers, predict, summary
+from gpu_stages.results import Results
+from gpu_stages.scale import Suite
+
+from magicdec.bench.cli import Parser
+
+STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
+    "tests": checks.run_tests,
+    "attention": attention.run,
+    "llama31": partial(latency.run, stage="llama31"),
+    "predict": predict.run,
+    "peers": peers.run,
+    "llama2": partial(latency.run, stage="llama2"),
+    "demo": checks.run_demo,
+    "summary": summary.run,
+}
+SECONDS = 540
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Raises ValueError for a device that is not there."""
+    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("stage", choices=tuple(STAGES), metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="shapes that only show that it runs")
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"), metavar="DIRECTORY")
+    parser.add_argument(
+        "--seconds", type=int, default=SECONDS, metavar="N",
+        help="after which no further cell is begun, and a process that is running is stopped "
+        "[%(default)s]",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device here; choose cpu, with --tiny")
+    if options.device == "cpu" and not options.tiny:
+        raise ValueError("--device cpu is for --tiny shapes; choose cuda, or add --tiny")
+    if options.seconds < 1:
+        raise ValueError(f"--seconds {options.seconds} is too small; it must be at least 1")
+    return options
+
+
+def made_with(device: str, is_tiny: bool) -> dict[str, object]:
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {"device": device, "gpu": gpu, "torch": torch.__version__, "tiny": is_tiny}
+
+
+def main() -> None:
+    try:
+        options = read_options()
+        options.out.mkdir(parents=True, exist_ok=True)
+        results = Results(
+            options.out / f"{options.stage}.json",
+            made_with(options.device, options.tiny),
+            options.seconds,
+        )
+    except ValueError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    suite = Suite(torch.device(options.device), options.tiny, options.out, results)
+    STAGES[options.stage](suite)
+    for name, why in results.failed.items():
+        print(f"{options.stage}: {name} failed: {why}", file=sys.stderr)
+    for name in results.left:
+        print(f"{options.stage}: no time was left for {name}", file=sys.stderr)
+    sys.exit(0 if results.is_complete else 1)
+
+
+if __name__ == "__main__":
+    main()

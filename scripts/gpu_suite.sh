@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# The GPU suite: tests, attention bandwidth, forward latencies, peers, predictions. Fetches nothing.
+#
+#   scripts/gpu_suite.sh [STAGE...] [--device cuda|cpu] [--tiny] [--seconds N]
+#
+# Without a STAGE all of them, the most important first: tests attention llama31 predict peers llama2
+# demo summary. Each is a process of its own, ends within 10 minutes and writes $OUT/STAGE.json (OUT
+# defaults to results/gpu), whatever becomes of the others. A stage that is called again keeps the
+# cells that are there and measures what is missing, so that a long stage may be called repeatedly.
+# PYTHON names the interpreter; default: the first that has a torch for the device and what the tests
+# need.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+out=${OUT:-results/gpu}
+all=(tests attention llama31 predict peers llama2 demo summary)
+stages=() options=() device=cuda
+while [ $# -gt 0 ]; do
+    case $1 in
+    --device) device=${2-} && options+=("$1" "$device") && shift ;;
+    --seconds) options+=("$1" "${2-}") && shift ;;
+    --out) echo "gpu_suite.sh: --out: name the directory in OUT" >&2 && exit 2 ;;
+    -*) options+=("$1") ;;
+    *) stages+=("$1") ;;
+    esac
+    shift
+done
+[ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
+for stage in "${stages[@]}"; do
+    case " ${all[*]} " in
+    *" $stage "*) ;;
+    *) echo "gpu_suite.sh: STAGE $stage is not known; choose from ${all[*]}" >&2 && exit 2 ;;
+    esac
+done
+
+# Says on stderr what it found, on stdout whether the package's metadata is there; 3: no such device.
+probe='
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+import torch
+if sys.argv[1] == "cuda" and not torch.cuda.is_available():
+    sys.exit(3)
+def shown(name):
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"{name} missing"
+optional = ("triton", "transformers", "flash_attn", "flashinfer-python", "nvidia-ml-py")
+print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, optional), file=sys.stderr)
+needed = "numpy safetensors tokenizers sentencepiece rich pytest pytest_timeout hypothesis"
+missing = [name for name in needed.split() if not find_spec(name)]
+if missing:
+    sys.exit("gpu_suite.sh: missing here: " + ", ".join(missing))
+print(shown("magicdec"))
+'
+export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+python=
+for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
+    command -v "$candidate" >/dev/null || continue
+    package=$("$candidate" -c "$probe" "$device") && python=$candidate && break
+done
+if [ -z "$python" ]; then
+    echo "gpu_suite.sh: no python here has what is needed for --device $device; name one in PYTHON" >&2
+    exit 2
+fi
+# Where the package was never installed its metadata is missing; it is made here from pyproject.toml.
+if [ "$package" = "magicdec missing" ]; then
+    mkdir -p build/gpu_site
+    "$python" -c "from setuptools import build_meta as b
+b.prepare_metadata_for_build_wheel('build/gpu_site')" >/dev/null || exit 1
+    export PYTHONPATH="$PYTHONPATH:$PWD/build/gpu_site"
+fi
+
+failed=()
+for stage in "${stages[@]}"; do
+    timeout --kill-after=10 595 "$python" scripts/gpu_suite.py "$stage" --out "$out" \
+        ${options[@]+"${options[@]}"}
+    status=$?
+    [ $status -ne 2 ] || exit 2
+    [ $status -eq 0 ] || failed+=("$stage")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "gpu_suite.sh: not complete: ${failed[*]}" >&2
+    exit 1
+fi

@@ -1,0 +1,139 @@
+"""Stand-ins for the attention libraries that need a GPU: their documented signatures and demands,
+computed in float64. What they refuse, the libraries refuse."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One sequence, causal, aligned at the end: q [T,H,D] over k, v [S,G,D], H a multiple of G."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), k) / q.shape[2] ** 0.5
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(2)
+    return torch.einsum("hts,shd->thd", weights, v).to(q.dtype)
+
+
+def attend_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, table: Tensor | None
+) -> Tensor:
+    """What both versions of flash-attn do: q [B,T,H,D] over [blocks, block_size, G, D]."""
+    assert cache_seqlens.dtype == torch.int32 and k_cache.stride(3) == v_cache.stride(3) == 1
+    assert table is None or table.dtype == torch.int32
+    outputs = []
+    for row, length in enumerate(cache_seqlens.tolist()):
+        picked = slice(row, row + 1) if table is None else table[row].long()
+        k, v = (cache[picked].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+        outputs.append(attend(q[row], k, v))
+    return torch.stack(outputs)
+
+
+def flash_attn_2() -> ModuleType:
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
+        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+        rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+    ):  # fmt: skip
+        assert causal and k is None and v is None and softmax_scale is None
+        if block_table is not None and k_cache.shape[1] % 256:
+            raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        return attend_pages(q, k_cache, v_cache, cache_seqlens, block_table)
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def flash_attn_3() -> ModuleType:
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+        return_softmax_lse=False,
+    ):  # fmt: skip
+        assert causal and k is None and v is None and softmax_scale is None
+        return attend_pages(q, k_cache, v_cache, cache_seqlens, page_table)
+
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None,
+    max_q: int, max_k: int, *, return_aux: Any = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    assert window_size == (-1, 0) and block_table is None and cu_seq_k is not None
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert seqused_k is not None and int(seqused_k.max()) <= max_k
+    assert {t.dtype for t in (cu_seq_q, cu_seq_k, seqused_k)} == {torch.int32}
+    assert len(cu_seq_q) == len(cu_seq_k) == len(seqused_k) + 1
+    outputs = []
+    for i, length in enumerate(seqused_k.tolist()):
+        queries = query[cu_seq_q[i] : cu_seq_q[i + 1]]
+        assert len(queries) <= max_q
+        keys = slice(int(cu_seq_k[i]), int(cu_seq_k[i]) + length)
+        assert keys.stop <= len(key)
+        outputs.append(attend(queries, key[keys], value[keys]))
+    return torch.cat(outputs)
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "HND"
+        self.planned: dict[str, Any] = {}
+
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo=None,
+        custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE",
+        use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
+        rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None,
+        non_blocking=True,
+    ):  # fmt: skip
+        assert (
+            causal and sm_scale is None and qo_indptr[-1] == (qo_indptr[1] * (len(qo_indptr) - 1))
+        )
+        arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert {t.dtype for t in arrays} == {torch.int32}
+        assert paged_kv_indptr[-1] == len(paged_kv_indices)
+        last = paged_kv_last_page_len
+        assert len(last) == len(qo_indptr) - 1 and ((last >= 1) & (last <= page_size)).all()
+        self.planned = {
+            "arrays": [t.tolist() for t in arrays],
+            "heads": (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
+            "dtypes": (q_data_type, kv_data_type),
+        }
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        k_pages, v_pages = paged_kv_cache  # [pages, G, page_size, D]
+        num_heads, num_kv_heads, size, page_size = self.planned["heads"]
+        assert q.shape[1:] == (num_heads, size) and self.planned["dtypes"] == (q.dtype, q.dtype)
+        assert k_pages.shape[1:] == (num_kv_heads, page_size, size)
+        starts, pages_at, pages, last = self.planned["arrays"]
+        outputs = []
+        for i, tokens in enumerate(last):
+            own = pages[pages_at[i] : pages_at[i + 1]]
+            length = (len(own) - 1) * page_size + tokens
+            k, v = (t[own].transpose(1, 2).flatten(0, 1)[:length] for t in (k_pages, v_pages))
+            outputs.append(attend(q[starts[i] : starts[i + 1]], k, v))
+        return torch.cat(outputs)
+
+
+def flashinfer() -> ModuleType:
+    module = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+    return module

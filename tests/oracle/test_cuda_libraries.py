@@ -1,0 +1,200 @@
+"""The backends of libraries that need a GPU, over stand-ins (`cuda_libraries.py`): what is handed
+to them is what the contract asks for. That the libraries do what they document is a matter for a
+machine that has them: there the contract's own tests run."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch
+from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+from cuda_libraries import flash_attn_2, flash_attn_3, flashinfer, varlen_attn
+from test_attention import (
+    BACKENDS,
+    DTYPES,
+    POLICIES,
+)
+from test_attention import (
+    test_a_forward_sees_neither_the_future_nor_another_row as sees_no_other,
+)
+from test_attention import (
+    test_backend_equals_attention_written_out as equals_written_out,
+)
+from test_mass import Scattered
+from test_mass import test_every_head_reads_its_own_ranges as reads_its_own_ranges
+from torch import Tensor
+
+from magicdec.attention.flash_attn import FlashAttnBackend
+from magicdec.attention.flash_attn import missing_parts as flash_attn_missing
+from magicdec.attention.flashinfer import FlashInferBackend
+from magicdec.attention.flashinfer import missing_parts as flashinfer_missing
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.attention.varlen import VarlenBackend, as_one_text
+from magicdec.attention.varlen import missing_parts as varlen_missing
+from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.full import FullKV
+from magicdec.kv.policy import KVView, Visible, make_view
+from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.machine import CUDA_ONLY
+from magicdec.sections import KVSection
+
+HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
+LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3", "flashinfer"]
+
+
+def install(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Put the stand-in where its library would be; returns the backend's name."""
+    if name == "varlen":
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+        return name
+    make = {"flash_attn 2": flash_attn_2, "flash_attn 3": flash_attn_3, "flashinfer": flashinfer}
+    module = make[name]()
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return name.split()[0]
+
+
+@pytest.fixture(params=LIBRARIES)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return install(request.param, monkeypatch)
+
+
+def filled_view(policy: Visible) -> KVView:
+    """Three new tokens over two rows of random keys, two layers, in blocks of 24."""
+    cache = KVCache(CacheShape(2, 2, 16, 24, 12), 2, 6, torch.float32, torch.device("cpu"))
+    cache.k.normal_(), cache.v.normal_()
+    for row, length in enumerate((70, 31)):
+        cache.allocate(row, 80)
+        cache.advance([row], length)
+    return make_view(cache, [1, 0], policy, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins compute on the CPU")
+class TestContract:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("policy", POLICIES, ids=repr)
+    @pytest.mark.parametrize("heads", HEADS, ids=str)
+    def test_backend_equals_attention_written_out(
+        self, backend: str, heads: tuple[int, int, int], policy: object, dtype: torch.dtype
+    ) -> None:
+        equals_written_out(backend, heads, policy, dtype)
+
+    def test_a_forward_sees_neither_the_future_nor_another_row(self, backend: str) -> None:
+        sees_no_other(backend)
+
+    @pytest.mark.parametrize("heads", HEADS, ids=str)
+    def test_every_head_reads_its_own_ranges(
+        self, backend: str, heads: tuple[int, int, int]
+    ) -> None:
+        reads_its_own_ranges(backend, heads, torch.float32)
+
+    def test_every_layer_reads_its_own_ranges(self, backend: str) -> None:
+        torch.manual_seed(0)
+        view = filled_view(Scattered(kv_heads=2, share=0.4))
+        inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
+        built, plain = BACKENDS[backend](), SDPABackend(24)
+        built.plan(view), plain.plan(view)
+        for layer in (0, 1, 0):
+            out, expected = (each.run(layer, *inputs, view) for each in (built, plain))
+            assert (out - expected).abs().max() < 1e-5, layer
+
+    @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 11)], ids=repr)
+    def test_blocks_of_another_size(self, backend: str, policy: FullKV | StreamingLLM) -> None:
+        """A rolling cache chooses its own."""
+        torch.manual_seed(0)
+        view = filled_view(policy)
+        inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
+        outputs = []
+        for built in (BACKENDS[backend](), SDPABackend(24)):
+            built.plan(view)
+            outputs.append(built.run(0, *inputs, view))
+        assert (outputs[0] - outputs[1]).abs().max() < 1e-5
+
+    @pytest.mark.parametrize(
+        "kv", [KVSection("streaming_llm", 17, 4), KVSection("snapkv", 20, window_size=3)]
+    )
+    def test_speculation_emits_the_baseline_tokens(self, backend: str, kv: KVSection) -> None:
+        prompts = random_prompts([5, 300], TINY.vocab_size)  # 300: two blocks of flash-attn
+        runner = make_runner(tiny_transformer(), 2, 330, BACKENDS[backend]())
+        baseline, ours, _ = decode_both(runner, make_requests(prompts, 20), kv, 3)
+        plain = make_runner(tiny_transformer(), 2, 330)
+        assert ours == baseline == decode_both(plain, make_requests(prompts, 20), kv, 3)[0]
+
+    def test_mass_is_refused(self, backend: str) -> None:
+        with pytest.raises(ValueError, match=f"--attention {backend} does not tell where the"):
+            BACKENDS[backend]().run_with_mass(0, *[torch.empty(0)] * 3, None)
+
+
+def test_a_full_view_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key is copied: what the library is given shares the cache's memory."""
+    given: dict[str, Tensor] = {}
+
+    def spy(q: Tensor, k: Tensor, *others: object, **named: object) -> Tensor:
+        given["k"] = k
+        return q
+
+    for name, build in (("varlen", VarlenBackend), ("flash_attn 2", FlashAttnBackend)):
+        install(name, monkeypatch)
+        backend = build()
+        monkeypatch.setattr(backend, "_attend", spy)
+        block = backend.block_size(600)
+        per_row = -(-600 // block)
+        shape = CacheShape(1, 2, 16, block, 2 * per_row)
+        cache = KVCache(shape, 2, per_row, torch.float32, torch.device("cpu"))
+        for row in range(2):
+            cache.allocate(row, 600)
+        view = make_view(cache, [1, 0], FullKV(), 2)
+        backend.plan(view)
+        backend.run(0, torch.zeros(2, 2, 4, 16), *[torch.zeros(2, 2, 2, 16)] * 2, view)
+        assert given["k"].untyped_storage().data_ptr() == cache.k.untyped_storage().data_ptr()
+
+
+def test_one_text_holds_every_token_at_its_number() -> None:
+    pool = torch.randn(3, 2, 5, 4)  # blocks, G, block_size, D
+    text = as_one_text(pool)
+    assert text.data_ptr() == pool.data_ptr()
+    for block in range(3):
+        first = block * 2 * 5
+        assert torch.equal(text[first : first + 5], pool[block].transpose(0, 1))
+
+
+def test_version_3_of_flash_attn_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    install("flash_attn 2", monkeypatch)
+    assert FlashAttnBackend()._table_name == "block_table"
+    install("flash_attn 3", monkeypatch)
+    assert FlashAttnBackend()._table_name == "page_table"
+
+
+def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "flash_attn_interface", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert flash_attn_missing() == (
+        "flash-attn is not installed; pip install flash-attn (it is built with nvcc)"
+    )
+    assert flashinfer_missing() == "flashinfer is not installed; pip install flashinfer-python"
+
+    def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False): ...
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch_2_10)
+    lacks = "lacks window_size, enable_gqa, seqused_k; install torch 2.11 or later"
+    assert str(varlen_missing()).endswith(lacks)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    assert "has no varlen_attn; install torch 2.11 or later" in str(varlen_missing())
+    for name, build in zip(
+        CUDA_ONLY, (VarlenBackend, FlashAttnBackend, FlashInferBackend), strict=True
+    ):
+        with pytest.raises(ValueError, match=f"--attention {name}: "):
+            build()
+
+
+def test_this_torch_has_what_varlen_needs() -> None:
+    """The stand-in's parameters are those of the torch that is installed."""
+    import inspect
+
+    from torch.nn.attention import varlen
+
+    assert varlen_missing() is None
+    ours = list(inspect.signature(varlen_attn).parameters)
+    assert list(inspect.signature(varlen.varlen_attn).parameters) == ours

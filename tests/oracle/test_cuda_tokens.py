@@ -1,0 +1,83 @@
+"""Float32 tokens of the demo model on a GPU are the CPU's, for every drafter and KV policy and
+every attention backend that computes in float32 there."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.bench.loading import load_model, make_backend
+from magicdec.bench.progress import make_progress
+from magicdec.decoding.strategy import DraftModel
+from magicdec.distributed.groups import Group
+from magicdec.machine import CUDA_ONLY
+from magicdec.model.checkpoint import find_model
+from magicdec.model.transformer import Transformer
+from magicdec.names import ATTENTION_BACKENDS
+from magicdec.runner import ModelRunner
+from magicdec.sections import KVSection
+
+PAIRS = sorted(served_pairs(), key=str)
+FLOAT32_BACKENDS = sorted(set(ATTENTION_BACKENDS) - set(CUDA_ONLY) - {"native"})
+PROMPTS = [300, 70, 1, 190]
+NUM_NEW = 40
+
+
+@cache
+def load(name: str, device: str) -> Transformer:
+    group, kinds = Group((0,), 0), ("float32", "float32", "torch")
+    progress = make_progress(False)
+    return load_model(find_model("--model", name), group, *kinds, torch.device(device), progress)
+
+
+def section_of(policy: str | None) -> KVSection:
+    """Budgets that leave much of the prompts out; `full` has none."""
+    return KVSection("full") if policy in (None, "full") else KVSection(policy, 65)
+
+
+def emitted(
+    device: str, drafter: str, policy: str | None, backend: str
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """(baseline tokens, speculation's tokens, accepted by step) of the demo model."""
+    target, total = load("demo", device), max(PROMPTS) + NUM_NEW + 4
+    runner = ModelRunner(target, make_backend(backend), Group((0,), 0), len(PROMPTS), total)
+    kv, draft = section_of(policy), None
+    if drafter == "model":
+        draft = standalone(device, kv, total, make_backend(backend))
+    requests = make_requests(random_prompts(PROMPTS, target.config.vocab_size), NUM_NEW)
+    return decode_both(runner, requests, kv, 4, 64, drafter, draft)
+
+
+def standalone(device: str, kv: KVSection, total: int, backend: AttentionBackend) -> DraftModel:
+    return make_draft(load("demo-draft", device), kv, len(PROMPTS), total, backend)
+
+
+@cache
+def on_cpu(drafter: str, policy: str | None) -> list[list[int]]:
+    baseline, ours, _ = emitted("cpu", drafter, policy, "grouped")
+    assert ours == baseline
+    return ours
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", FLOAT32_BACKENDS)
+@pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
+def test_tokens_on_a_gpu_are_the_cpus(drafter: str, policy: str | None, backend: str) -> None:
+    baseline, ours, accepted = emitted("cuda", drafter, policy, backend)
+    assert baseline == on_cpu(drafter, policy), "autoregressive decoding"
+    assert ours == baseline
+    assert accepted, "nothing was drafted"
+
+
+@pytest.mark.parametrize(("drafter", "policy"), [("self", "snapkv"), ("model", "streaming_llm")])
+def test_what_the_gpu_is_held_to_runs_on_a_cpu(drafter: str, policy: str) -> None:
+    """The comparison itself: another backend emits the same, and something is accepted."""
+    baseline, ours, accepted = emitted("cpu", drafter, policy, "sdpa")
+    assert baseline == ours == on_cpu(drafter, policy)
+    assert all(len(row) == NUM_NEW for row in ours)
+    assert sum(map(sum, accepted)) > 0
+    assert {"grouped", "sdpa", "triton"} == set(FLOAT32_BACKENDS)

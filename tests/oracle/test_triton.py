@@ -1,0 +1,223 @@
+"""What the contract's tests do not reach of our Triton kernels: splits and their merging, odd
+blocks, strided inputs, and a whole run. Interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    Launch,
+    decode_both,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+from torch import Tensor
+
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.attention.triton import (
+    LEAST_SPLIT,
+    MOST_SPLITS,
+    TritonBackend,
+    choose_split,
+    load_kernels,
+)
+from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.full import FullKV
+from magicdec.kv.policy import MASS_BLOCK, KVView, make_view
+from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.sections import KVSection
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def filled(
+    heads: int, size: int, lengths: list[int], total: int, block: int, dtype: torch.dtype
+) -> KVCache:
+    """One layer of random keys, whose blocks lie scattered over the pool."""
+    per_row = -(-total // block)
+    shape = CacheShape(1, heads, size, block, len(lengths) * per_row)
+    cache = KVCache(shape, len(lengths), per_row, dtype, DEVICE)
+    for tokens in (total // 2, total):
+        for row in range(len(lengths)):
+            cache.allocate(row, tokens)
+    cache.k.copy_(torch.randn(cache.k.shape))
+    cache.v.copy_(torch.randn(cache.v.shape))
+    for row, length in enumerate(lengths):
+        cache.advance([row], length)
+    return cache
+
+
+def written_lse(q: Tensor, view: KVView) -> Tensor:
+    """Log of each softmax's denominator, in float64: [B,T,H]."""
+    positions = view.key_positions()  # [B, 1, N]
+    slots = view.cache.slots(view.row_index, positions.clamp(min=0))
+    keys = view.cache.read(0, slots)[0].double().repeat_interleave(q.shape[2] // slots.shape[1], 1)
+    scores = torch.einsum("bthd,bhnd->bhtn", q.double(), keys) / q.shape[3] ** 0.5
+    seen = (positions >= 0) & (positions <= view.query_positions().unsqueeze(2))
+    return scores.masked_fill(~seen.unsqueeze(1), float("-inf")).logsumexp(3).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("split", "num_new", "dtype"),
+    [(64, 3, torch.bfloat16), (48, 1, torch.float32), (50, 20, torch.float32)],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(5, 90)], ids=repr)
+def test_splits_are_merged_by_their_log_sum_exp(
+    policy: FullKV | StreamingLLM, split: int, num_new: int, dtype: torch.dtype
+) -> None:
+    """Rows of many splits beside rows of one and of none, splits that are no multiple of a tile,
+    ranges cut by a split, queries of two tiles (20 tokens of 4 heads a KV head); blocks of 24."""
+    torch.manual_seed(0)
+    cache = filled(2, 64, [131, 3, 0], 168, 24, dtype)
+    view = make_view(cache, [2, 0, 1], policy, num_new)
+    q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
+    fused = torch.randn(3, num_new, 2 * 2 * 64).to(DEVICE, dtype)  # k and v of one matrix product
+    k, v = (part.unflatten(2, (2, 64)) for part in fused.chunk(2, dim=2))
+    results = []
+    for backend in (TritonBackend(split), SDPABackend(24)):
+        backend.plan(view)
+        results.append(backend.run_with_mass(0, q, k, v, view))
+    (out, mass), (expected, expected_mass) = results
+    exact = dtype == torch.float32
+    assert (out.float() - expected.float()).abs().max() < (2e-6 if exact else 2e-2)
+    assert (mass - expected_mass).abs().max() < (2e-5 if exact else 2e-2) * expected_mass.max()
+    again, lse = TritonBackend(split), torch.empty(0)
+    again.plan(view)
+    repeated, lse = again.run_with_lse(0, q, k, v, view)
+    assert torch.equal(repeated, out) and repeated.dtype == dtype and lse.dtype == torch.float32
+    assert (lse.double() - written_lse(q, view)).abs().max() < (2e-5 if exact else 1e-2)
+
+
+def test_new_keys_go_where_the_cache_puts_them() -> None:
+    """The kernel's append against the cache's own, to the bit, on strided inputs of odd sizes."""
+    torch.manual_seed(0)
+    results = []
+    for backend in (TritonBackend(), SDPABackend(24)):
+        torch.manual_seed(0)
+        cache = filled(3, 80, [23, 47, 0], 72, 24, torch.bfloat16)
+        view = make_view(cache, [1, 2, 0], FullKV(), 5)
+        q = torch.randn(3, 5, 6, 80).to(DEVICE, torch.bfloat16)
+        k, v = torch.randn(3, 5, 2, 3, 80).to(DEVICE, torch.bfloat16).unbind(2)
+        backend.plan(view)
+        backend.run(0, q, k, v, view)
+        results.append((cache.k, cache.v))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_splits_fill_the_device_and_no_more() -> None:
+    for num_keys in (1, 127, 128, 129, 4096, 33_000):
+        for programs in (1, 8, 300, 5000):
+            split = choose_split(num_keys, programs, num_processors=132)
+            num_splits = -(-num_keys // split)
+            assert split >= LEAST_SPLIT and split & (split - 1) == 0
+            assert num_splits <= MOST_SPLITS
+            if programs >= 2 * 132:
+                assert num_splits == 1, "enough programs without"
+            elif num_keys >= 2 * LEAST_SPLIT:
+                assert num_splits > 1
+    assert choose_split(33_000, 8, 132) == 1024, "33 splits of 8 programs: two to a processor"
+
+
+def test_mass_blocks_are_the_policys() -> None:
+    assert load_kernels(DEVICE.type).MASS_BLOCK.value == MASS_BLOCK
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        KVSection("streaming_llm", 12, 4),
+        KVSection("verified", 24, 4),
+    ],
+    ids=repr,
+)
+def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
+    """As in test_lossless, over our kernels; and these are the reference's tokens."""
+    lengths = [5, 37]
+    prompts = random_prompts(lengths, TINY.vocab_size)
+    model = tiny_transformer(replace(TINY, num_layers=1)).to(DEVICE)
+    runner = make_runner(model, len(lengths), 64, TritonBackend())
+    baseline, ours, accepted = decode_both(runner, make_requests(prompts, 12), kv, 3, chunk=24)
+    assert ours == baseline and all(len(tokens) == 12 for tokens in ours)
+    counts = {a for step in accepted for a in step}
+    assert len(counts) > 1, "some drafts were refused, some were not"
+    plain = make_runner(model, len(lengths), 64, SDPABackend())
+    reference, _, _ = decode_both(plain, make_requests(prompts, 12), kv, 3, chunk=24)
+    assert baseline == reference
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import torch
+from magicdec.attention import triton_kernels
+from magicdec.attention.triton import choose_tile
+
+BLOCK_M, BLOCK_N, num_warps = choose_tile(torch.bfloat16, 128, interpreted=False)
+CONSTANTS = {
+    "IS_FULL": True, "GROUP": 4, "SIZE": 80, "BLOCK_D": 128, "BLOCK_M": BLOCK_M,
+    "BLOCK_N": BLOCK_N, "BLOCK_SIZE": 64, "IN_FLOAT32": False, "BLOCK_G": 8, "BLOCK_S": 16,
+}
+TYPES = dict.fromkeys(("q", "k", "v", "k_pool", "v_pool"), "*bf16")
+TYPES |= dict.fromkeys(("block_table", "rows", "seq_lens", "ranges"), "*i64")
+TYPES |= dict.fromkeys(("out", "lse", "parts", "part_lse", "mass"), "*fp32") | {"scale": "fp32"}
+for name in ("append", "attend_split", "merge_splits", "sum_mass"):
+    names = getattr(triton_kernels, name).arg_names
+    signature = {n: "constexpr" if n in CONSTANTS else TYPES.get(n, "i32") for n in names}
+    constants = {(i,): CONSTANTS[n] for i, n in enumerate(names) if n in CONSTANTS}
+    source = ASTSource(getattr(triton_kernels, name), signature, constants)
+    options = {"num_warps": num_warps, "num_stages": 3}
+    made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
+    assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, name
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """To machine code for compute capability 8.0, within the shared memory of 8.6. What the
+    interpreter lets pass, a compiler may not. Triton brings its assembler along."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
+def test_the_driver_interprets_and_says_so(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for it on a CPU need set nothing."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    asked = "--attention triton --device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 3"
+    few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18"
+    place = ("--model", tiny_checkpoint, "--dataset", text_file)
+    done = launch("selfspec_benchmark.py", *asked.split(), *few.split(), *place)
+    assert done.returncode == 0, done.stderr
+    assert "--attention triton: asked for; interpreted on a CPU" in done.stderr
+    assert "no difference" in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
+@pytest.mark.parametrize("imported_before", [False, True])
+def test_triton_is_interpreted_on_a_cpu_or_refused(imported_before: bool) -> None:
+    """Triton decides when it is first imported; a process that has it compiled cannot go back."""
+    code = "import triton\n" if imported_before else ""
+    code += "from magicdec.attention.triton import load_kernels\nload_kernels('cpu')"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode != 0) == imported_before, done.stderr
+    if imported_before:
+        message = "--attention triton --device cpu: TRITON_INTERPRET must be 1 when triton is first"
+        assert message in done.stderr.splitlines()[-1]

@@ -1,0 +1,193 @@
+"""`scripts/gpu_suite.sh` on tiny shapes on a CPU: every stage writes its file; what is resumed,
+what fails alone, what is refused. And the arithmetic of its stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import gpu_suite
+from gpu_stages import latency, peers, predict, summary
+from gpu_stages.plain_loop import PlainLoop
+from gpu_stages.results import Results, load_cells
+from gpu_stages.scale import FULL, TINY
+
+from magicdec.model.presets import PRESETS
+
+MADE = {"device": "cpu", "gpu": None, "torch": "2", "tiny": True}
+
+
+def suite(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    call = [str(ROOT / "scripts" / "gpu_suite.sh"), *arguments]
+    return subprocess.run(call, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gpu")
+    done = suite(out, "--device", "cpu", "--tiny")
+    assert done.returncode == 0, done.stderr
+    assert "torch" in done.stderr, "the versions are said"
+    return out
+
+
+def test_every_stage_leaves_its_file(tiny: Path) -> None:
+    files = {path.name for path in tiny.iterdir()}
+    measured = set(gpu_suite.STAGES) - {"summary"}
+    assert files == {f"{stage}.json" for stage in measured} | {"summary.md"}
+    for stage in measured:
+        found = json.loads((tiny / f"{stage}.json").read_text())
+        assert found["cells"] and not found["failed"] and not found["left"], stage
+        assert found["made_with"]["tiny"] and found["made_with"]["device"] == "cpu"
+
+
+def test_what_the_stages_hold(tiny: Path) -> None:
+    attention = load_cells(tiny / "attention.json")
+    copied = attention.pop("copy_bandwidth")["bytes_per_s"]
+    for cell in attention.values():
+        for found in cell.values():
+            assert found["of_copy"] == pytest.approx(found["bytes_per_s"] / copied)
+            num_bytes = found["bytes_per_s"] * found["ms"] / 1e3
+            assert num_bytes == pytest.approx(2 * 2 * (128 + 2) * 2 * 64 * 2, rel=0.02)
+    for stage in ("llama31", "llama2"):
+        (cell,) = load_cells(tiny / f"{stage}.json").values()
+        rows = {(row["phase"], row["T"], row["budget"], row["context"]) for row in cell["rows"]}
+        assert ("decode", 1, None, 128) in rows and ("verify", 3, None, 64) in rows
+        assert {("draft", 1, budget, 64) for budget in TINY.budgets} <= rows
+    (peer,) = load_cells(tiny / "peers.json").values()
+    assert peer["agreeing_tokens"] == 1.0, "float32: both decode the same model"
+    for record in load_cells(tiny / "demo.json").values():
+        assert record["correctness"]["reference"] and record["metrics"]
+    page = (tiny / "summary.md").read_text()
+    assert "not measured" in page and "predicted, not measured" in page and "transformers" in page
+
+
+def test_a_stage_called_again_measures_what_is_missing(tiny: Path) -> None:
+    path = tiny / "peers.json"
+    before = path.read_text()
+    assert suite(tiny, "peers", "--device", "cpu", "--tiny").returncode == 0
+    assert path.read_text() == before, "kept, not measured again"
+    other = json.loads(before)
+    other["made_with"]["torch"] = "another"
+    path.write_text(json.dumps(other))
+    done = suite(tiny, "peers", "--device", "cpu", "--tiny")
+    path.write_text(before)
+    assert done.returncode == 2 and "choose another directory" in done.stderr
+
+
+def test_a_failed_cell_costs_no_other(tmp_path: Path) -> None:
+    def fail() -> Any:
+        raise RuntimeError("out of memory\nmore")
+
+    results = Results(tmp_path / "a.json", MADE, 60)
+    results.cell("bad", fail)
+    results.cell("good", lambda: 1)
+    assert not results.is_complete
+    again = Results(tmp_path / "a.json", MADE, 60)
+    assert again.cells == {"good": 1}
+    again.cell("good", fail)
+    again.cell("bad", lambda: 2)
+    assert again.is_complete and load_cells(tmp_path / "a.json") == {"good": 1, "bad": 2}
+    late = Results(tmp_path / "b.json", MADE, 0)
+    late.cell("good", lambda: 1)
+    assert late.left == ["good"] and not late.is_complete
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "STAGE nothing is not known; choose from tests attention"),
+        (["--device", "cpu"], "--device cpu is for --tiny shapes"),
+        (["--device", "cpu", "--tiny", "--seconds", "0"], "--seconds 0 is too small"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = suite(tmp_path, *arguments)
+    assert done.returncode == 2 and message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_batches_fit_beside_the_weights() -> None:
+    """131072 bytes a token of Llama-3.1-8B; an H200 does not hold 32 rows of 32768."""
+    config, sizes = PRESETS["llama-3.1-8b"].config, FULL.batch_sizes
+    gib = 1 << 30
+    assert latency.fitting_places((2,), [64], config, None) == {2: [64]}
+    places = latency.fitting_places(sizes, [4096, 16384, 32768, 65536], config, 139 * gib)
+    assert places[1] == [4096, 16384, 32768, 65536] and places[8] == places[1]
+    assert 32768 not in places[32] and places[28] == [32768]
+    small = latency.fitting_places(sizes, [32768], config, 79 * gib)
+    assert small == {1: [32768], 8: [32768], 12: [32768]}
+    assert latency.fitting_places(sizes, [4096], config, 10 * gib) == {}
+
+
+def test_predictions_are_drafts_and_verification_against_decoding() -> None:
+    def row(phase: str, T: int, ms: float, budget: int | None = None) -> dict[str, Any]:
+        return {"phase": phase, "T": T, "ms_median": ms, "budget": budget, "B": 1, "context": 9}
+
+    rows = [
+        row("decode", 1, 10.0), row("verify", 2, 11.0), row("verify", 3, 20.0),
+        row("draft", 1, 2.0, 513), row("draft", 1, 1.0, 257),
+    ]  # fmt: skip
+    found = predict.predict(rows, 513, 0.8)
+    assert found["gamma"] == 1 and found["predicted_speedup"] == pytest.approx(1.8 * 10 / 13)
+    by_gamma = found["predicted_speedup_by_gamma"]
+    assert by_gamma["2"] == pytest.approx((1 + 0.8 + 0.64) * 10 / 24)
+
+
+def test_published_rates_have_a_source_and_count_only_nearby() -> None:
+    rates = predict.read_table("acceptance_rates.csv")
+    assert all(row["source"] and 0 < float(row["acceptance_rate"]) < 1 for row in rates)
+    assert all(row["source"] for row in predict.read_table("speedups.csv"))
+    assert predict.near(rates, 16384) == next(r for r in rates if r["prefix_len"] == "16000")
+    assert predict.near(rates, 12000) is None
+
+
+def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
+    made = gpu_suite.made_with("cpu", True)
+    stage = gpu_suite.Suite(torch.device("cpu"), True, tmp_path, Results(tmp_path / "s", made, 1))
+    assert all(goal["measured"] is None for goal in summary.goals(stage))
+    cells = {
+        "copy_bandwidth": {"bytes_per_s": 1e9},
+        "llama-3.1-8b/B32/S16384/triton": {"1": {"of_copy": 0.8}},
+        "llama-3.1-8b/B32/S16384/varlen": {"1": {"of_copy": 0.7}},
+    }
+    (tmp_path / "attention.json").write_text(json.dumps({"cells": cells}))
+    place = {"B": 28, "context": 32768, "budget": None}
+    rows = [
+        {**place, "phase": "decode", "T": 1, "bytes": 8_000_000, "ms_median": 10.0},
+        {**place, "B": 8, "phase": "decode", "T": 1, "bytes": 1, "ms_median": 1.0},
+        {**place, "phase": "verify", "T": 5, "bytes": 8_000_000, "ms_median": 11.0},
+    ]
+    (tmp_path / "llama31.json").write_text(json.dumps({"cells": {"B28": {"rows": rows}}}))
+    attention, _, decode, _, verify = summary.goals(stage)
+    assert (attention["measured"], attention["by"]) == (0.8, "triton")
+    assert decode["measured"] == pytest.approx(0.8) and decode["by"] == "B=28, S=32768"
+    assert verify["measured"] == pytest.approx(1.1)
+
+
+def test_the_plain_loop_is_the_model() -> None:
+    """Token for token, a chunk first; weights so large that what is attended to, and from where,
+    decides."""
+    model = peers.make_model(peers.TINY_MODEL, torch.device("cpu"), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            p.normal_(std=1.0 if "embed" in name else 2.0 * p.shape[1] ** -0.5, generator=generator)
+    ids = torch.randint(97, (3, 30), generator=generator)
+    loop = PlainLoop(model, 3, 32)
+    with torch.no_grad():
+        expected = model(ids).logits.argmax(-1)
+        emitted = [loop.forward(ids[:, :11], torch.arange(11))]
+        for t in range(11, 30):
+            emitted.append(loop.forward(ids[:, t : t + 1], torch.tensor([t])))
+    assert torch.equal(torch.cat(emitted, dim=1), expected[:, 10:])

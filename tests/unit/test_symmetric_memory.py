@@ -1,0 +1,134 @@
+"""Which way a sum goes through symmetric memory, with stand-ins for its kernels and the group; what
+several GPU ranks may ask for. What the kernels do is not tested: that needs several GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from magicdec.distributed import symmetric_memory as module
+from magicdec.distributed.symmetric_memory import (
+    BUFFER_BYTES,
+    ONE_SHOT_BYTES,
+    Kernels,
+    SymmetricMemoryExchange,
+    choose_way,
+    missing_parts,
+)
+from magicdec.machine import Machine, choose_collectives
+
+TWO_GPUS = Machine(2, 2, 2, has_cuda=True, num_gpus=2, missing_symmetric_memory=None)
+
+
+class Stub(Kernels):
+    """Both ranks hold the same: sums are twice what the buffer holds. Notes what is called."""
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
+        return torch.full((count,), torch.nan, dtype=dtype)
+
+
+def make_exchange(monkeypatch: pytest.MonkeyPatch) -> tuple[SymmetricMemoryExchange, list[str]]:
+    called: list[str] = []
+
+    def one_shot(shared: Tensor, operation: str, group: str) -> Tensor:
+        assert (operation, group) == ("sum", "7")
+        called.append("one_shot")
+        return shared * 2
+
+    def two_shot(shared: Tensor, operation: str, group: str) -> Tensor:
+        assert (operation, group) == ("sum", "7")
+        called.append("two_shot")
+        return shared.mul_(2)
+
+    def nccl(x: Tensor, group: Any) -> None:
+        called.append("nccl")
+        x.mul_(2)
+
+    monkeypatch.setattr(module.dist, "all_reduce", nccl)
+    handle: Any = SimpleNamespace(group_name="7", size=lambda: 2)
+    kernels = Stub(SimpleNamespace(one_shot_all_reduce=one_shot, two_shot_all_reduce_=two_shot))
+    return SymmetricMemoryExchange(handle, torch.device("cpu"), kernels), called
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "way"),
+    [
+        ((4, 1, 64), torch.bfloat16, "one_shot"),
+        ((ONE_SHOT_BYTES // 4,), torch.float32, "one_shot"),
+        ((ONE_SHOT_BYTES // 4 + 8,), torch.float32, "two_shot"),
+        ((ONE_SHOT_BYTES // 4 + 4,), torch.float32, "nccl"),  # 16 bytes for one of two ranks
+        ((BUFFER_BYTES // 2,), torch.bfloat16, "two_shot"),
+        ((BUFFER_BYTES // 2 + 16,), torch.bfloat16, "nccl"),
+        ((7,), torch.bfloat16, "nccl"),
+        ((8,), torch.int64, "nccl"),
+    ],
+    ids=str,
+)
+def test_a_sum_goes_by_its_size_and_is_in_place(
+    shape: tuple[int, ...], dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, called = make_exchange(monkeypatch)
+    x = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    expected = x * 2
+    assert choose_way(x, 2) == way
+    assert exchange.all_reduce(x) is x
+    assert called == [way]
+    assert torch.equal(x, expected)
+
+
+def test_nothing_is_offered_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert missing_parts(2) == "no CUDA"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(module, "OPERATIONS", ("no_such_sum",))
+    assert "lacks no_such_sum" in str(missing_parts(2))
+    monkeypatch.setattr(module, "OPERATIONS", ())
+    assert missing_parts(2) is None
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (1, 0))
+    assert missing_parts(2) == "GPU 1 does not reach the memory of GPU 0"
+
+
+def test_the_original_suites_variable_is_honoured() -> None:
+    assert choose_collectives("auto", "cuda", TWO_GPUS) == ("nccl", "auto: CUDA")
+    asked = replace(TWO_GPUS, wants_symmetric_memory=True)
+    assert choose_collectives("auto", "cuda", asked) == (
+        "symmetric_memory",
+        "auto: ENABLE_INTRA_NODE_COMM=1",
+    )
+    assert choose_collectives("nccl", "cuda", asked) == ("nccl", "asked for")
+    bare = replace(asked, missing_symmetric_memory="GPU 0 does not reach the memory of GPU 1")
+    assert choose_collectives("auto", "cuda", bare) == (
+        "nccl",
+        "auto: ENABLE_INTRA_NODE_COMM=1, but GPU 0 does not reach the memory of GPU 1",
+    )
+    assert choose_collectives("symmetric_memory", "cuda", TWO_GPUS)[0] == "symmetric_memory"
+    assert choose_collectives("auto", "cpu", asked)[0] == "gloo", "it says nothing of CPUs"
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "machine", "message"),
+    [
+        ("auto", "cuda", replace(TWO_GPUS, num_gpus=1), "of the 2 ranks of a host, and this one "
+         "has 1; start at most 1, or choose --device cpu --collectives gloo$"),
+        ("nccl", "cuda", replace(TWO_GPUS, num_gpus=1), "^--collectives nccl --device cuda: NCCL"),
+        ("symmetric_memory", "cuda", replace(TWO_GPUS, num_gpus=1), "--collectives gloo$"),
+        ("symmetric_memory", "cuda", replace(TWO_GPUS, missing_symmetric_memory="torch 2.4 lacks"),
+         "^--collectives symmetric_memory: torch 2.4 lacks; choose from auto, nccl$"),
+        ("symmetric_memory", "cuda", replace(TWO_GPUS, world_size=4), "several hosts"),
+        ("symmetric_memory", "cpu", TWO_GPUS, "cannot serve --device cpu"),
+        ("shared_memory", "cuda", TWO_GPUS, "choose from nccl, symmetric_memory$"),
+    ],
+)  # fmt: skip
+def test_what_gpu_ranks_cannot_have_is_refused_in_a_line(
+    asked: str, device: str, machine: Machine, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        choose_collectives(asked, device, machine)
+    assert "\n" not in str(refused.value)
