@@ -51,7 +51,7 @@ from magicdec.bench.environment import probe_machine
 from magicdec.distributed.groups import read_launch
 
 CASES = (Case(6, 4096), Case(2, 16384), Case(6, 16384))
-GENERATED_PREFIX = 8192
+GENERATED_PREFIX = 4096
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -43,7 +43,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 class Embedding(nn.Embedding):
     """A table that a loader fills is made on the meta device, where there is nothing to draw:
-    torch's `normal_` would import its compiler there, 130 MB and two seconds a process."""
+    torch's `normal_` would import its compiler there, 130 MB and a second a process."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
