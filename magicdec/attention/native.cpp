@@ -6,6 +6,7 @@
 // or bfloat16, arithmetic float32. Asked for, the same pass adds up where the attention went, by blocks of keys; it
 // changes no bit of the output. This file plans and merges; native_portable.h holds the arithmetic for every CPU,
 // native_bf16.h that of bfloat16 where the CPU has dot products for it, which serves long chunks (prefill) as well.
+// native_int8.h reads a draft's int8 cache with the latter.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include <algorithm>
