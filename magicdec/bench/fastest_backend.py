@@ -79,7 +79,7 @@ def settle(
     if section is not None and draft is not None and section.backend_reason == TO_BE_MEASURED:
         name, reason = _agreed(config, draft, group, device)
         config = replace(config, draft=replace(section, backend=name, backend_reason=reason))
-    return config
+    return config.resolve_graphs()
 
 
 def _agreed(
