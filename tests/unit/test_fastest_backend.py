@@ -88,6 +88,18 @@ def test_who_fails_or_is_wrong_cannot_win(found: object, why: str) -> None:
     assert name != "triton" and reason.endswith(f"; triton: {why}")
 
 
+def test_rounding_of_large_outputs_is_no_disagreement() -> None:
+    """Above 4 the neighbours in bfloat16 are further apart than what outputs below 1 may differ."""
+    outputs = {"sdpa": (4.0, 0.5), "grouped": (4.0 + 2**-5, 0.5), "triton": (4.0, 0.5 + 2**-4)}
+
+    def timer(name: str) -> Measured:
+        found = tuple(torch.tensor([x], dtype=torch.bfloat16) for x in outputs[name])
+        return Measured({"sdpa": 3.0, "grouped": 2.0, "triton": 1.0}[name], found)
+
+    name, reason = choose_fastest(list(outputs), {}, "a step", timer)
+    assert name == "grouped" and "; triton: its output is 6.2e-02 away" in reason
+
+
 def test_an_error_of_the_reference_is_nobodys_fault_but_the_runs() -> None:
     def timer(name: str) -> Measured:
         raise RuntimeError("out of memory")
