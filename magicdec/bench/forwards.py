@@ -34,6 +34,7 @@ from magicdec.model.checkpoint import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
+from magicdec.sections import DecodingSection
 
 GREEDY = SamplingParams(max_new_tokens=1)
 
@@ -50,11 +51,8 @@ def measure(
     torch.set_num_threads(config.parallel.threads)
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
     group = make_groups(launch, ranks, device, config.parallel.collectives).target
-    largest = replace(
-        config.workload, batch_size=max(grid.batch_sizes), prefix_len=max(grid.contexts)
-    )
-    settled = settle(replace(config, workload=largest), source.config, None, group, device)
-    config = replace(config, attention=settled.attention, decoding=settled.decoding)
+    settled = settle(largest_step(config, grid), source.config, None, group, device)
+    config = replace(config, attention=settled.attention).resolve_graphs()
     progress = make_progress(launch.rank == 0)
     kinds = (config.model.dtype, config.model.target_dtype, config.model.linear)
     model = load_model(source, group, *kinds, device, progress)
@@ -72,6 +70,21 @@ def measure(
     environment = describe_environment(launch, kind, started)
     environment["read_bandwidth_bytes_per_s"] = bandwidth
     return config, environment, rows
+
+
+def largest_step(config: RunConfig, grid: Grid) -> RunConfig:
+    """Of the run whose step `auto` chooses the backend by, one for the whole grid: the longest
+    verification and as many drafts, of the policy that asks most of a backend, else the first."""
+    workload = replace(
+        config.workload, batch_size=max(grid.batch_sizes), prefix_len=max(grid.contexts)
+    )
+    config, most = replace(config, workload=workload), max(grid.new_tokens) - 1
+    if most == 0 and not grid.drafts:
+        return config
+    decoding = DecodingSection("speculative", "self" if grid.drafts else None, max(1, most))
+    watched = [kv for kv in grid.drafts if kv.policy == "verified"]
+    kv = [*watched, *grid.drafts, config.kv][0].resolve()
+    return replace(config, decoding=decoding, kv=kv)
 
 
 def time_place(

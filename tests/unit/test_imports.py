@@ -30,7 +30,7 @@ HEIGHT |= {
 }
 # Files of a package of alternatives share these, and never import each other.
 SHARED = {
-    "attention": {"backend", "sequences", "triton_kernels"},
+    "attention": {"backend", "library", "sequences", "triton_kernels"},
     "kv": {"cache", "device_rows", "layout", "int8_layout", "policy"},
     "decoding": {
         *("strategy", "drafter", "reader", "draft_length", "forecast"),
