@@ -109,6 +109,15 @@ def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | N
     assert recorder.recorded == 1 + (1 if drafts_on_host else 2) * 5
 
 
+def test_a_length_chosen_by_measurement_is_replayed() -> None:
+    """One row is measured alone, with the others put to rest; then all go on."""
+    engine, snapshots = started()
+    kv, recorder = section_of("streaming_llm"), Recorder()
+    expected = run(engine, snapshots, None, kv, 4, None)[0]
+    assert run(engine, snapshots, "self", kv, "auto", recorder)[0] == expected
+    assert recorder.recorded == 1 + 2 * 8
+
+
 @pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "verified"])
 @pytest.mark.parametrize("reselect_every", [0, 9])
 def test_windows_and_new_choices_are_replayed(policy: str, reselect_every: int) -> None:
