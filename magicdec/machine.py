@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+INTERPRETED = "asked for; interpreted on a CPU, for checks and not for times"
 TO_BE_MEASURED = "auto: to be measured"  # on CUDA: `bench.fastest_backend` decides in the run
 CUDA_ONLY = ("varlen", "flash_attn", "flashinfer")
 WITHOUT_MASS = CUDA_ONLY  # backends that do not tell where the attention goes
@@ -59,7 +60,7 @@ def choose_backend(
     if obstacle:
         raise ValueError(f"--attention {asked}: {obstacle}; choose from auto, sdpa, grouped")
     if (asked, device) == ("triton", "cpu"):
-        return asked, "asked for; interpreted on a CPU, for checks and not for times"
+        return asked, INTERPRETED
     return asked, "asked for"
 
 
@@ -155,6 +156,34 @@ def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
     if asked == "auto":
         return "torch" if obstacle else "packed"
     return asked
+
+
+def choose_elementwise(
+    asked: str, device: str, dtype: str, linear: str, machine: Machine
+) -> tuple[str, str]:
+    """(name, why) of what computes norms, rotation and gates beside linear layers of that kind.
+    Raises ValueError if one was asked for that cannot be."""
+    missing = machine.missing_backends.get("triton")
+    if asked == "auto" and device == "cuda":
+        return ("torch", f"auto: torch; {missing}") if missing else ("triton", "auto: CUDA")
+    if asked == "auto":
+        name = "native" if linear == "packed" else "torch"
+        return name, f"auto: --linear {linear}"
+    obstacles = {
+        "native": {
+            "it is for --device cpu": device != "cpu",
+            f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
+            "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
+        },
+        "triton": {str(missing): missing is not None},
+    }
+    found = obstacles.get(asked, {}).items()
+    obstacle = next((reason for reason, applies in found if applies), None)
+    if obstacle:
+        raise ValueError(f"--elementwise {asked}: {obstacle}; choose from auto, torch")
+    if (asked, device) == ("triton", "cpu"):
+        return asked, INTERPRETED
+    return asked, "asked for"
 
 
 def choose_collectives(

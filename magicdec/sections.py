@@ -15,6 +15,7 @@ from magicdec.names import (
     DEVICES,
     DRAFTERS,
     DTYPES,
+    ELEMENTWISE,
     KV_POLICIES,
     LINEARS,
     WEIGHT_DTYPES,
@@ -40,11 +41,18 @@ class ModelSection:
     )  # fmt: skip
     linear: str = option(
         "auto",
-        "linear layers; packed: weights laid out once for bfloat16 dot products, norms and "
-        "rotation in a call each (CPU)",
+        "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
         "--linear",
         choices=("auto", *LINEARS),
     )
+    elementwise: str = option(
+        "auto",
+        "norms, rotation and gates between them; auto: native (C++) beside packed layers, triton "
+        "on CUDA where it is installed, else torch",
+        "--elementwise",
+        choices=("auto", *ELEMENTWISE),
+    )
+    elementwise_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     target_dtype: str = option(
         "auto",
         "of the target's matrices; int8: a scale for each output, activations and KV stay in "

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from magicdec.attention.native import NativeBackend, attention
-from magicdec.bench.loading import load_model, make_backend
+from magicdec.bench.loading import kinds_of, load_model, make_backend
 from magicdec.bench.prepare import Prepared, prepare
 from magicdec.bench.progress import make_progress
 from magicdec.config import RunConfig
@@ -131,8 +131,8 @@ def kernel_table(seconds: float) -> Table:
 
 def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Samples]:
     config, group = prepared.config, Group((0,), 0)
-    kinds = ("bfloat16", "bfloat16", config.model.linear)
-    model = load_model(prepared.source, group, *kinds, CPU, make_progress(False))
+    kinds = kinds_of(config.model, "bfloat16")
+    model = load_model(prepared.source, group, kinds, CPU, make_progress(False))
     found = {(budget, dtype): Samples() for budget in args.budget for dtype in DTYPES}
     prompts, room = prepared.workload.prompts, config.workload.num_new_tokens
     for first in range(0, len(prompts), args.B):

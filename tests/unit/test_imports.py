@@ -21,6 +21,7 @@ HEIGHT |= {
     "config": 0,
     "request": 0,
     "build": 0,
+    "triton_modules": 0,
     "machine": -1,
     "names": -1,
     "sections": -0.5,
