@@ -16,8 +16,9 @@ from magicdec.model.rope import apply_rope
 from magicdec.names import ELEMENTWISE, load_named
 
 BF16, F32 = torch.bfloat16, torch.float32
-# How far one rounding may lead away: half a step of bfloat16; of float32, what attention may.
-BOUND = {BF16: 2.0**-8 * 1.01, F32: 2e-6}
+# How far one rounding may lead away, of a number or of the floor: half a step of bfloat16; of
+# float32, what attention may.
+BOUND, FLOOR = {BF16: 2.0**-8 * 1.01, F32: 2e-6}, {BF16: 1e-3, F32: 0.1}
 Kind = tuple[Elementwise, torch.dtype, torch.device]
 
 
@@ -32,7 +33,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
-    scale = exact.abs().clamp(min=1e-3)
+    scale = exact.abs().clamp(min=FLOOR[found.dtype])
     assert ((found.double() - exact).abs() / scale).max() < BOUND[found.dtype]
 
 
