@@ -27,7 +27,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     name, dtype = request.param.split()
     if name == "triton" and find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    on_gpu = torch.cuda.is_available() and name != "native"
+    on_gpu = torch.cuda.is_available() and name == "triton"
     made = load_named(ELEMENTWISE, name)()
     return made, getattr(torch, dtype), torch.device("cuda" if on_gpu else "cpu")
 

@@ -18,6 +18,7 @@ from magicdec.triton_modules import load_kernels, next_power
 
 STORAGE = (torch.float32, torch.bfloat16)
 WARP = 32  # threads
+ALIGNED = 16  # numbers: 32 bytes of bfloat16, of which Triton makes whole vectors
 VECTOR = 8  # numbers a thread: 16 bytes of bfloat16
 PAIRS = 256  # pairs of numbers that a program rotates
 GATED = 512  # gated units of a program
@@ -93,12 +94,13 @@ def _launch_norm(
     assert x.dtype in STORAGE and weight.is_contiguous()
     inner, width = x.shape[-2:]
     block, adds = next_power(width), y is not None
-    x = _adjacent(x.reshape(-1, inner, width))
-    y = x if y is None else _adjacent(y.reshape(x.shape))
+    unit = ALIGNED if width % ALIGNED == 0 else 1  # rows begin where a vector may
+    x = _adjacent(x.reshape(-1, inner, width), unit)
+    y = x if y is None else _adjacent(y.reshape(x.shape), unit)
+    strides = [stride // unit for t in (x, y) for stride in t.stride()[:2]]
     kernels(x.device.type).norm_rows[(x.shape[0] * inner,)](
-        x, y, weight, total, out, eps, inner, *x.stride()[:2], *y.stride()[:2],
-        WIDTH=width, BLOCK=block, ADDS=adds, INTERPRETED=is_interpreted(x),
-        num_warps=_warps(block),
+        x, y, weight, total, out, eps, inner, *strides, WIDTH=width, UNIT=unit, BLOCK=block,
+        ADDS=adds, INTERPRETED=is_interpreted(x), num_warps=_warps(block),
     )  # fmt: skip
 
 
@@ -107,6 +109,8 @@ def _warps(numbers: int) -> int:
     return max(1, min(16, numbers // (WARP * VECTOR)))
 
 
-def _adjacent(x: Tensor) -> Tensor:
-    """Rows whose numbers follow each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _adjacent(x: Tensor, unit: int = 1) -> Tensor:
+    """Rows whose numbers follow each other and which begin at whole units; a copy if need be."""
+    begins = (x.storage_offset(), *x.stride()[:-1])
+    fits = x.stride(-1) == 1 and all(begin % unit == 0 for begin in begins)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)

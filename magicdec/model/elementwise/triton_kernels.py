@@ -3,8 +3,8 @@
 Owns the arithmetic on the device: float32 on values stored as float32 or bfloat16, rounded once.
 Strides and sizes come from `triton.py`. Imported only where Triton is.
 
-How a row is cut depends on the model's sizes alone, never on how many rows there are: a row has the
-same bits alone and in a batch.
+How a row is cut depends on the model's sizes alone, not on how many rows there are nor where they
+lie (so no stride of a norm is specialised): a row has the same bits alone and in a batch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ def _stored(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     return values.to(dtype)
 
 
-@triton.jit(do_not_specialize=["inner"])
+@triton.jit(do_not_specialize=["inner", "x_outer", "x_inner", "y_outer", "y_inner"])
 def norm_rows(
     x, y, weight, total, out, eps, inner, x_outer, x_inner, y_outer, y_inner,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, INTERPRETED: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out [outer, inner, WIDTH], the norm of x, or, if it `ADDS`, of total = x + y as it is stored.
-    out and total are contiguous. Programs: (outer * inner,)."""
+    out and total are contiguous, strides count UNIT numbers. Programs: (outer * inner,)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
-    place, from_x = row * WIDTH + i, (row // inner) * x_outer + (row % inner) * x_inner + i
+    place = row * WIDTH + i
+    from_x = ((row // inner) * x_outer + (row % inner) * x_inner) * UNIT + i
     values = tl.load(x + from_x, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        from_y = (row // inner) * y_outer + (row % inner) * y_inner + i
+        from_y = ((row // inner) * y_outer + (row % inner) * y_inner) * UNIT + i
         values += tl.load(y + from_y, mask=inside, other=0.0).to(tl.float32)
         stored = _stored(values, total.dtype.element_ty, INTERPRETED)
         tl.store(total + place, stored, mask=inside)
