@@ -70,8 +70,8 @@ def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
     """To the bit what the two give one after the other."""
     chosen, dtype, device = kind
     torch.manual_seed(0)
-    x, wide = torch.randn(rows, 2, width), torch.randn(rows, 4, width)
-    x, y = x.to(device, dtype), wide.to(device, dtype)[:, 1:3] * 3
+    x, wide = torch.randn(rows, 2, width), torch.randn(rows, 4, width) * 3
+    x, y = x.to(device, dtype), wide.to(device, dtype)[:, 1:3]
     weight = torch.randn(width).to(device, dtype)
     before = x.clone()
     total, found = chosen.add_rms_norm(x, y, weight, 1e-5)

@@ -261,6 +261,8 @@ for launch in launches:
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 1024, launch
         if launch.kernel == "norm_rows":
+            words = re.findall(r"(?:ld|st)\\.global\\.\\S+", made.asm["ptx"])
+            assert attrs is unaligned or all(".v" in word for word in words), words
             code = made.asm["ttgir"]
             summed = re.search(r'"tt.reduce".*?\\}\\) : \\((.*?)\\)', code, re.S)[1]
             layout = re.search("(?m)^" + re.search("#[a-z0-9]+", summed)[0] + " = (.*)$", code)[1]
