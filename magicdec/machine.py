@@ -14,6 +14,7 @@ TO_BE_MEASURED = "auto: to be measured"  # on CUDA: `bench.fastest_backend` deci
 CUDA_ONLY = ("varlen", "flash_attn", "flashinfer")
 WITHOUT_MASS = CUDA_ONLY  # backends that do not tell where the attention goes
 WITHOUT_WINDOW = CUDA_ONLY  # backends that do not keep to a model's sliding window
+WITHOUT_GRAPHS = ("grouped", "native", "flashinfer")  # backends that need lengths on the host
 GPU_COLLECTIVES = ("nccl", "symmetric_memory")
 HEAD_SIZES: dict[str, tuple[str, Sequence[int]]] = {
     "native": ("a multiple of 16", range(16, 1024, 16)),
@@ -142,47 +143,23 @@ def check_tells_mass(backend: str, policy: str) -> None:
         )
 
 
-def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
-    """How linear layers are computed. Raises ValueError if `packed` was asked for and cannot be."""
+def choose_graphs(
+    asked: str, device: str, is_plain: bool, backends: Sequence[str | None]
+) -> tuple[str, str]:
+    """(on or off, why) of CUDA graphs. `is_plain`: requests are greedy, without penalties;
+    `backends` are the target's and a draft's, None where a measurement will name it. Raises
+    ValueError if they were asked for and cannot be."""
+    unfit = next((name for name in backends if name in WITHOUT_GRAPHS), None)
     obstacles = {
-        "it is for --device cpu": device != "cpu",
-        f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
-        "this CPU has no AVX512-BF16": not machine.has_avx512_bf16,
-        "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
+        f"--device {device} has none": device != "cuda",
+        "sampling and penalties look at the output on the host": not is_plain,
+        f"--attention {unfit} needs lengths on the host": unfit is not None,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if asked == "packed" and obstacle:
-        raise ValueError(f"--linear packed: {obstacle}; choose from auto, torch")
+    if asked == "on" and obstacle:
+        raise ValueError(f"--cuda_graphs on: {obstacle}; choose from auto, off")
     if asked == "auto":
-        return "torch" if obstacle else "packed"
-    return asked
-
-
-def choose_elementwise(
-    asked: str, device: str, dtype: str, linear: str, machine: Machine
-) -> tuple[str, str]:
-    """(name, why) of what computes norms, rotation and gates beside linear layers of that kind.
-    Raises ValueError if one was asked for that cannot be."""
-    missing = machine.missing_backends.get("triton")
-    if asked == "auto" and device == "cuda":
-        return ("torch", f"auto: torch; {missing}") if missing else ("triton", "auto: CUDA")
-    if asked == "auto":
-        name = "native" if linear == "packed" else "torch"
-        return name, f"auto: --linear {linear}"
-    obstacles = {
-        "native": {
-            "it is for --device cpu": device != "cpu",
-            f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
-            "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
-        },
-        "triton": {str(missing): missing is not None},
-    }
-    found = obstacles.get(asked, {}).items()
-    obstacle = next((reason for reason, applies in found if applies), None)
-    if obstacle:
-        raise ValueError(f"--elementwise {asked}: {obstacle}; choose from auto, torch")
-    if (asked, device) == ("triton", "cpu"):
-        return asked, INTERPRETED
+        return ("off", f"auto: off, {obstacle}") if obstacle else ("on", "auto: on")
     return asked, "asked for"
 
 

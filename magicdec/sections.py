@@ -14,61 +14,11 @@ from magicdec.names import (
     COLLECTIVES,
     DEVICES,
     DRAFTERS,
-    DTYPES,
-    ELEMENTWISE,
     KV_POLICIES,
-    LINEARS,
-    WEIGHT_DTYPES,
 )
 from magicdec.options import count_or_auto, option
 
 MOST_DRAFT_TOKENS = 8  # that auto chooses from
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    model: str = option(
-        "demo",
-        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .safetensors/.pth/.bin "
-        "file beside its config.json",
-        "--model",
-    )
-    dtype: str = option(
-        "auto",
-        "of activations, KV cache and weights; auto: bfloat16 where the hardware computes in it, "
-        "else float32",
-        "--dtype", choices=("auto", *DTYPES),
-    )  # fmt: skip
-    linear: str = option(
-        "auto",
-        "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
-        "--linear",
-        choices=("auto", *LINEARS),
-    )
-    elementwise: str = option(
-        "auto",
-        "norms, rotation and gates between them; auto: native (C++) beside packed layers, triton "
-        "on CUDA where it is installed, else torch",
-        "--elementwise",
-        choices=("auto", *ELEMENTWISE),
-    )
-    elementwise_reason: str | None = None  # why `auto` became what it is; set by `resolve`
-    target_dtype: str = option(
-        "auto",
-        "of the target's matrices; int8: a scale for each output, activations and KV stay in "
-        "--dtype; auto: int8 if they are stored so, else --dtype",
-        "--target_dtype",
-        choices=("auto", *WEIGHT_DTYPES),
-    )
-
-
-@dataclass(frozen=True)
-class TargetSection(ModelSection):
-    """Where `--model` names the draft, as in the original suite."""
-
-    model: str = option(
-        "demo", "the target, which verifies; named as --model names a draft", "--target"
-    )
 
 
 @dataclass(frozen=True)
@@ -164,6 +114,14 @@ class DecodingSection:
         "--gamma",
         parse=count_or_auto,
     )
+    cuda_graphs: str = option(
+        "auto",
+        "record each kind of step once and replay it, without the host in between; auto: on CUDA, "
+        "where decoding is greedy",
+        "--cuda_graphs",
+        choices=("auto", "on", "off"),
+    )
+    cuda_graphs_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     ignore_eos: bool = option(
         False, "decode to the full length, past any end token", "--ignore_eos"
     )
@@ -194,6 +152,12 @@ class SamplingSection:
         0.0, "subtracted from the logits of tokens of the output; 0: off", "--presence_penalty"
     )
     seed: int = option(0, "of every request's random numbers, with its id", "--sampling_seed")
+
+    @property
+    def is_plain(self) -> bool:
+        """The next token is the largest logit, whatever came before."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0
+        return self.temperature == 0 and not penalties
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from magicdec.attention.sequences import (
-    Chosen,
-    choose_keys,
-    gather_keys,
-    join_heads,
-    refuse_mass,
-    split_heads,
-)
-from magicdec.kv.layout import PLAIN, Layout
+from magicdec.attention.library import LibraryBackend, real_lengths
+from magicdec.attention.sequences import Chosen, gather_keys
 from magicdec.kv.policy import KVView
 
 MODULES = ("flash_attn_interface", "flash_attn")  # versions 3 and 2
@@ -32,52 +25,35 @@ TABLES = ("page_table", "block_table")  # what they call the block table
 BLOCK_SIZE = 256
 
 
-class FlashAttnBackend:
+class FlashAttnBackend(LibraryBackend):
     def __init__(self) -> None:
-        if missing := missing_parts():
-            raise ValueError(f"--attention flash_attn: {missing}")
+        super().__init__("flash_attn", missing_parts())
         self._attend, self._table_name = find_function()
-        self._new: Tensor | None = None
         self._table: Tensor | None = None  # int32 [B, blocks] where the cache is read in place
         self._lengths: Tensor | None = None
-        self._chosen: Chosen | None = None
 
     def block_size(self, max_tokens: int) -> int:
         return BLOCK_SIZE
 
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
+    def can_read_in_place(self, view: KVView) -> bool:
+        any_block = self._table_name == TABLES[0]
+        return any_block or view.cache.shape.block_size % BLOCK_SIZE == 0
 
     def plan(self, view: KVView) -> None:
-        assert view.window is None, "refused before the run"
-        self._new = view.cache.slots(view.row_index, view.query_positions())
-        self._table = self._chosen = None
-        any_block = self._table_name == TABLES[0]
-        if view.is_full and (any_block or view.cache.shape.block_size % BLOCK_SIZE == 0):
+        super().plan(view)
+        if self._in_place:
             self._table = view.cache.block_table[view.row_index].to(torch.int32)
-            self._lengths = (view.seq_lens + view.num_new).to(torch.int32)
-        elif not view.per_head:
-            self._chosen = choose_keys(0, view)
+            self._lengths = real_lengths(view)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        assert self._new is not None, "plan before run"
-        cache = view.cache
-        cache.write(layer, self._new, k, v)
-        if self._table is not None:
-            # [blocks, block_size, G, D], strided: heads lie outside of tokens in our pools.
-            pools = cache.k[layer].transpose(1, 2), cache.v[layer].transpose(1, 2)
-            table = {self._table_name: self._table}
-            return self._attend(q, *pools, cache_seqlens=self._lengths, causal=True, **table)
-        chosen = self._chosen or choose_keys(layer, view)
-        keys, values = gather_keys(layer, chosen, view)  # [S, N, 1, D]
-        queries = split_heads(q, k.shape[2])
-        out = self._attend(queries, keys, values, cache_seqlens=chosen.lengths, causal=True)
-        return join_heads(out, q.shape[0])
+    def attend_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
+        # [blocks, block_size, G, D], strided: heads lie outside of tokens in our pools.
+        pools = (pool[layer].transpose(1, 2) for pool in (view.cache.k, view.cache.v))
+        table = {self._table_name: self._table}
+        return self._attend(q, *pools, cache_seqlens=self._lengths, causal=True, **table)
 
-    def run_with_mass(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
-    ) -> tuple[Tensor, Tensor]:
-        raise refuse_mass("flash_attn")
+    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
+        copies = gather_keys(layer, chosen, view)  # [S, N, 1, D]
+        return self._attend(q, *copies, cache_seqlens=chosen.lengths, causal=True)
 
 
 def find_function() -> tuple[Callable[..., Tensor], str]:

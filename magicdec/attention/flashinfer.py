@@ -3,7 +3,8 @@ tensor cores. CUDA, bfloat16.
 
 Owns the calling of it. Our pools are its HND layout, so that a full view is its pages as they lie.
 Any other view is pages of one token, one list for each row and KV head: nothing is copied, and
-heads may see different tokens. Kernels are built when first called; the run warms them up.
+heads may see different tokens. The library plans on the host, so that lengths there must be exact.
+Kernels are built when first called; the run warms them up.
 """
 
 from __future__ import annotations
@@ -14,32 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.attention.sequences import choose_keys, join_heads, refuse_mass, split_heads
-from magicdec.kv.layout import PLAIN, Layout
+from magicdec.attention.library import LibraryBackend
+from magicdec.attention.sequences import Chosen
 from magicdec.kv.policy import KVView
 
 BLOCK_SIZE = 64
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
 
-class FlashInferBackend:
+class FlashInferBackend(LibraryBackend):
     def __init__(self) -> None:
-        if missing := missing_parts():
-            raise ValueError(f"--attention flashinfer: {missing}")
+        super().__init__("flashinfer", missing_parts())
         self._wrapper: Any = None
-        self._new: Tensor | None = None
         self._is_planned = False
 
     def block_size(self, max_tokens: int) -> int:
         return BLOCK_SIZE
 
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
+    def can_read_in_place(self, view: KVView) -> bool:
+        return True
 
     def plan(self, view: KVView) -> None:
         """The library's own plan waits for the first layer, which knows the query heads."""
-        assert view.window is None, "refused before the run"
-        self._new = view.cache.slots(view.row_index, view.query_positions())
+        super().plan(view)
         self._is_planned = False
         if self._wrapper is None:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -48,61 +46,52 @@ class FlashInferBackend:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        assert self._new is not None, "plan before run"
-        cache = view.cache
-        cache.write(layer, self._new, k, v)
+    def attend_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
+        if not self._is_planned:
+            self._plan_blocks(q, view)
+        pools = view.cache.k[layer], view.cache.v[layer]
+        return self._wrapper.run(q.flatten(0, 1), pools).view(q.shape)
+
+    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
         if not self._is_planned or view.per_head:
-            (self._plan_blocks if view.is_full else self._plan_tokens)(layer, q, view)
-            self._is_planned = True
-        if view.is_full:
-            out = self._wrapper.run(q.flatten(0, 1), (cache.k[layer], cache.v[layer]))
-            return out.view(q.shape)
-        queries = split_heads(q, k.shape[2])
-        size = q.shape[3]
+            self._plan_tokens(q, chosen, view)
+        cache, size = view.cache, q.shape[3]
         pages = cache.k[layer].view(-1, 1, 1, size), cache.v[layer].view(-1, 1, 1, size)
-        out = self._wrapper.run(queries.flatten(0, 1), pages).view(queries.shape)
-        return join_heads(out, q.shape[0])
+        return self._wrapper.run(q.flatten(0, 1), pages).view(q.shape)
 
-    def run_with_mass(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
-    ) -> tuple[Tensor, Tensor]:
-        raise refuse_mass("flashinfer")
-
-    def _plan_blocks(self, layer: int, q: Tensor, view: KVView) -> None:
-        """A sequence a row; its pages are its blocks."""
+    def _plan_blocks(self, q: Tensor, view: KVView) -> None:
+        """A sequence a row; its pages are its blocks. q is [B,T,H,D]."""
         size = view.cache.shape.block_size
         totals = [length + view.num_new for length in view.lengths]
         counts = [-(-total // size) for total in totals]
         tables = view.cache.block_table[view.row_index]
         pages = torch.cat([table[:n] for table, n in zip(tables, counts, strict=True)])
         last = [(total - 1) % size + 1 for total in totals]
-        heads = q.shape[2], view.cache.shape.num_kv_heads
-        self._plan(view.num_new, counts, pages, last, heads, size, q)
+        self._plan(q, counts, pages, last, view.cache.shape.num_kv_heads, size)
 
-    def _plan_tokens(self, layer: int, q: Tensor, view: KVView) -> None:
-        """A sequence for each row and KV head; its pages are the slots of what it sees."""
-        num_kv_heads = view.cache.shape.num_kv_heads
-        slots = choose_keys(layer, view).slots  # [B, G, N]
+    def _plan_tokens(self, q: Tensor, chosen: Chosen, view: KVView) -> None:
+        """A sequence for each row and KV head; its pages are the slots of what it sees. q is
+        [S,T,H/G,D]."""
         seen = [n + view.num_new for n in view.num_visible]
-        pages = torch.cat([row[:, :n].reshape(-1) for row, n in zip(slots, seen, strict=True)])
-        counts = [n for n in seen for _ in range(num_kv_heads)]
-        heads = q.shape[2] // num_kv_heads, 1
-        self._plan(view.num_new, counts, pages, [1] * len(counts), heads, 1, q)
+        rows = zip(chosen.slots, seen, strict=True)
+        pages = torch.cat([slots[:, :n].reshape(-1) for slots, n in rows])
+        counts = [n for n in seen for _ in range(view.cache.shape.num_kv_heads)]
+        self._plan(q, counts, pages, [1] * len(counts), 1, 1)
 
     def _plan(
-        self, num_new: int, counts: list[int], pages: Tensor, last: list[int],
-        heads: tuple[int, int], page_size: int, q: Tensor,
+        self, q: Tensor, counts: list[int], pages: Tensor, last: list[int], num_kv_heads: int,
+        page_size: int,
     ) -> None:  # fmt: skip
-        """Sequences of `num_new` queries over `counts` pages each, `last` tokens in the last.
-        Sizes stay on the host, where the library wants them."""
+        """Sequences of T queries, q [sequences,T,heads,D], over `counts` pages each, `last` tokens
+        in the last. Sizes stay on the host, where the library wants them."""
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        queries = torch.arange(len(counts) + 1, dtype=torch.int32) * num_new
+        queries = torch.arange(len(counts) + 1, dtype=torch.int32) * q.shape[1]
         self._wrapper.plan(
             queries, starts, pages.to(torch.int32), torch.tensor(last, dtype=torch.int32),
-            *heads, q.shape[3], page_size,
+            q.shape[2], num_kv_heads, q.shape[3], page_size,
             causal=True, q_data_type=q.dtype, kv_data_type=q.dtype,
         )  # fmt: skip
+        self._is_planned = True
 
 
 def missing_parts() -> str | None:

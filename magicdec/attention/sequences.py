@@ -51,11 +51,3 @@ def join_heads(out: Tensor, rows: int) -> Tensor:
     _, num_new, _, size = out.shape
     by_row = out.reshape(rows, -1, num_new, out.shape[2], size).transpose(1, 2)
     return by_row.reshape(rows, num_new, -1, size)
-
-
-def refuse_mass(backend: str) -> ValueError:
-    """For `run_with_mass` of kernels that keep their weights to themselves."""
-    return ValueError(
-        f"--attention {backend} does not tell where the attention goes; "
-        "choose from sdpa, grouped, native, triton"
-    )

@@ -30,16 +30,20 @@ def _count_keys(ranges, num_ranges):
 
 
 @triton.jit
-def _find_positions(keys, ranges, num_ranges):
-    """Positions of the visible `keys` [N], int32, counted along the ranges; -1 past the last."""
-    positions = keys * 0 - 1
-    before = tl.load(ranges).to(tl.int32) * 0
-    for r in range(num_ranges):
-        start = tl.load(ranges + 2 * r).to(tl.int32)
-        size = tl.load(ranges + 2 * r + 1).to(tl.int32) - start
-        inside = (keys >= before) & (keys < before + size)
-        positions = tl.where(inside, start + keys - before, positions)
-        before += size
+def _find_positions(keys, ranges, num_ranges, IS_FULL: tl.constexpr):
+    """Positions of the visible `keys` [N], int32, counted along the ranges; -1 past the last. With
+    `IS_FULL` there is no loop here: then a caller's loads run ahead of its arithmetic."""
+    if IS_FULL:
+        positions = keys
+    else:
+        positions = keys * 0 - 1
+        before = tl.load(ranges).to(tl.int32) * 0
+        for r in range(num_ranges):
+            start = tl.load(ranges + 2 * r).to(tl.int32)
+            size = tl.load(ranges + 2 * r + 1).to(tl.int32) - start
+            inside = (keys >= before) & (keys < before + size)
+            positions = tl.where(inside, start + keys - before, positions)
+            before += size
     return positions
 
 
@@ -51,11 +55,68 @@ def _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE: tl.constexpr
 
 
 @triton.jit
+def _load_tokens(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values [N, D] at `slots` [N]; 0 where not `valid`."""
+    d = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (d < SIZE)[None, :]
+    return tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_queries(
+    q, first, row, head, num_new, q_row, q_token,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Packed queries of a KV head from `first` on, [M, D], 0 past the last; and their tokens and
+    query heads, [M] each."""
+    m, d = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token, query_head = m // GROUP, head * GROUP + m % GROUP
+    address = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
+    mask = (token < num_new)[:, None] & (d < SIZE)[None, :]
+    return tl.load(q + address, mask=mask, other=0.0), token, query_head
+
+
+@triton.jit
 def _dot(a, b, IN_FLOAT32: tl.constexpr):
     """a @ b, summed in float32."""
     if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _is_seen(positions, valid, own_position, WINDOW: tl.constexpr):
+    """Which `valid` keys at `positions` [N] are seen by queries at `own_position` [M]: [M, N]."""
+    seen = valid[None, :] & (positions[None, :] <= own_position[:, None])
+    if WINDOW:
+        seen = seen & (positions[None, :] > own_position[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
+def _add_keys(scores, values, most, total, sums, IN_FLOAT32: tl.constexpr):
+    """A step of the online softmax: `scores` [M, N] in units of log 2 and `values` [N, D] into each
+    query's largest score and sum of weights [M] and weighted sum of values [M, D]."""
+    new_most = tl.maximum(most, tl.max(scores, 1))
+    shift = tl.where(new_most == float("-inf"), 0.0, new_most)  # no key seen yet: all weigh 0
+    weights = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(most - shift)
+    total = total * rescale + tl.sum(weights, 1)
+    added = _dot(weights.to(values.dtype), values, IN_FLOAT32)
+    return new_most, total, sums * rescale[:, None] + added
+
+
+@triton.jit
+def _store_part(
+    out, lse, place, is_query, most, total, sums, SIZE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Normalised sums [M, D] and log-sum-exp [M] to their `place` [M]."""
+    d = tl.arange(0, BLOCK_D)
+    total = tl.where(total == 0.0, 1.0, total)  # nothing seen: the sums are 0, `most` says so
+    mask = is_query[:, None] & (d < SIZE)[None, :]
+    values = (sums / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * SIZE + d[None, :], values, mask=mask)
+    tl.store(lse + place, (most + tl.log2(total)) / LOG2E, mask=is_query)
 
 
 @triton.jit
@@ -95,13 +156,10 @@ def attend_split(
     row, split = tl.program_id(0), tl.program_id(2)
     num_kv_heads = num_heads // GROUP
     head, tile = tl.program_id(1) % num_kv_heads, tl.program_id(1) // num_kv_heads
-    m, d = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    token, query_head = m // GROUP, head * GROUP + m % GROUP
-    is_query, inside = token < num_new, d < SIZE
-    query_address = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
-    queries = tl.load(q + query_address, mask=is_query[:, None] & inside[None, :], other=0.0)
-    seen_until = tl.load(seq_lens + row).to(tl.int32) + token  # the last position that a query sees
-
+    queries, token, query_head = _load_queries(
+        q, tile * BLOCK_M, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
+    )
+    own_position = tl.load(seq_lens + row).to(tl.int32) + token
     own_ranges = ranges + row * ranges_row + head * ranges_head
     table = block_table + tl.load(rows + row) * table_width
     num_keys = _count_keys(own_ranges, num_ranges)
@@ -110,40 +168,21 @@ def attend_split(
     last_key = tl.minimum(first_key + split_keys, num_keys - (num_new - 1 - last_token))
 
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
-    total = tl.full((BLOCK_M,), 0.0, tl.float32)
-    sums = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
+    total, sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first in range(first_key, last_key, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        if IS_FULL:  # noqa: SIM108 - no loop inside: then loads run ahead of the arithmetic
-            positions = key
-        else:
-            positions = _find_positions(key, own_ranges, num_ranges)
-        valid = key < last_key
+        positions, valid = _find_positions(key, own_ranges, num_ranges, IS_FULL), key < last_key
         slots = _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE)
-        address = slots[:, None] * SIZE + d[None, :]
-        keys = tl.load(k_pool + address, mask=valid[:, None] & inside[None, :], other=0.0)
+        keys = _load_tokens(k_pool, slots, valid, SIZE, BLOCK_D)
         scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
-        visible = valid[None, :] & (positions[None, :] <= seen_until[:, None])
-        if WINDOW:
-            visible = visible & (positions[None, :] > seen_until[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1))
-        shift = tl.where(new_most == float("-inf"), 0.0, new_most)  # no key seen yet: all weigh 0
-        weights = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(most - shift)
-        values = tl.load(v_pool + address, mask=valid[:, None] & inside[None, :], other=0.0)
-        total = total * rescale + tl.sum(weights, 1)
-        added = _dot(weights.to(values.dtype), values, IN_FLOAT32)
-        sums = sums * rescale[:, None] + added
-        most = new_most
+        seen = _is_seen(positions, valid, own_position, WINDOW)
+        values = _load_tokens(v_pool, slots, valid, SIZE, BLOCK_D)
+        scores = tl.where(seen, scores, float("-inf"))
+        most, total, sums = _add_keys(scores, values, most, total, sums, IN_FLOAT32)
 
     place = ((split * tl.num_programs(0) + row) * num_new + token).to(tl.int64) * num_heads
     place += query_head
-    total = tl.where(total == 0.0, 1.0, total)  # nothing seen: the sums are 0, `most` says so
-    sums = sums / total[:, None]
-    out_address = out + place[:, None] * SIZE + d[None, :]
-    tl.store(out_address, sums.to(out.dtype.element_ty), mask=is_query[:, None] & inside[None, :])
-    tl.store(lse + place, (most + tl.log2(total)) / LOG2E, mask=is_query)
+    _store_part(out, lse, place, token < num_new, most, total, sums, SIZE, BLOCK_D)
 
 
 @triton.jit
@@ -182,8 +221,6 @@ def sum_mass(
     has BLOCK_N positions to itself, so that sums have one order. Programs: (B, G, tiles)."""
     row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = num_heads // GROUP
-    d = tl.arange(0, BLOCK_D)
-    inside = d < SIZE
     positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     own_ranges = ranges + row * ranges_row + head * ranges_head
     visible = positions < 0
@@ -192,23 +229,18 @@ def sum_mass(
         visible = visible | ((positions >= start) & (positions < stop))
     table = block_table + tl.load(rows + row) * table_width
     slots = _slots(table, positions, visible, head, num_kv_heads, BLOCK_SIZE)
-    address = slots[:, None] * SIZE + d[None, :]
-    keys = tl.load(k_pool + address, mask=visible[:, None] & inside[None, :], other=0.0)
+    keys = _load_tokens(k_pool, slots, visible, SIZE, BLOCK_D)
     any_visible = tl.max(visible.to(tl.int32), 0)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     sums = tl.full((BLOCK_N,), 0.0, tl.float32)
     for first in range(0, num_new * GROUP * any_visible, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        token, query_head = m // GROUP, head * GROUP + m % GROUP
+        queries, token, query_head = _load_queries(
+            q, first, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
+        )
         is_query = token < num_new
-        at = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
-        queries = tl.load(q + at, mask=is_query[:, None] & inside[None, :], other=0.0)
         logs = tl.load(lse + (row * num_new + token) * num_heads + query_head, mask=is_query)
         scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * scale
-        counts = visible[None, :] & (positions[None, :] <= (seq_len + token)[:, None])
-        counts = counts & is_query[:, None]
-        if WINDOW:
-            counts = counts & (positions[None, :] > (seq_len + token)[:, None] - WINDOW)
+        counts = _is_seen(positions, visible, seq_len + token, WINDOW) & is_query[:, None]
         weights = tl.exp2((tl.where(counts, scores, float("-inf")) - logs[:, None]) * LOG2E)
         sums += tl.sum(tl.where(counts, weights, 0.0), 0)
     by_block = tl.sum(tl.reshape(sums, (BLOCK_N // MASS_BLOCK, MASS_BLOCK)), 1)

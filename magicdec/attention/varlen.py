@@ -14,72 +14,41 @@ import inspect
 import torch
 from torch import Tensor
 
-from magicdec.attention.sequences import (
-    Chosen,
-    choose_keys,
-    gather_keys,
-    join_heads,
-    refuse_mass,
-    split_heads,
-)
-from magicdec.kv.layout import PLAIN, Layout
+from magicdec.attention.library import LibraryBackend, real_lengths
+from magicdec.attention.sequences import Chosen, gather_keys
 from magicdec.kv.policy import KVView
 
 NEEDED = ("window_size", "enable_gqa", "seqused_k")  # parameters that came one by one
 CAUSAL = (-1, 0)  # window_size: all before, none after; aligned at the end
 
 
-class VarlenBackend:
+class VarlenBackend(LibraryBackend):
     def __init__(self) -> None:
-        if missing := missing_parts():
-            raise ValueError(f"--attention varlen: {missing}")
+        super().__init__("varlen", missing_parts())
         from torch.nn.attention.varlen import varlen_attn
 
         self._attend = varlen_attn
-        self._new: Tensor | None = None
-        self._chosen: Chosen | None = None
-        self._in_place = False
 
     def block_size(self, max_tokens: int) -> int:
         return max_tokens
 
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
+    def can_read_in_place(self, view: KVView) -> bool:
+        return all(len(view.cache.blocks[row]) == 1 for row in view.rows)
 
-    def plan(self, view: KVView) -> None:
-        assert view.window is None, "refused before the run"
-        self._new = view.cache.slots(view.row_index, view.query_positions())
-        self._in_place = view.is_full and all(len(view.cache.blocks[row]) == 1 for row in view.rows)
-        gathers_alike = not self._in_place and not view.per_head
-        self._chosen = choose_keys(0, view) if gathers_alike else None
-
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        assert self._new is not None, "plan before run"
-        view.cache.write(layer, self._new, k, v)
-        if self._in_place:
-            return self._read_in_place(layer, q, view)
-        chosen = self._chosen or choose_keys(layer, view)
-        keys, values = gather_keys(layer, chosen, view)  # [S, N, 1, D]
-        queries = split_heads(q, k.shape[2])
-        starts = torch.arange(len(keys) + 1, dtype=torch.int32, device=q.device) * keys.shape[1]
-        texts = keys.flatten(0, 1), values.flatten(0, 1)
-        out = self._call(queries, *texts, starts, chosen.lengths, keys.shape[1])
-        return join_heads(out, q.shape[0])
-
-    def run_with_mass(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
-    ) -> tuple[Tensor, Tensor]:
-        raise refuse_mass("varlen")
-
-    def _read_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
+    def attend_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
         cache = view.cache
         heads, size = cache.shape.num_kv_heads, cache.shape.block_size
         first = cache.block_table[view.row_index, 0] * heads * size
         starts = torch.cat([first, first[-1:]]).to(torch.int32)
-        lengths = (view.seq_lens + view.num_new).to(torch.int32)
         keys, values = as_one_text(cache.k[layer]), as_one_text(cache.v[layer])
         longest = max(view.lengths) + view.num_new
-        return self._call(q, keys, values, starts, lengths, longest)
+        return self._call(q, keys, values, starts, real_lengths(view), longest)
+
+    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
+        keys, values = gather_keys(layer, chosen, view)  # [S, N, 1, D]
+        starts = torch.arange(len(keys) + 1, dtype=torch.int32, device=q.device) * keys.shape[1]
+        texts = keys.flatten(0, 1), values.flatten(0, 1)
+        return self._call(q, *texts, starts, chosen.lengths, keys.shape[1])
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int

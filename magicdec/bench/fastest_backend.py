@@ -1,36 +1,30 @@
 """What `--attention auto` becomes on CUDA: the fastest, by measurement, of the backends that can be
-loaded and agree with the reference.
+loaded and agree with the reference, over what a step of the run reads.
 
 Owns the choice and its reason, which goes into the record. It is made once a run, on the leader's
 device, after the process group has started; the other ranks take it over. Must not know how a
-backend computes.
+backend computes, nor what a step is made of.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend
+from magicdec.bench.attention_step import Step, draft_step, target_step
+from magicdec.bench.backend_timing import Measured, measure
 from magicdec.bench.environment import missing_backends
-from magicdec.bench.loading import make_backend
-from magicdec.bench.timing import synchronize
 from magicdec.bench.working_memory import max_tokens
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Group
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVView, make_view
 from magicdec.machine import (
     CUDA_ONLY,
     TO_BE_MEASURED,
+    WITHOUT_GRAPHS,
     WITHOUT_MASS,
     WITHOUT_WINDOW,
     Machine,
@@ -40,30 +34,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.names import ATTENTION_BACKENDS
 
 REFERENCE = "sdpa"
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # absolute, for keys and values of norm 1
-REPEATS = 10
-MOST_BYTES = 1 << 30  # of keys and values that a measurement makes
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of the attention that is measured: one rank's heads of one layer."""
-
-    rows: int
-    context: int
-    num_new: int  # of a verification; a decode step of one token is measured too
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Measured:
-    """`seconds` of a decode step's attention and a verification's; `output` of the latter."""
-
-    seconds: float
-    output: Tensor
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest output, or of 1
 
 
 def settle(
@@ -74,40 +45,30 @@ def settle(
     of `group` calls it."""
     attention, section = config.attention, config.draft
     if attention.backend_reason == TO_BE_MEASURED:
-        name, reason = _agreed(config, target, group, device)
+        step = target_step(config, target)
+        name, reason = _agreed(config, target, step, group, device)
         config = replace(config, attention=replace(attention, backend=name, backend_reason=reason))
     if section is not None and draft is not None and section.backend_reason == TO_BE_MEASURED:
-        name, reason = _agreed(config, draft, group, device)
+        step = draft_step(config, draft)
+        name, reason = _agreed(config, draft, step, group, device)
         config = replace(config, draft=replace(section, backend=name, backend_reason=reason))
-    return config
+    return config.resolve_graphs()
 
 
 def _agreed(
-    config: RunConfig, model: ModelConfig, group: Group, device: torch.device
+    config: RunConfig, model: ModelConfig, step: Step, group: Group, device: torch.device
 ) -> tuple[str, str]:
-    """The leader's choice for a model, told to all and printed."""
+    """The leader's choice for a step of a model, told to all and printed."""
     choice = None
     if group.index == 0:
-        shape = measured_shape(config, model, group.size)
         candidates, left_out = list_candidates(config, model)
-        choice = choose_fastest(candidates, left_out, lambda name: measure(name, shape, device))
+        choice = choose_fastest(
+            candidates, left_out, step.name, lambda name: measure(name, step, device)
+        )
         print(f"--attention {choice[1]}", file=sys.stderr, flush=True)
     found = group.all_gather_object(choice)[0]
     assert found is not None, "the leader has chosen"
     return found
-
-
-def measured_shape(config: RunConfig, model: ModelConfig, num_ranks: int) -> Shape:
-    """The run's own batch and context, with fewer rows where they would take too much memory."""
-    w, drafted = config.workload, config.decoding.most_draft_tokens
-    dtype = getattr(torch, config.model.dtype)
-    (first, last), (kv_first, kv_last) = Shard(0, num_ranks).heads(
-        model.num_heads, model.num_kv_heads
-    )
-    size, kv_heads = model.cached_head_dim, kv_last - kv_first
-    row_bytes = 2 * (w.prefix_len + drafted + 1) * kv_heads * size * dtype.itemsize
-    rows = max(1, min(w.batch_size, MOST_BYTES // row_bytes))
-    return Shape(rows, w.prefix_len, drafted + 1, last - first, kv_heads, size, dtype)
 
 
 def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
@@ -130,16 +91,23 @@ def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], d
             candidates.append(name)
         elif name != "native":
             left_out[name] = obstacle
+    recordable = [name for name in candidates if name not in WITHOUT_GRAPHS]
+    graphs = config.decoding.cuda_graphs == "on"
+    if graphs and (config.decoding.cuda_graphs_reason == "asked for" or len(recordable) > 1):
+        for name in set(candidates) - set(recordable):
+            left_out[name] = "it needs lengths on the host, and no CUDA graph could hold it"
+        candidates = recordable
     return candidates, left_out
 
 
 def choose_fastest(
     candidates: Sequence[str],
     left_out: Mapping[str, str],
+    step_name: str,
     measure_one: Callable[[str], Measured],
 ) -> tuple[str, str]:
-    """(name, why) of the fastest candidate whose output is the reference's. What fails to load or
-    to run is left out like `left_out`, and said."""
+    """(name, why) of the fastest candidate over what `step_name` says, whose outputs are the
+    reference's. What fails to load or to run is left out like `left_out`, and said."""
     reference = measure_one(REFERENCE)
     seconds, out = {REFERENCE: reference.seconds}, dict(left_out)
     for name in candidates:
@@ -150,69 +118,22 @@ def choose_fastest(
         except Exception as error:  # whatever a library or a compiler raises: it is no candidate
             out[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
             continue
-        off = float((found.output.float() - reference.output.float()).abs().max())
-        if not off < TOLERANCE[reference.output.dtype]:  # not a number is no agreement either
-            out[name] = f"its output is {off:.1e} away from that of {REFERENCE}"
+        if wrong := _difference(found.outputs, reference.outputs):
+            out[name] = wrong
             continue
         seconds[name] = found.seconds
     fastest = min(seconds, key=lambda name: seconds[name])
     ranked = sorted(seconds, key=lambda name: seconds[name])
     times = ", ".join(f"{name} {1e3 * seconds[name]:.3f} ms" for name in ranked)
     reasons = "".join(f"; {name}: {why}" for name, why in out.items())
-    return fastest, f"auto: {times}{reasons}"
+    return fastest, f"auto: {times} a layer, for {step_name}{reasons}"
 
 
-def measure(name: str, shape: Shape, device: torch.device) -> Measured:
-    """Time a backend on random keys and values, the same for every backend."""
-    backend = make_backend(name)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator, device=device).to(shape.dtype)
-
-    cache = _filled_cache(backend, shape, device, random)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    total, output = 0.0, torch.empty(0)
-    for num_new in (1, shape.num_new):
-        q, k, v = (random(shape.rows, num_new, n, shape.head_dim) for n in heads)
-        view = make_view(cache, range(shape.rows), FullKV(), num_new)
-        seconds, output = _time(backend, view, q, k, v)
-        total += seconds
-    return Measured(total, output)
-
-
-def _filled_cache(
-    backend: AttentionBackend, shape: Shape, device: torch.device, random: Callable[..., Tensor]
-) -> KVCache:
-    """One layer whose rows hold `context` tokens."""
-    longest = shape.context + shape.num_new
-    block = backend.block_size(longest)
-    per_row = -(-longest // block)
-    layout, num_blocks = backend.layout(shape.dtype), shape.rows * per_row
-    sizes = CacheShape(1, shape.num_kv_heads, shape.head_dim, block, num_blocks, layout)
-    cache = KVCache(sizes, shape.rows, per_row, shape.dtype, device)
-    positions = torch.arange(shape.context, device=device).unsqueeze(0)
-    for row in range(shape.rows):
-        cache.allocate(row, longest)
-        slots = cache.slots(torch.tensor([row], device=device), positions)
-        k, v = (random(1, shape.context, shape.num_kv_heads, shape.head_dim) for _ in "kv")
-        cache.write(0, slots, k, v)
-        cache.advance([row], shape.context)
-    return cache
-
-
-def _time(
-    backend: AttentionBackend, view: KVView, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[float, Tensor]:
-    """(median seconds, output) of plan and one layer; the first calls, which may compile, are not
-    counted."""
-    device, seconds = q.device, []
-    for repeat in range(REPEATS + 3):
-        synchronize(device)
-        started = time.perf_counter()
-        backend.plan(view)
-        output = backend.run(0, q, k, v, view)
-        synchronize(device)
-        if repeat >= 3:
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds), output
+def _difference(found: Sequence[Tensor], reference: Sequence[Tensor]) -> str | None:
+    """What keeps outputs from being the reference's, if anything."""
+    for ours, theirs in zip(found, reference, strict=True):
+        off = float((ours.float() - theirs.float()).abs().max())
+        largest = max(1.0, float(theirs.abs().max()))  # above 1 where few keys are averaged
+        if not off < TOLERANCE[theirs.dtype] * largest:  # not a number is no agreement either
+            return f"its output is {off:.1e} away from that of {REFERENCE}"
+    return None

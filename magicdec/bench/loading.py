@@ -20,10 +20,10 @@ from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.checkpoint import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
+from magicdec.model_section import ModelSection
 from magicdec.names import ATTENTION_BACKENDS, ELEMENTWISE, load_named
 from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
-from magicdec.sections import ModelSection
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from magicdec.bench.cli import Parser, refuse
 from magicdec.bench.hardware import MachineFile
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
-from magicdec.machine import Machine, choose_elementwise, choose_linear
+from magicdec.layer_choice import choose_elementwise, choose_linear
+from magicdec.machine import Machine
 from magicdec.names import DEVICES, DTYPES
 from magicdec.sections import ParallelSection
 

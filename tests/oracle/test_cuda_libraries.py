@@ -5,6 +5,7 @@ machine that has them: there the contract's own tests run."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -37,7 +38,7 @@ from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.machine import CUDA_ONLY
+from magicdec.machine import CUDA_ONLY, WITHOUT_MASS
 from magicdec.sections import KVSection
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
@@ -61,9 +62,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return install(request.param, monkeypatch)
 
 
-def filled_view(policy: Visible) -> KVView:
-    """Three new tokens over two rows of random keys, two layers, in blocks of 24."""
-    cache = KVCache(CacheShape(2, 2, 16, 24, 12), 2, 6, torch.float32, torch.device("cpu"))
+def filled_view(policy: Visible, block: int = 24) -> KVView:
+    """Three new tokens over two rows of random keys, two layers, in blocks of `block`."""
+    cache = KVCache(CacheShape(2, 2, 16, block, 12), 2, 6, torch.float32, torch.device("cpu"))
     cache.k.normal_(), cache.v.normal_()
     for row, length in enumerate((70, 31)):
         cache.allocate(row, 80)
@@ -125,6 +126,39 @@ class TestContract:
     def test_mass_is_refused(self, backend: str) -> None:
         with pytest.raises(ValueError, match=f"--attention {backend} does not tell where the"):
             BACKENDS[backend]().run_with_mass(0, *[torch.empty(0)] * 3, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins compute on the CPU")
+@pytest.mark.parametrize("block", [24, 256])  # 256: read in place, by each
+@pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 50), Scattered(2, 0.4)], ids=repr)
+@pytest.mark.parametrize("name", ["sdpa", "triton", "varlen", "flash_attn 2", "flash_attn 3"])
+def test_lengths_on_the_host_may_be_bounds(
+    name: str, policy: Visible, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device holds decides, whatever larger numbers the host has."""
+    if name == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    backend = install(name, monkeypatch) if " " in name or name == "varlen" else name
+    view = filled_view(policy, block)
+    lengths, num_visible = (
+        (short + 40, long + 20) for short, long in (view.lengths, view.num_visible)
+    )
+    loose = replace(view, lengths=lengths, num_visible=num_visible)
+    assert loose.is_full == view.is_full
+    inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
+    expected, built = SDPABackend(block), BACKENDS.get(backend, SDPABackend)()
+    expected.plan(view), built.plan(loose)
+    for layer in (0, 1):
+        out = built.run(layer, *inputs, loose)
+        assert (out - expected.run(layer, *inputs, view)).abs().max() < 1e-5, layer
+    if backend in WITHOUT_MASS:
+        return
+    _, mass = built.run_with_mass(1, *inputs, loose)
+    _, of_all = expected.run_with_mass(1, *inputs, view)
+    num_blocks = of_all.shape[2]
+    assert (mass[..., :num_blocks] - of_all).abs().max() < 1e-4
+    assert mass.shape[2] > num_blocks and not mass[..., num_blocks:].any()
 
 
 def test_a_full_view_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

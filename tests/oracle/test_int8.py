@@ -34,7 +34,8 @@ from magicdec.model.linear import library
 from magicdec.model.linear_kinds import PartialLinear
 from magicdec.model.quantization import channel_scales, own_head, quantize
 from magicdec.model.transformer import Transformer
-from magicdec.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
+from magicdec.model_section import ModelSection
+from magicdec.sections import KVSection, ParallelSection, WorkloadSection
 
 needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 F32, BF16 = torch.float32, torch.bfloat16

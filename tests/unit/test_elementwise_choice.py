@@ -22,8 +22,9 @@ from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.mlp import MLP
 from magicdec.model.norm import RMSNorm
 from magicdec.model.transformer import Transformer
+from magicdec.model_section import ModelSection
 from magicdec.names import ELEMENTWISE, load_named
-from magicdec.sections import ModelSection, ParallelSection
+from magicdec.sections import ParallelSection
 
 PLAIN = Machine(2)
 FAST = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)

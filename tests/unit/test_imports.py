@@ -26,16 +26,19 @@ HEIGHT |= {
     "names": -1,
     "sections": -0.5,
     "draft_section": -0.5,
+    "model_section": -0.5,
+    "layer_choice": -0.5,
     "options": -1,
     "checks": -1,
 }
 # Files of a package of alternatives share these, and never import each other.
 SHARED = {
-    "attention": {"backend", "sequences", "triton_kernels"},
-    "kv": {"cache", "layout", "int8_layout", "policy"},
+    "attention": {"backend", "library", "sequences", "triton_kernels"},
+    "kv": {"cache", "device_rows", "layout", "int8_layout", "policy"},
     "decoding": {
         *("strategy", "drafter", "reader", "draft_length", "forecast"),
-        *("sampling", "randomness", "verification"),
+        *("sampling", "randomness", "verification", "moments"),
+        *("device_batch", "recorded", "replayed_steps", "steps"),
     },
 }
 

@@ -1,0 +1,80 @@
+"""What the backends over libraries for GPUs share: the steps of the contract around one call of the
+library.
+
+Owns when new keys are written, which views are read where they lie and which keys of the others are
+given. Must not know any library: its backend says how it is found, its block size, what it reads in
+place and how it is called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.sequences import Chosen, choose_keys, join_heads, split_heads
+from magicdec.kv.layout import PLAIN, Layout
+from magicdec.kv.policy import KVView
+
+
+class LibraryBackend(ABC):
+    """A full view is read in place where the library can, a sequence a row; of any other view every
+    row and KV head is a sequence of its own. Keeps to no window."""
+
+    def __init__(self, name: str, missing: str | None) -> None:
+        """Raises ValueError for what is `missing`."""
+        if missing:
+            raise ValueError(f"--attention {name}: {missing}")
+        self._name = name
+        self._new: Tensor | None = None
+        self._in_place = False
+        self._chosen: Chosen | None = None  # what all layers read, where it is the same
+
+    @abstractmethod
+    def block_size(self, max_tokens: int) -> int: ...
+
+    @abstractmethod
+    def can_read_in_place(self, view: KVView) -> bool:
+        """Of a full view: whether the library takes the blocks as they lie."""
+
+    @abstractmethod
+    def attend_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
+        """q [B,T,H,D] over all that the rows hold, new tokens included: [B,T,H,D]."""
+
+    @abstractmethod
+    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
+        """q [S,T,H/G,D], each sequence over its own chosen keys: [S,T,H/G,D]."""
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return PLAIN
+
+    def plan(self, view: KVView) -> None:
+        assert view.window is None, "refused before the run"
+        self._new = view.cache.slots(view.row_index, view.query_positions())
+        self._in_place = view.is_full and self.can_read_in_place(view)
+        chooses_alike = not self._in_place and not view.per_head
+        self._chosen = choose_keys(0, view) if chooses_alike else None
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
+        assert self._new is not None, "plan before run"
+        view.cache.write(layer, self._new, k, v)
+        if self._in_place:
+            return self.attend_in_place(layer, q, view)
+        chosen = self._chosen or choose_keys(layer, view)
+        out = self.attend_chosen(layer, split_heads(q, k.shape[2]), chosen, view)
+        return join_heads(out, q.shape[0])
+
+    def run_with_mass(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        """The libraries keep their weights to themselves."""
+        raise ValueError(
+            f"--attention {self._name} does not tell where the attention goes; "
+            "choose from sdpa, grouped, native, triton"
+        )
+
+
+def real_lengths(view: KVView) -> Tensor:
+    """Tokens that each row of a full view holds with the new ones: int32 [B]."""
+    return (view.seq_lens + view.num_new).to(torch.int32)
