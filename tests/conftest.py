@@ -108,7 +108,7 @@ def make_draft(
         return DraftModel(ModelRunner(*place, *rows, kv_dtype=kv_dtype), source, chunk)
     tail = chunk + max_drafts
     runner = RollingRunner(*place, *rows, policy, kv_dtype, max_tail=tail, block_size=block_size)
-    return DraftModel(runner, source, chunk)
+    return DraftModel(runner, source, chunk, is_rolling=True)
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:

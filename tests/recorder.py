@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -102,6 +103,8 @@ class Recorder:
             for func, given, out in calls:
                 args, kwargs = tree_map(current, given)
                 again = tree_flatten(func(*args, **kwargs))[0]
+                if func.namespace == "c10d":
+                    Work.unbox(again[-1]).wait()
                 for reference, tensor in zip(tree_flatten(out)[0], again, strict=True):
                     if isinstance(reference, Made):
                         made[reference] = tensor

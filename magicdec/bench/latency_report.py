@@ -31,7 +31,7 @@ def as_dict(
 ) -> dict[str, Any]:
     """The content of the JSON file; `config` is resolved."""
     sections = config.to_dict()
-    attention, kv = sections["attention"], sections["kv"]
+    attention, decoding, kv = (sections[name] for name in ("attention", "decoding", "kv"))
     return {
         "schema_version": SCHEMA_VERSION,
         "environment": environment,
@@ -39,6 +39,7 @@ def as_dict(
             "model": sections["model"] | describe_model(source),
             "parallel": sections["parallel"],
             "attention": {name: attention[name] for name in ("backend", "backend_reason")},
+            "decoding": {name: decoding[name] for name in ("cuda_graphs", "cuda_graphs_reason")},
             "kv": {name: kv[name] for name in KV_FIELDS if name != "recent_window"},
             "grid": _describe_grid(grid),
         },

@@ -83,11 +83,13 @@ def make_draft(
     assert config.draft.rank_group is not None and config.draft.backend is not None, "resolved"
     chunk = config.attention.prefill_chunk
     runner: ModelRunner | None = None
+    policy = make_policy(config.kv)
+    is_rolling = isinstance(policy, StreamingLLM)
     if groups.draft is not None:
         kinds = kinds_of(config.model, config.draft.draft_dtype)
         model = load_model(source, groups.draft, kinds, device, progress)
         place = (model, make_backend(config.draft.backend), groups.draft)
-        policy, num_rows = make_policy(config.kv), config.workload.batch_size
+        num_rows = config.workload.batch_size
         kv_dtype = standalone_kv_dtype(config.kv)
         if isinstance(policy, StreamingLLM):
             tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
@@ -95,4 +97,4 @@ def make_draft(
         else:
             runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype)
     first = groups.target.ranks.index(config.draft.rank_group[0])
-    return DraftModel(runner, first, chunk)
+    return DraftModel(runner, first, chunk, is_rolling)

@@ -44,9 +44,14 @@ class Drafter(Protocol):
         ...
 
     @property
-    def replayed(self) -> Reader | None:
-        """What `propose` reads the context with, where its forwards can be recorded and replayed
-        for a `DeviceBatch`; else None."""
+    def reader(self) -> Reader | None:
+        """What `propose` reads the context with; None where no model of this rank drafts."""
+        ...
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether `propose` can be recorded and replayed, for a `DeviceBatch`. Alike on every
+        rank."""
         ...
 
     def commit(self, rows: Rows, lengths: Lengths) -> None:

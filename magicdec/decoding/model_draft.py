@@ -16,7 +16,6 @@ from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.strategy import DraftModel, Setup, prefill
 from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.request import Batch
-from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 from magicdec.sections import KVSection
 
@@ -68,11 +67,8 @@ class ModelDrafter:
         return Proposal(ids, None if probs is None else group.broadcast(probs, source))
 
     @property
-    def replayed(self) -> Reader | None:
-        """None where blocks of a rolling cache are given back by the host, and on ranks that only
-        receive."""
-        is_rolling = isinstance(self.draft.runner, RollingRunner)
-        return None if is_rolling else self.reader
+    def can_replay(self) -> bool:
+        return not self.draft.is_rolling
 
     def commit(self, rows: Rows, lengths: Lengths) -> None:
         if self.reader is None:

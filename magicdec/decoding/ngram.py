@@ -55,7 +55,8 @@ class Lookup:
 
 class NgramDrafter:
     watch = None
-    replayed = None  # looked up by the host
+    reader = None
+    can_replay = False  # looked up by the host
 
     def __init__(self, device: torch.device, max_ngram: int = MAX_NGRAM) -> None:
         self.device, self.max_ngram = device, max_ngram

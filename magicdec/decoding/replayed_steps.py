@@ -47,10 +47,12 @@ class ReplayedSteps:
     def begin(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
         """Record all steps to come; each is done once first, and its traces removed."""
         assert all(r.sampling.is_plain for r in batch.requests), "refused before the run"
-        self._draft = None if self.drafter is None else self.drafter.replayed
+        drafter = self.drafter
+        self._replays_drafts = drafter is not None and drafter.can_replay
+        self._reader = None if drafter is None or not drafter.can_replay else drafter.reader
         self._runners = [self.runner]
-        if self._draft is not None and self._draft.runner is not self.runner:
-            self._runners.append(self._draft.runner)
+        if self._reader is not None and self._reader.runner is not self.runner:
+            self._runners.append(self._reader.runner)
         self._shown: tuple[int, ...] = ()
         for runner in self._runners:
             runner.counts.begin_on_device(runner.device)
@@ -62,7 +64,7 @@ class ReplayedSteps:
         self._replays: dict[tuple[Work, int], Callable[[], Tensor]] = {}
         for count in draft_lengths:
             for work in (self._verify, self._propose) if count else (self._decode,):
-                if work != self._propose or self._draft is not None:
+                if work != self._propose or self._replays_drafts:
                     self._replays[work, count] = self._record(work, count)
 
     @torch.inference_mode()
@@ -76,7 +78,7 @@ class ReplayedSteps:
         assert self.drafter is not None, "what drafts has a drafter"
         with self.phase("draft"):
             self._show(batch)
-            if self._draft is None:
+            if not self._replays_drafts:
                 return self.drafter.propose(batch, num_draft_tokens)
             self.drafter.prepare(batch, num_draft_tokens)
             return Proposal(self._pick(batch, self._replay(self._propose, num_draft_tokens)))
@@ -89,7 +91,7 @@ class ReplayedSteps:
             places = upload(self._places(batch), self.runner.device)
             self._buffers[proposal.ids.shape[1]].index_copy_(0, places, proposal.ids)
             verdict = self._read(batch, self._verify, proposal.ids.shape[1])
-        if self._draft is None:
+        if not self._replays_drafts:
             cache = self.runner.cache
             self.drafter.commit(batch.rows, [cache.lengths[row] for row in batch.rows])
         return verdict
@@ -107,7 +109,7 @@ class ReplayedSteps:
         logits = runner.forward(newest_tokens(batch, runner.device), batch.rows)
         token = next_tokens(runner, logits, batch.requests)
         batch.newest.copy_(torch.cat([batch.newest[:, 1:], token], dim=1))
-        if self.drafter is not None and self._draft is not None:
+        if self.drafter is not None and self._replays_drafts:
             self.drafter.commit(batch.rows, runner.cache.lengths_of(batch.rows))
         return torch.cat([*self._lengths(), token], dim=1)
 
@@ -126,7 +128,7 @@ class ReplayedSteps:
         logits = runner.forward(torch.cat([last, drafts], 1), rows, watch=self.drafter.watch)
         accepted, ids = judge(runner, batch.requests, Proposal(drafts), logits)
         runner.truncate(rows, before + 1 + accepted)
-        if self._draft is not None:
+        if self._replays_drafts:
             self.drafter.commit(rows, runner.cache.lengths_of(rows))
         places = torch.stack([accepted, accepted + 1], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
@@ -142,8 +144,8 @@ class ReplayedSteps:
 
     def _record(self, work: Work, count: int) -> Callable[[], Tensor]:
         state = [*(cache.seq_lens for cache in self._caches()), self._batch.newest]
-        if self._draft is not None and self._draft.memory is not None:
-            state.append(self._draft.memory)
+        if self._reader is not None and self._reader.memory is not None:
+            state.append(self._reader.memory)
         counts = list({id(r.counts): r.counts for r in self._runners}.values())
         return record(self.recorder, lambda: work(count), state, counts)
 

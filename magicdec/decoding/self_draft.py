@@ -20,6 +20,8 @@ from magicdec.runner import Watch
 
 
 class SelfDrafter:
+    can_replay = True
+
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
@@ -53,10 +55,6 @@ class SelfDrafter:
             drawn_from += [] if probs is None else [probs]
         reader.rewind(rows, settled)
         return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)
-
-    @property
-    def replayed(self) -> Reader:
-        return self.reader
 
     def commit(self, rows: Rows, lengths: Lengths) -> None:
         self.reader.commit(rows, lengths)

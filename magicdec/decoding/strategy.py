@@ -44,12 +44,14 @@ class DraftModel:
     the draft tokens of.
 
     `runner` is None on ranks that hold no draft; `source` is the place, in the target's group, of
-    the rank that tells the others.
+    the rank that tells the others. `is_rolling`: its cache gives blocks back as the text grows,
+    which the host has to do.
     """
 
     runner: ModelRunner | None
     source: int
     prefill_chunk: int
+    is_rolling: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""A case of each drafter and KV policy over all ranks, its steps recorded once and replayed, sums
+over ranks included. Started by test_replayed_ranks.py; rank 0 prints what each emitted, eager and
+replayed, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import decode, make_draft, make_requests, random_prompts, served_pairs
+from recorder import Recorder
+
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.distributed.groups import Group, close_groups, make_groups, read_launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine import Engine
+from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.runner import ModelRunner
+from magicdec.sections import DecodingSection, KVSection
+
+PROMPTS, NUM_NEW = [5, 70, 1], [30, 24, 9]
+MAX_TOKENS = 70 + 30 + 4
+
+
+def section_of(policy: str | None) -> KVSection:
+    return KVSection("full") if policy in (None, "full") else KVSection(policy, 40, 4, 8)
+
+
+def make_runner(path: str, group: Group) -> ModelRunner:
+    source, shard = find_model("--model", path), Shard(group.index, group.size)
+    place = shard, None, torch.float32, torch.device("cpu")
+    model = load_transformer(source.config, source.weights, *place)
+    return ModelRunner(model, SDPABackend(16), group, len(PROMPTS), MAX_TOKENS)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    target_path, draft_path = sys.argv[1:]
+    launch = read_launch()
+    order, last = tuple(reversed(range(launch.world_size))), launch.world_size - 1
+    groups = make_groups(launch, order, torch.device("cpu"), "gloo", (last,))
+    runner, draft_model = make_runner(target_path, groups.target), None
+    if groups.draft is not None:
+        draft_model = make_runner(draft_path, groups.draft).model
+    engine = Engine(runner, 64)
+    snapshots = engine.prefill(make_requests(random_prompts(PROMPTS, 97), NUM_NEW))
+    found = []
+    for drafter, policy in [(None, None), *sorted(served_pairs(), key=str)]:
+        kv, tokens, recorder = section_of(policy), [], Recorder()
+        name = "speculative" if drafter else "autoregressive"
+        for each in (None, recorder):
+            engine.rewind(snapshots)
+            draft = None
+            if drafter == "model":
+                is_rolling = policy == "streaming_llm"
+                draft = DraftModel(None, order.index(last), 16, is_rolling)
+            if drafter == "model" and draft_model is not None:
+                rows = len(PROMPTS), MAX_TOKENS
+                place = {"group": groups.draft, "source": order.index(last)}
+                draft = make_draft(draft_model, kv, *rows, SDPABackend(16), **place)
+            decoding = DecodingSection(name, drafter, 3)
+            setup = Setup(runner, decoding, kv, draft=draft, recorder=each)
+            tokens.append([list(r.output_ids) for r in decode(engine, name, setup)])
+        found.append((drafter, policy, *tokens, recorder.replayed))
+    if launch.rank == 0:
+        print(json.dumps(found), flush=True)
+    close_groups()
+
+
+if __name__ == "__main__":
+    main()
