@@ -18,6 +18,7 @@ from magicdec.checks import (
     check_sampling,
 )
 from magicdec.draft_section import DraftSection
+from magicdec.layer_choice import choose_elementwise, choose_linear
 from magicdec.machine import (
     Machine,
     check_tells_mass,
@@ -26,15 +27,14 @@ from magicdec.machine import (
     choose_draft_kv,
     choose_dtype,
     choose_graphs,
-    choose_linear,
     choose_weights,
     settled,
 )
+from magicdec.model_section import ModelSection
 from magicdec.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
-    ModelSection,
     OutputSection,
     ParallelSection,
     SamplingSection,
@@ -127,6 +127,12 @@ class RunConfig:
         backend, backend_reason = self.attention.backend, self.attention.backend_reason
         if backend_reason is None:
             backend, backend_reason = choose_backend(backend, device, machine, head_dim, dtype)
+        linear = choose_linear(self.model.linear, device, dtype, machine)
+        elementwise, elementwise_reason = self.model.elementwise, self.model.elementwise_reason
+        if elementwise_reason is None:
+            elementwise, elementwise_reason = choose_elementwise(
+                elementwise, device, dtype, linear, machine
+            )
         if self.decoding.drafter == "self":
             check_tells_mass(backend, self.kv.resolve().policy)
         rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
@@ -150,7 +156,9 @@ class RunConfig:
             model=replace(
                 self.model,
                 dtype=dtype,
-                linear=choose_linear(self.model.linear, device, dtype, machine),
+                linear=linear,
+                elementwise=elementwise,
+                elementwise_reason=elementwise_reason,
                 target_dtype=choose_weights("--target_dtype", self.model.target_dtype, dtype),
             ),
             parallel=replace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+INTERPRETED = "asked for; interpreted on a CPU, for checks and not for times"
 TO_BE_MEASURED = "auto: to be measured"  # on CUDA: `bench.fastest_backend` decides in the run
 CUDA_ONLY = ("varlen", "flash_attn", "flashinfer")
 WITHOUT_MASS = CUDA_ONLY  # backends that do not tell where the attention goes
@@ -60,7 +61,7 @@ def choose_backend(
     if obstacle:
         raise ValueError(f"--attention {asked}: {obstacle}; choose from auto, sdpa, grouped")
     if (asked, device) == ("triton", "cpu"):
-        return asked, "asked for; interpreted on a CPU, for checks and not for times"
+        return asked, INTERPRETED
     return asked, "asked for"
 
 
@@ -160,22 +161,6 @@ def choose_graphs(
     if asked == "auto":
         return ("off", f"auto: off, {obstacle}") if obstacle else ("on", "auto: on")
     return asked, "asked for"
-
-
-def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
-    """How linear layers are computed. Raises ValueError if `packed` was asked for and cannot be."""
-    obstacles = {
-        "it is for --device cpu": device != "cpu",
-        f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
-        "this CPU has no AVX512-BF16": not machine.has_avx512_bf16,
-        "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
-    }
-    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if asked == "packed" and obstacle:
-        raise ValueError(f"--linear packed: {obstacle}; choose from auto, torch")
-    if asked == "auto":
-        return "torch" if obstacle else "packed"
-    return asked
 
 
 def choose_collectives(

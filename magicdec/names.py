@@ -38,6 +38,12 @@ DRAFTERS = {
     "model": "magicdec.decoding.model_draft:ModelDrafter",
     "ngram": "magicdec.decoding.ngram:NgramDrafter",
 }
+# What computes norms, rotation and gates.
+ELEMENTWISE = {
+    "torch": "magicdec.model.elementwise.operators:Elementwise",
+    "native": "magicdec.model.elementwise.native:NativeElementwise",
+    "triton": "magicdec.model.elementwise.triton:TritonElementwise",
+}
 # What config.json calls a model: the family that reads it.
 ARCHITECTURES = {
     "LlamaForCausalLM": "magicdec.model.families.llama:LLAMA",

@@ -14,53 +14,11 @@ from magicdec.names import (
     COLLECTIVES,
     DEVICES,
     DRAFTERS,
-    DTYPES,
     KV_POLICIES,
-    LINEARS,
-    WEIGHT_DTYPES,
 )
 from magicdec.options import count_or_auto, option
 
 MOST_DRAFT_TOKENS = 8  # that auto chooses from
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    model: str = option(
-        "demo",
-        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .safetensors/.pth/.bin "
-        "file beside its config.json",
-        "--model",
-    )
-    dtype: str = option(
-        "auto",
-        "of activations, KV cache and weights; auto: bfloat16 where the hardware computes in it, "
-        "else float32",
-        "--dtype", choices=("auto", *DTYPES),
-    )  # fmt: skip
-    linear: str = option(
-        "auto",
-        "linear layers; packed: weights laid out once for bfloat16 dot products, norms and "
-        "rotation in a call each (CPU)",
-        "--linear",
-        choices=("auto", *LINEARS),
-    )
-    target_dtype: str = option(
-        "auto",
-        "of the target's matrices; int8: a scale for each output, activations and KV stay in "
-        "--dtype; auto: int8 if they are stored so, else --dtype",
-        "--target_dtype",
-        choices=("auto", *WEIGHT_DTYPES),
-    )
-
-
-@dataclass(frozen=True)
-class TargetSection(ModelSection):
-    """Where `--model` names the draft, as in the original suite."""
-
-    model: str = option(
-        "demo", "the target, which verifies; named as --model names a draft", "--target"
-    )
 
 
 @dataclass(frozen=True)

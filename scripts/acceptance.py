@@ -20,13 +20,8 @@ from magicdec.bench.run import execute
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.draft_section import DraftSection
-from magicdec.sections import (
-    DecodingSection,
-    KVSection,
-    ModelSection,
-    ParallelSection,
-    WorkloadSection,
-)
+from magicdec.model_section import ModelSection
+from magicdec.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 
 # Rounding differs between CPUs; where it turns one near-tie, the text that follows is another.
 TOLERANCE, FULL_TOLERANCE = 0.03, 0.0

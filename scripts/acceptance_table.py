@@ -31,8 +31,9 @@ from magicdec.config import RunConfig
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch, make_groups
 from magicdec.kv.policy import MASS_BLOCK
+from magicdec.model_section import ModelSection
 from magicdec.request import Batch, Request, StepOutput
-from magicdec.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
+from magicdec.sections import DecodingSection, KVSection, WorkloadSection
 
 NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 

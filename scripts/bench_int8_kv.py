@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from magicdec.attention.native import NativeBackend, attention
-from magicdec.bench.loading import load_model, make_backend
+from magicdec.bench.loading import kinds_of, load_model, make_backend
 from magicdec.bench.prepare import Prepared, prepare
 from magicdec.bench.progress import make_progress
 from magicdec.config import RunConfig
@@ -36,9 +36,10 @@ from magicdec.decoding.strategy import prefill
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.snapkv import SnapKV
+from magicdec.model_section import ModelSection
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
-from magicdec.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
+from magicdec.sections import DecodingSection, KVSection, WorkloadSection
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.int8)
@@ -132,8 +133,8 @@ def kernel_table(seconds: float) -> Table:
 
 def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Samples]:
     config, group = prepared.config, Group((0,), 0)
-    kinds = ("bfloat16", "bfloat16", config.model.linear)
-    model = load_model(prepared.source, group, *kinds, CPU, make_progress(False))
+    kinds = kinds_of(config.model, "bfloat16")
+    model = load_model(prepared.source, group, kinds, CPU, make_progress(False))
     found = {(budget, dtype): Samples() for budget in args.budget for dtype in DTYPES}
     prompts, room = prepared.workload.prompts, config.workload.num_new_tokens
     for first in range(0, len(prompts), args.B):

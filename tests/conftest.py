@@ -33,6 +33,7 @@ from magicdec.engine import Engine, Observer
 from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import ModelConfig
+from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
 from magicdec.model.weight_map import weight_map
@@ -68,6 +69,13 @@ def tiny_transformer(
         else:
             p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + ("norm" in name))
     return model.to(dtype).eval()
+
+
+def pack(model: Transformer) -> Transformer:
+    """As `--linear packed` loads it."""
+    model.pack()
+    model.use(NativeElementwise())
+    return model
 
 
 def make_runner(

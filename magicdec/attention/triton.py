@@ -8,9 +8,6 @@ interpreter: right, and far slower, for tests.
 
 from __future__ import annotations
 
-import math
-import os
-import sys
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -18,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magicdec import triton_modules
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
+from magicdec.triton_modules import next_power
 
 BLOCK_SIZE = 64  # tokens of a KV block: a tile of keys lies in one or two
 LEAST_SPLIT = 128  # keys: below, merging costs more than it brings
@@ -82,10 +81,10 @@ class Call:
         cache, self.ranges = view.cache, view.layer_ranges(layer).contiguous()
         self.k_pool, self.v_pool = cache.k[layer], cache.v[layer]
         group = self.num_heads // num_kv_heads
-        packed, block_d = self.num_new * group, max(16, _next_power(size))
+        packed, block_d = self.num_new * group, max(16, next_power(size))
         interpreted = q.device.type == "cpu"
         most_queries, block_n, num_warps = choose_tile(q.dtype, block_d, interpreted)
-        block_m = max(16, min(most_queries, _next_power(packed)))
+        block_m = max(16, min(most_queries, next_power(packed)))
         self.num_tiles = -(-packed // block_m)
         self.head: dict[str, Any] = {"SIZE": size, "BLOCK_D": block_d}
         self.tile: dict[str, Any] = {
@@ -122,7 +121,7 @@ class Call:
         self.kernels.append[(self.rows, self.num_new)](
             k, v, self.k_pool, self.v_pool, table, self.view.row_index, self.view.seq_lens,
             self.num_kv_heads, table.shape[1], *k.stride()[:2], *v.stride()[:2],
-            BLOCK_G=_next_power(self.num_kv_heads), BLOCK_SIZE=self.tile["BLOCK_SIZE"], **self.head,
+            BLOCK_G=next_power(self.num_kv_heads), BLOCK_SIZE=self.tile["BLOCK_SIZE"], **self.head,
         )  # fmt: skip
 
     def attend(self, split_keys: int, num_splits: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +141,7 @@ class Call:
         out, lse = torch.empty_like(parts[0], dtype=self.q.dtype), torch.empty_like(part_lse[0])
         self.kernels.merge_splits[(lse.numel(),)](
             parts, part_lse, out, lse, num_splits, lse.numel(),
-            BLOCK_S=_next_power(num_splits), **self.head,
+            BLOCK_S=next_power(num_splits), **self.head,
         )  # fmt: skip
         return out, lse
 
@@ -187,23 +186,14 @@ def choose_split(num_keys: int, num_programs: int, num_processors: int) -> int:
     """Keys a split: a power of two, so few that two programs come to each processor, and not so
     few that merging counts. `num_programs` is what there is without splitting."""
     wanted = min(MOST_SPLITS, -(-2 * num_processors // num_programs))
-    return max(LEAST_SPLIT, _next_power(-(-num_keys // wanted)))
+    return max(LEAST_SPLIT, next_power(-(-num_keys // wanted)))
 
 
 def load_kernels(device: str) -> ModuleType:
-    """The kernels, compiled on CUDA, interpreted on a CPU. Triton decides which when it is first
-    imported, so that a process has one or the other."""
-    interpret = device == "cpu"
-    if interpret and "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"
-    from magicdec.attention import triton_kernels
-
-    if (type(triton_kernels.append).__name__ == "InterpretedFunction") != interpret:
-        raise ValueError(
-            f"--attention triton --device {device}: TRITON_INTERPRET must be "
-            f"{'1' if interpret else 'unset'} when triton is first imported; set it so"
-        )
-    return triton_kernels
+    """Compiled on CUDA, interpreted on a CPU."""
+    return triton_modules.load_kernels(
+        "magicdec.attention.triton_kernels", "--attention triton", device
+    )
 
 
 def missing_parts() -> str | None:
@@ -216,8 +206,3 @@ def missing_parts() -> str | None:
 def _check_heads(*tensors: Tensor) -> None:
     for tensor in tensors:
         assert tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3], "heads are adjacent"
-
-
-def _next_power(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
-    return 1 << math.ceil(math.log2(number))

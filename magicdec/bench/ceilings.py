@@ -17,11 +17,12 @@ import torch
 
 from magicdec.bench.costs import Deployment, attention_flops, kv_bytes_per_token
 from magicdec.bench.hardware import Hardware, Link
+from magicdec.bench.loading import Kinds, load_kind
 from magicdec.bench.timing import read_bandwidth, synchronize
 from magicdec.decoding.sampling import greedy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.model.checkpoint import find_model
 from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner
 
@@ -87,12 +88,12 @@ def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) 
 
 
 def measure_forwards(
-    group: Group, device: torch.device, hardware: Hardware, dtype: str, backend: str, linear: str
+    group: Group, device: torch.device, hardware: Hardware, kinds: Kinds, backend: str
 ) -> Hardware:
     """`hardware` with what whole forwards of the demo model show, on each rank by itself: the rates
     at which attention reads a long cache and computes over it, and the costs of a layer."""
     num_rows = 32 if device.type == "cuda" else 4  # larger than a last-level cache
-    runner = load_runner(group, device, dtype, backend, linear, num_rows)
+    runner = load_runner(group, device, kinds, backend, num_rows)
     config, size = runner.model.config, runner.cache.k.element_size()
     rows = range(num_rows)
     short, long = (forward_seconds(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
@@ -113,13 +114,10 @@ def measure_forwards(
 
 
 def load_runner(
-    group: Group, device: torch.device, dtype: str, backend: str, linear: str, num_rows: int
+    group: Group, device: torch.device, kinds: Kinds, backend: str, num_rows: int
 ) -> ModelRunner:
     """The demo model, whole on this rank, with room for CONTEXT tokens a row."""
-    source, torch_dtype = find_model("--model", "demo"), getattr(torch, dtype)
-    model = load_transformer(source.config, source.weights, Shard(), None, torch_dtype, device)
-    if linear == "packed":
-        model.pack()
+    model = load_kind(find_model("--model", "demo"), Shard(), kinds, device)
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
         model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY

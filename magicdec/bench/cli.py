@@ -126,13 +126,16 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
 def announce_backend(config: RunConfig, launch: Launch) -> None:
     """Say so where `auto` had to take the slower kernels, and where they are interpreted. `config`
     is resolved."""
-    backend, reason = config.attention.backend, config.attention.backend_reason or ""
-    if launch.rank != 0:
-        return
-    if reason.startswith("auto: grouped"):
-        print(f"--attention {reason}", file=sys.stderr, flush=True)
-    if "interpreted" in reason:
-        print(f"--attention {backend}: {reason}", file=sys.stderr, flush=True)
+    attention, model = config.attention, config.model
+    chosen = (
+        ("--attention", attention.backend, attention.backend_reason or ""),
+        ("--elementwise", model.elementwise, model.elementwise_reason or ""),
+    )
+    for flag, name, reason in chosen if launch.rank == 0 else ():
+        if reason.startswith(("auto: grouped", "auto: torch;")):
+            print(f"{flag} {reason}", file=sys.stderr, flush=True)
+        if "interpreted" in reason:
+            print(f"{flag} {name}: {reason}", file=sys.stderr, flush=True)
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:

@@ -17,7 +17,8 @@ from magicdec.bench.plan import main as plan
 from magicdec.bench.probe import main as probe
 from magicdec.config import RunConfig
 from magicdec.draft_section import DraftSection
-from magicdec.sections import DecodingSection, TargetSection
+from magicdec.model_section import TargetSection
+from magicdec.sections import DecodingSection
 
 
 def baseline() -> None:

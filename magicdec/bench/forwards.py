@@ -22,7 +22,7 @@ from magicdec.bench.fastest_backend import settle
 from magicdec.bench.forward_kinds import Forward, make_forwards
 from magicdec.bench.latency import Grid
 from magicdec.bench.latency_rows import Timing, summarise
-from magicdec.bench.loading import load_model, make_backend
+from magicdec.bench.loading import kinds_of, load_model, make_backend
 from magicdec.bench.progress import make_progress
 from magicdec.bench.roofline import bytes_read
 from magicdec.bench.timing import read_bandwidth, synchronize
@@ -54,8 +54,8 @@ def measure(
     settled = settle(largest_step(config, grid), source.config, None, group, device)
     config = replace(config, attention=settled.attention).resolve_graphs()
     progress = make_progress(launch.rank == 0)
-    kinds = (config.model.dtype, config.model.target_dtype, config.model.linear)
-    model = load_model(source, group, *kinds, device, progress)
+    kinds = kinds_of(config.model, config.model.target_dtype)
+    model = load_model(source, group, kinds, device, progress)
     bandwidth = read_bandwidth(group, device)
     timings: list[Timing] = []
     for B in grid.batch_sizes:

@@ -5,6 +5,8 @@ Owns which kind of runner a model gets. Must not know what is measured with it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from magicdec.attention.backend import AttentionBackend
@@ -18,28 +20,46 @@ from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.checkpoint import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
-from magicdec.names import ATTENTION_BACKENDS, load_named
+from magicdec.model_section import ModelSection
+from magicdec.names import ATTENTION_BACKENDS, ELEMENTWISE, load_named
 from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """How a model is held and computed: activations in `dtype`, matrices in `weights` (`dtype` or
+    int8), multiplied and otherwise computed by what these names stand for."""
+
+    dtype: str
+    weights: str
+    linear: str = "torch"
+    elementwise: str = "torch"
+
+
+def kinds_of(section: ModelSection, weights: str) -> Kinds:
+    """Of a model in a run of that resolved section."""
+    return Kinds(section.dtype, weights, section.linear, section.elementwise)
+
+
 def load_model(
-    source: ModelSource,
-    group: Group,
-    dtype: str,
-    weights: str,
-    linear: str,
-    device: torch.device,
-    progress: Progress,
+    source: ModelSource, group: Group, kinds: Kinds, device: torch.device, progress: Progress
 ) -> Transformer:
-    """This rank's shard of a model over `group`; its matrices are in `weights`: `dtype` or int8."""
+    """This rank's shard of a model over `group`."""
     shard = Shard(group.index, group.size)
-    place = (shard, None, getattr(torch, dtype), device)
-    with progress.task(f"loading {source.name} as {weights}", 1) as advance:
-        model = load_transformer(source.config, source.weights, *place, is_int8=weights == "int8")
-        if linear == "packed":
-            model.pack()
+    with progress.task(f"loading {source.name} as {kinds.weights}", 1) as advance:
+        model = load_kind(source, shard, kinds, device)
         advance()
+    return model
+
+
+def load_kind(source: ModelSource, shard: Shard, kinds: Kinds, device: torch.device) -> Transformer:
+    place = (shard, None, getattr(torch, kinds.dtype), device)
+    is_int8 = kinds.weights == "int8"
+    model = load_transformer(source.config, source.weights, *place, is_int8=is_int8)
+    if kinds.linear == "packed":
+        model.pack()
+    model.use(load_named(ELEMENTWISE, kinds.elementwise)())
     return model
 
 
@@ -66,8 +86,8 @@ def make_draft(
     policy = make_policy(config.kv)
     is_rolling = isinstance(policy, StreamingLLM)
     if groups.draft is not None:
-        kinds = (config.model.dtype, config.draft.draft_dtype, config.model.linear)
-        model = load_model(source, groups.draft, *kinds, device, progress)
+        kinds = kinds_of(config.model, config.draft.draft_dtype)
+        model = load_model(source, groups.draft, kinds, device, progress)
         place = (model, make_backend(config.draft.backend), groups.draft)
         num_rows = config.workload.batch_size
         kv_dtype = standalone_kv_dtype(config.kv)

@@ -18,7 +18,8 @@ from magicdec.bench.cli import Parser, refuse
 from magicdec.bench.hardware import MachineFile
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
-from magicdec.machine import Machine, choose_linear
+from magicdec.layer_choice import choose_elementwise, choose_linear
+from magicdec.machine import Machine
 from magicdec.names import DEVICES, DTYPES
 from magicdec.sections import ParallelSection
 
@@ -71,6 +72,7 @@ def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
 
     from magicdec.bench import ceilings
     from magicdec.bench.environment import describe_environment
+    from magicdec.bench.loading import Kinds
 
     started = datetime.datetime.now(datetime.timezone.utc)
     kind, everyone = config.parallel.device, tuple(range(launch.world_size))
@@ -82,8 +84,10 @@ def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
     for dtype in DTYPES:
         hardware = ceilings.measure_hardware(group, device, dtype, bandwidth)
         linear = choose_linear("auto", kind, dtype, machine)
+        elementwise, _ = choose_elementwise("auto", kind, dtype, linear, machine)
+        kinds = Kinds(dtype, dtype, linear, elementwise)
         found[dtype] = ceilings.measure_forwards(
-            group, device, hardware, dtype, config.attention.backend, linear
+            group, device, hardware, kinds, config.attention.backend
         )
     close_groups()
     description = describe_environment(launch, kind, started)

@@ -21,7 +21,7 @@ from magicdec.bench.check import WIDER, check_outputs
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.fastest_backend import settle
 from magicdec.bench.gpu_state import watch_gpu
-from magicdec.bench.loading import load_model, make_backend, make_draft
+from magicdec.bench.loading import Kinds, kinds_of, load_model, make_backend, make_draft
 from magicdec.bench.memory_watch import MemoryWatch, describe_memory
 from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics, speedups
 from magicdec.bench.prepare import Prepared
@@ -70,10 +70,8 @@ class Run:
         self.device = rank_device(prepared)
         self.memory = MemoryWatch(self.device)
         self.gpu = watch_gpu(self.device)
-        self.runner = self.make_runner(
-            self.config.model.dtype, w.batch_size, self.config.attention.backend,
-            self.config.model.linear,
-        )  # fmt: skip
+        kinds = kinds_of(self.config.model, self.config.model.target_dtype)
+        self.runner = self.make_runner(kinds, w.batch_size, self.config.attention.backend)
         self.draft = make_draft(prepared, groups, self.max_tokens, self.device, progress)
         self.draft_length = make_draft_length(d, self.runner.group, self.device)
         self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
@@ -84,11 +82,16 @@ class Run:
         self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
         self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
 
-    def make_runner(self, dtype: str, num_rows: int, backend_name: str, linear: str) -> ModelRunner:
+    def make_runner(self, kinds: Kinds, num_rows: int, backend_name: str) -> ModelRunner:
         source, group = self.prepared.source, self.groups.target
-        weights = "int8" if self.config.model.target_dtype == "int8" else dtype
-        model = load_model(source, group, dtype, weights, linear, self.device, self.progress)
+        model = load_model(source, group, kinds, self.device, self.progress)
         return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
+
+    def make_reference(self) -> ModelRunner:
+        """The same weights in a wider dtype, by torch's operators alone."""
+        dtype = WIDER[self.config.model.dtype]
+        weights = "int8" if self.config.model.target_dtype == "int8" else dtype
+        return self.make_runner(Kinds(dtype, weights), 1, REFERENCE_BACKEND)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
         recorder = CudaGraphs(self.device) if self.config.decoding.cuda_graphs == "on" else None
@@ -191,7 +194,7 @@ class Run:
             self.finished[BASELINE],
             self.finished[asked],
             dtype,
-            lambda: self.make_runner(WIDER[dtype], 1, REFERENCE_BACKEND, linear="torch"),
+            self.make_reference,
             self.config.attention.prefill_chunk,
         )
 

@@ -1,6 +1,7 @@
 """Which kind of layer multiplies: torch's own, packed for a CPU, or int8 in either way.
 
-Owns the exchange of one kind for another. Must not know of the model around the layers.
+Owns the exchange of one kind for another, and the sum over ranks after any of them. Must not know
+of the model around the layers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,22 @@ Linear = nn.Linear | PackedLinear | Int8Linear | PackedInt8Linear
 """x [..., K] -> [..., N]; has `bias`, None or a parameter, whether it adds it or not."""
 
 
+Reduce = Callable[[Tensor], Tensor]
+"""Sum a partial result over the ranks of the tensor-parallel group."""
+
+
 class PartialLinear(nn.Linear):
     """A linear layer whose inputs are spread over ranks. `forward` leaves the bias out: it is added
     once, after the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+
+def row_parallel(x: Tensor, linear: Linear, reduce: Reduce) -> Tensor:
+    """A `PartialLinear`, packed or not, the sum over ranks, and the bias."""
+    partial: Tensor = reduce(linear(x))
+    return partial if linear.bias is None else partial + linear.bias
 
 
 def exchange(model: nn.Module, make: Callable[[Linear], Linear]) -> None:

@@ -4,26 +4,31 @@ does not depend on the rows beside it."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.model import elementwise
 from magicdec.model.config import ModelConfig
+from magicdec.model.elementwise.operators import Elementwise
 
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.is_packed = False  # computed by `elementwise` where that serves
+        self.elementwise = Elementwise()
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_packed and elementwise.serves(x):
-            return elementwise.rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.elementwise.rms_norm(x, self.weight, self.eps)
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
     kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
     return kind(config.hidden_size, config.norm_eps)
+
+
+def add_norm(norm: RMSNorm | nn.LayerNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x + y, and the norm of that."""
+    if isinstance(norm, RMSNorm):
+        return norm.elementwise.add_rms_norm(x, y, norm.weight, norm.eps)
+    total = x + y
+    return total, norm(total)

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.model import elementwise
 from magicdec.model.config import ALIBI_DIMS, ModelConfig, RopeConfig
-from magicdec.model.rope import apply_rope
+from magicdec.model.elementwise.operators import Elementwise
 
 Place = Callable[[Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
 """(heads [B,T,H+2G,D], H, G) -> q [B,T,H,D'], k and v [B,T,G,D'], as attention takes them; D' is
@@ -27,17 +26,15 @@ the config's `cached_head_dim`."""
 DIGIT = 256  # positions below 256^2 are two numbers that bfloat16 holds exactly
 
 
-def rotate(rows: Tensor, rope: RopeConfig, is_packed: bool = False) -> Place:
-    """Rotary, from the rows [B, T, 2, R/2] of the table at the tokens' positions; with `is_packed`
-    by `elementwise`, where that serves: in place."""
+def rotate(rows: Tensor, rope: RopeConfig, elementwise: Elementwise | None = None) -> Place:
+    """Rotary, from the rows [B, T, 2, R/2] of the table at the tokens' positions, as `elementwise`
+    does it: maybe in place."""
+    elementwise = elementwise or Elementwise()
 
     def place(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        both, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=2)
-        if is_packed and elementwise.serves(heads):
-            elementwise.rotate(heads, rows, num_heads + num_kv_heads, rope.interleaved)
-            rotated = both
-        else:
-            rotated = apply_rope(both, rows, rope.interleaved)  # q and k in one go
+        num_rotated = num_heads + num_kv_heads  # q and k in one go
+        rotated = elementwise.rotate(heads, rows, num_rotated, rope.interleaved)
+        v = heads[:, :, num_rotated:]
         q, k = rotated.split([num_heads, num_kv_heads], dim=2)
         # On q alone, so that a cached key is a rotation of itself and nothing more.
         return (q if rope.attention_factor == 1.0 else _warm(q, rows, rope)), k, v

@@ -12,33 +12,32 @@ rows on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model import elementwise
 from magicdec.model.config import ModelConfig
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear import PackedLinear
-from magicdec.model.linear_kinds import Linear, PartialLinear, exchange, pack, to_int8
-from magicdec.model.norm import RMSNorm, make_norm
+from magicdec.model.linear_kinds import (
+    Linear,
+    PartialLinear,
+    Reduce,
+    exchange,
+    pack,
+    row_parallel,
+    to_int8,
+)
+from magicdec.model.mlp import MLP
+from magicdec.model.norm import RMSNorm, add_norm, make_norm
 from magicdec.model.positions import Place, alibi, alibi_slopes, leave, rotate
 from magicdec.model.rope import rope_table
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]; positions are already in q and k,
 and D is the config's `cached_head_dim`."""
-
-Reduce = Callable[[Tensor], Tensor]
-"""Sum a partial result over the ranks of the tensor-parallel group."""
-
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class Embedding(nn.Embedding):
@@ -87,30 +86,6 @@ class Attention(nn.Module):
         return out.reshape(rows, num_tokens, -1)
 
 
-class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        super().__init__()
-        first, last = shard.split(config.intermediate_size)
-        self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
-        self.is_packed = False
-        width = (2 if self.is_gated else 1) * (last - first)  # without a gate: up alone
-        self.gate_up: Linear = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
-        self.down: Linear = PartialLinear(last - first, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
-        return row_parallel(self.hidden(x), self.down, reduce)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """What the down projection takes, [B, T, this rank's FFN units]."""
-        if not self.is_gated:
-            return self.activate(self.gate_up(x))
-        both = self.gate_up(x)
-        if self.is_packed and self.activate is F.silu and elementwise.serves(both):
-            return elementwise.silu_gate(both)
-        gate, up = both.chunk(2, dim=-1)
-        return self.activate(gate) * up
-
-
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
@@ -127,9 +102,11 @@ class Block(nn.Module):
     ) -> Tensor:
         normed = self.attention_norm(x)
         if not self.is_parallel:
-            x = x + self.attention(normed, layer, place, attend, reduce)
             assert self.mlp_norm is not None, "the MLP of a sequential block has a norm"
-            return x + self.mlp(self.mlp_norm(x), reduce)
+            y = self.attention(normed, layer, place, attend, reduce)
+            x, normed = add_norm(self.mlp_norm, x, y)
+            del y  # of a long chunk it is no small thing
+            return x + self.mlp(normed, reduce)
         attention, mlp = self.attention, self.mlp
         hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))
         mixed = attention.mix(normed, layer, place, attend)
@@ -155,7 +132,7 @@ class Transformer(nn.Module):
         assert (
             self.layers.step == 1 and 0 <= self.layers.start < self.layers.stop <= config.num_layers
         )
-        self.is_packed = False
+        self.elementwise = Elementwise()
         self.is_first = self.layers.start == 0
         self.is_last = self.layers.stop == config.num_layers
         if self.is_first or (self.is_last and config.tie_word_embeddings):
@@ -218,7 +195,7 @@ class Transformer(nn.Module):
     def _place(self, positions: Tensor) -> Place:
         if self.config.positions == "rope":
             rows = self.rope[positions]  # [B, T, 2, R/2]
-            return rotate(rows, self.config.rope, self.is_packed)
+            return rotate(rows, self.config.rope, self.elementwise)
         if self.config.positions == "alibi":
             return alibi(positions, self.slopes, self.config.cached_head_dim)
         return leave
@@ -233,19 +210,16 @@ class Transformer(nn.Module):
         assert self.head is not None if self.is_last else True, "int8 models have a head"
         exchange(self, to_int8)
 
-    def pack(self) -> None:
-        """Lay the weights of all products out for the kernels of `linear.cpp`, and have what lies
-        between them computed by `elementwise`. Raises ValueError unless they are bfloat16 or
-        int8."""
+    def use(self, elementwise: Elementwise) -> None:
+        """Have norms, rotation and gates computed by it: RMS norms, rotary positions and gates of
+        silu. Any others are torch's operators."""
         for part in self.modules():
             if isinstance(part, RMSNorm | MLP | Transformer):
-                part.is_packed = True
+                part.elementwise = elementwise
+
+    def pack(self) -> None:
+        """Lay the weights of all products out for the kernels of `linear.cpp`. Raises ValueError
+        unless they are bfloat16 or int8."""
         exchange(self, pack)
         if self.is_last and self.head is None:
             self.head = PackedLinear(self.tied_head)
-
-
-def row_parallel(x: Tensor, linear: Linear, reduce: Reduce) -> Tensor:
-    """A `PartialLinear`, packed or not, the sum over ranks, and the bias."""
-    partial: Tensor = reduce(linear(x))
-    return partial if linear.bias is None else partial + linear.bias

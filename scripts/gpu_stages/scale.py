@@ -60,7 +60,9 @@ FULL = Scale(
     tests=(
         *("tests/oracle/test_cuda_tokens.py", "tests/oracle/test_attention.py"),
         *("tests/oracle/test_cuda_libraries.py", "tests/oracle/test_mass.py"),
-        *("tests/oracle/test_triton.py", "tests/unit/test_timing.py"),
+        *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
+        *("tests/oracle/test_elementwise.py", "tests/oracle/test_elementwise_launches.py"),
+        "tests/unit/test_timing.py",
     ),
     demo_prefix=16384,
     demo_backends=("auto", *GPU_BACKENDS),

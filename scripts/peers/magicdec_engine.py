@@ -15,22 +15,21 @@ class Magicdec(Peer):
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import torch
 
+        from magicdec.bench.loading import Kinds, load_kind
         from magicdec.decoding.strategy import Setup, make_strategy
         from magicdec.distributed.groups import Group
         from magicdec.distributed.tensor_parallel import Shard
         from magicdec.engine import Engine
-        from magicdec.model.checkpoint import find_model, load_transformer
+        from magicdec.model.checkpoint import find_model
         from magicdec.names import ATTENTION_BACKENDS, load_named
         from magicdec.runner import ModelRunner
         from magicdec.sections import DecodingSection, KVSection
 
         torch.set_num_threads(threads)
+        is_narrow = dtype == "bfloat16"
+        faster = ("packed", "native") if is_narrow else ("torch", "torch")
         source, cpu = find_model("--model", model), torch.device("cpu")
-        loaded = load_transformer(
-            source.config, source.weights, Shard(), None, getattr(torch, dtype), cpu
-        )
-        if dtype == "bfloat16":
-            loaded.pack()
+        loaded = load_kind(source, Shard(), Kinds(dtype, dtype, *faster), cpu)
         backend = load_named(ATTENTION_BACKENDS, "native")()
         self.runner = ModelRunner(loaded, backend, Group((0,), 0), batch, max_tokens)
         self.num_drafts = 0  # tokens a row holds past what it emits

@@ -9,10 +9,8 @@ import pytest
 import torch
 from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
 
-from magicdec.attention.backend import AttentionBackend
-from magicdec.bench.loading import load_model, make_backend
+from magicdec.bench.loading import Kinds, load_model, make_backend
 from magicdec.bench.progress import make_progress
-from magicdec.decoding.strategy import DraftModel
 from magicdec.distributed.groups import Group
 from magicdec.machine import CUDA_ONLY
 from magicdec.model.checkpoint import find_model
@@ -28,10 +26,9 @@ NUM_NEW = 40
 
 
 @cache
-def load(name: str, device: str) -> Transformer:
-    group, kinds = Group((0,), 0), ("float32", "float32", "torch")
-    progress = make_progress(False)
-    return load_model(find_model("--model", name), group, *kinds, torch.device(device), progress)
+def load(name: str, device: str, elementwise: str = "torch") -> Transformer:
+    source, kinds = find_model("--model", name), Kinds("float32", "float32", "torch", elementwise)
+    return load_model(source, Group((0,), 0), kinds, torch.device(device), make_progress(False))
 
 
 def section_of(policy: str | None) -> KVSection:
@@ -40,20 +37,17 @@ def section_of(policy: str | None) -> KVSection:
 
 
 def emitted(
-    device: str, drafter: str, policy: str | None, backend: str
+    device: str, drafter: str, policy: str | None, backend: str, elementwise: str = "torch"
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted by step) of the demo model."""
-    target, total = load("demo", device), max(PROMPTS) + NUM_NEW + 4
+    target, total = load("demo", device, elementwise), max(PROMPTS) + NUM_NEW + 4
     runner = ModelRunner(target, make_backend(backend), Group((0,), 0), len(PROMPTS), total)
     kv, draft = section_of(policy), None
     if drafter == "model":
-        draft = standalone(device, kv, total, make_backend(backend))
+        drafts = load("demo-draft", device, elementwise)
+        draft = make_draft(drafts, kv, len(PROMPTS), total, make_backend(backend))
     requests = make_requests(random_prompts(PROMPTS, target.config.vocab_size), NUM_NEW)
     return decode_both(runner, requests, kv, 4, 64, drafter, draft)
-
-
-def standalone(device: str, kv: KVSection, total: int, backend: AttentionBackend) -> DraftModel:
-    return make_draft(load("demo-draft", device), kv, len(PROMPTS), total, backend)
 
 
 @cache
@@ -67,7 +61,8 @@ def on_cpu(drafter: str, policy: str | None) -> list[list[int]]:
 @pytest.mark.parametrize("backend", FLOAT32_BACKENDS)
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
 def test_tokens_on_a_gpu_are_the_cpus(drafter: str, policy: str | None, backend: str) -> None:
-    baseline, ours, accepted = emitted("cuda", drafter, policy, backend)
+    elementwise = "triton" if backend == "triton" else "torch"  # our kernels go together
+    baseline, ours, accepted = emitted("cuda", drafter, policy, backend, elementwise)
     assert baseline == on_cpu(drafter, policy), "autoregressive decoding"
     assert ours == baseline
     assert accepted, "nothing was drafted"

@@ -20,11 +20,11 @@ from magicdec.bench.run import execute
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.draft_section import DraftSection
+from magicdec.model_section import ModelSection
 from magicdec.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
-    ModelSection,
     OutputSection,
     ParallelSection,
     SamplingSection,

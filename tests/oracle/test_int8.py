@@ -14,6 +14,7 @@ from conftest import (
     make_draft,
     make_requests,
     make_runner,
+    pack,
     random_prompts,
     tiny_transformer,
 )
@@ -33,7 +34,8 @@ from magicdec.model.linear import library
 from magicdec.model.linear_kinds import PartialLinear
 from magicdec.model.quantization import channel_scales, own_head, quantize
 from magicdec.model.transformer import Transformer
-from magicdec.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
+from magicdec.model_section import ModelSection
+from magicdec.sections import KVSection, ParallelSection, WorkloadSection
 
 needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -176,7 +178,7 @@ def test_logits_are_those_of_the_dequantised_weights(config: ModelConfig) -> Non
     assert (unquantised - expected).abs().max() > 1e-3  # quantising did change it
     if has_bfloat16_path():
         narrow, wide = int8_twins(config, BF16)
-        narrow.pack()
+        pack(narrow)
         assert any(isinstance(m, PackedInt8Linear) for m in narrow.modules())
         expected = logits(wide)
         assert (logits(narrow) - expected).norm() < 0.05 * expected.norm()
@@ -199,7 +201,7 @@ def test_speculation_with_an_int8_target_is_lossless(policy: str, config: ModelC
 def test_in_bfloat16_too_and_exactly(budget: int, policy: str) -> None:
     """Rows 1 to 20 of a product: by the kernel for few rows and the one for many."""
     model, _ = int8_twins(EVERYTHING, BF16)
-    model.pack()
+    pack(model)
     runner = make_runner(model, len(LENGTHS), 70 + 60 + 4, NativeBackend())
     requests = make_requests(random_prompts(LENGTHS, TINY.vocab_size), 60)
     baseline, ours, accepted = decode_both(runner, requests, KVSection(policy, budget, 16), 4)
@@ -236,7 +238,7 @@ def test_differences_are_settled_by_the_same_weights() -> None:
     prepared = prepare(config, alone)
     groups = make_groups(alone, (0,), torch.device("cpu"), None)
     run = Run(prepared, groups, make_progress(False))
-    wider = run.make_runner("float64", 1, "sdpa", linear="torch").model.state_dict()
+    wider = run.make_reference().model.state_dict()
     for name, tensor in run.runner.model.state_dict().items():
         kept = name.endswith(".scale") or tensor.dtype == torch.int8
         assert wider[name].dtype == (tensor.dtype if kept else torch.float64)
@@ -250,5 +252,5 @@ def test_packed_int8_weights_are_charged_by_the_byte() -> None:
         intermediate_size=64)  # fmt: skip
     model, _ = int8_twins(config, BF16)
     plain = weight_bytes(model)
-    model.pack()
+    pack(model)
     assert weight_bytes(model) == plain  # sizes that need no padding

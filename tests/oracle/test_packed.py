@@ -8,12 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    decode_both,
+    make_requests,
+    make_runner,
+    pack,
+    random_prompts,
+    tiny_transformer,
+)
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.bench.roofline import weight_bytes
 from magicdec.model.linear import PackedLinear
-from magicdec.model.transformer import Transformer
 from magicdec.sections import KVSection
 
 pytestmark = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
@@ -41,18 +48,13 @@ def test_packed_refuses_what_it_cannot_hold() -> None:
         PackedLinear(torch.randn(4, 4))
 
 
-def packed(model: Transformer) -> Transformer:
-    model.pack()
-    return model
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_is_the_same_model(tied: bool) -> None:
     """It does not round where torch's operators do, so both are held to the float32 model."""
     config = replace(EVERYTHING, tie_word_embeddings=tied)
     tokens = torch.tensor(random_prompts([40], config.vocab_size))
     logits = []
-    for prepare in (lambda m: m.float(), lambda m: m, packed):
+    for prepare in (lambda m: m.float(), lambda m: m, pack):
         runner = make_runner(prepare(tiny_transformer(config, dtype=BF16)), 1, 40)
         runner.cache.allocate(0, 40)
         logits.append(runner.forward(tokens, [0]).float())
@@ -68,7 +70,7 @@ def test_speculation_in_bfloat16_emits_the_baseline_tokens(
 ) -> None:
     """Exactly: nothing is settled as a tie here."""
     config = replace(EVERYTHING, num_kv_heads=heads)
-    model = packed(tiny_transformer(config, dtype=BF16))
+    model = pack(tiny_transformer(config, dtype=BF16))
     lengths = [5, 70, 1, 33]
     runner = make_runner(model, len(lengths), 70 + 60 + 4, NativeBackend())
     requests = make_requests(random_prompts(lengths, config.vocab_size), 60)
@@ -80,7 +82,7 @@ def test_speculation_in_bfloat16_emits_the_baseline_tokens(
 def test_packed_weights_are_charged_with_their_padding() -> None:
     model = tiny_transformer(replace(TINY, vocab_size=100), dtype=BF16)
     plain = weight_bytes(model)
-    model.pack()
+    pack(model)
     assert plain < weight_bytes(model) < 1.5 * plain
 
 

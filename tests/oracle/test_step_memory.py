@@ -7,7 +7,7 @@ import resource
 
 import pytest
 import torch
-from conftest import make_runner, tiny_transformer
+from conftest import make_runner, pack, tiny_transformer
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 
@@ -21,7 +21,7 @@ def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
         pytest.skip("no AVX512-BF16")
     model = tiny_transformer(dtype=torch.bfloat16 if is_packed else torch.float32)
     if is_packed:
-        model.pack()
+        pack(model)
     runner = make_runner(model, 4, 200, NativeBackend())
     rows, ids = range(4), torch.randint(0, 50, (4, num_new))
     for row in rows:

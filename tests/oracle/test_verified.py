@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    decode_both,
+    make_requests,
+    make_runner,
+    pack,
+    random_prompts,
+    tiny_transformer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -103,7 +111,7 @@ def started(
     """A prefilled batch and a reader that has not begun."""
     model = tiny_transformer(replace(TINY, num_kv_heads=3), dtype=dtype)
     if dtype == torch.bfloat16:
-        model.pack()
+        pack(model)
     runner = make_runner(model, len(lengths), 160, NativeBackend())
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts(lengths, TINY.vocab_size), 20))

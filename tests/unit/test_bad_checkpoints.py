@@ -29,7 +29,8 @@ from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.model.config import ROPE_TYPES
 from magicdec.model.hf_config import to_hf_config
-from magicdec.sections import AttentionSection, ModelSection, ParallelSection, WorkloadSection
+from magicdec.model_section import ModelSection
+from magicdec.sections import AttentionSection, ParallelSection, WorkloadSection
 
 DEMO = ROOT / "magicdec" / "demo" / "target"
 # As many ids as the demo's tokenizer, which stands beside every checkpoint here.

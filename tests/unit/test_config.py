@@ -20,14 +20,9 @@ from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.draft_section import DraftSection
 from magicdec.machine import TO_BE_MEASURED, Machine, choose_backend, settled
+from magicdec.model_section import TargetSection
 from magicdec.names import load_named
-from magicdec.sections import (
-    DecodingSection,
-    KVSection,
-    ParallelSection,
-    TargetSection,
-    WorkloadSection,
-)
+from magicdec.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 
 DRIVER = RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self"))
 LONGSPEC = RunConfig(

@@ -22,13 +22,8 @@ from magicdec.distributed.groups import Group
 from magicdec.draft_section import DraftSection
 from magicdec.kv.policy import KVView
 from magicdec.machine import TO_BE_MEASURED, Machine
-from magicdec.sections import (
-    DecodingSection,
-    KVSection,
-    ModelSection,
-    ParallelSection,
-    WorkloadSection,
-)
+from magicdec.model_section import ModelSection
+from magicdec.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 
 CPU = torch.device("cpu")
 MODEL = replace(TINY, head_dim=64)

@@ -21,10 +21,13 @@ HEIGHT |= {
     "config": 0,
     "request": 0,
     "build": 0,
+    "triton_modules": 0,
     "machine": -1,
     "names": -1,
     "sections": -0.5,
     "draft_section": -0.5,
+    "model_section": -0.5,
+    "layer_choice": -0.5,
     "options": -1,
     "checks": -1,
 }

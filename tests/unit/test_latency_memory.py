@@ -17,7 +17,8 @@ from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.kv.cache import KVCache
 from magicdec.machine import Machine
-from magicdec.sections import AttentionSection, KVSection, ModelSection
+from magicdec.model_section import ModelSection
+from magicdec.sections import AttentionSection, KVSection
 
 ALONE, MODELS = Launch(0, 1, 0, 1), Models(TINY)
 DRAFTS = (

@@ -28,14 +28,13 @@ from magicdec.model.linear import PackedLinear
 from magicdec.model.presets import PRESETS
 from magicdec.model.quantization import own_head
 from magicdec.model.transformer import Transformer
+from magicdec.model_section import ModelSection, TargetSection
 from magicdec.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
-    ModelSection,
     OutputSection,
     ParallelSection,
-    TargetSection,
     WorkloadSection,
 )
 

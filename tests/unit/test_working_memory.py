@@ -16,14 +16,9 @@ from magicdec.config import RunConfig
 from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
+from magicdec.model_section import ModelSection
 from magicdec.request import Batch
-from magicdec.sections import (
-    AttentionSection,
-    DecodingSection,
-    KVSection,
-    ModelSection,
-    WorkloadSection,
-)
+from magicdec.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "grouped": GroupedBackend,

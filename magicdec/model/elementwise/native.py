@@ -1,0 +1,76 @@
+"""The C++ library for bfloat16 on CPUs (`native.cpp`): a call where torch's operators take ten.
+
+Owns the calling of that library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from magicdec.build import FAST_MATH, load_library, share_openmp
+from magicdec.model.elementwise.operators import Elementwise
+
+SOURCE = Path(__file__).with_name("native.cpp")
+HEADERS = (SOURCE.parents[2] / "arithmetic.h",)
+_POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+
+@cache
+def library() -> ctypes.CDLL:
+    share_openmp()
+    found = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
+    found.magicdec_rms_norm.argtypes = (
+        _POINTER, _SIZE, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER,
+    )  # fmt: skip
+    found.magicdec_rotate.argtypes = (
+        _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLAG,
+    )  # fmt: skip
+    found.magicdec_silu_gate.argtypes = (_POINTER, _SIZE, _SIZE, _POINTER)
+    return found
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the library is called; tracing wants torch's operators."""
+    assert x.dtype == torch.bfloat16 and x.device.type == "cpu", "refused before the run"
+    return not torch.compiler.is_compiling()
+
+
+class NativeElementwise(Elementwise):
+    """bfloat16 on a CPU, float32 arithmetic and one rounding; rotation in place."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not serves(x):
+            return super().rms_norm(x, weight, eps)
+        x = x.contiguous()
+        out, width = torch.empty_like(x), x.shape[-1]
+        library().magicdec_rms_norm(
+            x.data_ptr(), width, weight.data_ptr(), eps, x.numel() // width, width, out.data_ptr()
+        )
+        return out
+
+    def rotate(self, heads: Tensor, table: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
+        if not serves(heads):
+            return super().rotate(heads, table, num_rotated, interleaved)
+        assert heads.is_contiguous() and table.is_contiguous() and table.dtype == torch.float32
+        rows, num_tokens, num_heads, size = heads.shape
+        library().magicdec_rotate(
+            heads.data_ptr(), table.data_ptr(), rows * num_tokens, num_heads, size, num_rotated,
+            table.shape[-1], interleaved,
+        )  # fmt: skip
+        return heads[:, :, :num_rotated]
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        if not serves(gate_up):
+            return super().silu_gate(gate_up)
+        width = gate_up.shape[-1] // 2
+        gate_up = gate_up.contiguous()
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        library().magicdec_silu_gate(
+            gate_up.data_ptr(), out.numel() // width, width, out.data_ptr()
+        )
+        return out

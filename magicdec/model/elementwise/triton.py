@@ -1,0 +1,116 @@
+"""Our Triton kernels for GPUs: a launch where torch's operators take up to eight. On a CPU the same
+kernels run in Triton's interpreter: right, and far slower, for tests.
+
+Owns how a tensor is cut into programs. Grids, strides and what is allocated follow from shapes
+alone and the host reads nothing, so that a CUDA graph can hold a call that was made once before it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from magicdec.model.elementwise.operators import Elementwise
+from magicdec.triton_modules import load_kernels, next_power
+
+STORAGE = (torch.float32, torch.bfloat16)
+WARP = 32  # threads
+ALIGNED = 16  # numbers: 32 bytes of bfloat16, of which Triton makes whole vectors
+VECTOR = 8  # numbers a thread: 16 bytes of bfloat16
+PAIRS = 256  # pairs of numbers that a program rotates
+GATED = 512  # gated units of a program
+
+
+@cache
+def kernels(device: str) -> ModuleType:
+    module = "magicdec.model.elementwise.triton_kernels"
+    return load_kernels(module, "--elementwise triton", device)
+
+
+def is_interpreted(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
+class TritonElementwise(Elementwise):
+    """float32 and bfloat16 storage, float32 arithmetic; rotation in place. Last dimensions are
+    adjacent; what lies before them may be strided."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = x.new_empty(x.shape)
+        _launch_norm(x, None, weight, eps, out, out)
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        assert x.shape == y.shape and x.dtype == y.dtype
+        total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+        _launch_norm(x, y, weight, eps, total, out)
+        return total, out
+
+    def rotate(self, heads: Tensor, table: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
+        assert heads.dtype in STORAGE and heads.stride(3) == 1
+        assert table.is_contiguous() and table.dtype == torch.float32
+        rows, num_tokens = heads.shape[:2]
+        pairs = table.shape[-1]
+        block_h, block_p, num_warps = choose_tile(num_rotated, pairs)
+        kernels(heads.device.type).rotate_heads[(rows * num_tokens, -(-num_rotated // block_h))](
+            heads, table, num_tokens, *heads.stride()[:3], HEADS=num_rotated, PAIRS=pairs,
+            STEP=2 if interleaved else 1, APART=1 if interleaved else pairs,
+            BLOCK_H=block_h, BLOCK_P=block_p, INTERPRETED=is_interpreted(heads),
+            num_warps=num_warps,
+        )  # fmt: skip
+        return heads[:, :, :num_rotated]
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        assert gate_up.dtype in STORAGE
+        width = gate_up.shape[-1] // 2
+        x = _adjacent(gate_up.reshape(-1, 2 * width))
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        block = min(GATED, next_power(width))
+        kernels(x.device.type).gate_rows[(len(x), -(-width // block))](
+            x, out, x.stride(0), WIDTH=width, BLOCK=block, INTERPRETED=is_interpreted(x),
+            num_warps=_warps(block),
+        )  # fmt: skip
+        return out
+
+
+def choose_tile(num_heads: int, pairs: int) -> tuple[int, int, int]:
+    """(heads, pairs of a head, warps) of a rotating program: powers of two, and at least as many
+    pairs as threads."""
+    block_p = next_power(pairs)
+    least, most = max(1, WARP // block_p), max(1, PAIRS // block_p)
+    block_h = max(least, min(most, next_power(num_heads)))
+    return block_h, block_p, _warps(block_h * block_p)
+
+
+def _launch_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor
+) -> None:
+    """x and y [..., N, W]; `total` is written where there is a `y`. It and `out` are contiguous."""
+    assert x.dtype in STORAGE and weight.is_contiguous()
+    inner, width = x.shape[-2:]
+    block, adds = next_power(width), y is not None
+    unit = ALIGNED if width % ALIGNED == 0 else 1  # rows begin where a vector may
+    x = _adjacent(x.reshape(-1, inner, width), unit)
+    y = x if y is None else _adjacent(y.reshape(x.shape), unit)
+    strides = [stride // unit for t in (x, y) for stride in t.stride()[:2]]
+    kernels(x.device.type).norm_rows[(x.shape[0] * inner,)](
+        x, y, weight, total, out, eps, inner, *strides, WIDTH=width, UNIT=unit, BLOCK=block,
+        ADDS=adds, INTERPRETED=is_interpreted(x), num_warps=_warps(block),
+    )  # fmt: skip
+
+
+def _warps(numbers: int) -> int:
+    """Of a program that holds so many: a power of two."""
+    return max(1, min(16, numbers // (WARP * VECTOR)))
+
+
+def _adjacent(x: Tensor, unit: int = 1) -> Tensor:
+    """Rows whose numbers follow each other and which begin at whole units; a copy if need be."""
+    begins = (x.storage_offset(), *x.stride()[:-1])
+    fits = x.stride(-1) == 1 and all(begin % unit == 0 for begin in begins)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)

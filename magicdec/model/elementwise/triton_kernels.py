@@ -1,0 +1,92 @@
+"""Triton kernels for what lies between the matrix products: norm, rotation, gated activation.
+
+Owns the arithmetic on the device: float32 on values stored as float32 or bfloat16, rounded once.
+Strides and sizes come from `triton.py`. Imported only where Triton is.
+
+How a row is cut depends on the model's sizes alone, not on how many rows there are nor where they
+lie (so no stride of a norm is specialised): a row has the same bits alone and in a batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _stored(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 values as they are stored: rounded to the nearest, of two to the even one."""
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts off where a GPU rounds
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        values = rounded.to(tl.float32, bitcast=True)
+    return values.to(dtype)
+
+
+@triton.jit(do_not_specialize=["inner", "x_outer", "x_inner", "y_outer", "y_inner"])
+def norm_rows(
+    x, y, weight, total, out, eps, inner, x_outer, x_inner, y_outer, y_inner,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """out [outer, inner, WIDTH], the norm of x, or, if it `ADDS`, of total = x + y as it is stored.
+    out and total are contiguous, strides count UNIT numbers. Programs: (outer * inner,)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    place = row * WIDTH + i
+    from_x = ((row // inner) * x_outer + (row % inner) * x_inner) * UNIT + i
+    values = tl.load(x + from_x, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        from_y = ((row // inner) * y_outer + (row % inner) * y_inner) * UNIT + i
+        values += tl.load(y + from_y, mask=inside, other=0.0).to(tl.float32)
+        stored = _stored(values, total.dtype.element_ty, INTERPRETED)
+        tl.store(total + place, stored, mask=inside)
+        values = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    normed = _stored(values * scale * weights, out.dtype.element_ty, INTERPRETED)
+    tl.store(out + place, normed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def rotate_heads(
+    x, table, num_tokens, x_row, x_token, x_head,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Turn the first HEADS heads of x in place, by table [rows, num_tokens, 2, PAIRS] (cos, sin).
+    Pairs begin STEP dimensions after one another, their two numbers lie APART. Tiles have at least
+    as many pairs as threads, so that no pair is read by one that does not write it. Programs:
+    (rows * num_tokens, tiles of heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head, pair = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_P)
+    inside = (head < HEADS)[:, None] & (pair < PAIRS)[None, :]
+    angles = table + token * (2 * PAIRS) + pair
+    cos = tl.load(angles, mask=pair < PAIRS, other=0.0)[None, :]
+    sin = tl.load(angles + PAIRS, mask=pair < PAIRS, other=0.0)[None, :]
+    start = x + (token // num_tokens) * x_row + (token % num_tokens) * x_token
+    first = start + head[:, None] * x_head + (pair * STEP)[None, :]
+    a = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(first + APART, mask=inside, other=0.0).to(tl.float32)
+    new_a = _stored(a * cos - b * sin, x.dtype.element_ty, INTERPRETED)
+    new_b = _stored(b * cos + a * sin, x.dtype.element_ty, INTERPRETED)
+    tl.store(first, new_a, mask=inside)
+    tl.store(first + APART, new_b, mask=inside)
+
+
+@triton.jit
+def gate_rows(
+    x, out, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """out [rows, WIDTH] = silu of the first WIDTH numbers of a row of x times the next WIDTH.
+    Programs: (rows, tiles)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    gate = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    e = tl.exp(-tl.abs(gate))  # of no positive number: nothing overflows
+    gated = gate * (tl.where(gate < 0, e, 1.0) / (1.0 + e)) * up
+    place = out + row * WIDTH + i
+    tl.store(place, _stored(gated, out.dtype.element_ty, INTERPRETED), mask=inside)

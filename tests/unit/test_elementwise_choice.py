@@ -1,0 +1,117 @@
+"""Who computes norms, rotation and gates: what `auto` becomes, what is refused, and that a user is
+told; and that a loaded model has what was chosen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, tiny_transformer
+
+from magicdec.bench import cli
+from magicdec.bench.loading import Kinds, load_kind
+from magicdec.config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.machine import INTERPRETED, Machine
+from magicdec.model.checkpoint import find_model
+from magicdec.model.elementwise.native import NativeElementwise
+from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.mlp import MLP
+from magicdec.model.norm import RMSNorm
+from magicdec.model.transformer import Transformer
+from magicdec.model_section import ModelSection
+from magicdec.names import ELEMENTWISE, load_named
+from magicdec.sections import ParallelSection
+
+PLAIN = Machine(2)
+FAST = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)
+GPU = replace(FAST, has_cuda=True)
+BARE_GPU = replace(GPU, missing_backends={"triton": "triton is not installed; pip install triton"})
+
+
+def resolved(machine: Machine, asked: str = "auto", **others: str) -> RunConfig:
+    device = others.pop("device", "auto")
+    model = ModelSection(elementwise=asked, **others)
+    return RunConfig(model=model, parallel=ParallelSection(device=device)).resolve(machine)
+
+
+@pytest.mark.parametrize(
+    ("machine", "others", "name", "reason"),
+    [
+        (PLAIN, {}, "torch", "auto: --linear torch"),
+        (FAST, {}, "native", "auto: --linear packed"),
+        (FAST, {"dtype": "float32"}, "torch", "auto: --linear torch"),
+        (FAST, {"linear": "torch"}, "torch", "auto: --linear torch"),
+        (GPU, {}, "triton", "auto: CUDA"),
+        (GPU, {"dtype": "float32"}, "triton", "auto: CUDA"),
+        (GPU, {"device": "cpu"}, "native", "auto: --linear packed"),
+        (BARE_GPU, {}, "torch", "auto: torch; triton is not installed; pip install triton"),
+        (FAST, {"asked": "torch"}, "torch", "asked for"),
+        (FAST, {"asked": "native", "linear": "torch"}, "native", "asked for"),
+        (PLAIN, {"asked": "triton"}, "triton", INTERPRETED),
+        (GPU, {"asked": "triton"}, "triton", "asked for"),
+        (GPU, {"asked": "torch"}, "torch", "asked for"),
+    ],
+)
+def test_what_is_chosen_and_why(
+    machine: Machine, others: dict[str, str], name: str, reason: str
+) -> None:
+    config = resolved(machine, **others)
+    assert (config.model.elementwise, config.model.elementwise_reason) == (name, reason)
+    assert config.resolve(machine).model == config.model, "what was resolved stays"
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "others", "obstacle"),
+    [
+        (GPU, "native", {}, "it is for --device cpu"),
+        (FAST, "native", {"dtype": "float32"}, "it is for --dtype bfloat16, not float32"),
+        (PLAIN, "native", {"dtype": "bfloat16"}, "it needs a C++ compiler (on Debian: apt "),
+        (BARE_GPU, "triton", {}, "triton is not installed; pip install triton"),
+        (BARE_GPU, "triton", {"device": "cpu"}, "triton is not installed; pip install triton"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    machine: Machine, asked: str, others: dict[str, str], obstacle: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--elementwise {asked}: {obstacle}")) as error:
+        resolved(machine, asked, **others)
+    assert str(error.value).endswith("; choose from auto, torch") and "\n" not in str(error.value)
+
+
+def test_what_is_slower_or_interpreted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {
+        "--elementwise auto: torch; triton is not installed; pip install triton\n": BARE_GPU,
+        "": replace(GPU, has_avx512_bf16=False),
+    }
+    for line, machine in said.items():
+        for rank in (0, 1):
+            cli.announce_backend(resolved(machine), Launch(rank, 2, rank, 2))
+        assert capsys.readouterr().err == line
+    cli.announce_backend(resolved(FAST, "triton"), Launch(0, 1, 0, 1))
+    assert capsys.readouterr().err == f"--elementwise triton: {INTERPRETED}\n"
+
+
+def users(model: Transformer) -> list[Elementwise]:
+    """Of every part that asks for it."""
+    return [m.elementwise for m in model.modules() if isinstance(m, RMSNorm | MLP | Transformer)]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_loaded_model_has_what_was_chosen(name: str) -> None:
+    cpu, source = torch.device("cpu"), find_model("--model", "demo-draft")
+    found = users(load_kind(source, Shard(), Kinds("bfloat16", "bfloat16", "torch", name), cpu))
+    layers = source.config.num_layers
+    assert len(found) == 3 * layers + 2
+    assert {type(each) for each in found} == {load_named(ELEMENTWISE, name)}
+
+
+def test_every_part_of_a_model_takes_another() -> None:
+    model = tiny_transformer(replace(TINY, qk_norm=True))
+    assert {type(each) for each in users(model)} == {Elementwise}
+    model.use(NativeElementwise())
+    assert {type(each) for each in users(model)} == {NativeElementwise}
+    assert len(users(model)) == 5 * TINY.num_layers + 2
