@@ -21,6 +21,7 @@ from conftest import (
 )
 from scipy.stats import chisquare
 
+from magicdec.decoding.choosing import Filters, Penalties
 from magicdec.decoding.sampling import make_params, probabilities, process
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
@@ -46,7 +47,9 @@ def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]
             logits = runner.forward(torch.tensor([[*PROMPT, *tokens]]), [0], last_only=True)
             params = make_params(section, NUM_TOKENS, (), 0)
             request = Request(0, PROMPT, params, list(tokens))
-            probs = probabilities(process(logits, [request]), [params])[0, 0]
+            penalties = Penalties.of([request], TOY.vocab_size, runner.device)
+            filters = Filters.of([params], runner.device)
+            probs = probabilities(process(logits, penalties), filters)[0, 0]
             longer |= {(*tokens, i): mass * p for i, p in enumerate(probs.tolist())}
         result = longer
     return result
