@@ -25,8 +25,10 @@ from magicdec.machine import (
     choose_collectives,
     choose_draft_kv,
     choose_dtype,
+    choose_graphs,
     choose_linear,
     choose_weights,
+    settled,
 )
 from magicdec.sections import (
     AttentionSection,
@@ -132,7 +134,7 @@ class RunConfig:
             self.attention.backend, rank_group, device, machine, draft_head_dim, dtype
         )
         replace = dataclasses.replace
-        return replace(
+        resolved = replace(
             self,
             draft=draft,
             kv=replace(
@@ -167,6 +169,20 @@ class RunConfig:
                 max_len=self.workload.prefix_len + self.workload.num_new_tokens,
             ),
         )
+        return resolved.resolve_graphs()
+
+    def resolve_graphs(self) -> RunConfig:
+        """With `--cuda_graphs auto` as it will run; again when a measurement has named a backend.
+        Raises ValueError where they were asked for and cannot be."""
+        d, draft = self.decoding, self.draft
+        backends = [settled(self.attention.backend, self.attention.backend_reason)]
+        if draft is not None:
+            backends.append(settled(draft.backend, draft.backend_reason))
+        asked = "auto" if (d.cuda_graphs_reason or "").startswith("auto") else d.cuda_graphs
+        device, is_plain = self.parallel.device, self.sampling.is_plain
+        graphs, reason = choose_graphs(asked, device, is_plain, backends)
+        decoding = dataclasses.replace(d, cuda_graphs=graphs, cuda_graphs_reason=reason)
+        return dataclasses.replace(self, decoding=decoding)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested by section, for the record."""

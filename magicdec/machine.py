@@ -13,6 +13,7 @@ TO_BE_MEASURED = "auto: to be measured"  # on CUDA: `bench.fastest_backend` deci
 CUDA_ONLY = ("varlen", "flash_attn", "flashinfer")
 WITHOUT_MASS = CUDA_ONLY  # backends that do not tell where the attention goes
 WITHOUT_WINDOW = CUDA_ONLY  # backends that do not keep to a model's sliding window
+WITHOUT_GRAPHS = ("grouped", "native", "flashinfer")  # backends that need lengths on the host
 GPU_COLLECTIVES = ("nccl", "symmetric_memory")
 HEAD_SIZES: dict[str, tuple[str, Sequence[int]]] = {
     "native": ("a multiple of 16", range(16, 1024, 16)),
@@ -139,6 +140,26 @@ def check_tells_mass(backend: str, policy: str) -> None:
             f"--attention {backend} does not tell where the attention goes, which --kv_policy "
             "verified needs; choose from auto, sdpa, grouped, native, triton"
         )
+
+
+def choose_graphs(
+    asked: str, device: str, is_plain: bool, backends: Sequence[str | None]
+) -> tuple[str, str]:
+    """(on or off, why) of CUDA graphs. `is_plain`: requests are greedy, without penalties;
+    `backends` are the target's and a draft's, None where a measurement will name it. Raises
+    ValueError if they were asked for and cannot be."""
+    unfit = next((name for name in backends if name in WITHOUT_GRAPHS), None)
+    obstacles = {
+        f"--device {device} has none": device != "cuda",
+        "sampling and penalties look at the output on the host": not is_plain,
+        f"--attention {unfit} needs lengths on the host": unfit is not None,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if asked == "on" and obstacle:
+        raise ValueError(f"--cuda_graphs on: {obstacle}; choose from auto, off")
+    if asked == "auto":
+        return ("off", f"auto: off, {obstacle}") if obstacle else ("on", "auto: on")
+    return asked, "asked for"
 
 
 def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:

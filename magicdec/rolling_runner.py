@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.kv.policy import Visible
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.rope import apply_rope
@@ -62,17 +63,18 @@ class RollingRunner(ModelRunner):
     def forward(
         self,
         token_ids: Tensor,
-        rows: Sequence[int],
+        rows: Rows,
         policy: Visible | None = None,
-        committed: Sequence[int] | None = None,
+        committed: Lengths | None = None,
         last_only: bool = False,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
     ) -> Tensor:
         """As `ModelRunner.forward`; the policy is the runner's own."""
         assert policy is None or policy == self.policy, "what was evicted cannot be shown"
+        assert not isinstance(rows, DeviceRows), "blocks are taken and given back by the host"
         held = [self.cache.lengths[row] for row in rows]
-        settled = held if committed is None else committed
+        settled = held if committed is None else [int(c) for c in committed]
         self._roll(rows, settled)
         for row, length, start in zip(rows, held, settled, strict=True):
             tail = length + token_ids.shape[1] - start
@@ -101,14 +103,15 @@ class RollingRunner(ModelRunner):
 
     def _turn_sinks(self, rolled: Sequence[tuple[int, int]]) -> None:
         """Rotate the sinks of each (row, settled tokens) to the positions before its window."""
-        rows = torch.tensor([row for row, _ in rolled], device=self.device)
+        rows = upload([row for row, _ in rolled], self.device)
         places = torch.arange(self.num_sinks, device=self.device).expand(len(rolled), -1)
         slots = self.cache.slots(rows, places)
         # As long as a row fits the budget its sinks stand where they were written.
         new = [i for i, (row, _) in enumerate(rolled) if self.settled[row] <= self.budget]
         if new:
-            self.sinks[rows[new]] = self.cache.read_keys(slots[new])
-        by = torch.tensor([max(0, s - self.budget) for _, s in rolled], device=self.device)
+            fresh = upload(new, self.device)
+            self.sinks[rows[fresh]] = self.cache.read_keys(slots[fresh])
+        by = upload([max(0, s - self.budget) for _, s in rolled], self.device)
         original = self.sinks[rows]  # [B, layers, G, sinks, D]
         interleaved = self.model.config.rope.interleaved
         flat = original.float().view(len(rolled), 1, -1, original.shape[-1])

@@ -19,8 +19,9 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.kv.full import FullKV
-from magicdec.kv.policy import RangePolicy, Visible, make_view
+from magicdec.kv.policy import KVView, RangePolicy, Visible, make_view
 from magicdec.model.transformer import Transformer
 
 FULL = FullKV()
@@ -39,11 +40,33 @@ class ForwardCounts:
     num_tokens: int = 0
     kv_tokens_read: int = 0  # visible keys, new ones included, summed over rows and forwards
     kv_bytes_read: int = 0  # of these keys and their values
+    # Tokens and bytes that forwards of `DeviceRows` have read and the two above do not hold yet.
+    on_device: Tensor | None = field(default=None, compare=False)
 
     def copy(self) -> ForwardCounts:
-        return replace(self)
+        """As it stands, read from the device too, for which it waits."""
+        if self.on_device is not None:
+            tokens, num_bytes = self.on_device.tolist()
+            self.kv_tokens_read += tokens
+            self.kv_bytes_read += num_bytes
+            self.on_device.zero_()
+        return replace(self, on_device=None)
+
+    def begin_on_device(self, device: torch.device) -> None:
+        """Have forwards of `DeviceRows` count there; once recorded, always in one tensor."""
+        if self.on_device is None:
+            with torch.inference_mode(False):
+                self.on_device = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def go_back(self, other: ForwardCounts) -> None:
+        """To an earlier copy."""
+        self.copy()  # what the device has counted is in the past, too
+        on_device = self.on_device
+        vars(self).update(vars(other) | {"on_device": on_device})
 
     def minus(self, other: ForwardCounts) -> ForwardCounts:
+        """What was added since an earlier copy."""
+        self.copy()
         return ForwardCounts(
             self.num_forwards - other.num_forwards,
             self.num_tokens - other.num_tokens,
@@ -122,9 +145,9 @@ class ModelRunner:
     def forward(
         self,
         token_ids: Tensor,
-        rows: Sequence[int],
+        rows: Rows,
         policy: Visible | None = None,
-        committed: Sequence[int] | None = None,
+        committed: Lengths | None = None,
         last_only: bool = False,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
@@ -155,12 +178,21 @@ class ModelRunner:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
         logits = self.model(token_ids, positions, attend, self.group.all_reduce, last_only)
         self.cache.advance(rows, num_new)
-        self.counts.num_forwards += 1
-        self.counts.num_tokens += token_ids.numel()
-        tokens = sum(view.num_visible) + num_new * len(rows)
-        self.counts.kv_tokens_read += tokens
-        self.counts.kv_bytes_read += tokens * self.cache.bytes_per_token
+        self._count(view, rows)
         return logits
+
+    def _count(self, view: KVView, rows: Rows) -> None:
+        counts, num_tokens = self.counts, view.num_new * len(rows)
+        counts.num_forwards += 1
+        counts.num_tokens += num_tokens
+        if not isinstance(rows, DeviceRows):
+            tokens = sum(view.num_visible) + num_tokens
+            counts.kv_tokens_read += tokens
+            counts.kv_bytes_read += tokens * self.cache.bytes_per_token
+            return
+        assert counts.on_device is not None, "begun before"
+        read = (view.count_keys() * rows.active).sum()
+        counts.on_device += torch.stack([read, read * self.cache.bytes_per_token])
 
     def replay(self, row: int, token_ids: Sequence[int], watch_queries: QueryWatch) -> None:
         """Run the newest tokens of `row`, which are `token_ids`, once more to see their queries.
@@ -170,16 +202,16 @@ class ModelRunner:
         """
         cache, length, counts = self.cache, self.cache.lengths[row], self.counts.copy()
         first = length - len(token_ids)
-        index = torch.tensor([row], device=self.device)
+        index = upload([row], self.device)
         slots = cache.slots(index, torch.arange(first, length, device=self.device).unsqueeze(0))
         kept = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
         cache.truncate([row], [first])
-        ids = torch.tensor([list(token_ids)], device=self.device)
+        ids = upload([list(token_ids)], self.device)
         self.forward(ids, [row], last_only=True, watch_queries=watch_queries)
         for layer, (k, v) in enumerate(kept):
             cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
-        vars(self.counts).update(vars(counts))
+        self.counts.go_back(counts)
 
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def truncate(self, rows: Rows, lengths: Lengths) -> None:
         """Forget what `rows` hold past `lengths` tokens."""
         self.cache.truncate(rows, lengths)

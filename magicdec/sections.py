@@ -156,6 +156,14 @@ class DecodingSection:
         "--gamma",
         parse=count_or_auto,
     )
+    cuda_graphs: str = option(
+        "auto",
+        "record each kind of step once and replay it, without the host in between; auto: on CUDA, "
+        "where decoding is greedy",
+        "--cuda_graphs",
+        choices=("auto", "on", "off"),
+    )
+    cuda_graphs_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     ignore_eos: bool = option(
         False, "decode to the full length, past any end token", "--ignore_eos"
     )
@@ -186,6 +194,12 @@ class SamplingSection:
         0.0, "subtracted from the logits of tokens of the output; 0: off", "--presence_penalty"
     )
     seed: int = option(0, "of every request's random numbers, with its id", "--sampling_seed")
+
+    @property
+    def is_plain(self) -> bool:
+        """The next token is the largest logit, whatever came before."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0
+        return self.temperature == 0 and not penalties
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from magicdec.decoding.draft_length import FixedLength
 from magicdec.decoding.gathered_reader import GatheredReader
 from magicdec.decoding.self_draft import SelfDrafter
 from magicdec.decoding.speculative import Speculative
+from magicdec.decoding.steps import EagerSteps
 from magicdec.decoding.strategy import prefill
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.kv.cache import CacheShape, KVCache
@@ -149,7 +150,9 @@ def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Sample
             own = None if dtype == torch.bfloat16 else dtype
             drafter = SelfDrafter(GatheredReader(runner, SnapKV(budget, WINDOW), own))
             drafter.begin(batch)
-            ways[budget, dtype] = Speculative(runner, drafter, FixedLength(args.gamma), Clock())
+            ways[budget, dtype] = Speculative(
+                runner, drafter, FixedLength(args.gamma), EagerSteps(runner, drafter, Clock())
+            )
         for number in range(args.steps):
             one_step(batch, runner, ways, found, list(ways)[number % len(ways)], args.rounds)
     return found
@@ -169,8 +172,8 @@ def one_step(
         output = strategy.step(batch)
         seconds = time.perf_counter() - started
         if number < len(order):
-            assert isinstance(strategy.phase, Clock)
-            samples.draft.append(strategy.phase.seconds["draft"])
+            assert isinstance(strategy.steps.phase, Clock)
+            samples.draft.append(strategy.steps.phase.seconds["draft"])
             samples.step.append(seconds)
             if number >= len(order) - len(ways):
                 samples.accepted.extend(output.num_accepted or [])

@@ -105,7 +105,8 @@ def _choose(read: Read, cache: KVCache, random: Random) -> Visible:
     policy = replace(policy, sliding_window=read.window)
     blocks = -(-max(cache.lengths) // MASS_BLOCK)
     mass = random(1, len(cache.lengths), cache.shape.num_kv_heads, blocks).abs()
-    return Chosen(policy, policy.heaviest(cache.lengths, mass))
+    most = max(policy.split(length)[1] for length in cache.lengths)
+    return Chosen(policy, policy.heaviest(cache.seq_lens, mass, most))
 
 
 def _filled_cache(

@@ -24,6 +24,7 @@ from magicdec.distributed.groups import Group
 from magicdec.machine import (
     CUDA_ONLY,
     TO_BE_MEASURED,
+    WITHOUT_GRAPHS,
     WITHOUT_MASS,
     WITHOUT_WINDOW,
     Machine,
@@ -51,7 +52,7 @@ def settle(
         step = draft_step(config, draft)
         name, reason = _agreed(config, draft, step, group, device)
         config = replace(config, draft=replace(section, backend=name, backend_reason=reason))
-    return config
+    return config.resolve_graphs()
 
 
 def _agreed(
@@ -90,6 +91,12 @@ def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], d
             candidates.append(name)
         elif name != "native":
             left_out[name] = obstacle
+    recordable = [name for name in candidates if name not in WITHOUT_GRAPHS]
+    graphs = config.decoding.cuda_graphs == "on"
+    if graphs and (config.decoding.cuda_graphs_reason == "asked for" or len(recordable) > 1):
+        for name in set(candidates) - set(recordable):
+            left_out[name] = "it needs lengths on the host, and no CUDA graph could hold it"
+        candidates = recordable
     return candidates, left_out
 
 

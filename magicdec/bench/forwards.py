@@ -11,46 +11,32 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from magicdec.bench.environment import describe_environment
 from magicdec.bench.fastest_backend import settle
+from magicdec.bench.forward_kinds import Forward, make_forwards
 from magicdec.bench.latency import Grid
-from magicdec.bench.latency_rows import Cell, Timing, summarise
+from magicdec.bench.latency_rows import Timing, summarise
 from magicdec.bench.loading import load_model, make_backend
 from magicdec.bench.progress import make_progress
 from magicdec.bench.roofline import bytes_read
 from magicdec.bench.timing import read_bandwidth, synchronize
 from magicdec.config import RunConfig
-from magicdec.decoding.reader import Reader, make_reader
-from magicdec.decoding.strategy import choose
+from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.distributed.groups import Group, Launch, close_groups, make_groups
 from magicdec.kv.cache import KVCache
 from magicdec.model.checkpoint import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch, Request, SamplingParams
-from magicdec.runner import ForwardCounts, ModelRunner, Watch
-from magicdec.sections import DecodingSection, KVSection
+from magicdec.runner import ModelRunner
+from magicdec.sections import DecodingSection
 
 GREEDY = SamplingParams(max_new_tokens=1)
-
-
-@dataclass
-class Forward:
-    """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
-    length of the cache back. `prepare` and `undo` are not timed."""
-
-    cell: Cell
-    run: Callable[[], Tensor]
-    undo: Callable[[], None]
-    prepare: Callable[[], None] = lambda: None
-    seconds: list[float] = field(default_factory=list)
-    counts: ForwardCounts | None = None  # of one forward, the same each time
 
 
 def measure(
@@ -66,7 +52,7 @@ def measure(
     device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
     group = make_groups(launch, ranks, device, config.parallel.collectives).target
     settled = settle(largest_step(config, grid), source.config, None, group, device)
-    config = replace(config, attention=settled.attention)
+    config = replace(config, attention=settled.attention).resolve_graphs()
     progress = make_progress(launch.rank == 0)
     kinds = (config.model.dtype, config.model.target_dtype, config.model.linear)
     model = load_model(source, group, *kinds, device, progress)
@@ -114,7 +100,8 @@ def time_place(
     backend = make_backend(config.attention.backend)
     runner = ModelRunner(model, backend, group, B, context + max(grid.new_tokens))
     batch = fill(runner, context)
-    forwards = list(make_forwards(runner, batch, grid, context))
+    recorder = CudaGraphs(runner.device) if config.decoding.cuda_graphs == "on" else None
+    forwards = list(make_forwards(runner, batch, grid, context, recorder))
     for number in range(grid.warmup + grid.repeats):
         for forward in forwards if number % 2 == 0 else reversed(forwards):
             seconds = time_once(forward, runner, group)
@@ -166,61 +153,3 @@ def fill_cache(cache: KVCache) -> None:
     cache.k[0].normal_(generator=generator)
     cache.k[1:] = cache.k[0]
     cache.v[:] = cache.k[0]
-
-
-def make_forwards(runner: ModelRunner, batch: Batch, grid: Grid, context: int) -> Iterator[Forward]:
-    """Decode, verify by T, drafts in the order of the grid. A policy that watches verification has
-    forwards of its own: a verify forward that also tells where its attention went, and a draft's
-    first forward after it, which chooses what all drafts of the step read."""
-    readers = [(kv, make_reader(runner, kv)) for kv in grid.drafts]
-    watches = {kv.policy: r.watch for kv, r in reversed(readers) if r.watch is not None}
-    for T in grid.new_tokens:
-        cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
-        yield target_forward(runner, batch, cell)
-        for policy, watch in watches.items() if T > 1 else ():
-            watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
-            yield target_forward(runner, batch, watched, watch)
-    for kv, reader in readers:
-        reader.begin(batch)
-        if reader.watch is not None:
-            yield draft_forward(reader, batch, kv, context, "first_draft")
-        yield draft_forward(reader, batch, kv, context)
-
-
-def new_ids(runner: ModelRunner, T: int) -> Tensor:
-    """Random tokens [B, T], the same on every rank."""
-    generator = torch.Generator().manual_seed(T)
-    shape = runner.num_rows, T
-    ids = torch.randint(runner.model.config.vocab_size, shape, generator=generator)
-    return ids.to(runner.device)
-
-
-def target_forward(
-    runner: ModelRunner, batch: Batch, cell: Cell, watch: Watch | None = None
-) -> Forward:
-    """The target over its full cache."""
-    ids, rows, held = new_ids(runner, cell.T), batch.rows, list(runner.cache.lengths)
-
-    def run() -> Tensor:
-        return choose(runner, runner.forward(ids, rows, watch=watch), batch.requests)
-
-    return Forward(cell, run, lambda: runner.truncate(rows, held))
-
-
-def draft_forward(
-    reader: Reader, batch: Batch, kv: KVSection, context: int, phase: str = "draft"
-) -> Forward:
-    """One draft forward over what the reader has chosen; a `first_draft` finds a verification just
-    ended, and chooses."""
-    runner, rows = reader.runner, batch.rows
-    ids, settled = new_ids(runner, 1), reader.lengths(rows)
-    budget = None if kv.budget == -1 else kv.budget
-    cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
-
-    def run() -> Tensor:
-        return choose(runner, reader.forward(ids, rows, settled), batch.requests)
-
-    forward = Forward(cell, run, lambda: reader.rewind(rows, settled))
-    if phase == "first_draft":
-        forward.prepare = lambda: reader.commit(rows, settled)
-    return forward

@@ -97,6 +97,7 @@ def build_parser() -> Parser:
     add_section(parser, "model", config.model)
     add_section(parser, "parallel", config.parallel)
     add_section(parser, "attention", config.attention, only=("backend",))
+    add_section(parser, "decoding", config.decoding, only=("cuda_graphs",))
     add_section(parser, "kv", config.kv, only=KV_FIELDS)
     add = parser.add_argument_group("grid").add_argument
     numbers: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}

@@ -36,6 +36,7 @@ from magicdec.bench.timing import (
     synchronize,
 )
 from magicdec.bench.unmeasured import profile, warm_up, warm_up_prefill
+from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import make_draft_length
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
@@ -90,9 +91,11 @@ class Run:
         return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
+        recorder = CudaGraphs(self.device) if self.config.decoding.cuda_graphs == "on" else None
         setup = Setup(
-            self.runner, self.config.decoding, self.config.kv, timer, self.draft, self.draft_length
-        )
+            self.runner, self.config.decoding, self.config.kv, timer, self.draft,
+            self.draft_length, recorder,
+        )  # fmt: skip
         return make_strategy(name, setup)
 
     def runners(self) -> list[ModelRunner]:

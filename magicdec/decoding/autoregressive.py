@@ -3,24 +3,21 @@ reproduce."""
 
 from __future__ import annotations
 
-from magicdec.decoding.strategy import Phase, Setup, newest_tokens, next_tokens, untimed
+from magicdec.decoding.steps import Steps, make_steps
+from magicdec.decoding.strategy import Setup
 from magicdec.request import Batch, StepOutput
-from magicdec.runner import ModelRunner
 
 
 class Autoregressive:
-    def __init__(self, runner: ModelRunner, phase: Phase = untimed) -> None:
-        self.runner, self.phase = runner, phase
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
 
     @classmethod
     def build(cls, setup: Setup) -> Autoregressive:
-        return cls(setup.runner, setup.phase)
+        return cls(make_steps(setup))
 
     def begin(self, batch: Batch) -> None:
-        """Nothing to prepare."""
+        self.steps.begin(batch, (0,))
 
     def step(self, batch: Batch) -> StepOutput:
-        last = newest_tokens(batch, self.runner.device)
-        with self.phase("decode"):
-            ids = next_tokens(self.runner, self.runner.forward(last, batch.rows), batch.requests)
-        return StepOutput(ids.tolist())
+        return StepOutput(self.steps.decode(batch))

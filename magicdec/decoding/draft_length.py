@@ -24,6 +24,7 @@ import torch
 
 from magicdec.decoding.forecast import Acceptance, seconds_until_done, tokens_of_steps
 from magicdec.distributed.groups import Group
+from magicdec.kv.device_rows import upload
 from magicdec.request import Batch
 from magicdec.sections import DecodingSection
 
@@ -40,6 +41,11 @@ class DraftLength(Protocol):
     @property
     def most(self) -> int:
         """No step drafts more."""
+        ...
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """What a step may draft."""
         ...
 
     @property
@@ -66,7 +72,7 @@ class FixedLength:
     calibration_s = None
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most, self.choices = most, (most,)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Nothing to measure."""
@@ -114,6 +120,7 @@ class AutoLength:
 
     def __init__(self, most: int, group: Group, device: torch.device) -> None:
         self.most, self.group, self.device = most, group, device
+        self.choices = range(most + 1)
         self.acceptance = Acceptance(most)
         self.calibration_s = 0.0
         self._times: dict[tuple[int, int], StepTimes] = {}  # rows, context in powers of sqrt(2)
@@ -138,7 +145,7 @@ class AutoLength:
         rows = len(batch.requests)
         if self._left == 0 or rows != self._rows:
             self._rows = rows
-            before, decision = self._then, torch.tensor(self.decide(batch), device=self.device)
+            before, decision = self._then, upload(self.decide(batch), self.device)
             self._first, self._then = self.group.broadcast(decision, 0).tolist()
             # Soon again after a change, which the next steps may show to be wrong.
             self._window = min(2 * self._window, WINDOW) if self._then == before else 2

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.reader import Reader
 from magicdec.decoding.sampling import probabilities, sample
-from magicdec.decoding.strategy import Setup, choose, whole_logits
+from magicdec.decoding.strategy import Proposal, Setup, choose, whole_logits
+from magicdec.kv.device_rows import Lengths, Rows
 from magicdec.names import DRAFTERS, load_named
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner, Watch
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Draft tokens of a batch and the distributions they were drawn from.
-
-    `probabilities` is None where a draft was not drawn: greedy requests, prompt lookup.
-    """
-
-    ids: Tensor  # int64 [B, K]
-    probabilities: Tensor | None = None  # [B, K, V] over the whole vocabulary
 
 
 class Drafter(Protocol):
@@ -41,12 +32,24 @@ class Drafter(Protocol):
         and outside what is timed as decoding."""
         ...
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        """Continue each request after its newest token. Leaves the target's cache as it found
-        it."""
+    def prepare(self, batch: Batch, num_draft_tokens: int) -> None:
+        """Before a recorded `propose` is replayed for `batch`: what the host has to decide, and
+        what is not the work of every step."""
         ...
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def propose(self, batch: Batch | DeviceBatch, num_draft_tokens: int) -> Proposal:
+        """Continue each request after its newest token. Leaves the target's cache as it found it.
+        For a `DeviceBatch` nothing is read by the host, and all sizes follow from the batch's and
+        the number of tokens."""
+        ...
+
+    @property
+    def replayed(self) -> Reader | None:
+        """What `propose` reads the context with, where its forwards can be recorded and replayed
+        for a `DeviceBatch`; else None."""
+        ...
+
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         """A step has ended: the target's cache holds `lengths` tokens of `rows`, all settled."""
         ...
 

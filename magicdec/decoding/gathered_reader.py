@@ -14,11 +14,10 @@ Source: SnapKV (Li et al. 2024), section 4; as a self-speculation draft: MagicDe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, index_of, upload
 from magicdec.kv.policy import first_key
 from magicdec.kv.snapkv import SnapKV
 from magicdec.request import Batch, Request
@@ -30,7 +29,7 @@ class GatheredReader:
     """`source` holds the whole context; `runner`, which drafts, what was chosen of it and the
     tokens since."""
 
-    watch = None
+    watch = memory = choice = None
 
     def __init__(
         self, source: ModelRunner, policy: SnapKV, kv_dtype: torch.dtype | None = None
@@ -64,8 +63,11 @@ class GatheredReader:
             self.runner.cache.allocate(row, self.runner.max_tokens)
             self._choose(request, row)
 
-    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
-        self._take_over(batch.rows, [r.num_cached for r in batch.requests])
+    def refresh(self, batch: Batch, num_draft_tokens: int, most_behind: int = 0) -> None:
+        held = self.lengths(batch.rows)
+        behind = max(r.num_cached - int(n) for r, n in zip(batch.requests, held, strict=True))
+        if behind > most_behind:
+            self._take_over(batch.rows, behind)
         every = self.policy.reselect_every
         for request, row in zip(batch.requests, batch.rows, strict=True):
             last = request.num_cached + num_draft_tokens
@@ -82,7 +84,7 @@ class GatheredReader:
         tokens = [*request.prompt_ids, *request.output_ids][:length]
         kept: list[Tensor] = []
         until, first = self._reach(length, num_draft_tokens)
-        index = torch.tensor([row], device=source.device)
+        index = upload([row], source.device)
         everything = source.cache.slots(index, torch.arange(length, device=source.device)[None])
 
         def select(layer: int, queries: Tensor) -> None:
@@ -109,34 +111,39 @@ class GatheredReader:
             until = min(until, length + every + num_draft_tokens)
         return until, min(length, first_key(until - 1, self.source.window))
 
-    def lengths(self, rows: Sequence[int]) -> list[int]:
+    def lengths(self, rows: Rows) -> Lengths:
+        if isinstance(rows, DeviceRows):
+            return self.runner.cache.seq_lens[rows.index] + self._offsets[rows.index]
         return [self.runner.cache.lengths[row] + self.shifts[row] for row in rows]
 
-    def forward(self, token_ids: Tensor, rows: Sequence[int], settled: Sequence[int]) -> Tensor:
+    def forward(self, token_ids: Tensor, rows: Rows, settled: Lengths) -> Tensor:
         return self.runner.forward(token_ids, rows)
 
-    def rewind(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def rewind(self, rows: Rows, lengths: Lengths) -> None:
+        if isinstance(rows, DeviceRows):
+            assert isinstance(lengths, Tensor), "the host knows no length of such rows"
+            self.runner.truncate(rows, lengths - self._offsets[rows.index])
+            return
         pairs = zip(rows, lengths, strict=True)
-        self.runner.truncate(rows, [length - self.shifts[row] for row, length in pairs])
+        self.runner.truncate(rows, [int(length) - self.shifts[row] for row, length in pairs])
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         """What was settled is taken over when it is next of use."""
 
-    def _take_over(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Copy the source's own K and V of the tokens that were settled since."""
-        held = self.lengths(rows)
-        count = max(new - old for new, old in zip(lengths, held, strict=True))
-        if count == 0:
-            return
-        index = torch.tensor(rows, device=self.source.device)
-        steps = torch.arange(count, device=self.source.device)
-        start = torch.tensor(held, device=self.source.device).unsqueeze(1)
-        local = start - self._offsets[index].unsqueeze(1)
+    def follow(self, rows: DeviceRows, most: int) -> None:
+        self._take_over(rows, most)
+
+    def _take_over(self, rows: Rows, count: int) -> None:
+        """Copy the source's own K and V of the tokens that were settled since, at most `count` of a
+        row."""
+        source, cache = self.source.cache, self.runner.cache
+        index, steps = index_of(rows, source.k.device), torch.arange(count, device=source.k.device)
+        held = cache.seq_lens[index].unsqueeze(1)
         # Rows that settled fewer copy past their end too: rejected drafts, forgotten right after.
-        self.runner.cache.copy_from(
-            self.source.cache,
-            self.source.cache.slots(index, start + steps),
-            self.runner.cache.slots(index, local + steps),
+        cache.copy_from(
+            source,
+            source.slots(index, held + self._offsets[index].unsqueeze(1) + steps),
+            cache.slots(index, held + steps),
         )
-        self.runner.cache.advance(rows, count)
-        self.rewind(rows, lengths)
+        cache.advance(rows, count)
+        self.rewind(rows, source.lengths_of(rows))

@@ -8,12 +8,12 @@ KV head choose each for its own query heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, index_of, upload
 from magicdec.kv.policy import MASS_BLOCK
 from magicdec.kv.verified import VerifiedKV
 from magicdec.request import Batch
@@ -35,6 +35,9 @@ class Chosen:
     def num_visible(self, committed: int) -> int:
         return self.policy.num_visible(committed)
 
+    def most_visible(self, committed: int) -> int:
+        return self.policy.most_visible(committed)
+
 
 class HeaviestReader:
     """The choice is made once a step: all draft forwards between two verifications share it."""
@@ -47,7 +50,7 @@ class HeaviestReader:
             shape.num_layers, runner.num_rows, shape.num_kv_heads, blocks, device=runner.device
         )
         self._seen: dict[int, Tensor] = {}  # layer -> mass of the rows of the last verification
-        self._choice: tuple[list[int], list[int], Chosen] | None = None  # rows, lengths, ranges
+        self._choice: tuple[Rows, Lengths, Chosen] | None = None  # rows, lengths, ranges
 
     @classmethod
     def build(
@@ -57,6 +60,14 @@ class HeaviestReader:
 
     def watch(self, layer: int, mass: Tensor) -> None:
         self._seen[layer] = mass
+
+    @property
+    def choice(self) -> object:
+        return self._choice
+
+    @property
+    def memory(self) -> Tensor:
+        return self._mass
 
     def begin(self, batch: Batch) -> None:
         """The newest tokens of each long prompt a second time, for their attention alone."""
@@ -73,7 +84,7 @@ class HeaviestReader:
             (*request.prompt_ids, *request.output_ids)[length - count : length]
             for (request, _), length in zip(rows, held, strict=True)
         ]
-        self._replay(torch.tensor(tokens, device=self.runner.device), [row for _, row in rows])
+        self._replay(upload(tokens, self.runner.device), [row for _, row in rows])
 
     def _replay(self, tokens: Tensor, rows: list[int]) -> None:
         """Tokens [B, T] that stand at the end of `rows`; their K and V are put back, since a
@@ -81,7 +92,7 @@ class HeaviestReader:
         runner, cache = self.runner, self.runner.cache
         held = [cache.lengths[row] for row in rows]
         runner.truncate(rows, [length - tokens.shape[1] for length in held])
-        index = torch.tensor(rows, device=runner.device)
+        index = upload(rows, runner.device)
         new = torch.arange(tokens.shape[1], device=runner.device)
         slots = cache.slots(index, cache.seq_lens[index].unsqueeze(1) + new)
         before = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
@@ -90,29 +101,45 @@ class HeaviestReader:
             cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
         self.commit(rows, held)
 
-    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
+    def refresh(self, batch: Batch, num_draft_tokens: int, most_behind: int = 0) -> None:
         """The last verification has told."""
 
-    def lengths(self, rows: Sequence[int]) -> list[int]:
-        return [self.runner.cache.lengths[row] for row in rows]
+    def follow(self, rows: DeviceRows, most: int) -> None:
+        """What drafts read is the runner's own cache."""
 
-    def forward(self, token_ids: Tensor, rows: Sequence[int], settled: Sequence[int]) -> Tensor:
+    def lengths(self, rows: Rows) -> Lengths:
+        return self.runner.cache.lengths_of(rows)
+
+    def forward(self, token_ids: Tensor, rows: Rows, settled: Lengths) -> Tensor:
         return self.runner.forward(token_ids, rows, self._choose(rows, settled), settled)
 
-    def _choose(self, rows: Sequence[int], settled: Sequence[int]) -> Chosen:
-        if self._choice is None or self._choice[:2] != (list(rows), list(settled)):
-            blocks = -(-max(settled) // MASS_BLOCK)
-            mass = self._mass[:, list(rows), :, :blocks]
-            chosen = Chosen(self.policy, self.policy.heaviest(settled, mass))
-            self._choice = list(rows), list(settled), chosen
-        return self._choice[2]
+    def _choose(self, rows: Rows, settled: Lengths) -> Chosen:
+        """Of one step."""
+        made = self._choice
+        if made is None or made[0] != rows or not _are_same(made[1], settled):
+            if isinstance(settled, Tensor):
+                lengths, blocks = settled, self._mass.shape[3]
+                most = self.policy.budget // MASS_BLOCK
+            else:
+                lengths, blocks = upload(settled, self._mass.device), -(-max(settled) // MASS_BLOCK)
+                most = max(self.policy.split(length)[1] for length in settled)
+            mass = self._mass[:, index_of(rows, self._mass.device), :, :blocks]
+            ranges = self.policy.heaviest(lengths, mass, min(most, blocks))
+            made = self._choice = rows, settled, Chosen(self.policy, ranges)
+        return made[2]
 
-    def rewind(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def rewind(self, rows: Rows, lengths: Lengths) -> None:
         self.runner.truncate(rows, lengths)
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         """The verification of `rows` has ended: what was seen of it is theirs."""
+        index = index_of(rows, self._mass.device)
         for layer, mass in self._seen.items():
-            self._mass[layer, list(rows), :, : mass.shape[2]] = mass
+            self._mass[layer, :, :, : mass.shape[2]].index_copy_(0, index, mass)
         self._seen.clear()
         self._choice = None
+
+
+def _are_same(a: Lengths, b: Lengths) -> bool:
+    """Of lengths that the device alone knows: one object."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

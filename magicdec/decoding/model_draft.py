@@ -7,15 +7,16 @@ al. 2023, section 2; on a subgroup of the ranks with a bounded cache: MagicDec (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from magicdec.decoding.device_batch import NEWEST, DeviceBatch, last_tokens
 from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.strategy import DraftModel, Setup, prefill
-from magicdec.request import Batch, Request
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
+from magicdec.request import Batch
+from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 from magicdec.sections import KVSection
 
@@ -45,31 +46,45 @@ class ModelDrafter:
         prefill(runner, batch, self.draft.prefill_chunk)
         self.reader.begin(batch)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def prepare(self, batch: Batch, num_draft_tokens: int) -> None:
+        """Steps without drafts may have left the draft further behind than a replay makes up."""
+        if self.reader is not None and max(self._missing(self.reader, batch)) > NEWEST:
+            newest = self._catch_up(self.reader, batch)
+            self.reader.forward(newest, batch.rows, self.reader.lengths(batch.rows))
+
+    def propose(self, batch: Batch | DeviceBatch, num_draft_tokens: int) -> Proposal:
         group, source, device = self.target.group, self.draft.source, self.target.device
-        shape = len(batch.rows), num_draft_tokens
-        if num_draft_tokens == 0:
-            return Proposal(torch.zeros(shape, dtype=torch.int64, device=device))
-        if self.reader is not None:
+        is_greedy = all(request.sampling.is_greedy for request in batch.requests)
+        shape, probs = (len(batch.rows), num_draft_tokens), None
+        if self.reader is not None and num_draft_tokens:
             ids, probs = self._draft(self.reader, batch, num_draft_tokens)
         else:
             ids = torch.zeros(shape, dtype=torch.int64, device=device)
-            probs = torch.zeros(*shape, self.vocab_size, dtype=torch.float64, device=device)
-        ids = group.broadcast(ids, source)
-        if all(request.sampling.is_greedy for request in batch.requests):
+            if not is_greedy:
+                probs = torch.zeros(*shape, self.vocab_size, dtype=torch.float64, device=device)
+        if num_draft_tokens == 0:
             return Proposal(ids)
-        assert probs is not None, "a sampled draft is drawn from something"
-        return Proposal(ids, group.broadcast(probs, source))
+        ids = group.broadcast(ids, source)
+        return Proposal(ids, None if probs is None else group.broadcast(probs, source))
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    @property
+    def replayed(self) -> Reader | None:
+        """None where blocks of a rolling cache are given back by the host, and on ranks that only
+        receive."""
+        is_rolling = isinstance(self.draft.runner, RollingRunner)
+        return None if is_rolling else self.reader
+
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         if self.reader is None:
             return
         # Not the reader's own commit: it would take over what the target computed.
-        held = self.reader.lengths(rows)
-        self.reader.rewind(rows, [min(h, n) for h, n in zip(held, lengths, strict=True)])
+        if not isinstance(rows, DeviceRows):
+            held = self.reader.lengths(rows)
+            lengths = [min(h, n) for h, n in zip(held, lengths, strict=True)]
+        self.reader.rewind(rows, lengths)
 
     def _draft(
-        self, reader: Reader, batch: Batch, num_draft_tokens: int
+        self, reader: Reader, batch: Batch | DeviceBatch, num_draft_tokens: int
     ) -> tuple[Tensor, Tensor | None]:
         """Draft tokens int64 [B, K], ids that the target knows, and what they were drawn from, [B,
         K, V] over the target's ids, None where nothing was."""
@@ -84,7 +99,12 @@ class ModelDrafter:
         drawn = fold(torch.cat(drawn_from, dim=1), self.vocab_size) if drawn_from else None
         return drafts.clamp(max=self.vocab_size - 1), drawn
 
-    def _catch_up(self, reader: Reader, batch: Batch) -> Tensor:
+    def _missing(self, reader: Reader, batch: Batch) -> list[int]:
+        """Tokens of each request that the draft has not taken."""
+        known = [len(r.prompt_ids) + len(r.output_ids) for r in batch.requests]
+        return [k - int(h) for k, h in zip(known, reader.lengths(batch.rows), strict=True)]
+
+    def _catch_up(self, reader: Reader, batch: Batch | DeviceBatch) -> Tensor:
         """The tokens [B, T] with which the draft has taken the whole text.
 
         A row's newest token is always missing; after a step in which all its drafts were accepted
@@ -92,17 +112,20 @@ class ModelDrafter:
         back, and take what they held again: one forward serves all. More than a chunk, after steps
         without drafts, goes in chunks.
         """
-        rows, runner = batch.rows, reader.runner
-        known = [len(r.prompt_ids) + len(r.output_ids) for r in batch.requests]
-        most = max(k - h for k, h in zip(known, reader.lengths(rows), strict=True))
-        reader.rewind(rows, [k - most for k in known])
-        tokens = [last_tokens(r, most) for r in batch.requests]
-        pending = torch.tensor(tokens, device=runner.device)
+        if isinstance(batch, DeviceBatch):
+            # As many as can be missing, whatever is. The target holds all but the newest.
+            reader.rewind(batch.rows, self.target.cache.seq_lens[batch.rows.index] + 1 - NEWEST)
+            pending = batch.newest
+        else:
+            most = max(self._missing(reader, batch))
+            known = [len(r.prompt_ids) + len(r.output_ids) for r in batch.requests]
+            reader.rewind(batch.rows, [k - most for k in known])
+            pending = upload([last_tokens(r, most) for r in batch.requests], reader.runner.device)
         # Vocabularies of two models are padded differently; no text holds the padding.
-        pending = pending.clamp(max=runner.model.config.vocab_size - 1)
+        pending = pending.clamp(max=reader.runner.model.config.vocab_size - 1)
         *before, last = pending.split(self.draft.prefill_chunk, dim=1)
         for part in before:
-            reader.forward(part, rows, reader.lengths(rows))
+            reader.forward(part, batch.rows, reader.lengths(batch.rows))
         return last
 
 
@@ -113,11 +136,3 @@ def fold(probs: Tensor, vocab_size: int) -> Tensor:
         return torch.nn.functional.pad(probs, (0, missing))
     last = probs[:, :, vocab_size - 1 :].sum(dim=2, keepdim=True)
     return torch.cat([probs[:, :, : vocab_size - 1], last], dim=2)
-
-
-def last_tokens(request: Request, count: int) -> list[int]:
-    """The last `count` tokens of prompt and output."""
-    of_prompt = count - len(request.output_ids)
-    if of_prompt <= 0:
-        return request.output_ids[-count:]
-    return [*request.prompt_ids[-of_prompt:], *request.output_ids]

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.drafter import Proposal
 from magicdec.decoding.strategy import Setup
+from magicdec.kv.device_rows import Lengths, Rows, upload
 from magicdec.request import Batch
 
 MAX_NGRAM = 8
@@ -53,6 +55,7 @@ class Lookup:
 
 class NgramDrafter:
     watch = None
+    replayed = None  # looked up by the host
 
     def __init__(self, device: torch.device, max_ngram: int = MAX_NGRAM) -> None:
         self.device, self.max_ngram = device, max_ngram
@@ -67,14 +70,17 @@ class NgramDrafter:
         for request in batch.requests:
             self.lookups[request.request_id].extend(request.prompt_ids)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def prepare(self, batch: Batch, num_draft_tokens: int) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, batch: Batch | DeviceBatch, num_draft_tokens: int) -> Proposal:
         drafts = []
         for request in batch.requests:
             lookup = self.lookups[request.request_id]
             known = len(lookup.tokens) - len(request.prompt_ids)
             lookup.extend(request.output_ids[known:])
             drafts.append(lookup.propose(num_draft_tokens))
-        return Proposal(torch.tensor(drafts, dtype=torch.int64, device=self.device))
+        return Proposal(upload(drafts, self.device))
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         """Requests say what was emitted."""

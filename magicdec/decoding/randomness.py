@@ -18,6 +18,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from magicdec.kv.device_rows import upload
 from magicdec.request import Request
 
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, whose products and sums wrap
@@ -55,8 +56,8 @@ def uniforms_ahead(
 ) -> Tensor:
     """float64 [B, count] for the next `count` output positions of each request, `skip` positions
     further on (a draft token is that many places ahead of the committed output)."""
-    seeds = torch.tensor([r.sampling.seed for r in requests], device=device)
-    first = torch.tensor([[len(r.output_ids) + skip] for r in requests], device=device)
+    seeds = upload([r.sampling.seed for r in requests], device)
+    first = upload([[len(r.output_ids) + skip] for r in requests], device)
     return uniforms(seeds, first + torch.arange(count, device=device), purpose)
 
 

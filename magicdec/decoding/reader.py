@@ -6,12 +6,12 @@ why. A policy names its reader: most are views of the model's own cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows
 from magicdec.kv.policy import make_policy
 from magicdec.names import DRAFT_READERS, load_named
 from magicdec.request import Batch
@@ -23,6 +23,16 @@ class Reader(Protocol):
     """Speaks in tokens of the context, wherever their K and V are kept."""
 
     runner: ModelRunner
+
+    @property
+    def choice(self) -> object:
+        """What forwards of the same settled lengths share; None: nothing."""
+        ...
+
+    @property
+    def memory(self) -> Tensor | None:
+        """What verifications leave for drafts to come, beside the caches; None: nothing."""
+        ...
 
     @property
     def watch(self) -> Watch | None:
@@ -38,24 +48,30 @@ class Reader(Protocol):
         """The prompts of `batch` stand in the runner's cache."""
         ...
 
-    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
-        """So many tokens are about to be drafted for `batch`: time to choose anew."""
+    def refresh(self, batch: Batch, num_draft_tokens: int, most_behind: int = 0) -> None:
+        """So many tokens are about to be drafted for `batch`: time to choose anew, and to take over
+        what the target has settled since, if that is more than `most_behind` tokens of a row."""
         ...
 
-    def lengths(self, rows: Sequence[int]) -> list[int]:
+    def follow(self, rows: DeviceRows, most: int) -> None:
+        """Take over what the target has settled of `rows` since, at most `most` tokens of each."""
+        ...
+
+    def lengths(self, rows: Rows) -> Lengths:
         """Tokens of context that the next forward builds on, a number a row."""
         ...
 
-    def forward(self, token_ids: Tensor, rows: Sequence[int], settled: Sequence[int]) -> Tensor:
+    def forward(self, token_ids: Tensor, rows: Rows, settled: Lengths) -> Tensor:
         """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`; the policy chooses
-        among the first `settled` tokens of each, and all that follow are read."""
+        among the first `settled` tokens of each, and all that follow are read. `settled` is one
+        object for all forwards between two verifications."""
         ...
 
-    def rewind(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def rewind(self, rows: Rows, lengths: Lengths) -> None:
         """Forget what `rows` hold past `lengths` tokens of context."""
         ...
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         """The target holds `lengths` settled tokens of `rows` after a verification."""
         ...
 

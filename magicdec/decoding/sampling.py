@@ -17,6 +17,7 @@ from torch import Tensor
 
 from magicdec.decoding.randomness import derive_seed
 from magicdec.distributed.groups import Group
+from magicdec.kv.device_rows import upload
 from magicdec.request import Request, SamplingParams
 from magicdec.sections import SamplingSection
 
@@ -56,7 +57,7 @@ def gather_vocab(logits: Tensor, first_row: int, group: Group) -> Tensor:
     if group.size == 1:
         return logits
     num_columns = logits.shape[-1]
-    place = torch.tensor([first_row, num_columns], device=logits.device)
+    place = upload([first_row, num_columns], logits.device)
     places = group.all_gather(place).tolist()
     widest = max(width for _, width in places)
     padded = torch.nn.functional.pad(logits, (0, widest - num_columns))
@@ -79,7 +80,7 @@ def process(logits: Tensor, requests: Sequence[Request], drafts: Tensor | None =
     if not rows:
         return logits
     chosen = [requests[i] for i in rows]
-    index = torch.tensor(rows, device=logits.device)
+    index = upload(rows, logits.device)
     x = logits[index]  # [R, T, V]
     (_, num_positions, vocab_size), device = x.shape, x.device
     in_output = _seen([r.output_ids for r in chosen], vocab_size, device).unsqueeze(1)
@@ -117,7 +118,7 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         least = _per_row([p.min_p for p in params], probs) * probs.amax(dim=-1, keepdim=True)
         probs = torch.where(probs < least, 0.0, probs)
         probs = probs / probs.sum(dim=-1, keepdim=True)
-    is_greedy = torch.tensor([p.is_greedy for p in params], device=logits.device)
+    is_greedy = upload([p.is_greedy for p in params], logits.device, torch.bool)
     return torch.where(is_greedy.view(-1, 1, 1), choice, probs)
 
 
@@ -149,7 +150,7 @@ def _keep_top(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab_size = scores.shape[-1]
     ascending = scores.sort(dim=-1).values
     num_kept = [min(p.top_k, vocab_size) or vocab_size for p in params]
-    first = torch.tensor([vocab_size - k for k in num_kept], device=scores.device)
+    first = upload([vocab_size - k for k in num_kept], scores.device)
     floor = ascending.gather(-1, first.view(-1, 1, 1).expand(*scores.shape[:2], 1))
     ascending = torch.where(ascending < floor, -torch.inf, ascending)
     # A token goes if it and all less likely ones hold no more than 1 - top_p.
@@ -161,14 +162,14 @@ def _keep_top(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def _per_row(values: Sequence[float], like: Tensor) -> Tensor:
     """[B, 1, 1], to go with [B, T, V]."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+    return upload(values, like.device, like.dtype).view(-1, 1, 1)
 
 
 def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
     """Which tokens occur in each row: bool [R, V]."""
     seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
     for row, ids in enumerate(token_ids):
-        seen[row, torch.asarray(ids, dtype=torch.long, device=device)] = True
+        seen[row, upload(list(ids), device)] = True
     return seen
 
 

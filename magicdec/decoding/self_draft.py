@@ -8,13 +8,13 @@ al. 2024), section 4; TriForce (Sun et al. 2024), section 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.strategy import Setup, newest_tokens
+from magicdec.kv.device_rows import Lengths, Rows
 from magicdec.request import Batch
 from magicdec.runner import Watch
 
@@ -34,9 +34,15 @@ class SelfDrafter:
     def begin(self, batch: Batch) -> None:
         self.reader.begin(batch)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def prepare(self, batch: Batch, num_draft_tokens: int) -> None:
+        self.reader.refresh(batch, num_draft_tokens, num_draft_tokens + 1)
+
+    def propose(self, batch: Batch | DeviceBatch, num_draft_tokens: int) -> Proposal:
         reader, rows = self.reader, batch.rows
-        reader.refresh(batch, num_draft_tokens)
+        if isinstance(batch, DeviceBatch):
+            reader.follow(batch.rows, num_draft_tokens + 1)
+        else:
+            reader.refresh(batch, num_draft_tokens)
         settled = reader.lengths(rows)
         newest = newest_tokens(batch, reader.runner.device)
         drafts, drawn_from = newest[:, 1:], []
@@ -48,5 +54,9 @@ class SelfDrafter:
         reader.rewind(rows, settled)
         return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    @property
+    def replayed(self) -> Reader:
+        return self.reader
+
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         self.reader.commit(rows, lengths)

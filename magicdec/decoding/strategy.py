@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,9 +11,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.draft_length import DraftLength
+from magicdec.decoding.moments import Moments
 from magicdec.decoding.randomness import Purpose, uniforms_ahead
-from magicdec.decoding.sampling import gather_vocab, greedy, probabilities, process, sample
+from magicdec.decoding.sampling import (
+    count_accepted,
+    gather_vocab,
+    greedy,
+    probabilities,
+    process,
+    sample,
+)
+from magicdec.decoding.verification import verify
+from magicdec.kv.device_rows import upload
 from magicdec.names import STRATEGIES, load_named
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
@@ -52,6 +62,28 @@ class Setup:
     phase: Phase = untimed
     draft: DraftModel | None = None
     draft_length: DraftLength | None = None  # default: as the section says, knowing nothing yet
+    recorder: Recorder | None = None  # of steps to be replayed; None: each is started anew
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens of a batch and the distributions they were drawn from.
+
+    `probabilities` is None where a draft was not drawn: greedy requests, prompt lookup.
+    """
+
+    ids: Tensor  # int64 [B, K]
+    probabilities: Tensor | None = None  # [B, K, V] over the whole vocabulary
+
+
+class Recorder(Protocol):
+    """Keeps work of the device, to have it done again without the host (`cuda_graphs`)."""
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What repeats `work`, on the tensors it works on, and gives its result, which the next
+        repetition of any work may overwrite. `work` was done before; what it does while it is
+        recorded is undone by the caller."""
+        ...
 
 
 class DecodingStrategy(Protocol):
@@ -73,9 +105,11 @@ def make_strategy(name: str, setup: Setup) -> DecodingStrategy:
     return strategy
 
 
-def newest_tokens(batch: Batch, device: torch.device) -> Tensor:
+def newest_tokens(batch: Batch | DeviceBatch, device: torch.device) -> Tensor:
     """The newest token of each request, which the next forward takes: int64 [B, 1]."""
-    return torch.tensor([[r.last_token] for r in batch.requests], device=device)
+    if isinstance(batch, DeviceBatch):
+        return batch.newest[:, -1:]
+    return upload([[r.last_token] for r in batch.requests], device)
 
 
 def choose(
@@ -111,21 +145,42 @@ def next_tokens(runner: ModelRunner, logits: Tensor, requests: Sequence[Request]
     return sample(probs[:, 0], u[:, 0]).unsqueeze(1)
 
 
+def judge(
+    runner: ModelRunner, requests: Sequence[Request], proposal: Proposal, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many drafts of each row are kept [B], and ids [B, K+1] whose first that many + 1 the row
+    emits, given this rank's logits [B, K+1, V] of its newest token and the drafts."""
+    params, drafts = [request.sampling for request in requests], proposal.ids
+    if all(p.is_greedy for p in params):
+        target = choose(runner, logits, requests, drafts)
+        return count_accepted(drafts, target), target
+    probs = probabilities(whole_logits(runner, logits, requests, drafts), params)
+    count, following = verify(
+        drafts,
+        proposal.probabilities,
+        probs,
+        uniforms_ahead(requests, drafts.shape[1], Purpose.ACCEPT, logits.device),
+        uniforms_ahead(requests, drafts.shape[1] + 1, Purpose.RESAMPLE, logits.device),
+    )
+    tokens = torch.cat([drafts, following.unsqueeze(1)], dim=1)
+    return count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1))
+
+
 def prefill(
     runner: ModelRunner, batch: Batch, chunk: int, progress: Callable[[int], None] = lambda n: None
 ) -> StepOutput:
     """Take the prompts of `batch` into the cache, one after the other, and emit each request's
-    first token.
+    first token. Nothing is read by the host before the last chunk of the last prompt was started.
 
-    `progress` is told how many prompt tokens were taken.
+    `progress` is told how many prompt tokens were taken, on CUDA: asked to be.
     """
-    tokens, times = [], []
+    tokens, moments = [], Moments(runner.device)
     for request, row in zip(batch.requests, batch.rows, strict=True):
         runner.allocate(row)
-        prompt = torch.tensor([request.prompt_ids], device=runner.device)
+        prompt = upload([request.prompt_ids], runner.device)
         for part in prompt.split(chunk, dim=1):
             logits = runner.forward(part, [row], last_only=True)
             progress(part.shape[1])
-        tokens.append(next_tokens(runner, logits, [request])[0].tolist())
-        times.append(time.perf_counter())
-    return StepOutput(tokens, emitted_s=times)
+        tokens.append(next_tokens(runner, logits, [request])[0])
+        moments.mark()
+    return StepOutput(torch.stack(tokens).tolist(), emitted_s=moments.seconds())

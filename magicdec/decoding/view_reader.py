@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows
 from magicdec.kv.policy import RangePolicy
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
@@ -15,7 +14,7 @@ from magicdec.runner import ModelRunner
 class ViewReader:
     """For policies whose choice is arithmetic on lengths (full, StreamingLLM)."""
 
-    watch = None
+    watch = memory = choice = None
 
     def __init__(self, runner: ModelRunner, policy: RangePolicy) -> None:
         self.runner, self.policy = runner, policy
@@ -29,17 +28,20 @@ class ViewReader:
     def begin(self, batch: Batch) -> None:
         """Nothing to prepare."""
 
-    def refresh(self, batch: Batch, num_draft_tokens: int) -> None:
+    def refresh(self, batch: Batch, num_draft_tokens: int, most_behind: int = 0) -> None:
         """The policy's arithmetic is always up to date."""
 
-    def lengths(self, rows: Sequence[int]) -> list[int]:
-        return [self.runner.cache.lengths[row] for row in rows]
+    def follow(self, rows: DeviceRows, most: int) -> None:
+        """What drafts read is the runner's own cache."""
 
-    def forward(self, token_ids: Tensor, rows: Sequence[int], settled: Sequence[int]) -> Tensor:
+    def lengths(self, rows: Rows) -> Lengths:
+        return self.runner.cache.lengths_of(rows)
+
+    def forward(self, token_ids: Tensor, rows: Rows, settled: Lengths) -> Tensor:
         return self.runner.forward(token_ids, rows, self.policy, settled)
 
-    def rewind(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def rewind(self, rows: Rows, lengths: Lengths) -> None:
         self.runner.truncate(rows, lengths)
 
-    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def commit(self, rows: Rows, lengths: Lengths) -> None:
         """The cache is the runner's own, and stands."""

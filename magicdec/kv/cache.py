@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.kv.layout import PLAIN, Layout
 
 EVICTED = -1  # in `KVCache.blocks`: the row gave this block back, tokens after it stay
@@ -80,6 +81,11 @@ class KVCache:
         """Of K and V of one token in all layers and heads."""
         return self.num_bytes // (self.shape.num_blocks * self.shape.block_size)
 
+    @property
+    def tokens_per_row(self) -> int:
+        """Positions that a row's table addresses."""
+        return self.block_table.shape[1] * self.shape.block_size
+
     def allocate(self, row: int, num_tokens: int) -> None:
         """Give `row` enough blocks for `num_tokens`. Raises ValueError when the pool is
         exhausted."""
@@ -89,9 +95,10 @@ class KVCache:
                 f"KV cache exhausted: row {row} needs {needed} more blocks, "
                 f"{len(self._free)} are free"
             )
-        for _ in range(needed):
-            self.block_table[row, len(self.blocks[row])] = self._free[-1]
-            self.blocks[row].append(self._free.pop())
+        if needed > 0:
+            new, first = [self._free.pop() for _ in range(needed)], len(self.blocks[row])
+            self.block_table[row, first : first + needed] = upload(new, self.block_table.device)
+            self.blocks[row] += new
 
     def release(self, row: int) -> None:
         """Return all blocks of `row` to the pool."""
@@ -108,18 +115,38 @@ class KVCache:
         blocks[first:last] = [EVICTED] * (last - first)
         self.block_table[row, first:last] = 0  # an address, should a kernel look ahead
 
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def truncate(self, rows: Rows, lengths: Lengths) -> None:
         """Forget what `rows` hold past `lengths` tokens. The only undo; it moves no data."""
+        if isinstance(rows, DeviceRows):
+            assert isinstance(lengths, Tensor), "the host knows no length of such rows"
+            kept = torch.minimum(self.seq_lens[rows.index], lengths)
+            self.seq_lens.index_copy_(0, rows.index, kept)
+            return
         for row, length in zip(rows, lengths, strict=True):
             assert 0 <= length <= self.lengths[row], "truncate cannot lengthen a row"
-            self.lengths[row] = length
-        self.seq_lens[list(rows)] = torch.tensor(lengths, device=self.seq_lens.device)
+            self.lengths[row] = int(length)
+        index = upload(list(rows), self.seq_lens.device)
+        self.seq_lens.index_copy_(0, index, upload(list(lengths), self.seq_lens.device))
 
-    def advance(self, rows: Sequence[int], num_tokens: int) -> None:
+    def advance(self, rows: Rows, num_tokens: int) -> None:
         """Count `num_tokens` just written to each of `rows`."""
+        if isinstance(rows, DeviceRows):
+            self.seq_lens.index_add_(0, rows.index, rows.active * num_tokens)
+            return
         for row in rows:
             self.lengths[row] += num_tokens
-        self.seq_lens[list(rows)] += num_tokens
+        self.seq_lens[upload(list(rows), self.seq_lens.device)] += num_tokens
+
+    def lengths_of(self, rows: Rows) -> Lengths:
+        """What `rows` hold, as it is now."""
+        if isinstance(rows, DeviceRows):
+            return self.seq_lens[rows.index]
+        return [self.lengths[row] for row in rows]
+
+    def note(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """What a replay made of `rows` on the device, as the host has read it."""
+        for row, length in zip(rows, lengths, strict=True):
+            self.lengths[row] = length
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Slots of token positions [B, N], or [B, G or 1, N] by KV head, of `rows` [B]: int64 [B,

@@ -26,3 +26,6 @@ class FullKV:
 
     def num_visible(self, committed: int) -> int:
         return committed
+
+    def most_visible(self, committed: int) -> int:
+        return committed

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kv.cache import KVCache
+from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.sections import KVSection
 
@@ -39,6 +40,10 @@ class Visible(Protocol):
     def num_visible(self, committed: int) -> int:
         """Committed tokens a row of that length reads: the sum of its ranges, computed on the
         host."""
+        ...
+
+    def most_visible(self, committed: int) -> int:
+        """No row of at most that many committed tokens reads more."""
         ...
 
 
@@ -69,6 +74,9 @@ class KVView:
     Rows hold `seq_lens` tokens before the forward, the first `committed` of them settled. New token
     t of a row stands at position seq_lens + t and sees the policy's ranges of the committed tokens
     and every tail token up to itself, of all these the last `window` positions.
+
+    Of `DeviceRows` the host knows no lengths: `lengths` and `num_visible` are then what no row
+    exceeds.
     """
 
     cache: KVCache
@@ -80,20 +88,13 @@ class KVView:
     lengths: tuple[int, ...]  # seq_lens on the host
     num_visible: tuple[int, ...]  # policy tokens plus tail before this forward, on the host
     num_new: int
+    is_full: bool  # every cached token of every row is visible, but for those before the window
     window: int | None = None  # tokens that a new one sees at most, itself included; None: all
 
     @property
     def first_keys(self) -> tuple[int, ...]:
         """The first position that any new token of each row may see, on the host."""
         return tuple(first_key(length, self.window) for length in self.lengths)
-
-    @property
-    def is_full(self) -> bool:
-        """Every cached token of every row is visible, but for those before the window."""
-        if self.per_head and any(self.first_keys):
-            return False  # such ranges are not cut at the window: as many need not be the same
-        seen = zip(self.lengths, self.first_keys, strict=True)
-        return self.num_visible == tuple(length - first for length, first in seen)
 
     @property
     def per_head(self) -> bool:
@@ -122,6 +123,11 @@ class KVView:
         the heads see the same."""
         return self._visible[layer if self.per_head else 0]
 
+    def count_keys(self) -> Tensor:
+        """Visible keys of each row, its new tokens included: int64 [B]."""
+        first_head = self.layer_ranges(0)[:, 0]  # every head sees as many
+        return (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
+
     def query_positions(self) -> Tensor:
         """Positions of the new tokens, [B, T]."""
         return self.seq_lens.unsqueeze(1) + torch.arange(self.num_new, device=self.seq_lens.device)
@@ -143,26 +149,33 @@ class KVView:
 
 def make_view(
     cache: KVCache,
-    rows: Sequence[int],
+    rows: Rows,
     policy: Visible,
     num_new: int,
-    committed: Sequence[int] | None = None,
+    committed: Lengths | None = None,
     window: int | None = None,
 ) -> KVView:
     """The view of `rows` under `policy`. `committed` defaults to all that the rows hold. With a
     `window` a policy whose heads have ranges of their own keeps within it by itself."""
+    if isinstance(rows, DeviceRows):
+        return _device_view(cache, rows, policy, num_new, committed, window)
     lengths = tuple(cache.lengths[row] for row in rows)
-    settled = lengths if committed is None else tuple(committed)
+    settled = lengths if committed is None else tuple(int(c) for c in committed)
     device = cache.seq_lens.device
-    row_index = torch.tensor(rows, device=device)
-    settled_tensor = torch.tensor(settled, device=device)
+    row_index = upload(list(rows), device)
+    settled_tensor = upload(settled, device)
     ranges = policy.ranges(settled_tensor)
     seen = tuple(policy.num_visible(c) for c in settled)
     first_keys = tuple(first_key(length, window) for length in lengths)
     if any(first_keys) and ranges.ndim == 3:
-        ranges = ranges.clamp(min=torch.tensor(first_keys, device=device).view(-1, 1, 1))
+        ranges = ranges.clamp(min=upload(first_keys, device).view(-1, 1, 1))
         seen = num_within(policy, settled, first_keys)
-    tails = (n - max(c, f) for n, c, f in zip(lengths, settled, first_keys, strict=True))
+    starts = zip(lengths, settled, first_keys, strict=True)
+    tails = [length - max(c, first) for length, c, first in starts]
+    num_visible = tuple(s + tail for s, tail in zip(seen, tails, strict=True))
+    in_window = tuple(length - first for length, first in zip(lengths, first_keys, strict=True))
+    # Ranges of each head are not cut at the window: as many need not be the same.
+    is_cut = ranges.ndim == 5 and any(first_keys)
     return KVView(
         cache=cache,
         rows=tuple(rows),
@@ -171,8 +184,46 @@ def make_view(
         committed=settled_tensor,
         ranges=ranges,
         lengths=lengths,
-        num_visible=tuple(s + tail for s, tail in zip(seen, tails, strict=True)),
+        num_visible=num_visible,
         num_new=num_new,
+        is_full=num_visible == in_window and not is_cut,
+        window=window,
+    )
+
+
+def _device_view(
+    cache: KVCache,
+    rows: DeviceRows,
+    policy: Visible,
+    num_new: int,
+    committed: Lengths | None,
+    window: int | None,
+) -> KVView:
+    """As `make_view`, by tensors alone; rows that are not active see nothing but new tokens."""
+    seq_lens = cache.seq_lens[rows.index]
+    settled = seq_lens
+    if committed is not None:
+        assert isinstance(committed, Tensor), "the host knows no length of such rows"
+        settled = torch.where(rows.active, committed, seq_lens)
+    ranges = policy.ranges(settled)
+    if window is not None and ranges.ndim == 3:
+        first_keys = (seq_lens + 1 - window).clamp(min=0)
+        ranges = torch.maximum(ranges, first_keys.view(-1, 1, 1))
+    is_row = (-1, 1, 1) if ranges.ndim == 3 else (1, -1, 1, 1, 1)
+    longest = cache.tokens_per_row - num_new
+    most = policy.most_visible(longest)
+    in_view = min(longest, most if committed is None else most + rows.max_tail)
+    return KVView(
+        cache=cache,
+        rows=rows.numbers,
+        row_index=rows.index,
+        seq_lens=seq_lens,
+        committed=settled,
+        ranges=ranges * rows.active.view(is_row),
+        lengths=(longest,) * len(rows),
+        num_visible=(in_view,) * len(rows),
+        num_new=num_new,
+        is_full=most == longest and window is None,
         window=window,
     )
 

@@ -42,3 +42,6 @@ class StreamingLLM:
 
     def num_visible(self, committed: int) -> int:
         return min(committed, self.budget)
+
+    def most_visible(self, committed: int) -> int:
+        return self.num_visible(committed)

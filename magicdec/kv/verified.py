@@ -8,15 +8,16 @@ Vegas (2602.07223), SparseSpec (2512.01278, PillarAttn).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from magicdec.kv.policy import MASS_BLOCK, first_key
+from magicdec.kv.policy import MASS_BLOCK
 from magicdec.sections import KVSection
+
+Number = TypeVar("Number", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -45,50 +46,62 @@ class VerifiedKV:
     def build(cls, kv: KVSection) -> VerifiedKV:
         return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
 
-    def sinks(self, committed: int) -> tuple[int, int]:
+    def sinks(self, committed: Number) -> tuple[Number, Number]:
         """The range of the sinks that a row of that length can see."""
-        first = first_key(committed, self.sliding_window)
-        return first, max(first, self.num_sink_tokens)
+        first = committed * 0
+        if self.sliding_window is not None:
+            first = _positive(committed + 1 - self.sliding_window)
+        return first, first + _positive(self.num_sink_tokens - first)
 
-    def split(self, committed: int) -> tuple[int, int]:
+    def split(self, committed: Number) -> tuple[Number, Number]:
         """Where the window of a row of that length begins, and how many blocks are read before
         it."""
         first, last = self.sinks(committed)
-        if committed - first <= self.budget:
-            return first, 0
         room = self.budget - (last - first)
         start = (committed - self.window) // MASS_BLOCK * MASS_BLOCK
-        if committed - start > room:  # too small a budget for a window that begins with a block
-            return committed - room, 0
-        return start, (room - (committed - start)) // MASS_BLOCK
+        # Conditions are factors, so that numbers and tensors of them are served alike.
+        is_long, is_short = committed - first > self.budget, committed - first <= self.budget
+        has_room = committed - start <= room
+        is_tight = committed - start > room  # too small a budget to begin with a block
+        begin = has_room * start + is_tight * (committed - room)
+        num_blocks = has_room * ((room - committed + start) // MASS_BLOCK)
+        return is_short * first + is_long * begin, is_long * num_blocks
 
     def num_visible(self, committed: int) -> int:
         start, num_blocks = self.split(committed)
         first, last = self.sinks(committed)
         return min(last, start) - first + num_blocks * MASS_BLOCK + committed - start
 
+    def most_visible(self, committed: int) -> int:
+        return min(committed, self.budget)
+
     def ranges(self, committed: Tensor) -> Tensor:
         """Before anything is known of the attention: the newest blocks."""
         lengths = committed.tolist()
+        most = max(self.split(length)[1] for length in lengths)
         recency = torch.arange(-(-max(lengths) // MASS_BLOCK), device=committed.device)
-        return self.heaviest(lengths, recency.float().expand(1, len(lengths), 1, -1))[0, :, 0]
+        mass = recency.float().expand(1, len(lengths), 1, -1)
+        return self.heaviest(committed, mass, most)[0, :, 0]
 
-    def heaviest(self, committed: Sequence[int], mass: Tensor) -> Tensor:
-        """Ranges [L, B, G, R, 2] of rows with `committed` tokens, given the attention [L, B, G,
-        blocks] that their blocks received."""
-        splits = [(*self.sinks(c), *self.split(c), c) for c in committed]
-        firsts, lasts, starts, counts, ends = torch.tensor(splits, device=mass.device).unbind(1)
+    def heaviest(self, committed: Tensor, mass: Tensor, most: int) -> Tensor:
+        """Ranges [L, B, G, R, 2] of rows with `committed` [B] tokens, given the attention [L, B, G,
+        blocks] that their blocks received; no row takes more than `most` of them."""
+        firsts, lasts = self.sinks(committed)
+        starts, counts = self.split(committed)
         block = torch.arange(mass.shape[3], device=mass.device)
         eligible = block * MASS_BLOCK >= lasts.unsqueeze(1)  # [B, blocks]
         eligible &= block < starts.unsqueeze(1) // MASS_BLOCK
-        most = max(count for *_, count, _ in splits)
         weights = mass.masked_fill(~eligible[:, None], -1.0)
         chosen = weights.topk(most, dim=3).indices  # [L, B, G, most], heaviest first
         taken = torch.arange(most, device=mass.device) < counts.view(-1, 1, 1)
         # What a row does not take becomes an empty range where its window begins.
         begin = torch.where(taken, chosen * MASS_BLOCK, starts.view(-1, 1, 1)).sort(dim=3).values
         stop = torch.minimum(begin + MASS_BLOCK, starts.view(-1, 1, 1))
-        kept = torch.stack([firsts, torch.minimum(lasts, starts), starts, ends], dim=1)
+        kept = torch.stack([firsts, torch.minimum(lasts, starts), starts, committed], dim=1)
         kept = kept.view(-1, 1, 2, 2).expand(*begin.shape[:3], 2, 2)  # sinks and window
         blocks = torch.stack([begin, stop], dim=4)
         return torch.cat([kept[..., :1, :], blocks, kept[..., 1:, :]], dim=3)
+
+
+def _positive(number: Number) -> Number:
+    return number * (number > 0)

@@ -9,6 +9,8 @@ from conftest import TINY, make_requests, make_runner, random_prompts, tiny_tran
 from magicdec.bench.check import check_outputs, first_difference
 from magicdec.bench.record import Correctness
 from magicdec.decoding.autoregressive import Autoregressive
+from magicdec.decoding.steps import EagerSteps
+from magicdec.decoding.strategy import untimed
 from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
 from magicdec.request import Request
@@ -20,7 +22,8 @@ def decoded(model: Transformer) -> list[Request]:
     engine = Engine(make_runner(model, 2, 90), 64)
     requests = make_requests(random_prompts([40, 25], TINY.vocab_size), NUM_NEW)
     engine.prefill(requests)
-    return [r.snapshot() for r in engine.decode(Autoregressive(engine.runner))]
+    strategy = Autoregressive(EagerSteps(engine.runner, None, untimed))
+    return [r.snapshot() for r in engine.decode(strategy)]
 
 
 def with_twin(token: int) -> Transformer:

@@ -31,7 +31,7 @@ MOST, NEW = 5, [120, 9, 90, 61]
 class Scripted:
     """A length that follows a list; learns nothing."""
 
-    most, calibration_s = MOST, None
+    most, choices, calibration_s = MOST, range(MOST + 1), None
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = cycle(counts)

@@ -16,12 +16,26 @@ from magicdec.decoding.draft_length import FixedLength
 from magicdec.decoding.heaviest_reader import HeaviestReader
 from magicdec.decoding.self_draft import SelfDrafter
 from magicdec.decoding.speculative import Speculative
+from magicdec.decoding.steps import EagerSteps
+from magicdec.decoding.strategy import untimed
 from magicdec.engine import Engine
 from magicdec.kv.policy import MASS_BLOCK
 from magicdec.kv.verified import VerifiedKV
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 from magicdec.sections import KVSection
+
+
+def speculative(runner: ModelRunner, reader: HeaviestReader, num_draft_tokens: int) -> Speculative:
+    drafter = SelfDrafter(reader)
+    steps = EagerSteps(runner, drafter, untimed)
+    return Speculative(runner, drafter, FixedLength(num_draft_tokens), steps)
+
+
+def heaviest(policy: VerifiedKV, committed: list[int], mass: Tensor) -> Tensor:
+    """The policy's choice for lengths that the host knows."""
+    most = max(policy.split(length)[1] for length in committed)
+    return policy.heaviest(torch.tensor(committed), mass, most)
 
 
 @settings(max_examples=300, deadline=None)
@@ -40,7 +54,7 @@ def test_the_choice_is_sinks_window_and_the_heaviest_blocks(
     blocks = -(-max(committed) // MASS_BLOCK)
     mass = torch.rand(2, len(committed), 3, blocks, generator=generator)
     mass = mass * (torch.rand(mass.shape, generator=generator) < 0.7)  # some have none at all
-    ranges = policy.heaviest(committed, mass)
+    ranges = heaviest(policy, committed, mass)
     assert ranges.shape[:3] == mass.shape[:3]
     for row, length in enumerate(committed):
         start, count = policy.split(length)
@@ -125,7 +139,7 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
     draft reads more than the budget."""
     policy = VerifiedKV(4, 16, 64)
     runner, reader, batch, engine = started(torch.float32, [120, 100], policy)
-    strategy = Speculative(runner, SelfDrafter(reader), FixedLength(3))
+    strategy = speculative(runner, reader, 3)
     strategy.begin(batch)
     told: list[tuple[int, Tensor]] = []
     views = []
@@ -155,7 +169,7 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
             assert view.ranges is views[0][1].ranges, "chosen once a step"
             if masses:
                 mass = torch.stack([masses[0], masses[1]])
-                expected = policy.heaviest(settled, mass)[layer]
+                expected = heaviest(policy, settled, mass)[layer]
                 assert torch.equal(view.layer_ranges(layer)[:, :, :-1], expected)
         chosen.append(views[0][1].ranges)
     assert len({str(c.tolist()) for c in chosen}) > 1, "the choice follows the text"
@@ -172,14 +186,14 @@ def test_a_choice_is_for_its_own_rows() -> None:
         reader.forward(torch.ones(len(rows), 1, dtype=torch.int64), rows, settled)
         reader.rewind(rows, settled)
         assert reader._choice is not None
-        expected = policy.heaviest(settled, reader._mass[:, rows])
+        expected = heaviest(policy, settled, reader._mass[:, rows])
         assert torch.equal(reader._choice[2].chosen, expected)
 
 
 def test_a_step_without_drafts_watches_nothing() -> None:
     """It is a step of the baseline and costs as much; what was known before stays known."""
     runner, reader, batch, engine = started(torch.float32, [120, 100], VerifiedKV(4, 16, 64))
-    strategy = Speculative(runner, SelfDrafter(reader), FixedLength(0))
+    strategy = speculative(runner, reader, 0)
     strategy.begin(batch)
     before = reader._mass.clone()
     output = strategy.step(batch)
@@ -216,7 +230,7 @@ def test_verified_blocks_lie_in_the_window(sinks: int, window: int | None) -> No
         policy = VerifiedKV(sinks, 9, budget, window)
         for committed in range(1, 200, 7):
             mass = torch.rand(2, 1, 3, -(-committed // 16))
-            ranges = policy.heaviest([committed], mass)[:, 0]
+            ranges = heaviest(policy, [committed], mass)[:, 0]
             kept = [{p for a, b in r for p in range(a, b)} for r in ranges.flatten(0, 1).tolist()]
             first = 0 if window is None else max(0, committed + 1 - window)
             for positions, r in zip(kept, ranges.flatten(0, 1), strict=True):

@@ -31,10 +31,11 @@ HEIGHT |= {
 # Files of a package of alternatives share these, and never import each other.
 SHARED = {
     "attention": {"backend", "library", "sequences", "triton_kernels"},
-    "kv": {"cache", "layout", "int8_layout", "policy"},
+    "kv": {"cache", "device_rows", "layout", "int8_layout", "policy"},
     "decoding": {
         *("strategy", "drafter", "reader", "draft_length", "forecast"),
-        *("sampling", "randomness", "verification"),
+        *("sampling", "randomness", "verification", "moments"),
+        *("device_batch", "recorded", "replayed_steps", "steps"),
     },
 }
 

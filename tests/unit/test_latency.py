@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, make_runner, tiny_transformer
+from torch import Tensor
 
 from magicdec.bench import forwards
-from magicdec.bench.forwards import fill, make_forwards, time_once, time_place
+from magicdec.bench.forward_kinds import make_forwards
+from magicdec.bench.forwards import fill, time_once, time_place
 from magicdec.bench.latency import Grid, parse
 from magicdec.bench.latency_rows import Cell, summarise
 from magicdec.config import RunConfig
@@ -146,9 +148,9 @@ def test_only_a_first_draft_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     heaviest = VerifiedKV.heaviest
 
-    def record(policy: VerifiedKV, committed: Sequence[int], mass: torch.Tensor) -> torch.Tensor:
+    def record(policy: VerifiedKV, committed: Tensor, mass: Tensor, most: int) -> Tensor:
         chosen.append(mass.shape[1])
-        return heaviest(policy, committed, mass)
+        return heaviest(policy, committed, mass, most)
 
     monkeypatch.setattr(VerifiedKV, "heaviest", record)
     runner = make_runner(tiny_transformer(), 2, 64)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from conftest import TINY, make_runner, tiny_transformer
 
-from magicdec.bench.forwards import fill, make_forwards
+from magicdec.bench.forward_kinds import make_forwards
+from magicdec.bench.forwards import fill
 from magicdec.bench.latency import Grid
 from magicdec.bench.latency_memory import check_grid_memory, plan_place
 from magicdec.bench.memory import Models

@@ -1,0 +1,183 @@
+"""ReplayedSteps: every step of a batch is one of a few pieces of work, recorded once and replayed:
+a decode step, a draft of so many tokens, a verification of so many. On CUDA a piece is one graph.
+
+Owns the state that lives on the device from step to step (`DeviceBatch`, the caches' lengths) and
+the host's copy of it, which one read a step brings up to date. The work itself is what an eager
+step does, with `DeviceRows` in place of row numbers. Greedy requests without penalties only: what
+others emitted is looked up by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.decoding.device_batch import DeviceBatch
+from magicdec.decoding.drafter import Drafter
+from magicdec.decoding.recorded import record
+from magicdec.decoding.strategy import (
+    Phase,
+    Proposal,
+    Recorder,
+    judge,
+    newest_tokens,
+    next_tokens,
+)
+from magicdec.kv.cache import KVCache
+from magicdec.kv.device_rows import upload
+from magicdec.request import Batch
+from magicdec.runner import ModelRunner
+
+Work = Callable[[int], Tensor]
+
+
+class ReplayedSteps:
+    """A drafter that cannot be replayed drafts as it does without graphs. Rows that have ended stay
+    in the batch until the next one begins: they are computed, and read nothing of their context."""
+
+    def __init__(
+        self, runner: ModelRunner, drafter: Drafter | None, phase: Phase, recorder: Recorder
+    ) -> None:
+        self.runner, self.drafter, self.phase = runner, drafter, phase
+        self.recorder = recorder
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
+        """Record all steps to come; each is done once first, and its traces removed."""
+        assert all(r.sampling.is_plain for r in batch.requests), "refused before the run"
+        self._draft = None if self.drafter is None else self.drafter.replayed
+        self._runners = [self.runner]
+        if self._draft is not None and self._draft.runner is not self.runner:
+            self._runners.append(self._draft.runner)
+        self._shown: tuple[int, ...] = ()
+        for runner in self._runners:
+            runner.counts.begin_on_device(runner.device)
+        self._batch = DeviceBatch.of(batch, max(draft_lengths) + 1, self.runner.device)
+        self._buffers = {
+            n: self._batch.newest.new_zeros(len(batch.rows), n) for n in draft_lengths if n
+        }
+        self._show(batch)
+        self._replays: dict[tuple[Work, int], Callable[[], Tensor]] = {}
+        for count in draft_lengths:
+            for work in (self._verify, self._propose) if count else (self._decode,):
+                if work != self._propose or self._draft is not None:
+                    self._replays[work, count] = self._record(work, count)
+
+    @torch.inference_mode()
+    def decode(self, batch: Batch) -> list[list[int]]:
+        with self.phase("decode"):
+            self._show(batch)
+            return self._read(batch, self._decode, 0)
+
+    @torch.inference_mode()
+    def draft(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        assert self.drafter is not None, "what drafts has a drafter"
+        with self.phase("draft"):
+            self._show(batch)
+            if self._draft is None:
+                return self.drafter.propose(batch, num_draft_tokens)
+            self.drafter.prepare(batch, num_draft_tokens)
+            return Proposal(self._pick(batch, self._replay(self._propose, num_draft_tokens)))
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch, proposal: Proposal) -> list[list[int]]:
+        assert self.drafter is not None, "what drafts has a drafter"
+        with self.phase("verify"):
+            self._show(batch)
+            places = upload(self._places(batch), self.runner.device)
+            self._buffers[proposal.ids.shape[1]].index_copy_(0, places, proposal.ids)
+            verdict = self._read(batch, self._verify, proposal.ids.shape[1])
+        if self._draft is None:
+            cache = self.runner.cache
+            self.drafter.commit(batch.rows, [cache.lengths[row] for row in batch.rows])
+        return verdict
+
+    @torch.inference_mode()
+    def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
+        self.runner.truncate(batch.rows, lengths)
+        if self.drafter is not None:
+            self.drafter.commit(batch.rows, lengths)
+        self._batch.load(batch)
+
+    def _decode(self, _: int) -> Tensor:
+        """[B, caches + 1]: their lengths, and the next token of each row."""
+        batch, runner = self._batch, self.runner
+        logits = runner.forward(newest_tokens(batch, runner.device), batch.rows)
+        token = next_tokens(runner, logits, batch.requests)
+        batch.newest.copy_(torch.cat([batch.newest[:, 1:], token], dim=1))
+        if self.drafter is not None and self._draft is not None:
+            self.drafter.commit(batch.rows, runner.cache.lengths_of(batch.rows))
+        return torch.cat([*self._lengths(), token], dim=1)
+
+    def _propose(self, count: int) -> Tensor:
+        """Draft ids [B, K]."""
+        assert self.drafter is not None, "what drafts has a drafter"
+        return self.drafter.propose(self._batch, count).ids
+
+    def _verify(self, count: int) -> Tensor:
+        """[B, caches + 1 + K + 1]: their lengths, how many drafts were accepted, the target's
+        ids."""
+        assert self.drafter is not None, "what drafts has a drafter"
+        batch, runner, drafts = self._batch, self.runner, self._buffers[count]
+        rows, before = batch.rows, runner.cache.seq_lens[batch.rows.index]
+        last = newest_tokens(batch, runner.device)
+        logits = runner.forward(torch.cat([last, drafts], 1), rows, watch=self.drafter.watch)
+        accepted, ids = judge(runner, batch.requests, Proposal(drafts), logits)
+        runner.truncate(rows, before + 1 + accepted)
+        if self._draft is not None:
+            self.drafter.commit(rows, runner.cache.lengths_of(rows))
+        places = torch.stack([accepted, accepted + 1], dim=1)
+        batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
+        return torch.cat([*self._lengths(), accepted.unsqueeze(1), ids], dim=1)
+
+    def _lengths(self) -> list[Tensor]:
+        """Of every cache, [B, 1] each."""
+        index = self._batch.rows.index
+        return [runner.cache.seq_lens[index].unsqueeze(1) for runner in self._runners]
+
+    def _caches(self) -> list[KVCache]:
+        return [runner.cache for runner in self._runners]
+
+    def _record(self, work: Work, count: int) -> Callable[[], Tensor]:
+        state = [*(cache.seq_lens for cache in self._caches()), self._batch.newest]
+        if self._draft is not None and self._draft.memory is not None:
+            state.append(self._draft.memory)
+        counts = list({id(r.counts): r.counts for r in self._runners}.values())
+        return record(self.recorder, lambda: work(count), state, counts)
+
+    def _replay(self, work: Work, count: int) -> Tensor:
+        return self._replays[work, count]()
+
+    def _read(self, batch: Batch, work: Work, count: int) -> list[list[int]]:
+        """A replay's result for the rows of `batch`, without the lengths, which are taken note of.
+        The one read of a step."""
+        caches = self._caches()
+        result = self._replay(work, count).tolist()
+        found = [result[place] for place in self._places(batch)]
+        for i, cache in enumerate(caches):
+            cache.note(batch.rows, [row[i] for row in found])
+        return [row[len(caches) :] for row in found]
+
+    def _places(self, batch: Batch) -> list[int]:
+        """Where the rows of `batch` stand in the device's."""
+        numbers = self._batch.rows.numbers
+        return [numbers.index(row) for row in batch.rows]
+
+    def _pick(self, batch: Batch, ids: Tensor) -> Tensor:
+        places = self._places(batch)
+        return ids if len(places) == len(ids) else ids[upload(places, ids.device)]
+
+    def _show(self, batch: Batch) -> None:
+        """Tell the device which rows go on, if that has changed."""
+        rows = tuple(batch.rows)
+        if rows == self._shown:
+            return
+        self._shown = rows
+        ended = [row for row in self._batch.rows.numbers if row not in rows]
+        for cache in self._caches():
+            # They are computed on: from where all that a step appends has room.
+            most = cache.tokens_per_row - self._batch.rows.max_tail - 1
+            cache.truncate(ended, [min(cache.lengths[row], most) for row in ended])
+        self._batch.load(batch)

@@ -1,0 +1,167 @@
+"""Steps that are recorded once and replayed, as CUDA graphs are, against the steps that the host
+starts: the same tokens, whatever rows end when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    decode,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    served_pairs,
+    tiny_transformer,
+)
+from recorder import HostTouched, Recorder
+from test_standalone import SMALL
+from test_varying_gamma import Scripted
+
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.decoding.draft_length import DraftLength
+from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.engine import Engine
+from magicdec.request import Request
+from magicdec.runner import ForwardCounts, ModelRunner
+from magicdec.sections import DecodingSection, KVSection
+
+PAIRS = sorted(served_pairs(), key=str)
+PROMPTS = [90, 1, 40, 150]
+NUM_NEW = [60, 33, 60, 7]  # rows end at different steps
+MOST = 8
+SCRIPT = (3, 0, 0, 0, 0, 0, 0, 2, 5, 0, 1)  # the draft falls behind by more than a step
+
+
+def section_of(policy: str | None) -> KVSection:
+    return KVSection("full") if policy in (None, "full") else KVSection(policy, 48, 4, 8)
+
+
+def started(
+    sliding_window: int | None = None, block_size: int = 16
+) -> tuple[Engine, list[Request]]:
+    """A target that has taken the prompts."""
+    config = replace(TINY, sliding_window=sliding_window)
+    model = tiny_transformer(config)
+    runner = make_runner(
+        model, len(PROMPTS), max(PROMPTS) + max(NUM_NEW) + MOST, SDPABackend(block_size)
+    )
+    engine = Engine(runner, 64)
+    return engine, engine.prefill(make_requests(random_prompts(PROMPTS, TINY.vocab_size), NUM_NEW))
+
+
+def draft_for(kv: KVSection, runner: ModelRunner) -> DraftModel:
+    model = tiny_transformer(SMALL, seed=1)
+    return make_draft(model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
+
+
+def run(
+    engine: Engine,
+    snapshots: Sequence[Request],
+    drafter: str | None,
+    kv: KVSection,
+    gamma: int | str,
+    recorder: Recorder | None,
+    length: DraftLength | None = None,
+) -> tuple[list[list[int]], list[list[int]], ForwardCounts]:
+    """(tokens, accepted by step, what the target's forwards read)."""
+    runner = engine.runner
+    engine.rewind(snapshots)
+    name = "autoregressive" if drafter is None else "speculative"
+    draft = draft_for(kv, runner) if drafter == "model" else None
+    section = DecodingSection(name, drafter, gamma)
+    setup = Setup(runner, section, kv, draft=draft, draft_length=length, recorder=recorder)
+    accepted: list[list[int]] = []
+    before = runner.counts.copy()
+    finished = decode(engine, name, setup, lambda out, s: accepted.append(out.num_accepted or []))
+    return [list(r.output_ids) for r in finished], accepted, runner.counts.minus(before)
+
+
+@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
+def test_replayed_steps_emit_the_same_tokens(drafter: str | None, policy: str | None) -> None:
+    engine, snapshots = started()
+    kv, recorder = section_of(policy), Recorder()
+    expected, accepted, counts = run(engine, snapshots, drafter, kv, 4, None)
+    found, replayed, read = run(engine, snapshots, drafter, kv, 4, recorder)
+    assert found == expected and recorder.replayed >= len(replayed)
+    assert replayed == accepted
+    assert read.num_forwards == counts.num_forwards
+    assert read.kv_tokens_read == counts.kv_tokens_read
+    assert read.kv_bytes_read == counts.kv_bytes_read
+
+
+@pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
+def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | None) -> None:
+    """Steps without drafts too, and the measurement that `--gamma auto` begins with."""
+    engine, snapshots = started()
+    kv, recorder = section_of(policy), Recorder()
+    expected, accepted, _ = run(engine, snapshots, drafter, kv, "auto", None, Scripted(SCRIPT))
+    found, replayed, _ = run(engine, snapshots, drafter, kv, "auto", recorder, Scripted(SCRIPT))
+    assert found == expected == run(engine, snapshots, None, kv, 4, None)[0]
+    if drafter != "model":  # which takes two tokens where one is missing: rounding may differ
+        assert replayed == accepted
+    rolls = (drafter, policy) == ("model", "streaming_llm")
+    drafts_on_host = drafter == "ngram" or rolls
+    assert recorder.recorded == 1 + (1 if drafts_on_host else 2) * 5
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "verified"])
+@pytest.mark.parametrize("reselect_every", [0, 9])
+def test_windows_and_new_choices_are_replayed(policy: str, reselect_every: int) -> None:
+    """A model whose texts get past its sliding window; SnapKV chooses anew between replays."""
+    if reselect_every and policy != "snapkv":
+        pytest.skip("chooses every step, or never")
+    engine, snapshots = started(sliding_window=64)
+    kv = replace(section_of(policy), reselect_every=reselect_every)
+    expected, accepted, counts = run(engine, snapshots, "self", kv, 3, None)
+    found, replayed, read = run(engine, snapshots, "self", kv, 3, Recorder())
+    assert found == expected and replayed == accepted
+    assert (read.kv_tokens_read, read.num_forwards) == (counts.kv_tokens_read, counts.num_forwards)
+
+
+def test_an_int8_draft_cache_is_replayed() -> None:
+    engine, snapshots = started(block_size=64)
+    kv = replace(section_of("snapkv"), draft_kv_dtype="int8")
+    expected, accepted, _ = run(engine, snapshots, "self", kv, 4, None)
+    assert run(engine, snapshots, "self", kv, 4, Recorder())[:2] == (expected, accepted)
+
+
+TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "branch": lambda x: bool(x.any()),
+    "mask": lambda x: x[x > 1],
+    "nonzero": lambda x: x.nonzero(),
+    "from a list": lambda x: x + torch.tensor([1, 2, 3]),
+    "by a list": lambda x: x[[0, 1]],
+}
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_what_a_graph_refuses_is_refused(name: str) -> None:
+    x = torch.tensor([1, 2, 3])
+
+    def work() -> torch.Tensor:
+        TOUCHES[name](x)
+        return x
+
+    with pytest.raises(HostTouched), torch.inference_mode():
+        Recorder().record(work)
+
+
+def test_a_replay_works_on_what_the_tensors_hold_then() -> None:
+    """In place and through views; what the host decided stays as it was."""
+    x, total, factor = torch.tensor([1, 2, 3]), torch.zeros(1, dtype=torch.int64), [2]
+
+    def work() -> torch.Tensor:
+        total.add_(x[1:].sum() * factor[0])
+        return total * 1
+
+    replay = Recorder().record(work)
+    x += 10
+    factor[0] = 100
+    assert total.item() == 10 and replay().item() == 10 + 2 * 25 and total.item() == 60

@@ -1,0 +1,112 @@
+"""A stand-in for CUDA graphs on a CPU: keeps the operators that a piece of work runs, with their
+arguments as they were, and runs them again on the same tensors, without the Python around them.
+
+What the work took from the host while it was recorded is frozen, as in a graph. What a graph
+refuses is refused here: reading a value back, copying from the host. Tensors that the work found
+are not kept alive, as a graph does not keep their memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+REFUSED = {
+    # The host waits for their result or its size; `tolist` calls `resolve_neg`.
+    aten.item, aten._local_scalar_dense, aten.resolve_neg, aten.nonzero, aten.masked_select,
+    aten._unique2, aten.equal, aten.is_nonzero,
+    # `torch.tensor`, and what indexing by a list makes of it.
+    aten.lift_fresh,
+}  # fmt: skip
+REFUSED_FORMS = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
+INDEXING = {aten.index, aten.index_put, aten.index_put_}
+
+
+class HostTouched(RuntimeError):
+    """The work reads from the device, or copies to it."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """In recorded arguments: the tensor that some operator before made."""
+
+    number: int
+
+
+class _Keep(TorchDispatchMode):
+    """Calls as (function, arguments, results)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+        self.made: dict[int, Made] = {}  # by the id of a tensor in `alive`
+        self.alive: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        packet = func.overloadpacket
+        if packet in REFUSED or func in REFUSED_FORMS:
+            raise HostTouched(str(func))
+        if packet in INDEXING and any(t is not None and t.dtype == torch.bool for t in args[1]):
+            raise HostTouched(f"{func} by a mask")
+        out = func(*args, **(kwargs or {}))
+        given = tree_map(self.refer, (args, kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            is_new = isinstance(self.refer(tensor), weakref.ref)
+            if is_new and all(tensor is not each for each in tree_flatten((args, kwargs))[0]):
+                self.made[id(tensor)] = Made(len(self.alive))
+                self.alive.append(tensor)
+        self.calls.append((func, given, tree_map(self.refer, out)))
+        return out
+
+    def refer(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self.made.get(id(value)) or weakref.ref(value)
+
+
+class Recorder:
+    """`recorded` counts the pieces of work, `replayed` how often any was repeated."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        with _Keep() as kept:
+            result = kept.refer(work())
+        calls, self.recorded = kept.calls, self.recorded + 1
+        del kept
+
+        @torch.inference_mode()
+        def replay() -> Tensor:
+            self.replayed += 1
+            made: dict[Made, Tensor] = {}
+
+            def current(value: Any) -> Any:
+                if isinstance(value, Made):
+                    return made[value]
+                if isinstance(value, weakref.ref):
+                    value = value()
+                    assert value is not None, "a tensor that the work reads is gone"
+                return value
+
+            for func, given, out in calls:
+                args, kwargs = tree_map(current, given)
+                again = tree_flatten(func(*args, **kwargs))[0]
+                for reference, tensor in zip(tree_flatten(out)[0], again, strict=True):
+                    if isinstance(reference, Made):
+                        made[reference] = tensor
+            found = current(result)
+            assert isinstance(found, Tensor)
+            return found
+
+        return replay
