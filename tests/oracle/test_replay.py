@@ -3,6 +3,7 @@ starts: the same tokens, whatever rows end when."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,8 +24,9 @@ from test_standalone import SMALL
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import DraftLength
-from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
 from magicdec.engine import Engine
 from magicdec.request import Request
 from magicdec.runner import ForwardCounts, ModelRunner
@@ -109,6 +111,15 @@ def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | N
     assert recorder.recorded == 1 + (1 if drafts_on_host else 2) * 5
 
 
+def test_a_length_chosen_by_measurement_is_replayed() -> None:
+    """One row is measured alone, with the others put to rest; then all go on."""
+    engine, snapshots = started()
+    kv, recorder = section_of("streaming_llm"), Recorder()
+    expected = run(engine, snapshots, None, kv, 4, None)[0]
+    assert run(engine, snapshots, "self", kv, "auto", recorder)[0] == expected
+    assert recorder.recorded == 1 + 2 * 8
+
+
 @pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "verified"])
 @pytest.mark.parametrize("reselect_every", [0, 9])
 def test_windows_and_new_choices_are_replayed(policy: str, reselect_every: int) -> None:
@@ -165,3 +176,32 @@ def test_a_replay_works_on_what_the_tensors_hold_then() -> None:
     x += 10
     factor[0] = 100
     assert total.item() == 10 and replay().item() == 10 + 2 * 25 and total.item() == 60
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "verified"])
+def test_a_step_on_a_gpu_waits_once(policy: str, graphs: bool) -> None:
+    """For the verdict; drafting, views and truncation start without waiting for the device."""
+    device = torch.device("cuda")
+    model = tiny_transformer().to(device)
+    runner = make_runner(model, 2, 200, SDPABackend(16))
+    engine = Engine(runner, 64)
+    engine.prefill(make_requests(random_prompts([90, 60], TINY.vocab_size), 60))
+    recorder = CudaGraphs(device) if graphs else None
+    section = DecodingSection("speculative", "self", 3)
+    setup = Setup(runner, section, section_of(policy), recorder=recorder)
+    strategy = make_strategy("speculative", setup)
+    engine.begin(strategy)
+    for _ in range(4):
+        batch = engine.scheduler.schedule()
+        assert batch is not None
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                output = strategy.step(batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        engine.scheduler.commit(batch, output, 0.0)
+        assert len([w for w in waits if "synchronizing" in str(w.message)]) == 1, waits

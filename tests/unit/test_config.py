@@ -525,6 +525,48 @@ def test_what_auto_attention_is_on_cuda_waits_for_a_measurement() -> None:
     assert settled("grouped", "asked for") == "grouped"
 
 
+ON_HOST = "sampling and penalties look at the output on the host"
+GRAPHS = [
+    ("", "on", "auto: on"),
+    ("--attention triton", "on", "auto: on"),
+    ("--cuda_graphs off", "off", "asked for"),
+    ("--cuda_graphs on --attention sdpa", "on", "asked for"),
+    ("--attention grouped", "off", "auto: off, --attention grouped needs lengths on the host"),
+    ("--temperature 0.5", "off", f"auto: off, {ON_HOST}"),
+    ("--presence_penalty 1", "off", f"auto: off, {ON_HOST}"),
+    ("--device cpu", "off", "auto: off, --device cpu has none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "graphs", "why"), GRAPHS)
+def test_graphs_are_used_where_they_can_be(flags: str, graphs: str, why: str) -> None:
+    machine = Machine(num_cpus=2, has_cuda=True)
+    d = parsed(*flags.split()).resolve(machine).decoding
+    assert (d.cuda_graphs, d.cuda_graphs_reason) == (graphs, why)
+    if not why.startswith("auto: off"):
+        return
+    with pytest.raises(ValueError, match=f"^--cuda_graphs on: {why[11:]}; choose from auto, off$"):
+        parsed("--cuda_graphs", "on", *flags.split()).resolve(machine)
+
+
+def test_a_backend_that_was_measured_decides_on_graphs_again() -> None:
+    machine = Machine(num_cpus=2, has_cuda=True)
+    resolved = DRIVER.resolve(machine)
+    assert resolved.decoding.cuda_graphs == "on"
+    for name, graphs in (("grouped", "off"), ("triton", "on")):
+        attention = dataclasses.replace(
+            resolved.attention, backend=name, backend_reason=f"auto: {name} 0.1 ms"
+        )
+        again = dataclasses.replace(resolved, attention=attention).resolve_graphs()
+        assert again.decoding.cuda_graphs == graphs
+    longspec = LONGSPEC.resolve(machine)
+    draft = dataclasses.replace(longspec.draft, backend="grouped", backend_reason="asked for")
+    again = dataclasses.replace(longspec, draft=draft).resolve_graphs()
+    assert again.decoding.cuda_graphs_reason.endswith(
+        "--attention grouped needs lengths on the host"
+    )
+
+
 @pytest.mark.parametrize("name", ["varlen", "flash_attn", "flashinfer"])
 def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
     machine, message = Machine(2, has_cuda=True), f"--attention {name} does not tell where the"

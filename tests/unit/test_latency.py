@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, make_runner, tiny_transformer
+from recorder import Recorder
 from torch import Tensor
 
+from magicdec.attention.sdpa import SDPABackend
 from magicdec.bench import forwards
 from magicdec.bench.forward_kinds import make_forwards
 from magicdec.bench.forwards import fill, time_once, time_place
@@ -121,6 +123,25 @@ def test_every_forward_finds_and_leaves_the_cache_at_its_context() -> None:
         seen.append(forward.counts.kv_tokens_read)
     # verify T 2 and 5 also watched; verified: sinks 4, one block 16, the newest 61 - 48 = 13
     assert seen == [3 * n for n in (62, 63, 63, 66, 66, 25, 25, 34, 34, 62)]
+
+
+def test_recorded_forwards_do_what_the_others_do() -> None:
+    """The same tokens chosen, the same keys read, the cache left at its context."""
+    grid = Grid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
+    found: list[list[Any]] = []
+    for recorder in (None, Recorder()):
+        runner = make_runner(tiny_transformer(), 3, 70, SDPABackend(16))
+        results: list[Any] = []
+        for forward in make_forwards(runner, fill(runner, 61), grid, 61, recorder):
+            for _ in range(2):
+                time_once(forward, runner, runner.group)
+                assert runner.cache.lengths == [61] * 3 == runner.cache.seq_lens.tolist()
+            assert forward.counts is not None
+            ids = forward.run().tolist()
+            forward.undo()
+            results.append((forward.cell, ids, forward.counts))
+        found.append(results)
+    assert found[0] == found[1]
 
 
 def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
