@@ -120,6 +120,18 @@ def test_a_length_chosen_by_measurement_is_replayed() -> None:
     assert recorder.recorded == 1 + 2 * 8
 
 
+@pytest.mark.parametrize("policy", ["full", "snapkv"])
+def test_a_row_that_ended_at_the_end_of_its_blocks_is_computed_on(policy: str) -> None:
+    """What its steps append in vain has room."""
+    runner = make_runner(tiny_transformer(), 2, 60 + 7 + 4, SDPABackend(1))
+    engine = Engine(runner, 64)
+    requests = make_requests(random_prompts([60, 4], TINY.vocab_size), [7, 60])
+    snapshots, kv = engine.prefill(requests), replace(section_of(policy), budget=100)
+    expected = run(engine, snapshots, "self", kv, 4, None)[0]
+    assert max(runner.cache.lengths) == 70 == runner.max_tokens - 1
+    assert run(engine, snapshots, "self", kv, 4, Recorder())[0] == expected
+
+
 @pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "verified"])
 @pytest.mark.parametrize("reselect_every", [0, 9])
 def test_windows_and_new_choices_are_replayed(policy: str, reselect_every: int) -> None:
