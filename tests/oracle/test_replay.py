@@ -111,6 +111,28 @@ def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | N
     assert recorder.recorded == 1 + (1 if drafts_on_host else 2) * 5
 
 
+@pytest.mark.parametrize(
+    "kv", [KVSection("full"), KVSection("snapkv", 250, window_size=8)], ids=str
+)
+def test_a_draft_that_sees_all_is_right_after_any_pause(kv: KVSection) -> None:
+    """The target's own weights: what they draft is accepted, however far they had fallen behind."""
+    engine, snapshots = started()
+    runner = engine.runner
+    draft = make_draft(runner.model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
+    engine.rewind(snapshots)
+    setup = Setup(
+        runner, DecodingSection("speculative", "model", "auto"), kv, draft=draft,
+        draft_length=Scripted(SCRIPT), recorder=Recorder(),
+    )  # fmt: skip
+    steps: list[tuple[int, list[int]]] = []
+    decode(
+        engine, "speculative", setup,
+        lambda out, s: steps.append((out.num_drafted, out.num_accepted or [])),
+    )  # fmt: skip
+    assert {n for n, _ in steps} == set(SCRIPT)
+    assert all(accepted == [n] * len(accepted) for n, accepted in steps)
+
+
 def test_a_length_chosen_by_measurement_is_replayed() -> None:
     """One row is measured alone, with the others put to rest; then all go on."""
     engine, snapshots = started()
