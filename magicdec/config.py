@@ -187,8 +187,7 @@ class RunConfig:
         if draft is not None:
             backends.append(settled(draft.backend, draft.backend_reason))
         asked = "auto" if (d.cuda_graphs_reason or "").startswith("auto") else d.cuda_graphs
-        device, is_plain = self.parallel.device, self.sampling.is_plain
-        graphs, reason = choose_graphs(asked, device, is_plain, backends)
+        graphs, reason = choose_graphs(asked, self.parallel.device, backends)
         decoding = dataclasses.replace(d, cuda_graphs=graphs, cuda_graphs_reason=reason)
         return dataclasses.replace(self, decoding=decoding)
 

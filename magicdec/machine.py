@@ -143,16 +143,12 @@ def check_tells_mass(backend: str, policy: str) -> None:
         )
 
 
-def choose_graphs(
-    asked: str, device: str, is_plain: bool, backends: Sequence[str | None]
-) -> tuple[str, str]:
-    """(on or off, why) of CUDA graphs. `is_plain`: requests are greedy, without penalties;
-    `backends` are the target's and a draft's, None where a measurement will name it. Raises
-    ValueError if they were asked for and cannot be."""
+def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> tuple[str, str]:
+    """(on or off, why) of CUDA graphs. `backends` are the target's and a draft's, None where a
+    measurement will name it. Raises ValueError if they were asked for and cannot be."""
     unfit = next((name for name in backends if name in WITHOUT_GRAPHS), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",
-        "sampling and penalties look at the output on the host": not is_plain,
         f"--attention {unfit} needs lengths on the host": unfit is not None,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)

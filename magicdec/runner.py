@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -119,6 +120,12 @@ class ModelRunner:
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
         self.offsets: Tensor | None = None
+
+    @cached_property
+    def vocab_places(self) -> list[tuple[int, int]]:
+        """Which vocabulary rows each rank's logits are of, in the order in which the group gathers
+        (shards may be uneven). Asked by all ranks together: the first time they tell each other."""
+        return self.group.all_gather_range(self.model.head_rows, self.device)
 
     def with_cache(self, max_tokens: int, kv_dtype: torch.dtype | None = None) -> ModelRunner:
         """The same model over a cache of its own, of that many tokens a row; forwards of both are

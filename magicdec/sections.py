@@ -116,8 +116,7 @@ class DecodingSection:
     )
     cuda_graphs: str = option(
         "auto",
-        "record each kind of step once and replay it, without the host in between; auto: on CUDA, "
-        "where decoding is greedy",
+        "record each kind of step once and replay it, without the host in between; auto: on CUDA",
         "--cuda_graphs",
         choices=("auto", "on", "off"),
     )
@@ -152,12 +151,6 @@ class SamplingSection:
         0.0, "subtracted from the logits of tokens of the output; 0: off", "--presence_penalty"
     )
     seed: int = option(0, "of every request's random numbers, with its id", "--sampling_seed")
-
-    @property
-    def is_plain(self) -> bool:
-        """The next token is the largest logit, whatever came before."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0
-        return self.temperature == 0 and not penalties
 
 
 @dataclass(frozen=True)

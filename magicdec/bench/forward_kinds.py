@@ -14,6 +14,7 @@ from torch import Tensor
 
 from magicdec.bench.latency import Grid
 from magicdec.bench.latency_rows import Cell
+from magicdec.decoding.choosing import Choosing
 from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.reader import Reader, make_reader
 from magicdec.decoding.recorded import record
@@ -83,7 +84,7 @@ def target_forward(
     rows = rows_of(batch, runner, recorder)
 
     def run() -> Tensor:
-        return choose(runner, runner.forward(ids, rows, watch=watch), batch.requests)
+        return choose(runner, runner.forward(ids, rows, watch=watch), Choosing())
 
     again = run if recorder is None else recorded(run, runner, recorder)
     return Forward(cell, again, lambda: runner.truncate(batch.rows, held))
@@ -109,7 +110,7 @@ def draft_forward(
         # A choice is made for lengths that have not been seen before.
         is_new = phase == "first_draft" and recorder is not None
         lengths = reader.lengths(rows) if is_new else settled
-        return choose(runner, reader.forward(ids, rows, lengths), batch.requests)
+        return choose(runner, reader.forward(ids, rows, lengths), Choosing())
 
     forward = Forward(cell, run, lambda: reader.rewind(batch.rows, held))
     if recorder is not None:
@@ -124,7 +125,7 @@ def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder | None) -> Row
     """The rows of `batch`, whose lengths a recorded forward finds on the device."""
     if recorder is None:
         return batch.rows
-    return DeviceBatch.of(batch, 1, runner.device).rows
+    return DeviceBatch.of(batch, 1, runner.model.config.vocab_size, runner.device).rows
 
 
 @torch.inference_mode()

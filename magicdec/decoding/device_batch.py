@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magicdec.decoding.choosing import Choosing
 from magicdec.kv.device_rows import DeviceRows, upload
 from magicdec.request import Batch, Request
 
@@ -22,21 +23,25 @@ class DeviceBatch:
     requests: tuple[Request, ...]
     rows: DeviceRows
     newest: Tensor  # int64 [B, NEWEST]: the last tokens of prompt and output
+    choosing: Choosing
 
     @classmethod
-    def of(cls, batch: Batch, max_tail: int, device: torch.device) -> DeviceBatch:
+    def of(cls, batch: Batch, max_tail: int, vocab_size: int, device: torch.device) -> DeviceBatch:
+        """`vocab_size`: the largest of the models that choose its tokens."""
         index = upload(batch.rows, device)
         rows = DeviceRows(tuple(batch.rows), index, torch.ones_like(index).bool(), max_tail)
-        return cls(batch.requests, rows, index.new_zeros(len(index), NEWEST))
+        choosing = Choosing.of(batch.requests, vocab_size, device)
+        return cls(batch.requests, rows, index.new_zeros(len(index), NEWEST), choosing)
 
     def load(self, batch: Batch) -> None:
-        """Take the newest tokens of `batch`, some or all of the requests, as the host knows them;
-        no other row is active."""
-        device, known = self.newest.device, {r.row: last_tokens(r, NEWEST) for r in batch.requests}
-        numbers = self.rows.numbers
-        self.rows.active.copy_(upload([row in known for row in numbers], device, torch.bool))
-        tokens = [known.get(row, [0] * NEWEST) for row in numbers]
+        """Take the newest tokens of `batch`, some or all of the requests, and what these have
+        emitted, as the host knows it; no other row is active."""
+        device, known = self.newest.device, {r.row: r for r in batch.requests}
+        requests = [known.get(row) for row in self.rows.numbers]
+        self.rows.active.copy_(upload([r is not None for r in requests], device, torch.bool))
+        tokens = [[0] * NEWEST if r is None else last_tokens(r, NEWEST) for r in requests]
         self.newest.copy_(upload(tokens, device))
+        self.choosing.load(requests)
 
 
 def last_tokens(request: Request, count: int) -> list[int]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from magicdec.decoding.choosing import Choosing
 from magicdec.decoding.device_batch import DeviceBatch
-from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.randomness import Purpose
 from magicdec.decoding.reader import Reader
 from magicdec.decoding.sampling import probabilities, sample
 from magicdec.decoding.strategy import Proposal, Setup, choose, whole_logits
 from magicdec.kv.device_rows import Lengths, Rows
 from magicdec.names import DRAFTERS, load_named
-from magicdec.request import Batch, Request
+from magicdec.request import Batch
 from magicdec.runner import ModelRunner, Watch
 
 
@@ -44,6 +44,12 @@ class Drafter(Protocol):
         ...
 
     @property
+    def draws(self) -> bool:
+        """Whether drafts of sampled requests are drawn: `propose` then gives their
+        probabilities."""
+        ...
+
+    @property
     def reader(self) -> Reader | None:
         """What `propose` reads the context with; None where no model of this rank drafts."""
         ...
@@ -60,15 +66,15 @@ class Drafter(Protocol):
 
 
 def draw(
-    runner: ModelRunner, logits: Tensor, requests: Sequence[Request], drafts: Tensor
+    runner: ModelRunner, logits: Tensor, choosing: Choosing, drafts: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of a drafting model:
     ids [B, 1], and what they were drawn from [B, 1, V], None where all requests are greedy."""
-    params = [request.sampling for request in requests]
-    if all(p.is_greedy for p in params):
-        return choose(runner, logits, requests, drafts), None
-    probs = probabilities(whole_logits(runner, logits, requests, drafts), params)
-    u = uniforms_ahead(requests, 1, Purpose.DRAFT, logits.device, skip=drafts.shape[1])
+    draws = choosing.draws
+    if draws is None:
+        return choose(runner, logits, choosing, drafts), None
+    probs = probabilities(whole_logits(runner, logits, choosing, drafts), draws.filters)
+    u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
     return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from magicdec.decoding.device_batch import NEWEST, DeviceBatch, last_tokens
 from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
-from magicdec.decoding.strategy import DraftModel, Setup, prefill
+from magicdec.decoding.strategy import DraftModel, Setup, choosing_of, prefill
 from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
@@ -24,6 +24,7 @@ class ModelDrafter:
     """On ranks without the draft `propose` only receives; the rest does nothing there."""
 
     watch = None
+    draws = True
 
     def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection) -> None:
         self.target, self.draft = target, draft
@@ -85,11 +86,11 @@ class ModelDrafter:
         """Draft tokens int64 [B, K], ids that the target knows, and what they were drawn from, [B,
         K, V] over the target's ids, None where nothing was."""
         rows, newest = batch.rows, self._catch_up(reader, batch)
-        settled = reader.lengths(rows)
+        settled, choosing = reader.lengths(rows), choosing_of(reader.runner, batch)
         drafts, drawn_from = newest[:, :0], []
         for _ in range(num_draft_tokens):
             logits = reader.forward(newest, rows, settled)[:, -1:]
-            newest, probs = draw(reader.runner, logits, batch.requests, drafts)
+            newest, probs = draw(reader.runner, logits, choosing, drafts)
             drafts = torch.cat([drafts, newest], dim=1)
             drawn_from += [] if probs is None else [probs]
         drawn = fold(torch.cat(drawn_from, dim=1), self.vocab_size) if drawn_from else None

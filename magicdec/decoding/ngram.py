@@ -55,6 +55,7 @@ class Lookup:
 
 class NgramDrafter:
     watch = None
+    draws = False
     reader = None
     can_replay = False  # looked up by the host
 

@@ -12,14 +12,10 @@ whose i-th output is a function of state and i alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
-
-from magicdec.kv.device_rows import upload
-from magicdec.request import Request
 
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, whose products and sums wrap
 MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -48,17 +44,13 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
 
 
 def uniforms_ahead(
-    requests: Sequence[Request],
-    count: int,
-    purpose: Purpose,
-    device: torch.device,
-    skip: int = 0,
+    seeds: Tensor, emitted: Tensor, count: int, purpose: Purpose, skip: int = 0
 ) -> Tensor:
-    """float64 [B, count] for the next `count` output positions of each request, `skip` positions
-    further on (a draft token is that many places ahead of the committed output)."""
-    seeds = upload([r.sampling.seed for r in requests], device)
-    first = upload([[len(r.output_ids) + skip] for r in requests], device)
-    return uniforms(seeds, first + torch.arange(count, device=device), purpose)
+    """float64 [B, count] for the next `count` output positions of requests with `seeds` [B] that
+    have `emitted` [B] tokens, `skip` positions further on (a draft token is that many places ahead
+    of the committed output)."""
+    first = emitted.unsqueeze(1) + skip
+    return uniforms(seeds, first + torch.arange(count, device=seeds.device), purpose)
 
 
 def derive_seed(seed: int, request_id: int) -> int:

@@ -3,8 +3,7 @@ a decode step, a draft of so many tokens, a verification of so many. On CUDA a p
 
 Owns the state that lives on the device from step to step (`DeviceBatch`, the caches' lengths) and
 the host's copy of it, which one read a step brings up to date. The work itself is what an eager
-step does, with `DeviceRows` in place of row numbers. Greedy requests without penalties only: what
-others emitted is looked up by the host.
+step does, with `DeviceRows` in place of row numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class ReplayedSteps:
     @torch.inference_mode()
     def begin(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
         """Record all steps to come; each is done once first, and its traces removed."""
-        assert all(r.sampling.is_plain for r in batch.requests), "refused before the run"
         drafter = self.drafter
         self._replays_drafts = drafter is not None and drafter.can_replay
         self._reader = None if drafter is None or not drafter.can_replay else drafter.reader
@@ -56,10 +54,13 @@ class ReplayedSteps:
         self._shown: tuple[int, ...] = ()
         for runner in self._runners:
             runner.counts.begin_on_device(runner.device)
-        self._batch = DeviceBatch.of(batch, max(draft_lengths) + 1, self.runner.device)
-        self._buffers = {
-            n: self._batch.newest.new_zeros(len(batch.rows), n) for n in draft_lengths if n
-        }
+        most, vocab_size = max(draft_lengths), max(r.model.config.vocab_size for r in self._runners)
+        self._batch = DeviceBatch.of(batch, most + 1, vocab_size, self.runner.device)
+        self._drafts = self._batch.newest.new_zeros(len(batch.rows), most)
+        self._drawn_from = None
+        if drafter is not None and drafter.draws and self._batch.choosing.draws is not None:
+            shape = *self._drafts.shape, self.runner.model.config.vocab_size
+            self._drawn_from = self._drafts.new_zeros(shape, dtype=torch.float64)
         self._show(batch)
         self._replays: dict[tuple[Work, int], Callable[[], Tensor]] = {}
         for count in draft_lengths:
@@ -81,16 +82,23 @@ class ReplayedSteps:
             if not self._replays_drafts:
                 return self.drafter.propose(batch, num_draft_tokens)
             self.drafter.prepare(batch, num_draft_tokens)
-            return Proposal(self._pick(batch, self._replay(self._propose, num_draft_tokens)))
+            ids = self._pick(batch, self._replay(self._propose, num_draft_tokens))
+            if self._drawn_from is None:
+                return Proposal(ids)
+            places = upload(self._places(batch), ids.device)
+            return Proposal(ids, self._drawn_from[:, :num_draft_tokens][places])
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal) -> list[list[int]]:
         assert self.drafter is not None, "what drafts has a drafter"
         with self.phase("verify"):
             self._show(batch)
-            places = upload(self._places(batch), self.runner.device)
-            self._buffers[proposal.ids.shape[1]].index_copy_(0, places, proposal.ids)
-            verdict = self._read(batch, self._verify, proposal.ids.shape[1])
+            places, count = upload(self._places(batch), self.runner.device), proposal.ids.shape[1]
+            self._drafts[:, :count].index_copy_(0, places, proposal.ids)
+            # What a greedy row's were drawn from does not matter, and is not said where all are.
+            if self._drawn_from is not None and proposal.probabilities is not None:
+                self._drawn_from[:, :count].index_copy_(0, places, proposal.probabilities)
+            verdict = self._read(batch, self._verify, count)
         if not self._replays_drafts:
             cache = self.runner.cache
             self.drafter.commit(batch.rows, [cache.lengths[row] for row in batch.rows])
@@ -107,26 +115,33 @@ class ReplayedSteps:
         """[B, caches + 1]: their lengths, and the next token of each row."""
         batch, runner = self._batch, self.runner
         logits = runner.forward(newest_tokens(batch, runner.device), batch.rows)
-        token = next_tokens(runner, logits, batch.requests)
+        token = next_tokens(runner, logits, batch.choosing)
+        batch.choosing.take(token, torch.ones_like(batch.rows.index), batch.rows.active)
         batch.newest.copy_(torch.cat([batch.newest[:, 1:], token], dim=1))
         if self.drafter is not None and self._replays_drafts:
             self.drafter.commit(batch.rows, runner.cache.lengths_of(batch.rows))
         return torch.cat([*self._lengths(), token], dim=1)
 
     def _propose(self, count: int) -> Tensor:
-        """Draft ids [B, K]."""
+        """Draft ids [B, K]; what they were drawn from stays where a verification finds it."""
         assert self.drafter is not None, "what drafts has a drafter"
-        return self.drafter.propose(self._batch, count).ids
+        proposal = self.drafter.propose(self._batch, count)
+        if self._drawn_from is not None:
+            assert proposal.probabilities is not None, "some rows are sampled"
+            self._drawn_from[:, :count].copy_(proposal.probabilities)
+        return proposal.ids
 
     def _verify(self, count: int) -> Tensor:
         """[B, caches + 1 + K + 1]: their lengths, how many drafts were accepted, the target's
         ids."""
         assert self.drafter is not None, "what drafts has a drafter"
-        batch, runner, drafts = self._batch, self.runner, self._buffers[count]
+        batch, runner, drafts = self._batch, self.runner, self._drafts[:, :count]
+        drawn_from = None if self._drawn_from is None else self._drawn_from[:, :count]
         rows, before = batch.rows, runner.cache.seq_lens[batch.rows.index]
         last = newest_tokens(batch, runner.device)
         logits = runner.forward(torch.cat([last, drafts], 1), rows, watch=self.drafter.watch)
-        accepted, ids = judge(runner, batch.requests, Proposal(drafts), logits)
+        accepted, ids = judge(runner, batch.choosing, Proposal(drafts, drawn_from), logits)
+        batch.choosing.take(ids, accepted + 1, rows.active)
         runner.truncate(rows, before + 1 + accepted)
         if self._replays_drafts:
             self.drafter.commit(rows, runner.cache.lengths_of(rows))
@@ -143,7 +158,8 @@ class ReplayedSteps:
         return [runner.cache for runner in self._runners]
 
     def _record(self, work: Work, count: int) -> Callable[[], Tensor]:
-        state = [*(cache.seq_lens for cache in self._caches()), self._batch.newest]
+        batch = self._batch
+        state = [*(c.seq_lens for c in self._caches()), batch.newest, *batch.choosing.state]
         if self._reader is not None and self._reader.memory is not None:
             state.append(self._reader.memory)
         counts = list({id(r.counts): r.counts for r in self._runners}.values())

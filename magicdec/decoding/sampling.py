@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magicdec.decoding.choosing import Filters, Penalties
 from magicdec.decoding.randomness import derive_seed
 from magicdec.distributed.groups import Group
-from magicdec.kv.device_rows import upload
-from magicdec.request import Request, SamplingParams
+from magicdec.request import SamplingParams
 from magicdec.sections import SamplingSection
 
 
@@ -46,28 +46,25 @@ def count_accepted(draft_ids: Tensor, target_ids: Tensor) -> Tensor:
     return equal.long().cumprod(dim=1).sum(dim=1)
 
 
-def gather_vocab(logits: Tensor, first_row: int, group: Group) -> Tensor:
+def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:
     """Logits of a vocabulary sharded by rank, whole on every rank: [B, T, columns of this rank] ->
     [B, T, V].
 
-    `first_row` is the vocabulary id of this rank's first column. Two collectives: the shards'
-    places, as shards may be uneven and the group gathers in an order of its own; then the columns,
-    padded to the widest.
+    `places` are the half-open ranges of ids of every rank's columns, in the order in which the
+    group gathers (`Group.all_gather_range`). One collective, of columns padded to the widest.
     """
     if group.size == 1:
         return logits
-    num_columns = logits.shape[-1]
-    place = upload([first_row, num_columns], logits.device)
-    places = group.all_gather(place).tolist()
-    widest = max(width for _, width in places)
-    padded = torch.nn.functional.pad(logits, (0, widest - num_columns))
+    widest = max(last - first for first, last in places)
+    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[-1]))
     shards = zip(places, group.all_gather(padded), strict=True)
     ordered = sorted(shards, key=lambda shard: shard[0])
-    return torch.cat([columns[..., :width] for (_, width), columns in ordered], dim=-1)
+    return torch.cat([columns[..., : last - first] for (first, last), columns in ordered], dim=-1)
 
 
-def process(logits: Tensor, requests: Sequence[Request], drafts: Tensor | None = None) -> Tensor:
-    """Penalties of each request on its logits [B, T, V]: float32 [B, T, V].
+def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None = None) -> Tensor:
+    """Penalties of each row on its logits [B, T, V]: float32 [B, T, V]. What they have seen may be
+    of a larger vocabulary.
 
     `drafts` [B, D] are the tokens proposed after the committed output, and the T positions are the
     last of the D + 1 that follow it: T = D + 1 when a chain is verified, T = 1 when its next token
@@ -76,27 +73,21 @@ def process(logits: Tensor, requests: Sequence[Request], drafts: Tensor | None =
     negative ones), then the presence penalty (as vLLM's: subtracted, once a token).
     """
     logits = logits.float()
-    rows = [i for i, r in enumerate(requests) if r.sampling.has_penalties]
-    if not rows:
+    if penalties is None:
         return logits
-    chosen = [requests[i] for i in rows]
-    index = upload(rows, logits.device)
-    x = logits[index]  # [R, T, V]
-    (_, num_positions, vocab_size), device = x.shape, x.device
-    in_output = _seen([r.output_ids for r in chosen], vocab_size, device).unsqueeze(1)
+    x = logits[penalties.index]  # [R, T, V]
+    _, num_positions, vocab_size = x.shape
+    in_output = penalties.in_output[:, :vocab_size].unsqueeze(1)
     if drafts is not None:
-        in_output = in_output | _drafted(drafts[index], num_positions, vocab_size)
-    in_prompt = _seen([r.distinct_prompt_ids for r in chosen], vocab_size, device).unsqueeze(1)
-    repetition = _per_row([r.sampling.repetition_penalty for r in chosen], x)
-    presence = _per_row([r.sampling.presence_penalty for r in chosen], x)
-    weakened = torch.where(x < 0, x * repetition, x / repetition)
-    x = torch.where(in_prompt | in_output, weakened, x) - presence * in_output
-    return logits.index_copy(0, index, x)
+        in_output = in_output | _drafted(drafts[penalties.index], num_positions, vocab_size)
+    in_prompt = penalties.in_prompt[:, :vocab_size].unsqueeze(1)
+    weakened = torch.where(x < 0, x * penalties.repetition, x / penalties.repetition)
+    x = torch.where(in_prompt | in_output, weakened, x) - penalties.presence * in_output
+    return logits.index_copy(0, penalties.index, x)
 
 
-def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """What each position's token is sampled from: logits [B, T, V], params of each row -> float64
-    [B, T, V].
+def probabilities(logits: Tensor, filters: Filters) -> Tensor:
+    """What each position's token is sampled from: logits [B, T, V] -> float64 [B, T, V].
 
     The order is that of transformers' `generate`: temperature, top_k, top_p, min_p, each on what
     the one before left. Tokens as likely as the last one kept are kept too, so the result does not
@@ -105,21 +96,17 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     best = logits.argmax(dim=-1, keepdim=True)
     choice = torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, best, 1.0)
-    if all(p.is_greedy for p in params):
-        return choice
     scores = logits.double()
-    temperature = _per_row([p.temperature or 1.0 for p in params], scores)
     # The largest becomes 0 first: no temperature, however small, makes it infinite.
-    scores = (scores - scores.gather(-1, best)) / temperature
-    if any(p.top_k > 0 or p.top_p < 1 for p in params):
-        scores = _keep_top(scores, params)
+    scores = (scores - scores.gather(-1, best)) / filters.temperature
+    if filters.top is not None:
+        scores = _keep_top(scores, *filters.top)
     probs = scores.softmax(dim=-1)
-    if any(p.min_p > 0 for p in params):
-        least = _per_row([p.min_p for p in params], probs) * probs.amax(dim=-1, keepdim=True)
+    if filters.min_p is not None:
+        least = filters.min_p * probs.amax(dim=-1, keepdim=True)
         probs = torch.where(probs < least, 0.0, probs)
         probs = probs / probs.sum(dim=-1, keepdim=True)
-    is_greedy = upload([p.is_greedy for p in params], logits.device, torch.bool)
-    return torch.where(is_greedy.view(-1, 1, 1), choice, probs)
+    return torch.where(filters.is_greedy, choice, probs)
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
@@ -145,32 +132,18 @@ def make_params(
     return SamplingParams(max_new_tokens, eos_token_ids, **values)
 
 
-def _keep_top(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Scores float64 [B, T, V] with -inf for what top_k, then top_p, drops."""
+def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Scores float64 [B, T, V] with -inf for what top_k, then top_p, [B, 1, 1] each, drops."""
     vocab_size = scores.shape[-1]
     ascending = scores.sort(dim=-1).values
-    num_kept = [min(p.top_k, vocab_size) or vocab_size for p in params]
-    first = upload([vocab_size - k for k in num_kept], scores.device)
-    floor = ascending.gather(-1, first.view(-1, 1, 1).expand(*scores.shape[:2], 1))
+    first = vocab_size - top_k.clamp(max=vocab_size)
+    floor = ascending.gather(-1, first.expand(*scores.shape[:2], 1))
     ascending = torch.where(ascending < floor, -torch.inf, ascending)
     # A token goes if it and all less likely ones hold no more than 1 - top_p.
     held = ascending.softmax(dim=-1).cumsum(dim=-1)
-    num_dropped = (held <= 1 - _per_row([p.top_p for p in params], held)).sum(-1, keepdim=True)
+    num_dropped = (held <= 1 - top_p).sum(-1, keepdim=True)
     floor = ascending.gather(-1, num_dropped.clamp(max=vocab_size - 1))
     return torch.where(scores < floor, -torch.inf, scores)
-
-
-def _per_row(values: Sequence[float], like: Tensor) -> Tensor:
-    """[B, 1, 1], to go with [B, T, V]."""
-    return upload(values, like.device, like.dtype).view(-1, 1, 1)
-
-
-def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Which tokens occur in each row: bool [R, V]."""
-    seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
-    for row, ids in enumerate(token_ids):
-        seen[row, upload(list(ids), device)] = True
-    return seen
 
 
 def _drafted(drafts: Tensor, num_positions: int, vocab_size: int) -> Tensor:

@@ -13,13 +13,14 @@ import torch
 from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
-from magicdec.decoding.strategy import Setup, newest_tokens
+from magicdec.decoding.strategy import Setup, choosing_of, newest_tokens
 from magicdec.kv.device_rows import Lengths, Rows
 from magicdec.request import Batch
 from magicdec.runner import Watch
 
 
 class SelfDrafter:
+    draws = True
     can_replay = True
 
     def __init__(self, reader: Reader) -> None:
@@ -47,10 +48,11 @@ class SelfDrafter:
             reader.refresh(batch, num_draft_tokens)
         settled = reader.lengths(rows)
         newest = newest_tokens(batch, reader.runner.device)
+        choosing = choosing_of(reader.runner, batch)
         drafts, drawn_from = newest[:, 1:], []
         for _ in range(num_draft_tokens):
             logits = reader.forward(newest, rows, settled)
-            newest, probs = draw(reader.runner, logits, batch.requests, drafts)
+            newest, probs = draw(reader.runner, logits, choosing, drafts)
             drafts = torch.cat([drafts, newest], dim=1)
             drawn_from += [] if probs is None else [probs]
         reader.rewind(rows, settled)

@@ -14,7 +14,15 @@ import torch
 
 from magicdec.decoding.drafter import Drafter
 from magicdec.decoding.replayed_steps import ReplayedSteps
-from magicdec.decoding.strategy import Phase, Proposal, Setup, judge, newest_tokens, next_tokens
+from magicdec.decoding.strategy import (
+    Phase,
+    Proposal,
+    Setup,
+    choosing_of,
+    judge,
+    newest_tokens,
+    next_tokens,
+)
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 
@@ -58,7 +66,8 @@ class EagerSteps:
         runner, rows = self.runner, batch.rows
         with self.phase("decode"):
             last = newest_tokens(batch, runner.device)
-            tokens = next_tokens(runner, runner.forward(last, rows), batch.requests).tolist()
+            logits = runner.forward(last, rows)
+            tokens = next_tokens(runner, logits, choosing_of(runner, batch)).tolist()
         if self.drafter is not None:
             self.drafter.commit(rows, runner.cache.lengths_of(rows))
         ids: list[list[int]] = tokens
@@ -76,7 +85,7 @@ class EagerSteps:
         with self.phase("verify"):
             tokens = torch.cat([newest_tokens(batch, runner.device), proposal.ids], dim=1)
             logits = runner.forward(tokens, rows, watch=self.drafter.watch)
-            count, ids = judge(runner, batch.requests, proposal, logits)
+            count, ids = judge(runner, choosing_of(runner, batch), proposal, logits)
             verdict: list[list[int]] = torch.cat([count.unsqueeze(1), ids], dim=1).tolist()
         # What stays cached is the last token and the accepted drafts; the newest emitted token is
         # not cached yet.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from magicdec.decoding.choosing import Choosing
 from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.draft_length import DraftLength
 from magicdec.decoding.moments import Moments
-from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.randomness import Purpose
 from magicdec.decoding.sampling import (
     count_accepted,
     gather_vocab,
@@ -26,7 +27,7 @@ from magicdec.decoding.sampling import (
 from magicdec.decoding.verification import verify
 from magicdec.kv.device_rows import upload
 from magicdec.names import STRATEGIES, load_named
-from magicdec.request import Batch, Request, StepOutput
+from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.sections import DecodingSection, KVSection
 
@@ -114,55 +115,59 @@ def newest_tokens(batch: Batch | DeviceBatch, device: torch.device) -> Tensor:
     return upload([[r.last_token] for r in batch.requests], device)
 
 
+def choosing_of(runner: ModelRunner, batch: Batch | DeviceBatch) -> Choosing:
+    """What the rows of `batch` choose tokens of the runner's model by, at this step."""
+    if isinstance(batch, DeviceBatch):
+        return batch.choosing
+    return Choosing.of(batch.requests, runner.model.config.vocab_size, runner.device)
+
+
 def choose(
-    runner: ModelRunner,
-    logits: Tensor,
-    requests: Sequence[Request],
-    drafts: Tensor | None = None,
+    runner: ModelRunner, logits: Tensor, choosing: Choosing, drafts: Tensor | None = None
 ) -> Tensor:
     """Greedy ids [B, T] of this rank's logits [B, T, V], agreed by the runner's group, for greedy
     requests whose T positions follow `drafts` (see `sampling.process`)."""
-    if all(request.sampling.is_plain for request in requests):
+    if choosing.penalties is None:
         return greedy(logits, runner.model.head_rows[0], runner.group)
-    return whole_logits(runner, logits, requests, drafts).argmax(dim=-1)
+    return whole_logits(runner, logits, choosing, drafts).argmax(dim=-1)
 
 
 def whole_logits(
-    runner: ModelRunner, logits: Tensor, requests: Sequence[Request], drafts: Tensor | None = None
+    runner: ModelRunner, logits: Tensor, choosing: Choosing, drafts: Tensor | None = None
 ) -> Tensor:
     """Logits over the whole vocabulary with each request's penalties, the same on every rank:
     float32 [B, T, V]."""
-    whole = gather_vocab(logits, runner.model.head_rows[0], runner.group)
-    return process(whole, requests, drafts)
+    whole = gather_vocab(logits, runner.vocab_places, runner.group)
+    return process(whole, choosing.penalties, drafts)
 
 
-def next_tokens(runner: ModelRunner, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def next_tokens(runner: ModelRunner, logits: Tensor, choosing: Choosing) -> Tensor:
     """The token after each request's output, from this rank's logits [B, 1, V] of it: int64 [B,
     1]."""
-    params = [request.sampling for request in requests]
-    if all(p.is_greedy for p in params):
-        return choose(runner, logits, requests)
-    probs = probabilities(whole_logits(runner, logits, requests), params)
-    u = uniforms_ahead(requests, 1, Purpose.RESAMPLE, logits.device)
+    draws = choosing.draws
+    if draws is None:
+        return choose(runner, logits, choosing)
+    probs = probabilities(whole_logits(runner, logits, choosing), draws.filters)
+    u = draws.ahead(1, Purpose.RESAMPLE)
     return sample(probs[:, 0], u[:, 0]).unsqueeze(1)
 
 
 def judge(
-    runner: ModelRunner, requests: Sequence[Request], proposal: Proposal, logits: Tensor
+    runner: ModelRunner, choosing: Choosing, proposal: Proposal, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """How many drafts of each row are kept [B], and ids [B, K+1] whose first that many + 1 the row
     emits, given this rank's logits [B, K+1, V] of its newest token and the drafts."""
-    params, drafts = [request.sampling for request in requests], proposal.ids
-    if all(p.is_greedy for p in params):
-        target = choose(runner, logits, requests, drafts)
+    draws, drafts = choosing.draws, proposal.ids
+    if draws is None:
+        target = choose(runner, logits, choosing, drafts)
         return count_accepted(drafts, target), target
-    probs = probabilities(whole_logits(runner, logits, requests, drafts), params)
+    probs = probabilities(whole_logits(runner, logits, choosing, drafts), draws.filters)
     count, following = verify(
         drafts,
         proposal.probabilities,
         probs,
-        uniforms_ahead(requests, drafts.shape[1], Purpose.ACCEPT, logits.device),
-        uniforms_ahead(requests, drafts.shape[1] + 1, Purpose.RESAMPLE, logits.device),
+        draws.ahead(drafts.shape[1], Purpose.ACCEPT),
+        draws.ahead(drafts.shape[1] + 1, Purpose.RESAMPLE),
     )
     tokens = torch.cat([drafts, following.unsqueeze(1)], dim=1)
     return count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1))
@@ -183,6 +188,7 @@ def prefill(
         for part in prompt.split(chunk, dim=1):
             logits = runner.forward(part, [row], last_only=True)
             progress(part.shape[1])
-        tokens.append(next_tokens(runner, logits, [request])[0])
+        choosing = Choosing.of([request], runner.model.config.vocab_size, runner.device)
+        tokens.append(next_tokens(runner, logits, choosing)[0])
         moments.mark()
     return StepOutput(torch.stack(tokens).tolist(), emitted_s=moments.seconds())

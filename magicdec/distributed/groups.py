@@ -109,6 +109,15 @@ class Group:
         dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self.handle)
         return out
 
+    def all_gather_range(
+        self, span: tuple[int, int], device: torch.device
+    ) -> list[tuple[int, int]]:
+        """Every rank's `span`, in the order of `all_gather`. Read by the host."""
+        import torch
+
+        spans = self.all_gather(torch.tensor(span, device=device)).tolist()
+        return [(first, last) for first, last in spans]
+
     def broadcast(self, x: Tensor, index: int) -> Tensor:
         """The x of rank `index` of the group, on every rank; the others give one of its shape and
         dtype."""

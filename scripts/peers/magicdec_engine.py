@@ -62,6 +62,7 @@ class Magicdec(Peer):
     def verify(self, drafts: list[list[int]]) -> list[list[int]]:
         import torch
 
+        from magicdec.decoding.choosing import Choosing
         from magicdec.decoding.strategy import choose
 
         batch = self.engine.scheduler.schedule()
@@ -69,7 +70,7 @@ class Magicdec(Peer):
         lengths = [self.runner.cache.lengths[row] for row in batch.rows]
         newest = [[r.last_token, *d] for r, d in zip(batch.requests, drafts, strict=True)]
         logits = self.runner.forward(torch.tensor(newest), batch.rows)
-        ids: list[list[int]] = choose(self.runner, logits, batch.requests).tolist()
+        ids: list[list[int]] = choose(self.runner, logits, Choosing()).tolist()
         self.runner.truncate(batch.rows, lengths)
         return ids
 

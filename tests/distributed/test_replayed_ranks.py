@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from conftest import Launch, save_checkpoint, served_pairs, tiny_transformer
 
 
-def test_replayed_steps_of_two_ranks_emit_the_same_tokens(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_replayed_steps_of_two_ranks_emit_the_same_tokens(
+    sampling: str, launch: Launch, tmp_path: Path
+) -> None:
     paths = [
         save_checkpoint(tiny_transformer(seed=seed), tmp_path / str(seed)) for seed in range(2)
     ]
-    done = launch("distributed/replayed.py", *paths, num_ranks=2, timeout=90)
+    done = launch("distributed/replayed.py", *paths, sampling, num_ranks=2, timeout=90)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert len(results) == 1 + len(served_pairs())
-    expected = results[0][2]
-    assert [len(tokens) for tokens in expected] == [30, 24, 9]
+    baseline = results[0][2]
+    assert [len(tokens) for tokens in baseline] == [30, 24, 9]
     for drafter, policy, eager, replayed, times in results:
-        assert eager == expected and times > 8, (drafter, policy)
-        assert replayed == expected, (drafter, policy)
+        assert times > 8, (drafter, policy)
+        if sampling == "greedy":
+            assert eager == replayed == baseline, (drafter, policy)
+        elif (drafter, policy) == ("model", "snapkv"):  # see oracle/test_replay_sampled.py
+            assert eager[2] == replayed[2] == baseline[2], "the greedy row"
+        else:
+            assert replayed == eager, (drafter, policy)

@@ -57,7 +57,8 @@ def started(
 
 
 def draft_for(kv: KVSection, runner: ModelRunner) -> DraftModel:
-    model = tiny_transformer(SMALL, seed=1)
+    dtype = next(runner.model.parameters()).dtype
+    model = tiny_transformer(SMALL, seed=1, dtype=dtype)
     return make_draft(model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
 
 

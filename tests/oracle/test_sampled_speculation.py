@@ -4,6 +4,7 @@ shown on a toy vocabulary; greedy requests with penalties stay exact."""
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 from itertools import product
 
@@ -21,8 +22,11 @@ from conftest import (
 )
 from scipy.stats import chisquare
 
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.decoding.choosing import Filters, Penalties
 from magicdec.decoding.sampling import make_params, probabilities, process
-from magicdec.decoding.strategy import Setup
+from magicdec.decoding.strategy import Recorder, Setup
 from magicdec.engine import Engine
 from magicdec.request import Request
 from magicdec.sections import DecodingSection, KVSection, SamplingSection
@@ -46,20 +50,28 @@ def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]
             logits = runner.forward(torch.tensor([[*PROMPT, *tokens]]), [0], last_only=True)
             params = make_params(section, NUM_TOKENS, (), 0)
             request = Request(0, PROMPT, params, list(tokens))
-            probs = probabilities(process(logits, [request]), [params])[0, 0]
+            penalties = Penalties.of([request], TOY.vocab_size, runner.device)
+            filters = Filters.of([params], runner.device)
+            probs = probabilities(process(logits, penalties), filters)[0, 0]
             longer |= {(*tokens, i): mass * p for i, p in enumerate(probs.tolist())}
         result = longer
     return result
 
 
 def emitted(
-    strategy: str, drafter: str, kv: KVSection, num_draft_tokens: int
+    strategy: str,
+    drafter: str,
+    kv: KVSection,
+    num_draft_tokens: int,
+    recorder: Recorder | None = None,
 ) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
-    runner = make_runner(tiny_transformer(TOY), ROWS, 32)
-    draft = make_draft(tiny_transformer(TOY, seed=4), kv, ROWS, 32) if drafter == "model" else None
+    backend, draft = GroupedBackend() if recorder is None else SDPABackend(16), None
+    runner = make_runner(tiny_transformer(TOY), ROWS, 32, backend)
+    if drafter == "model":
+        draft = make_draft(tiny_transformer(TOY, seed=4), kv, ROWS, 32, copy(backend))
     decoding = DecodingSection(strategy, drafter, num_draft_tokens)
-    setup = Setup(runner, decoding, kv, draft=draft)
+    setup = Setup(runner, decoding, kv, draft=draft, recorder=recorder)
     for seed in range(ROUNDS):
         engine = Engine(runner, 16)
         section = replace(SECTION, seed=seed)

@@ -525,15 +525,14 @@ def test_what_auto_attention_is_on_cuda_waits_for_a_measurement() -> None:
     assert settled("grouped", "asked for") == "grouped"
 
 
-ON_HOST = "sampling and penalties look at the output on the host"
 GRAPHS = [
     ("", "on", "auto: on"),
     ("--attention triton", "on", "auto: on"),
     ("--cuda_graphs off", "off", "asked for"),
     ("--cuda_graphs on --attention sdpa", "on", "asked for"),
     ("--attention grouped", "off", "auto: off, --attention grouped needs lengths on the host"),
-    ("--temperature 0.5", "off", f"auto: off, {ON_HOST}"),
-    ("--presence_penalty 1", "off", f"auto: off, {ON_HOST}"),
+    ("--temperature 0.5 --top_p 0.9", "on", "auto: on"),
+    ("--presence_penalty 1", "on", "auto: on"),
     ("--device cpu", "off", "auto: off, --device cpu has none"),
 ]  # fmt: skip
 

@@ -37,7 +37,7 @@ SHARED = {
     "kv": {"cache", "device_rows", "layout", "int8_layout", "policy"},
     "decoding": {
         *("strategy", "drafter", "reader", "draft_length", "forecast"),
-        *("sampling", "randomness", "verification", "moments"),
+        *("sampling", "randomness", "verification", "moments", "choosing"),
         *("device_batch", "recorded", "replayed_steps", "steps"),
     },
 }

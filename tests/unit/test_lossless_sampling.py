@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.decoding.choosing import Choosing, Draws, Filters, Penalties
+from magicdec.decoding.randomness import Purpose
 from magicdec.decoding.sampling import make_params, probabilities, process, sample
 from magicdec.decoding.verification import verify
 from magicdec.request import Request
@@ -33,6 +34,11 @@ def make_requests(count: int, section: SamplingSection) -> list[Request]:
     return [Request(i, (FIRST,), make_params(section, 99, (), i)) for i in range(count)]
 
 
+def draws_of(choosing: Choosing) -> Draws:
+    assert choosing.draws is not None, "all sections sample"
+    return choosing.draws
+
+
 class Toy:
     """A target and a draft that look at the last token only, with everything else as in decoding:
     penalties with history, filters, draws by output position."""
@@ -42,14 +48,17 @@ class Toy:
 
     def propose(self, requests: list[Request], count: int) -> tuple[Tensor, Tensor | None]:
         last = torch.tensor([(*r.prompt_ids, *r.output_ids)[-1] for r in requests])
+        choosing = Choosing.of(requests, len(self.target), CPU)
+        draws = draws_of(choosing)
         ids, probs = torch.empty(len(requests), 0, dtype=torch.long), []
         for place in range(count):
             if self.draft is None:  # without chance: some function of the last token
                 last = (last * 2 + 1) % len(self.target)
             else:
-                logits = process(self.draft[last].unsqueeze(1), requests, ids if place else None)
-                probs.append(probabilities(logits, [r.sampling for r in requests]))
-                u = uniforms_ahead(requests, 1, Purpose.DRAFT, CPU, skip=place)
+                before = ids if place else None
+                logits = process(self.draft[last].unsqueeze(1), choosing.penalties, before)
+                probs.append(probabilities(logits, draws.filters))
+                u = draws.ahead(1, Purpose.DRAFT, skip=place)
                 last = sample(probs[-1][:, 0], u[:, 0])
             ids = torch.cat([ids, last.unsqueeze(1)], dim=1)
         return ids, torch.cat(probs, dim=1) if probs else None
@@ -57,13 +66,15 @@ class Toy:
     def step(self, requests: list[Request], count: int, rule: Rule) -> None:
         drafts, draft_probs = self.propose(requests, count)
         last = torch.tensor([[(*r.prompt_ids, *r.output_ids)[-1]] for r in requests])
-        logits = process(self.target[torch.cat([last, drafts], dim=1)], requests, drafts)
+        choosing = Choosing.of(requests, len(self.target), CPU)
+        draws = draws_of(choosing)
+        logits = process(self.target[torch.cat([last, drafts], dim=1)], choosing.penalties, drafts)
         accepted, next_ids = rule(
             drafts,
             draft_probs,
-            probabilities(logits, [r.sampling for r in requests]),
-            uniforms_ahead(requests, count, Purpose.ACCEPT, CPU),
-            uniforms_ahead(requests, count + 1, Purpose.RESAMPLE, CPU),
+            probabilities(logits, draws.filters),
+            draws.ahead(count, Purpose.ACCEPT),
+            draws.ahead(count + 1, Purpose.RESAMPLE),
         )
         for row, r in enumerate(requests):
             r.output_ids += [*drafts[row, : accepted[row]].tolist(), int(next_ids[row])]
@@ -82,9 +93,9 @@ class Toy:
 
         def next_probs(output: list[int]) -> Tensor:
             logits = self.target[[FIRST, *output][-1]].view(1, 1, -1)
-            return probabilities(process(logits, [Request(0, (FIRST,), params, output)]), [params])[
-                0, 0
-            ]
+            request = Request(0, (FIRST,), params, output)
+            penalties = Penalties.of([request], len(self.target), CPU)
+            return probabilities(process(logits, penalties), Filters.of([params], CPU))[0, 0]
 
         return next_probs([]).unsqueeze(1) * torch.stack([next_probs([t]) for t in vocab])
 

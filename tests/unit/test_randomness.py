@@ -18,8 +18,6 @@ from magicdec.decoding.randomness import (
 )
 from magicdec.request import Request, SamplingParams
 
-CPU = torch.device("cpu")
-
 
 def test_the_generator_is_splitmix64() -> None:
     """First outputs for the seed 1234567, as its reference implementation prints them."""
@@ -68,23 +66,29 @@ def test_independent_across_purposes_positions_and_requests() -> None:
             assert abs(correlation(draws[a][1:], draws[b][:-1])) < bound
 
 
+def ahead(requests: list[Request], count: int, purpose: Purpose, skip: int = 0) -> Tensor:
+    seeds = torch.tensor([r.sampling.seed for r in requests])
+    emitted = torch.tensor([len(r.output_ids) for r in requests])
+    return uniforms_ahead(seeds, emitted, count, purpose, skip)
+
+
 def test_a_request_draws_the_same_in_any_batch() -> None:
     requests = [
         Request(i, (1,), SamplingParams(9, seed=derive_seed(0, i)), [5] * i) for i in (4, 2)
     ]
-    both = uniforms_ahead(requests, 3, Purpose.ACCEPT, CPU)
+    both = ahead(requests, 3, Purpose.ACCEPT)
     assert both.shape == (2, 3) and both.unique().numel() == 6
     for i, r in enumerate(requests):
-        assert torch.equal(uniforms_ahead([r], 3, Purpose.ACCEPT, CPU)[0], both[i])
-        ahead = uniforms_ahead([r], 1, Purpose.ACCEPT, CPU, skip=2)
-        assert torch.equal(ahead[0], both[i, 2:])
+        assert torch.equal(ahead([r], 3, Purpose.ACCEPT)[0], both[i])
+        later = ahead([r], 1, Purpose.ACCEPT, skip=2)
+        assert torch.equal(later[0], both[i, 2:])
         expected = uniforms(
             torch.tensor([r.sampling.seed]), torch.tensor([len(r.output_ids)]), Purpose.ACCEPT
         )
         assert torch.equal(expected, both[i, :1])
-        assert not torch.equal(uniforms_ahead([r], 3, Purpose.DRAFT, CPU)[0], both[i])
+        assert not torch.equal(ahead([r], 3, Purpose.DRAFT)[0], both[i])
     requests[0].output_ids.append(7)
-    assert torch.equal(uniforms_ahead(requests, 2, Purpose.ACCEPT, CPU)[0], both[0, 1:])
+    assert torch.equal(ahead(requests, 2, Purpose.ACCEPT)[0], both[0, 1:])
 
 
 def test_seeds_of_requests_differ_and_fit() -> None:

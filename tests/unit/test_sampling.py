@@ -21,7 +21,9 @@ from transformers.generation import (
 
 from magicdec.bench.cli import parse
 from magicdec.config import RunConfig
-from magicdec.decoding.sampling import make_params, probabilities, process, sample
+from magicdec.decoding.choosing import Filters, Penalties
+from magicdec.decoding.sampling import make_params, process, sample
+from magicdec.decoding.sampling import probabilities as filtered
 from magicdec.request import Request, SamplingParams
 from magicdec.sections import SamplingSection
 
@@ -35,6 +37,10 @@ def random_logits(*shape: int, seed: int = 0) -> Tensor:
 
 def params(**values: float) -> SamplingParams:
     return SamplingParams(9, **values)  # type: ignore[arg-type]
+
+
+def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    return filtered(logits, Filters.of(params, logits.device))
 
 
 def request(prompt: list[int], output: list[int], **values: float) -> Request:
@@ -59,13 +65,14 @@ REQUESTS = (
     request([8] * 20, [0], presence_penalty=-0.5, repetition_penalty=0.6),
     request([2, 1], [], repetition_penalty=1.3, presence_penalty=2.0),
 )
+PENALTIES = Penalties.of(REQUESTS, VOCAB, torch.device("cpu"))
 DRAFTS = torch.tensor([[9, 11, 20], [0, 1, 2], [30, 30, 5], [8, 0, 8], [49, 2, 49]])
 
 
 def test_penalties_know_each_position_s_history() -> None:
     logits = random_logits(len(REQUESTS), 4, VOCAB)
     before = logits.clone()
-    result = process(logits, REQUESTS, DRAFTS)
+    result = process(logits, PENALTIES, DRAFTS)
     assert result.dtype == torch.float32 and torch.equal(logits, before), "a pure function"
     for row, r in enumerate(REQUESTS):
         for place in range(4):
@@ -77,18 +84,19 @@ def test_penalties_know_each_position_s_history() -> None:
 
 def test_penalties_while_drafting_equal_those_of_verification() -> None:
     logits = random_logits(len(REQUESTS), 4, VOCAB)
-    chain = process(logits, REQUESTS, DRAFTS)
+    chain = process(logits, PENALTIES, DRAFTS)
     for place in range(4):
         drafts = DRAFTS[:, :place] if place else None
         assert torch.equal(
-            process(logits[:, place : place + 1], REQUESTS, drafts)[:, 0], chain[:, place]
+            process(logits[:, place : place + 1], PENALTIES, drafts)[:, 0], chain[:, place]
         )
 
 
 def test_without_penalties_nothing_is_done() -> None:
     logits = random_logits(1, 4, VOCAB)
-    assert process(logits, REQUESTS[1:2], DRAFTS[1:2]) is logits
-    assert process(logits.bfloat16(), REQUESTS[1:2], DRAFTS[1:2]).dtype == torch.float32
+    assert Penalties.of(REQUESTS[1:2], VOCAB, logits.device) is None
+    assert process(logits, None, DRAFTS[1:2]) is logits
+    assert process(logits.bfloat16(), None, DRAFTS[1:2]).dtype == torch.float32
 
 
 def warped(logits: Tensor, p: SamplingParams) -> Tensor:

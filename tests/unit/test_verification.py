@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.decoding.choosing import Filters
 from magicdec.decoding.randomness import Purpose, uniforms
 from magicdec.decoding.sampling import count_accepted, probabilities, sample
 from magicdec.decoding.verification import residual, verify
@@ -64,7 +65,7 @@ def test_greedy_rows_follow_the_greedy_rule_whatever_is_drawn() -> None:
     logits = torch.randn(500, 5, 4, generator=generator)
     drafts = torch.randint(0, 4, (500, 4), generator=generator)
     drafts[::2, :3] = logits[::2, :3].argmax(-1)
-    target = probabilities(logits, [SamplingParams(9)] * 500)
+    target = probabilities(logits, Filters.of([SamplingParams(9)] * 500, logits.device))
     drafted = torch.rand(500, 4, 4, generator=generator).double().softmax(-1)
     expected = count_accepted(drafts, logits.argmax(-1))
     assert set(expected.tolist()) == {0, 1, 2, 3, 4}
@@ -106,7 +107,7 @@ def test_a_gpu_judges_alike() -> None:
             uniforms(seeds.to(device), positions.to(device), purpose)
             for purpose in (Purpose.ACCEPT, Purpose.RESAMPLE)
         )
-        probs = probabilities(logits.to(device), params)
+        probs = probabilities(logits.to(device), Filters.of(params, torch.device(device)))
         verdicts.append(verify(drafts.to(device), None, probs, accept[:, :3], resample))
     for ours, theirs in zip(*verdicts, strict=True):
         assert torch.equal(ours, theirs.cpu())

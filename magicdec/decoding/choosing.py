@@ -1,0 +1,162 @@
+"""Choosing: what the rows of a batch choose their tokens by, as tensors: parameters, and what they
+have emitted.
+
+Made from requests for a step that the host starts; kept on the device from step to step, and
+brought up to date there, where steps are recorded. Which of it there is at all is decided by the
+host, when it is made. Must not know how tokens are chosen (`sampling`).
+
+Shapes: B rows, R of them with penalties, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.decoding.randomness import Purpose, uniforms_ahead
+from magicdec.kv.device_rows import upload
+from magicdec.request import Request, SamplingParams
+
+NO_TOP_K = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What each row's probabilities are made with, [B, 1, 1] each, to go with logits [B, T, V].
+    None where no row filters so."""
+
+    is_greedy: Tensor  # bool
+    temperature: Tensor  # float64, 1 of greedy rows
+    top: tuple[Tensor, Tensor] | None  # top_k int64, `NO_TOP_K`: off; top_p float64, 1: off
+    min_p: Tensor | None  # float64, 0: off
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Filters:
+        top, min_p = None, None
+        if any(p.top_k > 0 or p.top_p < 1 for p in params):
+            top_k = [min(p.top_k, NO_TOP_K) or NO_TOP_K for p in params]
+            top = _per_row(top_k, device, torch.int64), _per_row([p.top_p for p in params], device)
+        if any(p.min_p > 0 for p in params):
+            min_p = _per_row([p.min_p for p in params], device)
+        is_greedy = _per_row([p.is_greedy for p in params], device, torch.bool)
+        return cls(is_greedy, _per_row([p.temperature or 1.0 for p in params], device), top, min_p)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the random numbers of each row, and what they choose from, depend on."""
+
+    filters: Filters
+    seeds: Tensor  # int64 [B]
+    emitted: Tensor  # int64 [B]: how many tokens
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device) -> Draws | None:
+        """None where all are greedy."""
+        params = [r.sampling for r in requests]
+        if all(p.is_greedy for p in params):
+            return None
+        emitted = upload([len(r.output_ids) for r in requests], device)
+        return cls(Filters.of(params, device), upload([p.seed for p in params], device), emitted)
+
+    def ahead(self, count: int, purpose: Purpose, skip: int = 0) -> Tensor:
+        """See `uniforms_ahead`: float64 [B, count]."""
+        return uniforms_ahead(self.seeds, self.emitted, count, purpose, skip)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Of the R rows that have any: `places` among all rows, and what they have seen."""
+
+    places: tuple[int, ...]
+    index: Tensor  # int64 [R], the same
+    repetition: Tensor  # float32 [R, 1, 1]
+    presence: Tensor  # float32 [R, 1, 1]
+    in_prompt: Tensor  # bool [R, V]
+    in_output: Tensor  # bool [R, V]
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[Request], vocab_size: int, device: torch.device
+    ) -> Penalties | None:
+        """None where no request has any."""
+        places = tuple(i for i, r in enumerate(requests) if r.sampling.has_penalties)
+        if not places:
+            return None
+        params = [requests[place].sampling for place in places]
+        prompts = [requests[place].distinct_prompt_ids for place in places]
+        outputs = [requests[place].output_ids for place in places]
+        return cls(
+            places,
+            upload(places, device),
+            _per_row([p.repetition_penalty for p in params], device, torch.float32),
+            _per_row([p.presence_penalty for p in params], device, torch.float32),
+            _seen(prompts, vocab_size, device),
+            _seen(outputs, vocab_size, device),
+        )
+
+    def take(self, ids: Tensor, is_emitted: Tensor) -> None:
+        """See ids [B, T] in the outputs, where `is_emitted` [B, T]."""
+        ids, is_emitted = ids[self.index], is_emitted[self.index]
+        count = torch.zeros_like(self.in_output, dtype=torch.int64)
+        count.scatter_add_(1, ids, is_emitted.long())
+        self.in_output.logical_or_(count > 0)
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """The rows of one batch; by default greedy and without penalties, which takes no tensor."""
+
+    draws: Draws | None = None
+    penalties: Penalties | None = None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> Choosing:
+        """`vocab_size`: of the model, whole."""
+        return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device))
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What changes as tokens are emitted."""
+        emitted = [] if self.draws is None else [self.draws.emitted]
+        return emitted + ([] if self.penalties is None else [self.penalties.in_output])
+
+    def take(self, ids: Tensor, counts: Tensor, active: Tensor) -> None:
+        """Note, on the device, that the rows that are `active` [B] emitted the first `counts` [B]
+        of ids [B, T]."""
+        if self.draws is None and self.penalties is None:
+            return
+        counts = counts * active
+        if self.draws is not None:
+            self.draws.emitted.add_(counts)
+        if self.penalties is not None:
+            place = torch.arange(ids.shape[1], device=ids.device)
+            self.penalties.take(ids, place < counts.unsqueeze(1))
+
+    def load(self, requests: Sequence[Request | None]) -> None:
+        """Take over what each row has emitted as the host knows it: nothing where None."""
+        outputs = [[] if r is None else r.output_ids for r in requests]
+        if self.draws is not None:
+            emitted = self.draws.emitted
+            emitted.copy_(upload([len(ids) for ids in outputs], emitted.device))
+        if self.penalties is not None:
+            seen, chosen = self.penalties.in_output, [outputs[i] for i in self.penalties.places]
+            seen.copy_(_seen(chosen, seen.shape[1], seen.device))
+
+
+def _per_row(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """[B, 1, 1], to go with [B, T, V]."""
+    return upload(values, device, dtype).view(-1, 1, 1)
+
+
+def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """Which tokens occur in each row: bool [R, V]."""
+    seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
+    for row, ids in enumerate(token_ids):
+        seen[row, upload(list(ids), device)] = True
+    return seen

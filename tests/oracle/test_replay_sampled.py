@@ -1,0 +1,143 @@
+"""Replayed steps of requests that are sampled or have penalties, against the steps that the host
+starts: the same tokens for the same seeds, and as many drafts accepted in each step.
+
+In float64: sums of other shapes round otherwise, and a random number may fall between the two. A
+draft model under SnapKV is held to less: replayed, it takes the prompt's newest token once more,
+which then sees only what was chosen, so other drafts are drawn and judged. What sampled rows emit
+is another draw of the same distribution, shown below; greedy rows emit the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import test_replay
+import torch
+from conftest import TINY, make_draft, make_runner, random_prompts, served_pairs, tiny_transformer
+from recorder import Recorder
+from test_replay import run, section_of
+from test_sampled_speculation import SECTION, emitted, exact_distribution, p_value
+from test_standalone import SMALL
+from test_varying_gamma import Scripted
+
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.decoding.draft_length import Measure
+from magicdec.decoding.sampling import make_params
+from magicdec.decoding.strategy import DraftModel
+from magicdec.engine import Engine
+from magicdec.request import Batch, Request
+from magicdec.runner import ModelRunner
+from magicdec.sections import KVSection, SamplingSection
+
+PAIRS = sorted(served_pairs(), key=str)
+PROMPTS = [90, 1, 40, 150, 20]
+NUM_NEW = [40, 21, 60, 7, 33]  # rows end at different steps, the third last
+MOST = 8
+SCRIPT = (3, 0, 0, 2, 5, 0, 1)
+GREEDY = SamplingSection()
+WARM = SamplingSection(temperature=0.9)
+FILTERED = SamplingSection(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, seed=4)
+PENALISED = SamplingSection(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5)
+GREEDY_PENALISED = SamplingSection(repetition_penalty=1.2, presence_penalty=-0.5)
+KINDS = {
+    "temperature": [WARM] * 5,
+    "filters": [FILTERED] * 5,
+    "penalties": [PENALISED] * 5,
+    "greedy with penalties": [GREEDY_PENALISED, GREEDY, GREEDY_PENALISED, GREEDY, GREEDY],
+    # The last rows to end are greedy: a batch without chance, of steps that were recorded with it.
+    "mixed": [WARM, FILTERED, GREEDY, PENALISED, GREEDY_PENALISED],
+}
+
+
+Result = tuple[list[list[int]], list[list[int]]]
+"""Tokens, and accepted drafts by step."""
+
+
+class OneAlone(Scripted):
+    """Measures, beforehand, one row too, the others put to rest."""
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        measure(Batch(batch.requests[1:2], is_prefill=False))
+        super().begin(batch, measure)
+
+
+def started(kind: str) -> tuple[Engine, list[Request]]:
+    """A target that has taken the prompts."""
+    total = max(PROMPTS) + max(NUM_NEW) + MOST
+    model = tiny_transformer(dtype=torch.float64)
+    engine = Engine(make_runner(model, len(PROMPTS), total, SDPABackend(16)), 64)
+    prompts = random_prompts(PROMPTS, TINY.vocab_size)
+    rows = zip(prompts, NUM_NEW, KINDS[kind], strict=True)
+    requests = [Request(i, p, make_params(s, n, (), i)) for i, (p, n, s) in enumerate(rows)]
+    return engine, engine.prefill(requests)
+
+
+def check_same(pair: tuple[str | None, str | None], kind: str, eager: Result, ours: Result) -> None:
+    if pair != ("model", "snapkv"):
+        assert ours == eager
+    for sampling, expected, found in zip(KINDS[kind], eager[0], ours[0], strict=True):
+        assert len(found) == len(expected)
+        assert found == expected or (pair == ("model", "snapkv") and sampling.temperature > 0)
+
+
+def check_accepted(steps: Sequence[Sequence[int]], most: int) -> None:
+    """The cases hold kept and refused drafts."""
+    accepted = [count for step in steps for count in step]
+    assert 0 < sum(accepted) < most * len(accepted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
+def test_replayed_steps_sample_the_same_tokens(
+    drafter: str | None, policy: str | None, kind: str
+) -> None:
+    engine, snapshots = started(kind)
+    kv, recorder = section_of(policy), Recorder()
+    eager = run(engine, snapshots, drafter, kv, 4, None)[:2]
+    ours = run(engine, snapshots, drafter, kv, 4, recorder)[:2]
+    check_same((drafter, policy), kind, eager, ours)
+    assert [len(tokens) for tokens in ours[0]] == NUM_NEW
+    assert recorder.recorded and recorder.replayed >= len(ours[1])
+    if drafter == "self" and policy != "full":  # a view of the target's own cache
+        check_accepted(ours[1], 4)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "greedy with penalties"])
+@pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
+def test_any_sequence_of_draft_lengths_samples_the_same(
+    drafter: str, policy: str | None, kind: str
+) -> None:
+    """Steps without drafts too, after a measurement of one row and of all."""
+    engine, snapshots = started(kind)
+    kv, outputs = section_of(policy), []
+    # A measurement leaves what the drafter saw of the attention meanwhile, of rows at rest too.
+    script = Scripted if policy == "verified" else OneAlone
+    for recorder in (None, Recorder()):
+        found = run(engine, snapshots, drafter, kv, "auto", recorder, script(SCRIPT))
+        outputs.append(found[:2])
+    check_same((drafter, policy), kind, *outputs)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm"])
+def test_a_draft_of_a_larger_vocabulary_samples_the_same(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was emitted is kept once, for both models."""
+
+    def draft_for(kv: KVSection, runner: ModelRunner) -> DraftModel:
+        model = tiny_transformer(replace(SMALL, vocab_size=131), seed=1, dtype=torch.float64)
+        return make_draft(model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
+
+    monkeypatch.setattr(test_replay, "draft_for", draft_for)
+    engine, snapshots = started("mixed")
+    expected = run(engine, snapshots, "model", section_of(policy), 4, None)[:2]
+    assert run(engine, snapshots, "model", section_of(policy), 4, Recorder())[:2] == expected
+
+
+def test_replayed_steps_keep_the_targets_distribution() -> None:
+    """Where they are not held to the tokens of those that the host starts."""
+    kv = KVSection("snapkv", 4, window_size=2)
+    counts = emitted("speculative", "model", kv, 3, Recorder())
+    assert p_value(counts, exact_distribution(SECTION)) > 0.001

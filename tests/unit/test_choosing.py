@@ -1,0 +1,96 @@
+"""What rows choose tokens by, brought up to date as tensors: the same as made anew from requests
+that emitted the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from magicdec.decoding.choosing import NO_TOP_K, Choosing, Filters, Penalties
+from magicdec.decoding.randomness import Purpose
+from magicdec.decoding.sampling import probabilities, process
+from magicdec.request import Request, SamplingParams
+
+VOCAB, CPU = 20, torch.device("cpu")
+WARM = SamplingParams(9, temperature=1.0, seed=5)
+PENALISED = SamplingParams(9, repetition_penalty=1.5, presence_penalty=0.5)
+BOTH = SamplingParams(9, temperature=0.5, top_k=3, presence_penalty=1.0, seed=8)
+PARAMS = (PENALISED, SamplingParams(9), BOTH, WARM, BOTH)
+OUTPUTS: tuple[list[int], ...] = ([4, 7], [], [1], [2, 2, 2], [9])
+
+
+def requests_of(outputs: Sequence[list[int]]) -> list[Request]:
+    return [
+        Request(i, (3, i), params, list(output))
+        for i, (params, output) in enumerate(zip(PARAMS, outputs, strict=True))
+    ]
+
+
+def logits() -> Tensor:
+    return torch.randn(len(PARAMS), 3, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def same(a: Choosing, b: Choosing) -> None:
+    """Choose alike: history, parameters and random numbers."""
+    assert a.draws is not None and b.draws is not None
+    processed = [process(logits(), each.penalties) for each in (a, b)]
+    assert torch.equal(*processed)
+    assert torch.equal(
+        probabilities(logits(), a.draws.filters), probabilities(logits(), b.draws.filters)
+    )
+    assert torch.equal(a.draws.ahead(4, Purpose.ACCEPT, 1), b.draws.ahead(4, Purpose.ACCEPT, 1))
+
+
+def test_taken_tokens_are_those_of_requests_that_emitted_them() -> None:
+    """Of active rows, as many as each emitted; the ids after these are seen in no output."""
+    choosing = Choosing.of(requests_of(OUTPUTS), VOCAB, CPU)
+    ids = torch.tensor([[5, 5, 6], [8, 9, 10], [1, 11, 12], [13, 14, 15], [16, 17, 18]])
+    counts, active = torch.tensor([2, 3, 1, 3, 2]), torch.tensor([1, 1, 1, 1, 0]).bool()
+    outputs = [list(output) for output in OUTPUTS]
+    for _ in range(2):
+        choosing.take(ids, counts, active)
+        for row, count in enumerate((counts * active).tolist()):
+            outputs[row] += ids[row, :count].tolist()
+        same(choosing, Choosing.of(requests_of(outputs), VOCAB, CPU))
+        ids = ids.flip(1)
+
+
+def test_loaded_requests_are_those_it_was_made_of() -> None:
+    """Whatever was taken meanwhile, and of a row that is given; the others begin anew."""
+    choosing = Choosing.of(requests_of(OUTPUTS), VOCAB, CPU)
+    kept = [tensor.clone() for tensor in choosing.state]
+    every = torch.ones(5, dtype=torch.int64)
+    choosing.take(torch.arange(10).view(5, 2), every * 2, every.bool())
+    assert all(not torch.equal(a, b) for a, b in zip(kept, choosing.state, strict=True))
+    choosing.load(requests_of(OUTPUTS))
+    assert all(torch.equal(a, b) for a, b in zip(kept, choosing.state, strict=True))
+    none = [[], [], [1], [], []]
+    choosing.load([r if r.request_id == 2 else None for r in requests_of(OUTPUTS)])
+    same(choosing, Choosing.of(requests_of(none), VOCAB, CPU))
+
+
+def test_what_no_row_asks_for_takes_no_tensor() -> None:
+    """In steps that the host starts, too, where it would be made each time."""
+    greedy = [Request(0, (1,), SamplingParams(9), [2])]
+    assert Choosing.of(greedy, VOCAB, CPU) == Choosing() and Choosing().state == []
+    penalised = Choosing.of([Request(0, (1,), PENALISED)], VOCAB, CPU)
+    assert penalised.draws is None and len(penalised.state) == 1
+    warm = Choosing.of([*greedy, Request(1, (1,), WARM)], VOCAB, CPU)
+    assert warm.penalties is None and warm.draws is not None and len(warm.state) == 1
+    assert warm.draws.filters.top is None and warm.draws.filters.min_p is None
+
+
+def test_the_largest_top_k_fits_a_tensor() -> None:
+    params = [SamplingParams(9, temperature=1.0, top_k=k) for k in (0, 1, 1 << 70)]
+    top = Filters.of(params, CPU).top
+    assert top is not None and top[0].flatten().tolist() == [NO_TOP_K, 1, NO_TOP_K]
+
+
+@pytest.mark.parametrize("drafts", [None, torch.tensor([[6, 9]] * 5)])
+def test_history_of_a_larger_vocabulary(drafts: Tensor | None) -> None:
+    """Two models whose vocabularies are padded differently share one."""
+    made = [Penalties.of(requests_of(OUTPUTS), size, CPU) for size in (VOCAB, VOCAB + 7)]
+    assert torch.equal(*(process(logits(), each, drafts) for each in made))
