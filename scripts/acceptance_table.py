@@ -26,7 +26,8 @@ from rich.table import Table
 from magicdec.bench.metrics import PassSamples, acceptance
 from magicdec.bench.prepare import prepare
 from magicdec.bench.progress import make_progress
-from magicdec.bench.run import BASELINE, Run
+from magicdec.bench.run import Run
+from magicdec.bench.run_record import BASELINE
 from magicdec.config import RunConfig
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch, make_groups

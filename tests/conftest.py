@@ -25,7 +25,7 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.config import RunConfig
 from magicdec.decoding.reader import standalone_kv_dtype
 from magicdec.decoding.sampling import make_params
-from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
+from magicdec.decoding.strategy import DraftModel, Recorder, Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.draft_section import DraftSection
@@ -148,8 +148,10 @@ def decode_both(
     chunk: int = 64,
     drafter: str = "self",
     draft: DraftModel | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill."""
+    """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill;
+    steps are replayed if there is a recorder."""
     engine = Engine(runner, chunk)
     snapshots = engine.prefill(requests)
     decoding = DecodingSection("speculative", drafter, num_draft_tokens)
@@ -160,7 +162,7 @@ def decode_both(
         finished = decode(
             engine,
             name,
-            Setup(runner, decoding, kv, draft=draft),
+            Setup(runner, decoding, kv, draft=draft, recorder=recorder),
             lambda out, s: accepted.append(out.num_accepted or []),
         )
         outputs.append([list(r.output_ids) for r in finished])

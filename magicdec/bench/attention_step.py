@@ -47,6 +47,7 @@ class Step:
     head_dim: int
     dtype: torch.dtype
     num_layers: int
+    room: int  # tokens that rows may come to hold after the context
 
 
 def target_step(config: RunConfig, model: ModelConfig) -> Step:
@@ -99,7 +100,7 @@ def _name_drafts(config: RunConfig) -> str:
 def _window(config: RunConfig, model: ModelConfig, held: int) -> int | None:
     """The model's, where rows that hold so many tokens after the prompt grow past it."""
     window = model.sliding_window
-    longest = held + max_tokens(config) - config.workload.prefix_len
+    longest = held + _room(config)
     return None if window is None or window >= longest else window
 
 
@@ -110,7 +111,13 @@ def _make_step(
     dtype = getattr(torch, config.model.dtype)
     queries, keys = Shard(0, num_ranks).heads(model.num_heads, model.num_kv_heads)
     size, kv_heads = model.cached_head_dim, keys[1] - keys[0]
-    longest = max(read.context + read.num_new for read in reads)
+    room = _room(config)
+    longest = max(read.context for read in reads) + room
     row_bytes = 2 * longest * kv_heads * size * dtype.itemsize
     rows = max(1, min(config.workload.batch_size, MOST_BYTES // row_bytes))
-    return Step(name, reads, rows, queries[1] - queries[0], kv_heads, size, dtype, model.num_layers)
+    num_heads = queries[1] - queries[0]
+    return Step(name, reads, rows, num_heads, kv_heads, size, dtype, model.num_layers, room)
+
+
+def _room(config: RunConfig) -> int:
+    return max_tokens(config) - config.workload.prefix_len

@@ -18,12 +18,15 @@ from magicdec.bench.attention_step import Read, Step
 from magicdec.bench.loading import make_backend
 from magicdec.bench.timing import synchronize
 from magicdec.decoding.heaviest_reader import Chosen
+from magicdec.decoding.strategy import Recorder
 from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.device_rows import DeviceRows, upload
 from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
 from magicdec.kv.verified import VerifiedKV
+from magicdec.machine import WITHOUT_GRAPHS
 
 REPEATS = 10
-WARMUPS = 3  # repeats before: kernels are compiled
+WARMUPS = 3  # forwards before: kernels are compiled
 MOST_LAYERS = 8  # that share one `plan` here; a model's further layers take as long each
 
 Random = Callable[..., Tensor]
@@ -37,19 +40,27 @@ class Measured:
     outputs: tuple[Tensor, ...]
 
 
-def measure(name: str, step: Step, device: torch.device) -> Measured:
-    """Time a backend over each read of a step. Keys, queries and what is chosen of them are random,
-    and the same for every backend."""
+def measure(
+    name: str, step: Step, device: torch.device, recorder: Recorder | None = None
+) -> Measured:
+    """Time a backend over each read of a step, replayed if the run records its steps and the
+    backend lets it. Keys, queries and what is chosen of them are random, and the same for every
+    backend."""
     seconds, outputs = 0.0, []
     for read in step.reads:
-        once, output = measure_read(make_backend(name), read, step, device)
+        kept = None if name in WITHOUT_GRAPHS else recorder
+        once, output = measure_read(make_backend(name), read, step, device, kept)
         seconds += read.times * once
         outputs.append(output)
     return Measured(seconds, tuple(outputs))
 
 
 def measure_read(
-    backend: AttentionBackend, read: Read, step: Step, device: torch.device
+    backend: AttentionBackend,
+    read: Read,
+    step: Step,
+    device: torch.device,
+    recorder: Recorder | None = None,
 ) -> tuple[float, Tensor]:
     """(seconds a layer of one forward, output [B,T,H,D])."""
     generator = torch.Generator(device).manual_seed(0)
@@ -59,32 +70,53 @@ def measure_read(
 
     cache = _filled_cache(backend, read, step, device, random)
     visible = _choose(read, cache, random)
-    view = make_view(cache, range(step.rows), visible, read.num_new, window=read.window)
     heads = (step.num_heads, step.num_kv_heads, step.num_kv_heads)
     q, k, v = (random(step.rows, read.num_new, n, step.head_dim).to(step.dtype) for n in heads)
     attend = _with_mass(backend) if read.tells_mass else backend.run
     num_layers = min(step.num_layers, MOST_LAYERS)
+    view = _make_view(cache, read, visible, is_recorded=recorder is not None)
+
+    def forward() -> Tensor:
+        """A plan and so many layers, all over the cache's only one."""
+        backend.plan(view)
+        output = q
+        for _ in range(num_layers):
+            output = attend(0, q, k, v, view)
+        return output
+
+    seconds, output = _time(forward, device, recorder)
+    return seconds / num_layers, output
+
+
+def _time(
+    work: Callable[[], Tensor], device: torch.device, recorder: Recorder | None
+) -> tuple[float, Tensor]:
+    """(median seconds, result) of `work`, recorded after a warm-up if there is a recorder."""
+    for _ in range(WARMUPS):
+        output = work()
+    synchronize(device)
+    if recorder is not None:
+        work = recorder.record(work)
     seconds = []
-    for repeat in range(WARMUPS + REPEATS):
+    for _ in range(REPEATS):
         synchronize(device)
         started = time.perf_counter()
-        output = _forward(backend, attend, num_layers, view, q, k, v)
+        output = work()
         synchronize(device)
-        if repeat >= WARMUPS:
-            seconds.append((time.perf_counter() - started) / num_layers)
-    return statistics.median(seconds), output
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds), output.clone()
 
 
-def _forward(
-    backend: AttentionBackend, attend: Callable[..., Tensor], num_layers: int, view: KVView,
-    q: Tensor, k: Tensor, v: Tensor,
-) -> Tensor:  # fmt: skip
-    """A plan and so many layers, all over the cache's only one."""
-    backend.plan(view)
-    output = q
-    for _ in range(num_layers):
-        output = attend(0, q, k, v, view)
-    return output
+def _make_view(cache: KVCache, read: Read, visible: Visible, is_recorded: bool) -> KVView:
+    """As a forward of the run has it: a recorded one knows no lengths on the host."""
+    rows = range(len(cache.lengths))
+    if not is_recorded:
+        return make_view(cache, rows, visible, read.num_new, window=read.window)
+    index = upload(list(rows), cache.seq_lens.device)
+    active = torch.ones_like(index, dtype=torch.bool)
+    held = DeviceRows(tuple(rows), index, active, max_tail=read.times + 1)
+    settled = None if read.num_new > 1 else cache.seq_lens[index]  # a draft's tail is bounded too
+    return make_view(cache, held, visible, read.num_new, settled, read.window)
 
 
 def _with_mass(backend: AttentionBackend) -> Callable[..., Tensor]:
@@ -113,7 +145,7 @@ def _filled_cache(
     backend: AttentionBackend, read: Read, step: Step, device: torch.device, random: Random
 ) -> KVCache:
     """One layer whose rows hold the context."""
-    longest = read.context + read.num_new
+    longest = read.context + step.room
     block = backend.block_size(longest)
     per_row = -(-longest // block)
     layout, num_blocks = backend.layout(step.dtype), step.rows * per_row

@@ -20,6 +20,7 @@ from magicdec.bench.backend_timing import Measured, measure
 from magicdec.bench.environment import missing_backends
 from magicdec.bench.working_memory import max_tokens
 from magicdec.config import RunConfig
+from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.distributed.groups import Group
 from magicdec.machine import (
     CUDA_ONLY,
@@ -61,9 +62,10 @@ def _agreed(
     """The leader's choice for a step of a model, told to all and printed."""
     choice = None
     if group.index == 0:
+        recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else None
         candidates, left_out = list_candidates(config, model)
         choice = choose_fastest(
-            candidates, left_out, step.name, lambda name: measure(name, step, device)
+            candidates, left_out, step.name, lambda name: measure(name, step, device, recorder)
         )
         print(f"--attention {choice[1]}", file=sys.stderr, flush=True)
     found = group.all_gather_object(choice)[0]
@@ -94,8 +96,8 @@ def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], d
     recordable = [name for name in candidates if name not in WITHOUT_GRAPHS]
     graphs = config.decoding.cuda_graphs == "on"
     if graphs and (config.decoding.cuda_graphs_reason == "asked for" or len(recordable) > 1):
-        for name in set(candidates) - set(recordable):
-            left_out[name] = "it needs lengths on the host, and no CUDA graph could hold it"
+        why = "it needs lengths on the host, and no CUDA graph could hold it"
+        left_out |= {name: why for name in candidates if name in WITHOUT_GRAPHS}
         candidates = recordable
     return candidates, left_out
 

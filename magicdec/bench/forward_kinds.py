@@ -36,7 +36,6 @@ class Forward:
     prepare: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
     counts: ForwardCounts | None = None  # of one forward, the same each time
-    kept: object = None  # tensors that a recorded `run` reads and others may let go
 
 
 def make_forwards(
@@ -116,7 +115,7 @@ def draft_forward(
     forward = Forward(cell, run, lambda: reader.rewind(batch.rows, held))
     if recorder is not None:
         reader.commit(batch.rows, held)  # what a recorded verification saw is not for long
-        forward.run, forward.kept = recorded(run, runner, recorder), (settled, reader.choice)
+        forward.run = recorded(run, runner, recorder)
     elif phase == "first_draft":
         forward.prepare = lambda: reader.commit(batch.rows, held)
     return forward

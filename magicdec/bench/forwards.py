@@ -34,7 +34,6 @@ from magicdec.model.checkpoint import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
-from magicdec.sections import DecodingSection
 
 GREEDY = SamplingParams(max_new_tokens=1)
 
@@ -81,7 +80,10 @@ def largest_step(config: RunConfig, grid: Grid) -> RunConfig:
     config, most = replace(config, workload=workload), max(grid.new_tokens) - 1
     if most == 0 and not grid.drafts:
         return config
-    decoding = DecodingSection("speculative", "self" if grid.drafts else None, max(1, most))
+    drafter = "self" if grid.drafts else None
+    decoding = replace(
+        config.decoding, strategy="speculative", drafter=drafter, num_draft_tokens=max(1, most)
+    )
     watched = [kv for kv in grid.drafts if kv.policy == "verified"]
     kv = [*watched, *grid.drafts, config.kv][0].resolve()
     return replace(config, decoding=decoding, kv=kv)

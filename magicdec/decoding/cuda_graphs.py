@@ -21,12 +21,15 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Raises RuntimeError, naming the flag, for work that a graph cannot hold."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on: NCCL's watches its streams meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            result = work()
+        mode = "thread_local"  # other threads may go on: NCCL's watches its streams meanwhile
+        try:
+            with torch.cuda.graph(graph, self._pool, self._stream, mode):
+                result = work()
+        except RuntimeError as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RuntimeError(f"--cuda_graphs on: {why}; choose off") from error
 
         def replay() -> Tensor:
             graph.replay()

@@ -29,7 +29,7 @@ class GatheredReader:
     """`source` holds the whole context; `runner`, which drafts, what was chosen of it and the
     tokens since."""
 
-    watch = memory = choice = None
+    watch = memory = None
 
     def __init__(
         self, source: ModelRunner, policy: SnapKV, kv_dtype: torch.dtype | None = None

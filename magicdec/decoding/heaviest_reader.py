@@ -62,10 +62,6 @@ class HeaviestReader:
         self._seen[layer] = mass
 
     @property
-    def choice(self) -> object:
-        return self._choice
-
-    @property
     def memory(self) -> Tensor:
         return self._mass
 

@@ -25,11 +25,6 @@ class Reader(Protocol):
     runner: ModelRunner
 
     @property
-    def choice(self) -> object:
-        """What forwards of the same settled lengths share; None: nothing."""
-        ...
-
-    @property
     def memory(self) -> Tensor | None:
         """What verifications leave for drafts to come, beside the caches; None: nothing."""
         ...

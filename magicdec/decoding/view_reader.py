@@ -14,7 +14,7 @@ from magicdec.runner import ModelRunner
 class ViewReader:
     """For policies whose choice is arithmetic on lengths (full, StreamingLLM)."""
 
-    watch = memory = choice = None
+    watch = memory = None
 
     def __init__(self, runner: ModelRunner, policy: RangePolicy) -> None:
         self.runner, self.policy = runner, policy

@@ -15,10 +15,11 @@ from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
 from magicdec.bench.environment import missing_backends
 from magicdec.bench.loading import make_backend
+from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import make_view
-from magicdec.machine import CUDA_ONLY, Machine, backend_obstacle
+from magicdec.machine import CUDA_ONLY, WITHOUT_GRAPHS, Machine, backend_obstacle
 
 DTYPE = torch.bfloat16
 
@@ -37,8 +38,9 @@ def run(suite: Suite) -> None:
 
 
 def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[str, Any]:
-    """Milliseconds by number of new tokens T, of a layer's `run` and of `plan` apart, and the share
-    of the copy's bandwidth. Raises RuntimeError for what cannot be served here."""
+    """Milliseconds by number of new tokens T, of a layer's `run` (from a CUDA graph, where one can
+    hold it) and of `plan` apart, and the share of the copy's bandwidth. Raises RuntimeError for
+    what cannot be served here."""
     device, tokens = suite.device, suite.scale.attention_tokens
     missing = missing_backends(("triton", *CUDA_ONLY))
     machine = Machine(1, has_compiler=True, missing_backends=missing)
@@ -56,10 +58,15 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
     found = {}
     for T in tokens:
         call, plan, _ = prepare_call(backend, cache, heads, B, T)
-        seconds, num_bytes = median_seconds(device, call, calls=3), 2 * B * heads.G * heads.D
+        again: Callable[[], Tensor] = call
+        if device.type == "cuda" and name not in WITHOUT_GRAPHS:
+            call()
+            again = CudaGraphs(device).record(call)
+        seconds, num_bytes = median_seconds(device, again, calls=3), 2 * B * heads.G * heads.D
         num_bytes *= (S + T) * DTYPE.itemsize
         found[str(T)] = {
             "ms": 1e3 * seconds,
+            "from_graph": again is not call,
             "plan_ms": 1e3 * median_seconds(device, plan),
             "bytes_per_s": num_bytes / seconds,
             "of_copy": num_bytes / seconds / copied,

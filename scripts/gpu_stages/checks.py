@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_stages.latency import run_magicdec
+from gpu_stages.latency import run_recorded
 from gpu_stages.scale import Suite
 from magicdec.bench.record import load_records
 
@@ -59,6 +59,6 @@ def run_selfspec(suite: Suite, dtype: str, backend: str) -> dict[str, Any]:
             *("--prefix_len", suite.scale.demo_prefix, "--gen_len", 8 if suite.is_tiny else 64),
             *("--gamma", 3, "--draft_budget", 65, "--results", path),
         ]
-        run_magicdec("selfspec", flags, suite.results.seconds_left)
+        refusal = run_recorded("selfspec", flags, suite)
         record: dict[str, Any] = load_records(path)[-1]
-    return record
+    return record | refusal

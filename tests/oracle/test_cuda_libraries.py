@@ -38,7 +38,8 @@ from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.machine import CUDA_ONLY, WITHOUT_MASS
+from magicdec.machine import CUDA_ONLY, WITHOUT_GRAPHS, WITHOUT_MASS
+from magicdec.names import ATTENTION_BACKENDS
 from magicdec.sections import KVSection
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
@@ -128,10 +129,18 @@ class TestContract:
             BACKENDS[backend]().run_with_mass(0, *[torch.empty(0)] * 3, None)
 
 
+READ_ON_DEVICE = ["sdpa", "triton", "varlen", "flash_attn 2", "flash_attn 3"]
+
+
+def test_every_backend_that_may_be_recorded_is_tried_with_bounds() -> None:
+    names = {name.split()[0] for name in READ_ON_DEVICE}
+    assert names == set(ATTENTION_BACKENDS) - set(WITHOUT_GRAPHS)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins compute on the CPU")
 @pytest.mark.parametrize("block", [24, 256])  # 256: read in place, by each
 @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 50), Scattered(2, 0.4)], ids=repr)
-@pytest.mark.parametrize("name", ["sdpa", "triton", "varlen", "flash_attn 2", "flash_attn 3"])
+@pytest.mark.parametrize("name", READ_ON_DEVICE)
 def test_lengths_on_the_host_may_be_bounds(
     name: str, policy: Visible, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

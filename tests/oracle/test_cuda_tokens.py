@@ -1,5 +1,5 @@
 """Float32 tokens of the demo model on a GPU are the CPU's, for every drafter and KV policy and
-every attention backend that computes in float32 there."""
+every attention backend that computes in float32 there, steps replayed from CUDA graphs or not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from functools import cache
 import pytest
 import torch
 from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
+from recorder import Recorder
 
 from magicdec.bench.loading import Kinds, load_model, make_backend
 from magicdec.bench.progress import make_progress
+from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.strategy import Recorder as AnyRecorder
 from magicdec.distributed.groups import Group
-from magicdec.machine import CUDA_ONLY
+from magicdec.machine import CUDA_ONLY, WITHOUT_GRAPHS
 from magicdec.model.checkpoint import find_model
 from magicdec.model.transformer import Transformer
 from magicdec.names import ATTENTION_BACKENDS
@@ -37,7 +40,12 @@ def section_of(policy: str | None) -> KVSection:
 
 
 def emitted(
-    device: str, drafter: str, policy: str | None, backend: str, elementwise: str = "torch"
+    device: str,
+    drafter: str,
+    policy: str | None,
+    backend: str,
+    elementwise: str = "torch",
+    recorder: AnyRecorder | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted by step) of the demo model."""
     target, total = load("demo", device, elementwise), max(PROMPTS) + NUM_NEW + 4
@@ -47,7 +55,7 @@ def emitted(
         drafts = load("demo-draft", device, elementwise)
         draft = make_draft(drafts, kv, len(PROMPTS), total, make_backend(backend))
     requests = make_requests(random_prompts(PROMPTS, target.config.vocab_size), NUM_NEW)
-    return decode_both(runner, requests, kv, 4, 64, drafter, draft)
+    return decode_both(runner, requests, kv, 4, 64, drafter, draft, recorder)
 
 
 @cache
@@ -58,20 +66,29 @@ def on_cpu(drafter: str, policy: str | None) -> list[list[int]]:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("backend", FLOAT32_BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "graphs"),
+    [(b, g) for b in FLOAT32_BACKENDS for g in (False, True) if not g or b not in WITHOUT_GRAPHS],
+)
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
-def test_tokens_on_a_gpu_are_the_cpus(drafter: str, policy: str | None, backend: str) -> None:
+def test_tokens_on_a_gpu_are_the_cpus(
+    drafter: str, policy: str | None, backend: str, graphs: bool
+) -> None:
     elementwise = "triton" if backend == "triton" else "torch"  # our kernels go together
-    baseline, ours, accepted = emitted("cuda", drafter, policy, backend, elementwise)
+    recorder = CudaGraphs(torch.device("cuda")) if graphs else None
+    found = emitted("cuda", drafter, policy, backend, elementwise, recorder)
+    baseline, ours, accepted = found
     assert baseline == on_cpu(drafter, policy), "autoregressive decoding"
     assert ours == baseline
     assert accepted, "nothing was drafted"
 
 
+@pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize(("drafter", "policy"), [("self", "snapkv"), ("model", "streaming_llm")])
-def test_what_the_gpu_is_held_to_runs_on_a_cpu(drafter: str, policy: str) -> None:
+def test_what_the_gpu_is_held_to_runs_on_a_cpu(drafter: str, policy: str, replays: bool) -> None:
     """The comparison itself: another backend emits the same, and something is accepted."""
-    baseline, ours, accepted = emitted("cpu", drafter, policy, "sdpa")
+    recorder = Recorder() if replays else None
+    baseline, ours, accepted = emitted("cpu", drafter, policy, "sdpa", "torch", recorder)
     assert baseline == ours == on_cpu(drafter, policy)
     assert all(len(row) == NUM_NEW for row in ours)
     assert sum(map(sum, accepted)) > 0

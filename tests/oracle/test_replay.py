@@ -3,6 +3,7 @@ starts: the same tokens, whatever rows end when."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,8 +24,9 @@ from test_standalone import SMALL
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import DraftLength
-from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
 from magicdec.engine import Engine
 from magicdec.request import Request
 from magicdec.runner import ForwardCounts, ModelRunner
@@ -110,6 +112,28 @@ def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | N
     assert recorder.recorded == 1 + (1 if drafts_on_host else 2) * 5
 
 
+@pytest.mark.parametrize(
+    "kv", [KVSection("full"), KVSection("snapkv", 250, window_size=8)], ids=str
+)
+def test_a_draft_that_sees_all_is_right_after_any_pause(kv: KVSection) -> None:
+    """The target's own weights: what they draft is accepted, however far they had fallen behind."""
+    engine, snapshots = started()
+    runner = engine.runner
+    draft = make_draft(runner.model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
+    engine.rewind(snapshots)
+    setup = Setup(
+        runner, DecodingSection("speculative", "model", "auto"), kv, draft=draft,
+        draft_length=Scripted(SCRIPT), recorder=Recorder(),
+    )  # fmt: skip
+    steps: list[tuple[int, list[int]]] = []
+    decode(
+        engine, "speculative", setup,
+        lambda out, s: steps.append((out.num_drafted, out.num_accepted or [])),
+    )  # fmt: skip
+    assert {n for n, _ in steps} == set(SCRIPT)
+    assert all(accepted == [n] * len(accepted) for n, accepted in steps)
+
+
 def test_a_length_chosen_by_measurement_is_replayed() -> None:
     """One row is measured alone, with the others put to rest; then all go on."""
     engine, snapshots = started()
@@ -117,6 +141,18 @@ def test_a_length_chosen_by_measurement_is_replayed() -> None:
     expected = run(engine, snapshots, None, kv, 4, None)[0]
     assert run(engine, snapshots, "self", kv, "auto", recorder)[0] == expected
     assert recorder.recorded == 1 + 2 * 8
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv"])
+def test_a_row_that_ended_at_the_end_of_its_blocks_is_computed_on(policy: str) -> None:
+    """What its steps append in vain has room."""
+    runner = make_runner(tiny_transformer(), 2, 60 + 7 + 4, SDPABackend(1))
+    engine = Engine(runner, 64)
+    requests = make_requests(random_prompts([60, 4], TINY.vocab_size), [7, 60])
+    snapshots, kv = engine.prefill(requests), replace(section_of(policy), budget=100)
+    expected = run(engine, snapshots, "self", kv, 4, None)[0]
+    assert max(runner.cache.lengths) == 70 == runner.max_tokens - 1
+    assert run(engine, snapshots, "self", kv, 4, Recorder())[0] == expected
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "verified"])
@@ -175,3 +211,32 @@ def test_a_replay_works_on_what_the_tensors_hold_then() -> None:
     x += 10
     factor[0] = 100
     assert total.item() == 10 and replay().item() == 10 + 2 * 25 and total.item() == 60
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "verified"])
+def test_a_step_on_a_gpu_waits_once(policy: str, graphs: bool) -> None:
+    """For the verdict; drafting, views and truncation start without waiting for the device."""
+    device = torch.device("cuda")
+    model = tiny_transformer().to(device)
+    runner = make_runner(model, 2, 200, SDPABackend(16))
+    engine = Engine(runner, 64)
+    engine.prefill(make_requests(random_prompts([90, 60], TINY.vocab_size), 60))
+    recorder = CudaGraphs(device) if graphs else None
+    section = DecodingSection("speculative", "self", 3)
+    setup = Setup(runner, section, section_of(policy), recorder=recorder)
+    strategy = make_strategy("speculative", setup)
+    engine.begin(strategy)
+    for _ in range(4):
+        batch = engine.scheduler.schedule()
+        assert batch is not None
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                output = strategy.step(batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        engine.scheduler.commit(batch, output, 0.0)
+        assert len([w for w in waits if "synchronizing" in str(w.message)]) == 1, waits

@@ -4,6 +4,7 @@ as good after steps without it as before."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 
 import pytest
@@ -143,3 +144,19 @@ def test_gamma_auto_from_end_to_end() -> None:
         outputs.append([list(r.output_ids) for r in decode(engine, name, setup)])
     assert outputs[0] == outputs[1] == outputs[2]
     assert length.calibration_s > 0
+
+
+def test_what_is_measured_beforehand_is_no_phase_of_a_step() -> None:
+    runner = make_runner(tiny_transformer(seed=1), 2, 70 + 30 + MOST, GroupedBackend())
+    engine, phases, drafted = Engine(runner, 32), [], []
+
+    def phase(name: str) -> AbstractContextManager[None]:
+        phases.append(name)
+        return nullcontext()
+
+    engine.prefill(make_requests(random_prompts([5, 70], 97), 30))
+    section, kv = DecodingSection("speculative", "self", MOST), KVSection("streaming_llm", 40, 4)
+    setup = Setup(runner, section, kv, phase, draft_length=Scripted(COUNTS))
+    decode(engine, "speculative", setup, lambda out, s: drafted.append(out.num_drafted))
+    expected = [["draft", "verify"] if count else ["decode"] for count in drafted]
+    assert phases == [name for step in expected for name in step]

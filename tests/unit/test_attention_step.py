@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from recorder import Recorder
 from test_fastest_backend import BASELINE, BFLOAT16, CPU, MODEL, STANDALONE
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def test_the_step_is_the_runs_own() -> None:
     drafts = Read(4, 1, 1000, StreamingLLM(16, 257))
     name = "4 drafts (streaming_llm, budget 257) and a verification of 5 tokens"
     assert target_step(BFLOAT16, MODEL) == Step(
-        name, (drafts, verification), 8, 6, 3, 64, dtype, MODEL.num_layers
+        name, (drafts, verification), 8, 6, 3, 64, dtype, MODEL.num_layers, 64 + 4
     )
     baseline = target_step(BASELINE, MODEL)
     assert (baseline.name, baseline.reads) == ("a decode forward", (Read(1, 1, 1000, whole),))
@@ -86,6 +87,8 @@ def test_latency_is_measured_by_the_largest_step_of_its_grid() -> None:
     drafted, verification = target_step(config, MODEL).reads
     assert (drafted.times, drafted.policy.num_visible(1000) <= 129) == (3, True)
     assert verification.tells_mass and "flashinfer" not in list_candidates(config, MODEL)[0]
+    graphs = replace(BASELINE, decoding=replace(BASELINE.decoding, cuda_graphs="on"))
+    assert largest_step(graphs, grid).decoding.cuda_graphs == "on"
     decode = largest_step(BASELINE, replace(grid, new_tokens=(1,)))
     assert target_step(decode, MODEL).name == "a decode forward"
 
@@ -103,7 +106,7 @@ READS = [
 def test_backends_agree_on_what_is_measured(name: str) -> None:
     if name == "triton":
         pytest.importorskip("triton")
-    step = Step("a step", tuple(READS), 2, 4, 2, 32, torch.float32, 1)
+    step = Step("a step", tuple(READS), 2, 4, 2, 32, torch.float32, 1, 20)
     device = torch.device("cuda" if torch.cuda.is_available() and name != "native" else "cpu")
     found, reference = measure(name, step, device), measure("sdpa", step, device)
     assert found.seconds > 0
@@ -112,6 +115,37 @@ def test_backends_agree_on_what_is_measured(name: str) -> None:
         assert (ours - theirs).abs().max() < 1e-5
         assert len(set(ours.flatten().tolist())) > 100, "not all the same number"
     assert len({float(output[0, -1, 0, 0]) for output in found.outputs}) == len(READS)
+
+
+def test_a_recorded_run_is_measured_by_replays() -> None:
+    """Over views that know no lengths on the host, but for backends that need these."""
+    step = Step("a step", tuple(READS), 2, 4, 2, 32, torch.float32, 2, 20)
+    recorder, eager = Recorder(), measure("sdpa", step, CPU)
+    replayed = measure("sdpa", step, CPU, recorder)
+    assert recorder.recorded == len(READS)
+    assert recorder.replayed == len(READS) * backend_timing.REPEATS
+    for ours, theirs in zip(replayed.outputs, eager.outputs, strict=True):
+        assert (ours - theirs).abs().max() < 1e-6
+    measure("grouped", step, CPU, recorder)
+    assert recorder.recorded == len(READS), "it cannot be recorded, and is timed as it runs"
+
+
+def test_a_recorded_view_is_as_long_as_rows_may_become() -> None:
+    lengths = []
+
+    class Watched(SDPABackend):
+        def plan(self, view: KVView) -> None:
+            lengths.append((view.lengths, view.num_visible, view.is_full))
+            super().plan(view)
+
+    step = Step("a step", (), 2, 4, 2, 32, torch.float32, 1, room=100)
+    for read in (READS[0], READS[3]):
+        measure_read(Watched(), read, step, CPU, Recorder())
+    longest = 256  # whole blocks of 64 that hold 150 + 100
+    draft = ((longest - 1,) * 2, (20 + 5,) * 2, False)  # the budget, and what a step may draft
+    whole = ((longest - 3,) * 2, (longest - 3,) * 2, True)
+    calls = backend_timing.WARMUPS + 1
+    assert lengths == [draft] * calls + [whole] * calls
 
 
 def test_what_is_measured_is_what_is_read() -> None:
@@ -128,7 +162,7 @@ def test_what_is_measured_is_what_is_read() -> None:
             seen.append(view)
             return super().run(layer, q, k, v, view)
 
-    step = Step("a step", (), 2, 4, 2, 32, torch.float32, num_layers=3)
+    step = Step("a step", (), 2, 4, 2, 32, torch.float32, num_layers=3, room=20)
     for read in READS:
         seen.clear()
         measure_read(Watched(), read, step, CPU)

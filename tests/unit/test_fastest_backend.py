@@ -198,19 +198,21 @@ def test_the_choice_is_made_once_and_recorded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For the target and for the draft, each with its own heads."""
-    sizes = {64: "triton", 32: "grouped"}
+    sizes = {64: "triton", 32: "varlen"}
 
-    def timer(name: str, step: Step, device: torch.device) -> Measured:
+    def timer(name: str, step: Step, device: torch.device, recorder: None) -> Measured:
         return Measured(1.0 if sizes[step.head_dim] == name else 2.0, ONES)
 
     monkeypatch.setattr(module, "measure", timer)
     monkeypatch.setattr(module, "missing_backends", lambda names: {})
-    config = replace(STANDALONE, draft=DraftSection()).resolve(Machine(2, has_cuda=True), 64, 32)
+    config = replace(
+        STANDALONE, draft=DraftSection(), decoding=replace(STANDALONE.decoding, cuda_graphs="off")
+    ).resolve(Machine(2, has_cuda=True), 64, 32)
     assert config.attention.backend_reason == TO_BE_MEASURED
     draft = replace(MODEL, head_dim=32)
     found = settle(config, MODEL, draft, Group((0,), 0), CPU)
     assert found.draft is not None
-    assert (found.attention.backend, found.draft.backend) == ("triton", "grouped")
+    assert (found.attention.backend, found.draft.backend) == ("triton", "varlen")
     assert found.attention.backend_reason.startswith("auto: triton 1000.000 ms, sdpa 2000.000 ms")
     assert found.attention.backend_reason.endswith(" a layer, for a verification of 5 tokens")
     assert " a layer, for 4 drafts (streaming_llm, budget 257); " in found.draft.backend_reason
@@ -218,4 +220,26 @@ def test_the_choice_is_made_once_and_recorded(
         f"--attention {found.attention.backend_reason}",
         f"--attention {found.draft.backend_reason}",
     ]
-    assert settle(found, MODEL, draft, Group((0,), 0), CPU) is found, "nothing left to measure"
+    assert settle(found, MODEL, draft, Group((0,), 0), CPU) == found, "nothing left to measure"
+
+
+@pytest.mark.parametrize("graphs", ["auto", "on", "off"])
+def test_recorded_steps_are_measured_recorded(
+    graphs: str, nothing_missing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what no graph can hold is left out then, in the order of the names."""
+    given = set()
+
+    def timer(name: str, step: Step, device: torch.device, recorder: object) -> Measured:
+        given.add(recorder)
+        return Measured(1.0, ONES)
+
+    monkeypatch.setattr(module, "measure", timer)
+    monkeypatch.setattr(module, "CudaGraphs", lambda device: f"graphs of {device}")
+    asked = replace(BFLOAT16, decoding=replace(BFLOAT16.decoding, cuda_graphs=graphs))
+    config = asked.resolve(Machine(2, has_cuda=True))
+    reason = settle(config, MODEL, None, Group((0,), 0), CPU).attention.backend_reason
+    assert given == ({None} if graphs == "off" else {"graphs of cpu"})
+    why = "it needs lengths on the host, and no CUDA graph could hold it"
+    left_out = f"; grouped: {why}; flashinfer: {why}"
+    assert reason is not None and reason.endswith(left_out) == (graphs != "off")

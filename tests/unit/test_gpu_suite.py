@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,28 @@ def test_what_cannot_be_is_refused(arguments: list[str], message: str, tmp_path:
     done = suite(tmp_path, *arguments)
     assert done.returncode == 2 and message in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_recorded_is_measured_without_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[list[Any]] = []
+
+    def run(command: str, flags: list[Any], seconds: float) -> None:
+        calls.append(flags)
+        if "off" not in flags:
+            raise RuntimeError(failure)
+
+    monkeypatch.setattr(latency, "run_magicdec", run)
+    suite = SimpleNamespace(results=SimpleNamespace(seconds_left=9.0))
+    failure = "magicdec latency ended with 1: --cuda_graphs on: not permitted; choose off"
+    found = latency.run_recorded("latency", ["--B", 1], suite)  # type: ignore[arg-type]
+    assert found == {"without_graphs": failure}
+    assert calls == [["--B", 1], ["--B", 1, "--cuda_graphs", "off"]]
+    failure = "magicdec latency ended with 1: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        latency.run_recorded("latency", ["--B", 1], suite)  # type: ignore[arg-type]
+    assert len(calls) == 3
 
 
 def test_batches_fit_beside_the_weights() -> None:

@@ -23,7 +23,8 @@ from magicdec.bench.memory_watch import describe_memory
 from magicdec.bench.metrics import PassSamples, prefill_metrics
 from magicdec.bench.prepare import Prepared
 from magicdec.bench.record import Correctness, RunRecord, append_record, load_records
-from magicdec.bench.run import Run, make_record
+from magicdec.bench.run import Run
+from magicdec.bench.run_record import make_record
 from magicdec.bench.workload import Workload
 from magicdec.config import RunConfig
 from magicdec.distributed.groups import Launch

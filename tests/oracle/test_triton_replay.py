@@ -1,0 +1,60 @@
+"""Steps over the Triton attention kernels, recorded once and replayed, as CUDA graphs are: grids
+and splits are those of the longest row that there could be, lengths are those of by then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    make_requests,
+    make_runner,
+    random_prompts,
+    served_pairs,
+    tiny_transformer,
+)
+from recorded_launches import dispatched
+from recorder import Recorder
+from test_replay import run
+
+from magicdec.attention import triton as module
+from magicdec.attention.triton import TritonBackend
+from magicdec.engine import Engine
+from magicdec.sections import KVSection
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs themselves are there")
+POLICIES = sorted(p for d, p in served_pairs() if d == "self" and p is not None)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of those that were made or made again."""
+    kernels = module.load_kernels("cpu")
+    with dispatched(kernels) as found:
+        monkeypatch.setattr(module, "load_kernels", lambda device: found)
+        yield found.made
+
+
+@pytest.mark.parametrize(
+    ("policy", "window"), [*((policy, None) for policy in POLICIES), ("streaming_llm", 24)]
+)
+def test_replayed_steps_emit_the_eager_tokens(
+    policy: str, window: int | None, launches: list[str]
+) -> None:
+    model = tiny_transformer(replace(TINY, num_layers=1, sliding_window=window))
+    runner = make_runner(model, 3, 40 + 7 + 2, TritonBackend(split_keys=16))
+    engine = Engine(runner, 40)
+    prompts = random_prompts([40, 1, 33], TINY.vocab_size)
+    snapshots = engine.prefill(make_requests(prompts, [4, 7, 5]))
+    kv, recorder = KVSection(policy, 24, 4, 8), Recorder()
+    expected, accepted, counts = run(engine, snapshots, "self", kv, 2, None)
+    launches.clear()
+    found, replayed, read = run(engine, snapshots, "self", kv, 2, recorder)
+    assert (found, replayed) == (expected, accepted)
+    assert read.kv_tokens_read == counts.kv_tokens_read
+    assert launches.count("attend_split") > recorder.replayed > 0
+    assert ("sum_mass" in launches) == (policy == "verified")
