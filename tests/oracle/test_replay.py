@@ -27,6 +27,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import DraftLength
 from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
+from magicdec.decoding.strategy import Recorder as AnyRecorder
 from magicdec.engine import Engine
 from magicdec.request import Request
 from magicdec.runner import ForwardCounts, ModelRunner
@@ -58,7 +59,7 @@ def started(
 
 def draft_for(kv: KVSection, runner: ModelRunner) -> DraftModel:
     dtype = next(runner.model.parameters()).dtype
-    model = tiny_transformer(SMALL, seed=1, dtype=dtype)
+    model = tiny_transformer(SMALL, seed=1, dtype=dtype).to(runner.device)
     return make_draft(model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
 
 
@@ -68,7 +69,7 @@ def run(
     drafter: str | None,
     kv: KVSection,
     gamma: int | str,
-    recorder: Recorder | None,
+    recorder: AnyRecorder | None,
     length: DraftLength | None = None,
 ) -> tuple[list[list[int]], list[list[int]], ForwardCounts]:
     """(tokens, accepted by step, what the target's forwards read)."""

@@ -23,6 +23,7 @@ from test_standalone import SMALL
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import Measure
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DraftModel
@@ -63,10 +64,10 @@ class OneAlone(Scripted):
         super().begin(batch, measure)
 
 
-def started(kind: str) -> tuple[Engine, list[Request]]:
+def started(kind: str, device: str = "cpu") -> tuple[Engine, list[Request]]:
     """A target that has taken the prompts."""
     total = max(PROMPTS) + max(NUM_NEW) + MOST
-    model = tiny_transformer(dtype=torch.float64)
+    model = tiny_transformer(dtype=torch.float64).to(device)
     engine = Engine(make_runner(model, len(PROMPTS), total, SDPABackend(16)), 64)
     prompts = random_prompts(PROMPTS, TINY.vocab_size)
     rows = zip(prompts, NUM_NEW, KINDS[kind], strict=True)
@@ -102,6 +103,19 @@ def test_replayed_steps_sample_the_same_tokens(
     assert recorder.recorded and recorder.replayed >= len(ours[1])
     if drafter == "self" and policy != "full":  # a view of the target's own cache
         check_accepted(ours[1], 4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["mixed", "greedy with penalties"])
+@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
+def test_graphs_on_a_gpu_sample_the_same_tokens(
+    drafter: str | None, policy: str | None, kind: str
+) -> None:
+    engine, snapshots = started(kind, "cuda")
+    kv, graphs = section_of(policy), CudaGraphs(torch.device("cuda"))
+    eager = run(engine, snapshots, drafter, kv, 4, None)[:2]
+    ours = run(engine, snapshots, drafter, kv, 4, graphs)[:2]
+    check_same((drafter, policy), kind, eager, ours)
 
 
 @pytest.mark.parametrize("kind", ["mixed", "greedy with penalties"])
