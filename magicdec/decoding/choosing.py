@@ -155,8 +155,9 @@ def _per_row(
 
 
 def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Which tokens occur in each row: bool [R, V]."""
+    """Which tokens occur in each row: bool [R, V]. Those that a draft's smaller vocabulary does not
+    have are none of it."""
     seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
     for row, ids in enumerate(token_ids):
-        seen[row, upload(list(ids), device)] = True
+        seen[row, upload([i for i in ids if i < vocab_size], device)] = True
     return seen

@@ -94,3 +94,11 @@ def test_history_of_a_larger_vocabulary(drafts: Tensor | None) -> None:
     """Two models whose vocabularies are padded differently share one."""
     made = [Penalties.of(requests_of(OUTPUTS), size, CPU) for size in (VOCAB, VOCAB + 7)]
     assert torch.equal(*(process(logits(), each, drafts) for each in made))
+
+
+def test_a_smaller_vocabulary_has_seen_what_it_has() -> None:
+    """A standalone draft's, which lacks some of the ids that the target emitted."""
+    found = Penalties.of(requests_of(OUTPUTS), 5, CPU)
+    assert found is not None and found.in_output.shape == (3, 5)
+    assert found.in_output[0].nonzero().flatten().tolist() == [4]
+    assert found.in_output[2].nonzero().flatten().tolist() == []
