@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from train_demo import BOS, FIRST_WORD, PHASES, VOCAB_SIZE
+from train_demo import BOS, FIRST_WORD, VOCAB_SIZE, phases_of
 
 from magicdec.bench.environment import probe_machine
 from magicdec.distributed.groups import Group, read_launch
@@ -36,8 +36,8 @@ BOOKS, CHAPTERS, CHAPTER_TOKENS = 8, 4, 4700  # a book must hold 16384 tokens on
 CHUNK = 1024
 
 
-def load_runner(name: str, num_rows: int, max_tokens: int) -> ModelRunner:
-    source = find_model("--model", name)
+def load_runner(directory: Path, num_rows: int, max_tokens: int) -> ModelRunner:
+    source = find_model("--out", str(directory))
     cpu = torch.device("cpu")
     model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
     machine = probe_machine(read_launch())
@@ -146,10 +146,11 @@ def write_card(directory: Path, template: Path, measured: dict[str, str]) -> Non
     (directory / "README.md").write_text(text)
 
 
-def trained_on(name: str) -> str:
+def trained_on(name: str, longer: float) -> str:
     """The phases of training, in words."""
-    parts = [f"{p.steps} steps of {p.rows} x {p.length}" for p in PHASES[name]]
-    total = sum(p.steps * p.rows * p.length for p in PHASES[name])
+    phases = phases_of(name, longer)
+    parts = [f"{p.steps} steps of {p.rows} x {p.length}" for p in phases]
+    total = sum(p.steps * p.rows * p.length for p in phases)
     return f"{', then '.join(parts)} tokens ({total / 1e6:.1f} M tokens)"
 
 
@@ -162,19 +163,20 @@ def main() -> None:
     parser.add_argument(
         "--skip_text", action="store_true", help="keep the sampled text that stands"
     )
+    parser.add_argument("--longer", type=float, default=1.0, help="as they were trained [1]")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.out / "target")
     if not args.skip_text:
-        runner = load_runner("demo", BOOKS * CHAPTERS, CHAPTER_TOKENS)
+        runner = load_runner(args.out / "target", BOOKS * CHAPTERS, CHAPTER_TOKENS)
         write_text(args.out, sample_books(runner, tokenizer))
         del runner
     books = [json.loads(line)["text"] for line in args.validation.open(encoding="utf-8")]
     encoded = [np.array(tokenizer.encode(text), dtype=np.int64) for text in books]
-    measured = {"target_training": trained_on("target"), "draft_training": trained_on("draft")}
+    measured = {f"{n}_training": trained_on(n, args.longer) for n in ("target", "draft")}
     measured |= {"num_windows": str(args.num_windows), "num_trials": str(args.num_trials)}
     losses, recalls = {}, {}
-    for label, name in (("target", "demo"), ("draft", "demo-draft")):
-        runner = load_runner(name, 1, max(CONTEXTS) + SCORED + 2 * PASSAGE)
+    for label in ("target", "draft"):
+        runner = load_runner(args.out / label, 1, max(CONTEXTS) + SCORED + 2 * PASSAGE)
         losses[label] = loss_by_context(runner, encoded, args.num_windows)
         recall = recall_by_distance(runner, encoded, args.num_trials)
         for i, what in enumerate(("passage", "control: passage not there", "random tokens")):
