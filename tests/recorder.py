@@ -3,7 +3,8 @@ arguments as they were, and runs them again on the same tensors, without the Pyt
 
 What the work took from the host while it was recorded is frozen, as in a graph. What a graph
 refuses is refused here: reading a value back, copying from the host. Tensors that the work found
-are not kept alive, as a graph does not keep their memory.
+are not kept alive, as a graph does not keep their memory; a result is spoilt by the next replay, as
+that of a graph whose memory others share.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ REFUSED = {
     aten.lift_fresh,
 }  # fmt: skip
 REFUSED_FORMS = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
+SPOILT = -(1 << 62)  # no token, length or count
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
 
 
@@ -80,6 +82,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
+        self._result: Tensor | None = None  # of the last replay
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         with _Keep() as kept:
@@ -90,6 +93,8 @@ class Recorder:
         @torch.inference_mode()
         def replay() -> Tensor:
             self.replayed += 1
+            if self._result is not None:
+                self._result.fill_(SPOILT)
             made: dict[Made, Tensor] = {}
 
             def current(value: Any) -> Any:
@@ -110,6 +115,7 @@ class Recorder:
                         made[reference] = tensor
             found = current(result)
             assert isinstance(found, Tensor)
-            return found
+            self._result = found.clone() if isinstance(result, Made) else None
+            return found if self._result is None else self._result
 
         return replay

@@ -82,18 +82,18 @@ class ReplayedSteps:
             if not self._replays_drafts:
                 return self.drafter.propose(batch, num_draft_tokens)
             self.drafter.prepare(batch, num_draft_tokens)
-            ids = self._pick(batch, self._replay(self._propose, num_draft_tokens))
+            # Copied: a proposal lasts until the next draft, a replay's result until any replay.
+            ids = self._replay(self._propose, num_draft_tokens)[self._place_index]
             if self._drawn_from is None:
                 return Proposal(ids)
-            places = upload(self._places(batch), ids.device)
-            return Proposal(ids, self._drawn_from[:, :num_draft_tokens][places])
+            return Proposal(ids, self._drawn_from[:, :num_draft_tokens][self._place_index])
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal) -> list[list[int]]:
         assert self.drafter is not None, "what drafts has a drafter"
         with self.phase("verify"):
             self._show(batch)
-            places, count = upload(self._places(batch), self.runner.device), proposal.ids.shape[1]
+            places, count = self._place_index, proposal.ids.shape[1]
             self._drafts[:, :count].index_copy_(0, places, proposal.ids)
             # What a greedy row's were drawn from does not matter, and is not said where all are.
             if self._drawn_from is not None and proposal.probabilities is not None:
@@ -173,26 +173,20 @@ class ReplayedSteps:
         The one read of a step."""
         caches = self._caches()
         result = self._replay(work, count).tolist()
-        found = [result[place] for place in self._places(batch)]
+        found = [result[place] for place in self._places]
         for i, cache in enumerate(caches):
             cache.note(batch.rows, [row[i] for row in found])
         return [row[len(caches) :] for row in found]
 
-    def _places(self, batch: Batch) -> list[int]:
-        """Where the rows of `batch` stand in the device's."""
-        numbers = self._batch.rows.numbers
-        return [numbers.index(row) for row in batch.rows]
-
-    def _pick(self, batch: Batch, ids: Tensor) -> Tensor:
-        places = self._places(batch)
-        return ids if len(places) == len(ids) else ids[upload(places, ids.device)]
-
     def _show(self, batch: Batch) -> None:
-        """Tell the device which rows go on, if that has changed."""
+        """Tell the device which rows go on, if that has changed; and where they stand in its
+        batch."""
         rows = tuple(batch.rows)
         if rows == self._shown:
             return
-        self._shown = rows
+        self._shown, place_of = rows, {n: i for i, n in enumerate(self._batch.rows.numbers)}
+        self._places = [place_of[row] for row in rows]
+        self._place_index = upload(self._places, self.runner.device)
         ended = [row for row in self._batch.rows.numbers if row not in rows]
         for cache in self._caches():
             # They are computed on: from where all that a step appends has room.
