@@ -45,7 +45,8 @@ class HeaviestReader:
     def __init__(self, runner: ModelRunner, policy: VerifiedKV) -> None:
         self.runner, self.policy = runner, replace(policy, sliding_window=runner.window)
         shape = runner.cache.shape
-        blocks = -(-runner.max_tokens // MASS_BLOCK)
+        # Of whole KV blocks: the bound of a row whose length only the device knows.
+        blocks = -(-runner.cache.tokens_per_row // MASS_BLOCK)
         self._mass = torch.zeros(
             shape.num_layers, runner.num_rows, shape.num_kv_heads, blocks, device=runner.device
         )

@@ -25,8 +25,8 @@ from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sections import DecodingSection, KVSection, SamplingSection
 
-PROMPTS, NUM_NEW = [5, 70, 1], [30, 24, 9]
-MAX_TOKENS = 70 + 30 + 4
+PROMPTS, NUM_NEW = [5, 70, 1], [14, 11, 5]
+MAX_TOKENS = 70 + 14 + 4
 SAMPLINGS = {
     "greedy": [SamplingSection()] * 3,
     "sampled": [

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 from recorded_launches import dispatched
 from recorder import Recorder
-from test_replay import run, section_of, started
+from test_replay import run
 
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.engine import Engine
 from magicdec.model.elementwise import triton as module
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
+from magicdec.sections import KVSection
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs themselves are there")
@@ -31,8 +35,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_replayed_steps_emit_the_tokens_of_torchs_operators(
     drafter: str | None, policy: str | None, launches: list[str]
 ) -> None:
-    engine, snapshots = started()
-    kv, recorder, model = section_of(policy), Recorder(), engine.runner.model
+    runner = make_runner(tiny_transformer(), 3, 20 + 7 + 3, SDPABackend(16))
+    engine = Engine(runner, 20)
+    requests = make_requests(random_prompts([20, 1, 9], TINY.vocab_size), [4, 7, 5])
+    snapshots, recorder, model = engine.prefill(requests), Recorder(), runner.model
+    kv = KVSection("full") if policy is None else KVSection(policy, 12, 4)
     expected, accepted, _ = run(engine, snapshots, drafter, kv, 3, None)
     assert type(model.elementwise) is Elementwise and not launches
     model.use(TritonElementwise())

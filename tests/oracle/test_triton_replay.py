@@ -40,17 +40,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "window"), [*((policy, None) for policy in POLICIES), ("streaming_llm", 24)]
+    ("policy", "window"), [*((policy, None) for policy in POLICIES), ("streaming_llm", 18)]
 )
 def test_replayed_steps_emit_the_eager_tokens(
     policy: str, window: int | None, launches: list[str]
 ) -> None:
     model = tiny_transformer(replace(TINY, num_layers=1, sliding_window=window))
-    runner = make_runner(model, 3, 40 + 7 + 2, TritonBackend(split_keys=16))
-    engine = Engine(runner, 40)
-    prompts = random_prompts([40, 1, 33], TINY.vocab_size)
-    snapshots = engine.prefill(make_requests(prompts, [4, 7, 5]))
-    kv, recorder = KVSection(policy, 24, 4, 8), Recorder()
+    runner = make_runner(model, 3, 26 + 5 + 2, TritonBackend(split_keys=16))
+    engine = Engine(runner, 26)
+    prompts = random_prompts([26, 1, 20], TINY.vocab_size)
+    snapshots = engine.prefill(make_requests(prompts, [3, 5, 4]))
+    kv, recorder = KVSection(policy, 20, 4, 8), Recorder()
     expected, accepted, counts = run(engine, snapshots, "self", kv, 2, None)
     launches.clear()
     found, replayed, read = run(engine, snapshots, "self", kv, 2, recorder)
