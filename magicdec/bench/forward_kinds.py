@@ -114,7 +114,8 @@ def draft_forward(
 
     forward = Forward(cell, run, lambda: reader.rewind(batch.rows, held))
     if recorder is not None:
-        reader.commit(batch.rows, held)  # what a recorded verification saw is not for long
+        # What a recorded verification saw lies in memory that recordings share: taken over now.
+        reader.commit(batch.rows, held)
         forward.run = recorded(run, runner, recorder)
     elif phase == "first_draft":
         forward.prepare = lambda: reader.commit(batch.rows, held)
