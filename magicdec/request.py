@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from magicdec.checks import check_sampling
+from magicdec.config.checks import check_sampling
 
 
 class Status(Enum):

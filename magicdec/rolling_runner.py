@@ -22,7 +22,7 @@ from torch import Tensor
 from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.kv.policy import Visible
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.model.rope import apply_rope
+from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
@@ -41,7 +41,7 @@ class RollingRunner(ModelRunner):
         assert self.model.config.positions == "rope", "other positions cannot be turned"
         self.num_sinks, self.budget = self.policy.num_sink_tokens, self.policy.budget
         super().__post_init__()
-        self.window = None  # of the model: the cache is no longer (`bench.draft_checks`)
+        self.window = None  # of the model: the cache is no longer (`setup.draft_checks`)
         self.settled = [0] * self.num_rows  # what each row was last rolled to
         self.evicted = [0] * self.num_rows  # blocks before this one are gone, but for the sinks'
         shape = self.cache.shape

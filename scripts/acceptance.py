@@ -14,14 +14,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.bench.prepare import prepare
-from magicdec.bench.record import RunRecord, append_record
-from magicdec.bench.run import execute
-from magicdec.config import RunConfig
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
-from magicdec.draft_section import DraftSection
-from magicdec.model_section import ModelSection
-from magicdec.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.records.record import RunRecord, append_record
+from magicdec.run.run import execute
+from magicdec.setup.prepare import prepare
 
 # Rounding differs between CPUs; where it turns one near-tie, the text that follows is another.
 TOLERANCE, FULL_TOLERANCE = 0.03, 0.0

@@ -23,18 +23,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from magicdec.bench.metrics import PassSamples, acceptance
-from magicdec.bench.prepare import prepare
-from magicdec.bench.progress import make_progress
-from magicdec.bench.run import Run
-from magicdec.bench.run_record import BASELINE
-from magicdec.config import RunConfig
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.console import make_progress
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch, make_groups
 from magicdec.kv.policy import MASS_BLOCK
-from magicdec.model_section import ModelSection
+from magicdec.records.metrics import PassSamples, acceptance
 from magicdec.request import Batch, Request, StepOutput
-from magicdec.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.run.run import Run
+from magicdec.run.run_record import BASELINE
+from magicdec.setup.prepare import prepare
 
 NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 

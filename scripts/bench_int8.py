@@ -26,9 +26,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from magicdec.attention.native import has_bfloat16_path
-from magicdec.model.int8_linear import Int8Linear, PackedInt8Linear
-from magicdec.model.linear import PackedLinear
-from magicdec.model.quantization import channel_scales, quantize
+from magicdec.model.checkpoint.quantization import channel_scales, quantize
+from magicdec.model.linear.int8 import Int8Linear, PackedInt8Linear
+from magicdec.model.linear.packed import PackedLinear
 
 SHAPES = ((512, 1024), (2048, 2048), (4096, 4096), (14336, 4096))  # outputs, inputs
 ROWS = (1, 2, 4, 8, 20)

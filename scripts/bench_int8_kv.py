@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from magicdec.attention.native import NativeBackend, attention
-from magicdec.bench.loading import kinds_of, load_model, make_backend
-from magicdec.bench.prepare import Prepared, prepare
-from magicdec.bench.progress import make_progress
-from magicdec.config import RunConfig
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.console import make_progress
 from magicdec.decoding.draft_length import FixedLength
 from magicdec.decoding.gathered_reader import GatheredReader
 from magicdec.decoding.self_draft import SelfDrafter
@@ -36,10 +36,10 @@ from magicdec.decoding.strategy import prefill
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.snapkv import SnapKV
-from magicdec.model_section import ModelSection
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
-from magicdec.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.setup.loading import kinds_of, load_model, make_backend
+from magicdec.setup.prepare import Prepared, prepare
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.int8)

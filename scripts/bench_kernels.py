@@ -36,7 +36,7 @@ from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView, make_view
-from magicdec.model.linear import PackedLinear
+from magicdec.model.linear.packed import PackedLinear
 
 COLUMNS = (
     ("attention", "backend", "dtype", "batch", "heads", "kv_heads", "head_size", "seq_len", "T"),

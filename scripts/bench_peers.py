@@ -46,9 +46,9 @@ from peers import PEERS
 from rich.console import Console
 from rich.table import Table
 
-from magicdec.bench.cli import Parser
-from magicdec.bench.environment import probe_machine
+from magicdec.cli.flags import Parser
 from magicdec.distributed.groups import read_launch
+from magicdec.hardware.environment import probe_machine
 
 CASES = (Case(6, 4096), Case(2, 16384), Case(6, 16384))
 GENERATED_PREFIX = 4096

@@ -23,10 +23,10 @@ from measuring import run_command, run_selfspec
 from rich.console import Console
 from rich.table import Table
 
-from magicdec.bench.costs import Deployment, Speculation
-from magicdec.bench.hardware import MachineFile, load_machine
-from magicdec.bench.plan import DTYPE_BYTES
-from magicdec.model.named import find_config
+from magicdec.cost_model.costs import Deployment, Speculation
+from magicdec.cost_model.plan import DTYPE_BYTES
+from magicdec.hardware.ceiling_file import MachineFile, load_machine
+from magicdec.model.presets.named import find_config
 
 COLUMNS = ("decode_ms", "draft_ms", "verify_ms", "speedup")
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from magicdec.model.nanogpt import convert_nanogpt
+from magicdec.model.checkpoint.nanogpt import convert_nanogpt
 
 
 def main() -> int:

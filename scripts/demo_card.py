@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from train_demo import BOS, FIRST_WORD, VOCAB_SIZE, phases_of
 
-from magicdec.bench.environment import probe_machine
+from magicdec.config.machine import choose_backend
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.machine import choose_backend
-from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.hardware.environment import probe_machine
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner

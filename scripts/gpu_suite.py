@@ -18,7 +18,7 @@ from gpu_stages import attention, checks, latency, peers, predict, summary
 from gpu_stages.results import Results
 from gpu_stages.scale import Suite
 
-from magicdec.bench.cli import Parser
+from magicdec.cli.flags import Parser
 
 STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "tests": checks.run_tests,

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from magicdec.bench.ceilings import gemm_flops
-from magicdec.bench.record import load_records
-from magicdec.bench.timing import read_bandwidth
 from magicdec.distributed.groups import Group
+from magicdec.hardware.timing import read_bandwidth
+from magicdec.probe.ceilings import gemm_flops
+from magicdec.records.record import load_records
 
-CONSOLE = "from magicdec.bench.commands import console; console()"
+CONSOLE = "from magicdec.cli.commands import console; console()"
 
 
 def run_command(ranks: int, *flags: object) -> None:

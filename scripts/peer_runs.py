@@ -16,9 +16,9 @@ from measuring import Timing, timing_of
 from peer_process import Sizes, Start, Worker, started_here
 from peers import PEERS
 
-from magicdec.bench.workload import build_workload
-from magicdec.model.checkpoint import find_model
+from magicdec.model.checkpoint.source import find_model
 from magicdec.model.tokenizer import load_tokenizer
+from magicdec.workload.workload import build_workload
 
 VOCAB, LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 4096, 6, 384, 6, 64, 1024
 POSITIONS = 32768

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.presets import PRESETS, Preset
+from magicdec.model.presets.presets import PRESETS, Preset
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- presets: scripts/preset_table.py --write -->", "<!-- end of presets -->"

@@ -28,12 +28,12 @@ from demo_windows import IGNORE, WindowSource
 from safetensors.torch import save_file
 from torch import Tensor
 
-from magicdec.bench.environment import probe_machine
 from magicdec.distributed.groups import read_launch
+from magicdec.hardware.environment import probe_machine
+from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.hf_config import to_hf_config
+from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
-from magicdec.model.weight_map import weight_map
 
 VOCAB_SIZE, MAX_POSITIONS, SEED = 2048, 20480, 1
 BOS, EOS, FIRST_WORD = 1, 2, 259

@@ -22,26 +22,26 @@ from safetensors.torch import save_file
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.config import RunConfig
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.reader import standalone_kv_dtype
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DraftModel, Recorder, Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.draft_section import DraftSection
 from magicdec.engine import Engine, Observer
 from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.native import NativeElementwise
-from magicdec.model.hf_config import to_hf_config
+from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
-from magicdec.model.weight_map import weight_map
 from magicdec.names import DRAFTERS, KV_POLICIES
 from magicdec.request import Request
 from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
-from magicdec.sections import DecodingSection, KVSection, SamplingSection
 
 ROOT = Path(__file__).parents[1]
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))

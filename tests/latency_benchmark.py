@@ -1,7 +1,7 @@
 """`magicdec latency` from a checkout; see `--help`. Run plainly for one rank, under torchrun for
 several."""
 
-from magicdec.bench.latency import main
+from magicdec.cli.latency import main
 
 if __name__ == "__main__":
     main()

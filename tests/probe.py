@@ -1,7 +1,7 @@
 """`magicdec probe` from a checkout; see `--help`. Run plainly for one rank, under torchrun for
 several."""
 
-from magicdec.bench.probe import main
+from magicdec.cli.probe import main
 
 if __name__ == "__main__":
     main()

@@ -18,10 +18,10 @@
 
 #include <omp.h>
 
-#include "../arithmetic.h"
+#include "../kernels/arithmetic.h"
 #if defined(__AVX512BF16__)
-#include "../bf16.h"
-#include "../int8.h"
+#include "../kernels/bf16.h"
+#include "../kernels/int8.h"
 #endif
 
 namespace {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_mass
-from magicdec.build import FAST_MATH, load_library, share_openmp
+from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.policy import KVView
@@ -26,9 +26,9 @@ HEADERS = (
     SOURCE.with_name("native_portable.h"),
     SOURCE.with_name("native_bf16.h"),
     SOURCE.with_name("native_int8.h"),
-    SOURCE.parents[1] / "arithmetic.h",
-    SOURCE.parents[1] / "bf16.h",
-    SOURCE.parents[1] / "int8.h",
+    SHARED_HEADERS / "arithmetic.h",
+    SHARED_HEADERS / "bf16.h",
+    SHARED_HEADERS / "int8.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
 PREFILL_FROM = 32  # new tokens from which a chunk is a matter of GEMMs

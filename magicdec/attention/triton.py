@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec import triton_modules
+from magicdec.kernels import triton_modules
+from magicdec.kernels.triton_modules import next_power
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
-from magicdec.triton_modules import next_power
 
 BLOCK_SIZE = 64  # tokens of a KV block: a tile of keys lies in one or two
 LEAST_SPLIT = 128  # keys: below, merging costs more than it brings

@@ -22,11 +22,11 @@ from typing import Protocol
 
 import torch
 
+from magicdec.config.sections import DecodingSection
 from magicdec.decoding.forecast import Acceptance, seconds_until_done, tokens_of_steps
 from magicdec.distributed.groups import Group
 from magicdec.kv.device_rows import upload
 from magicdec.request import Batch
-from magicdec.sections import DecodingSection
 
 Measure = Callable[[Batch], Sequence[float]]
 """Seconds of a step of `batch` with 0, 1, 2, ... draft tokens, leaving everything as it was."""

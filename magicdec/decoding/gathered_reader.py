@@ -17,12 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, index_of, upload
 from magicdec.kv.policy import first_key
 from magicdec.kv.snapkv import SnapKV
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
-from magicdec.sections import MOST_DRAFT_TOKENS
 
 
 class GatheredReader:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import KVSection
 from magicdec.decoding.device_batch import NEWEST, DeviceBatch, last_tokens
 from magicdec.decoding.drafter import Proposal, draw
 from magicdec.decoding.reader import Reader, make_reader
@@ -17,7 +18,6 @@ from magicdec.decoding.strategy import DraftModel, Setup, choosing_of, prefill
 from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
-from magicdec.sections import KVSection
 
 
 class ModelDrafter:

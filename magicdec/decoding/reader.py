@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import KVSection
 from magicdec.kv.device_rows import DeviceRows, Lengths, Rows
 from magicdec.kv.policy import make_policy
 from magicdec.names import DRAFT_READERS, load_named
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner, Watch
-from magicdec.sections import KVSection
 
 
 class Reader(Protocol):

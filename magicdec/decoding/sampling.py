@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import SamplingSection
 from magicdec.decoding.choosing import Filters, Penalties
 from magicdec.decoding.randomness import derive_seed
 from magicdec.distributed.groups import Group
 from magicdec.request import SamplingParams
-from magicdec.sections import SamplingSection
 
 
 def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.choosing import Choosing
 from magicdec.decoding.device_batch import DeviceBatch
 from magicdec.decoding.draft_length import DraftLength
@@ -29,7 +30,6 @@ from magicdec.kv.device_rows import upload
 from magicdec.names import STRATEGIES, load_named
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
-from magicdec.sections import DecodingSection, KVSection
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Called with a phase's name ("draft", "verify", ...), gives a context that may time it."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from magicdec.build import load_library
+from magicdec.kernels.build import load_library
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,10 +20,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import KVSection
 from magicdec.kv.cache import KVCache
 from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
 from magicdec.names import KV_POLICIES, load_named
-from magicdec.sections import KVSection
 
 MASS_BLOCK = 16  # keys, from a multiple of it on, whose attention probability is summed up
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.sections import KVSection
+from magicdec.config.sections import KVSection
 
 KERNEL = 5  # neighbours that share a score: what is attended to is seldom a single token
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.sections import KVSection
+from magicdec.config.sections import KVSection
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import KVSection
 from magicdec.kv.policy import MASS_BLOCK
-from magicdec.sections import KVSection
 
 Number = TypeVar("Number", int, Tensor)
 

@@ -1,10 +1,10 @@
 """Rotary position embedding, in pairs half a head apart (Hugging Face) or neighbouring (GPT-J):
-tables in float32, applied in the input's dtype.
+tables in float32 (`elementwise.operators.apply_rope` applies them).
 
 Owns the frequency formulas (plain; linear: Chen et al. 2023, position interpolation; llama3:
 Llama-3.1 release; yarn: Peng et al. 2023, section 3.2). `dynamic` changes the frequencies with the
 length past the trained one, which keys rotated before cannot follow: it is the plain table, and
-texts past it are refused before a run (`bench.prepare`). The temperature that goes with YaRN is no
+texts past it are refused before a run (`setup.prepare`). The temperature that goes with YaRN is no
 rotation: `positions` applies it.
 
 R is the number of rotated dimensions: the head size D, or less.
@@ -67,19 +67,3 @@ def rope_table(config: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     """cos and sin of every position, float32 [max_positions, 2, R/2]."""
     angles = torch.outer(torch.arange(max_positions).float(), rope_frequencies(config, head_dim))
     return torch.stack([angles.cos(), angles.sin()], dim=1)
-
-
-def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first R dimensions of x [B, T, H, D] by table [B, T, 2, R/2] (the rows of
-    `rope_table` at each token's position)."""
-    cos, sin = table.to(x.dtype).unsqueeze(3).unbind(2)  # [B, T, 1, R/2] each
-    size = 2 * cos.shape[-1]
-    if size < x.shape[-1]:
-        rotated = apply_rope(x[..., :size], table, interleaved)
-        return torch.cat([rotated, x[..., size:]], dim=-1)
-    if interleaved:
-        first, second = x[..., ::2], x[..., 1::2]
-        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return turned.flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

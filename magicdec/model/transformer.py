@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
-from magicdec.model.linear import PackedLinear
-from magicdec.model.linear_kinds import (
+from magicdec.model.linear.kinds import (
     Linear,
     PartialLinear,
     Reduce,
@@ -30,6 +29,7 @@ from magicdec.model.linear_kinds import (
     row_parallel,
     to_int8,
 )
+from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.mlp import MLP
 from magicdec.model.norm import RMSNorm, add_norm, make_norm
 from magicdec.model.positions import Place, alibi, alibi_slopes, leave, rotate
@@ -218,7 +218,7 @@ class Transformer(nn.Module):
                 part.elementwise = elementwise
 
     def pack(self) -> None:
-        """Lay the weights of all products out for the kernels of `linear.cpp`. Raises ValueError
+        """Lay the weights of all products out for the kernels of `packed.cpp`. Raises ValueError
         unless they are bfloat16 or int8."""
         exchange(self, pack)
         if self.is_last and self.head is None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from gpu_stages.device_clock import copy_bandwidth, median_seconds
 from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
-from magicdec.bench.environment import missing_backends
-from magicdec.bench.loading import make_backend
+from magicdec.config.machine import CUDA_ONLY, WITHOUT_GRAPHS, Machine, backend_obstacle
 from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import make_view
-from magicdec.machine import CUDA_ONLY, WITHOUT_GRAPHS, Machine, backend_obstacle
+from magicdec.setup.loading import make_backend
 
 DTYPE = torch.bfloat16
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_stages.latency import run_recorded
 from gpu_stages.scale import Suite
-from magicdec.bench.record import load_records
+from magicdec.records.record import load_records
 
 ROOT = Path(__file__).parents[2]
 

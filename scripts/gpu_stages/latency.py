@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from gpu_stages.scale import Suite
-from magicdec.bench.costs import kv_bytes_per_token, weight_bytes
+from magicdec.cost_model.costs import kv_bytes_per_token, weight_bytes
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
-from magicdec.model.named import find_config
+from magicdec.model.presets.named import find_config
 
-CONSOLE = "from magicdec.bench.commands import console; console()"
+CONSOLE = "from magicdec.cli.commands import console; console()"
 ROOM = 16  # tokens that a row holds beside its context, at most
 SPARE = 4 << 30  # bytes of working memory and what the libraries take
 EVEN = 4  # a batch that is made smaller is a multiple of this

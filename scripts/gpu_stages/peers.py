@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gpu_stages.plain_loop import PlainLoop
 from gpu_stages.scale import Suite
-from magicdec.bench.metrics import percentile
 from magicdec.model.config import ModelConfig
-from magicdec.model.hf_config import to_hf_config
-from magicdec.model.presets import PRESETS
+from magicdec.model.families.hf_config import to_hf_config
+from magicdec.model.presets.presets import PRESETS
+from magicdec.records.metrics import percentile
 
 TINY_MODEL = ModelConfig("tiny", 97, 2, 64, 96, 4, 2, 16, 1024)
 CHUNK = 1024  # tokens of a row that prefill takes at once

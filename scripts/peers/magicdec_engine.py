@@ -15,15 +15,15 @@ class Magicdec(Peer):
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import torch
 
-        from magicdec.bench.loading import Kinds, load_kind
+        from magicdec.config.sections import DecodingSection, KVSection
         from magicdec.decoding.strategy import Setup, make_strategy
         from magicdec.distributed.groups import Group
         from magicdec.distributed.tensor_parallel import Shard
         from magicdec.engine import Engine
-        from magicdec.model.checkpoint import find_model
+        from magicdec.model.checkpoint.source import find_model
         from magicdec.names import ATTENTION_BACKENDS, load_named
         from magicdec.runner import ModelRunner
-        from magicdec.sections import DecodingSection, KVSection
+        from magicdec.setup.loading import Kinds, load_kind
 
         torch.set_num_threads(threads)
         is_narrow = dtype == "bfloat16"
@@ -79,8 +79,8 @@ class MagicdecSelfSpeculation(Magicdec):
     """Self-speculation, 3 draft tokens from 257 cached ones."""
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
+        from magicdec.config.sections import DecodingSection, KVSection
         from magicdec.decoding.strategy import Setup, make_strategy
-        from magicdec.sections import DecodingSection, KVSection
 
         super().__init__(model, dtype, threads, max_tokens, batch)
         self.num_drafts = 3

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import decode, make_draft, make_requests, random_prompts, refusal
 
 from magicdec.attention.native import NativeBackend
+from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import DraftModel, Setup
 from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
-from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.names import DRAFTERS
 from magicdec.runner import ModelRunner
-from magicdec.sections import DecodingSection, KVSection
 
 PROMPTS, NUM_NEW = [5, 70, 1, 33], [300, 300, 9, 141]
 MAX_TOKENS = 70 + 300 + 4

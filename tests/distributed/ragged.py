@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import decode_both, make_requests, random_prompts
 
 from magicdec.attention.native import NativeBackend
+from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.runner import ModelRunner
-from magicdec.sections import KVSection, SamplingSection
 
 torch.set_num_threads(1)
 launch, device = read_launch(), torch.device("cpu")

@@ -4,7 +4,9 @@ scarce.py selfspec|latency FLAGS."""
 import os
 import sys
 
-from magicdec.bench import commands, free_memory, prepare
+from magicdec.cli import commands
+from magicdec.memory import free_memory
+from magicdec.setup import prepare
 
 read = free_memory.free_device_memory
 

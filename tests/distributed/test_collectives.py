@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Launch
 
-from magicdec.config import RunConfig
-from magicdec.machine import Machine, choose_collectives
+from magicdec.config.machine import Machine, choose_collectives
+from magicdec.config.run_config import RunConfig
 
 HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Launch
 
-from magicdec.model.convert import convert, find_checkpoint, quantized
+from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
 
 FLAGS = (
     *("--B", 2, "--prefix_len", 120, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),

@@ -105,7 +105,7 @@ def test_the_bytes_of_the_drafts_forwards_count(launch: Launch, tmp_path: Path) 
 
 def parameters(name: str) -> tuple[Any, int]:
     """A demo model's config, and the bytes that a forward reads of its weights in float32."""
-    from magicdec.model.checkpoint import find_model
+    from magicdec.model.checkpoint.source import find_model
 
     config = find_model("--model", name).config
     assert config.tie_word_embeddings, "the embedding is the head, read once"

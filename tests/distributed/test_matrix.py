@@ -12,8 +12,8 @@ import pytest
 from conftest import Launch, refusal, save_checkpoint, served_pairs, tiny_transformer
 from matrix import NUM_NEW, Result, make_cases
 
+from magicdec.config.sections import KVSection
 from magicdec.names import DRAFTERS, KV_POLICIES
-from magicdec.sections import KVSection
 
 
 def key(case: dict[str, Any]) -> tuple[Any, ...]:

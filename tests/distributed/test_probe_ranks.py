@@ -6,7 +6,7 @@ from pathlib import Path
 
 from conftest import Launch
 
-from magicdec.bench.hardware import load_machine
+from magicdec.hardware.ceiling_file import load_machine
 
 
 def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import make_view
-from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.config import ModelConfig
 from magicdec.model.positions import alibi, alibi_slopes
 from magicdec.model.transformer import Transformer

@@ -24,11 +24,11 @@ from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.attention.varlen import VarlenBackend
+from magicdec.config.machine import CUDA_ONLY, WITHOUT_WINDOW, Machine, backend_obstacle
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVPolicy, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.machine import CUDA_ONLY, WITHOUT_WINDOW, Machine, backend_obstacle
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa, blocks of 4": lambda: SDPABackend(4),

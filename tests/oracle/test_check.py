@@ -6,14 +6,14 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 
-from magicdec.bench.check import check_outputs, first_difference
-from magicdec.bench.record import Correctness
 from magicdec.decoding.autoregressive import Autoregressive
 from magicdec.decoding.steps import EagerSteps
 from magicdec.decoding.strategy import untimed
 from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
+from magicdec.records.record import Correctness
 from magicdec.request import Request
+from magicdec.run.check import check_outputs, first_difference
 
 NUM_NEW = 30
 
@@ -106,7 +106,7 @@ def test_first_difference() -> None:
 
 
 def test_float64_replay_agrees_with_float32_decoding() -> None:
-    from magicdec.bench.check import deficit
+    from magicdec.run.check import deficit
 
     model = tiny_transformer()
     runner = make_runner(tiny_transformer(dtype=torch.float64), 1, 90)

@@ -34,13 +34,13 @@ from magicdec.attention.flashinfer import missing_parts as flashinfer_missing
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.varlen import VarlenBackend, as_one_text
 from magicdec.attention.varlen import missing_parts as varlen_missing
+from magicdec.config.machine import CUDA_ONLY, WITHOUT_GRAPHS, WITHOUT_MASS
+from magicdec.config.sections import KVSection
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.machine import CUDA_ONLY, WITHOUT_GRAPHS, WITHOUT_MASS
 from magicdec.names import ATTENTION_BACKENDS
-from magicdec.sections import KVSection
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
 LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3", "flashinfer"]

@@ -10,17 +10,17 @@ import torch
 from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
 from recorder import Recorder
 
-from magicdec.bench.loading import Kinds, load_model, make_backend
-from magicdec.bench.progress import make_progress
+from magicdec.config.machine import CUDA_ONLY, WITHOUT_GRAPHS
+from magicdec.config.sections import KVSection
+from magicdec.console import make_progress
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.strategy import Recorder as AnyRecorder
 from magicdec.distributed.groups import Group
-from magicdec.machine import CUDA_ONLY, WITHOUT_GRAPHS
-from magicdec.model.checkpoint import find_model
+from magicdec.model.checkpoint.source import find_model
 from magicdec.model.transformer import Transformer
 from magicdec.names import ATTENTION_BACKENDS
 from magicdec.runner import ModelRunner
-from magicdec.sections import KVSection
+from magicdec.setup.loading import Kinds, load_model, make_backend
 
 PAIRS = sorted(served_pairs(), key=str)
 FLOAT32_BACKENDS = sorted(set(ATTENTION_BACKENDS) - set(CUDA_ONLY) - {"native"})

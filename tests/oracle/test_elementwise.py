@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.model.elementwise.native import serves
-from magicdec.model.elementwise.operators import Elementwise
-from magicdec.model.rope import apply_rope
+from magicdec.model.elementwise.operators import Elementwise, apply_rope
 from magicdec.names import ELEMENTWISE, load_named
 
 BF16, F32 = torch.bfloat16, torch.float32

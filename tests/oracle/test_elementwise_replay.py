@@ -13,11 +13,11 @@ from recorder import Recorder
 from test_replay import run
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import KVSection
 from magicdec.engine import Engine
 from magicdec.model.elementwise import triton as module
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
-from magicdec.sections import KVSection
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs themselves are there")

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.elementwise.operators import Elementwise
+from magicdec.model.elementwise.operators import Elementwise, apply_rope
 from magicdec.model.elementwise.triton import TritonElementwise
-from magicdec.model.rope import apply_rope
 from magicdec.model.transformer import Transformer
 
 pytest.importorskip("triton")

@@ -14,12 +14,17 @@ from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, VOCAB, Reference, make_checkpoint
 from torch import Tensor
 
-from magicdec.bench import costs, roofline
+from magicdec.config.sections import KVSection
+from magicdec.cost_model import costs, roofline
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import ModelSource, expected_shapes, find_model, load_transformer
-from magicdec.model.random_weights import RandomWeights
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import (
+    ModelSource,
+    expected_shapes,
+    find_model,
+    load_transformer,
+)
 from magicdec.model.transformer import Transformer
-from magicdec.sections import KVSection
 
 NAMES = list(MODELS)
 LENGTHS = [40, 7, 61]

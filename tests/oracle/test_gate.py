@@ -13,15 +13,10 @@ from typing import Any
 import pytest
 from conftest import ROOT, served_pairs
 
-from magicdec.analysis.compare import compare, measured_thing
-from magicdec.bench.prepare import prepare
-from magicdec.bench.record import load_records
-from magicdec.bench.run import execute
-from magicdec.config import RunConfig
-from magicdec.distributed.groups import Launch
-from magicdec.draft_section import DraftSection
-from magicdec.model_section import ModelSection
-from magicdec.sections import (
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
@@ -30,6 +25,11 @@ from magicdec.sections import (
     SamplingSection,
     WorkloadSection,
 )
+from magicdec.distributed.groups import Launch
+from magicdec.records.compare import compare, measured_thing
+from magicdec.records.record import load_records
+from magicdec.run.run import execute
+from magicdec.setup.prepare import prepare
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from acceptance import CASES, make_config

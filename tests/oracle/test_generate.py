@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
 
+from magicdec.config.sections import KVSection
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import find_model, load_transformer
-from magicdec.sections import KVSection
+from magicdec.model.checkpoint.source import find_model, load_transformer
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])

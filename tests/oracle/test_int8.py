@@ -21,21 +21,21 @@ from conftest import (
 from torch import nn
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
-from magicdec.bench.prepare import prepare
-from magicdec.bench.progress import make_progress
-from magicdec.bench.roofline import weight_bytes
-from magicdec.bench.run import Run
-from magicdec.config import RunConfig
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import KVSection, ParallelSection, WorkloadSection
+from magicdec.console import make_progress
+from magicdec.cost_model.roofline import weight_bytes
 from magicdec.distributed.groups import Launch, make_groups
-from magicdec.model import int8_linear
+from magicdec.model.checkpoint.quantization import channel_scales, own_head, quantize
 from magicdec.model.config import ModelConfig
-from magicdec.model.int8_linear import Int8Linear, PackedInt8Linear
-from magicdec.model.linear import library
-from magicdec.model.linear_kinds import PartialLinear
-from magicdec.model.quantization import channel_scales, own_head, quantize
+from magicdec.model.linear import int8 as int8_linear
+from magicdec.model.linear.int8 import Int8Linear, PackedInt8Linear
+from magicdec.model.linear.kinds import PartialLinear
+from magicdec.model.linear.packed import library
 from magicdec.model.transformer import Transformer
-from magicdec.model_section import ModelSection
-from magicdec.sections import KVSection, ParallelSection, WorkloadSection
+from magicdec.run.run import Run
+from magicdec.setup.prepare import prepare
 
 needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 F32, BF16 = torch.float32, torch.bfloat16

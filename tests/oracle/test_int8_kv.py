@@ -18,14 +18,14 @@ from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path, kernel
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.roofline import bytes_read, weight_bytes
+from magicdec.config.sections import KVSection
+from magicdec.cost_model.roofline import bytes_read, weight_bytes
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILED, Layout
 from magicdec.kv.policy import MASS_BLOCK, KVPolicy, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.sections import KVSection
 
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(21, 60), StreamingLLM(0, 1)]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from conftest import Launch
 
-from magicdec.bench.answers import answer_score
-from magicdec.bench.ruler_tasks import TASKS
-from magicdec.bench.workload import build_workload
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.request import Request, SamplingParams
+from magicdec.workload.answers import answer_score
+from magicdec.workload.ruler_tasks import TASKS
+from magicdec.workload.workload import build_workload
 
 FLAGS = ("--B", 2, "--prefix_len", 1024, "--gen_len", 16, "--num_batches", 1, "--threads", 1)
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import ModelSource, find_model, load_transformer
+from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.config import RopeConfig
-from magicdec.model.hf_config import ROPE_FIELDS
+from magicdec.model.elementwise.operators import apply_rope
+from magicdec.model.families.hf_config import ROPE_FIELDS
 from magicdec.model.positions import rotate
-from magicdec.model.rope import apply_rope, rope_table
+from magicdec.model.rope import rope_table
 from magicdec.model.transformer import Attend, Reduce, Transformer
 
 CPU = torch.device("cpu")

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import KVSection
 from magicdec.decoding.self_draft import SelfDrafter
 from magicdec.decoding.view_reader import ViewReader
 from magicdec.engine import Engine
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import RopeConfig
 from magicdec.request import Batch
-from magicdec.sections import KVSection
 
 RAGGED = [5, 70, 1, 33]
 SHAPES = {

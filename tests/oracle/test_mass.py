@@ -13,12 +13,12 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.checks import MOST_WATCHED
+from magicdec.config.checks import MOST_WATCHED
+from magicdec.config.machine import WITHOUT_MASS
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.machine import WITHOUT_MASS
 
 LENGTHS, COMMITTED = [37, 3, 70, 0], [35, 3, 66, 0]
 FORWARDS = [(1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (17, [3, 2])]

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from conftest import decode_both, make_requests, make_runner
 from torch import Tensor
 
+from magicdec.config.sections import KVSection
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import find_model, load_transformer
-from magicdec.model.nanogpt import convert_nanogpt
+from magicdec.model.checkpoint.nanogpt import convert_nanogpt
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.tokenizer import load_tokenizer
-from magicdec.sections import KVSection
 
 TEXT = "To be, or not to be:\nthat is the question. \t'Tis nobler"
 CHARACTERS = sorted(set(TEXT))

@@ -19,9 +19,9 @@ from conftest import (
 )
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
-from magicdec.bench.roofline import weight_bytes
-from magicdec.model.linear import PackedLinear
-from magicdec.sections import KVSection
+from magicdec.config.sections import KVSection
+from magicdec.cost_model.roofline import weight_bytes
+from magicdec.model.linear.packed import PackedLinear
 
 pytestmark = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 BF16 = torch.bfloat16

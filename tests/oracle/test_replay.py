@@ -24,6 +24,7 @@ from test_standalone import SMALL
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import DraftLength
 from magicdec.decoding.strategy import DraftModel, Setup, make_strategy
@@ -31,7 +32,6 @@ from magicdec.decoding.strategy import Recorder as AnyRecorder
 from magicdec.engine import Engine
 from magicdec.request import Request
 from magicdec.runner import ForwardCounts, ModelRunner
-from magicdec.sections import DecodingSection, KVSection
 
 PAIRS = sorted(served_pairs(), key=str)
 PROMPTS = [90, 1, 40, 150]

@@ -23,6 +23,7 @@ from test_standalone import SMALL
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import Measure
 from magicdec.decoding.sampling import make_params
@@ -30,7 +31,6 @@ from magicdec.decoding.strategy import DraftModel
 from magicdec.engine import Engine
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
-from magicdec.sections import KVSection, SamplingSection
 
 PAIRS = sorted(served_pairs(), key=str)
 PROMPTS = [90, 1, 40, 150, 20]

@@ -19,7 +19,8 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.rope import apply_rope, rope_table
+from magicdec.model.elementwise.operators import apply_rope
+from magicdec.model.rope import rope_table
 from magicdec.model.transformer import Transformer
 from magicdec.rolling_runner import RollingRunner
 

@@ -9,10 +9,10 @@ import torch
 from conftest import TINY, decode, make_requests, make_runner, random_prompts, tiny_transformer
 
 from magicdec.attention.native import NativeBackend, kernel
-from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
-from magicdec.sections import DecodingSection, KVSection
 
 LENGTHS = [5, 70, 1, 33]
 

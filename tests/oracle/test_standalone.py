@@ -23,12 +23,12 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.drafter import make_drafter
 from magicdec.decoding.model_draft import ModelDrafter, fold
 from magicdec.decoding.strategy import DraftModel, Setup
 from magicdec.engine import Engine
 from magicdec.request import Batch
-from magicdec.sections import DecodingSection, KVSection, SamplingSection
 
 RAGGED = [5, 70, 1, 33]
 SMALL = replace(

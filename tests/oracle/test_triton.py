@@ -30,11 +30,11 @@ from magicdec.attention.triton import (
     choose_split,
     load_kernels,
 )
+from magicdec.config.sections import KVSection
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import MASS_BLOCK, KVView, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.sections import KVSection
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,8 +22,8 @@ from test_replay import run
 
 from magicdec.attention import triton as module
 from magicdec.attention.triton import TritonBackend
+from magicdec.config.sections import KVSection
 from magicdec.engine import Engine
-from magicdec.sections import KVSection
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs themselves are there")

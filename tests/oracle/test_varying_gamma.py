@@ -20,11 +20,11 @@ from conftest import (
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.draft_length import AutoLength, Measure
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 from magicdec.request import Batch
-from magicdec.sections import DecodingSection, KVSection, SamplingSection
 
 MOST, NEW = 5, [120, 9, 90, 61]
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.config.sections import KVSection
 from magicdec.decoding.draft_length import FixedLength
 from magicdec.decoding.heaviest_reader import HeaviestReader
 from magicdec.decoding.self_draft import SelfDrafter
@@ -31,7 +32,6 @@ from magicdec.kv.policy import MASS_BLOCK
 from magicdec.kv.verified import VerifiedKV
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
-from magicdec.sections import KVSection
 
 
 def speculative(runner: ModelRunner, reader: HeaviestReader, num_draft_tokens: int) -> Speculative:

@@ -15,16 +15,16 @@ from torch import Tensor
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.roofline import bytes_read, kv_bytes_per_token, weight_bytes
+from magicdec.config.sections import KVSection
+from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.cache import KVCache
 from magicdec.kv.policy import KVView, make_view
-from magicdec.model.checkpoint import find_model, load_transformer
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
-from magicdec.sections import KVSection
 
 WINDOW = 56
 LENGTHS = [150, 7, 91]

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import expected_shapes, find_model, load_transformer
+from magicdec.model.checkpoint.source import expected_shapes, find_model, load_transformer
+from magicdec.model.checkpoint.weight_map import Piece, weight_map
 from magicdec.model.config import ModelConfig
-from magicdec.model.hf_config import to_hf_config
-from magicdec.model.weight_map import Piece, weight_map
+from magicdec.model.families.hf_config import to_hf_config
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from magicdec.model.checkpoint import find_model
+from magicdec.model.checkpoint.source import find_model
 
 MOST_BYTES = 1 << 30
 MOST_CPU_S = 5  # of one mutation, which takes milliseconds

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from test_workload import BOS, Characters
 
-from magicdec.bench import recall
-from magicdec.bench.answers import Continuation, Strings, answer_score
-from magicdec.bench.recall import repeat_passage
-from magicdec.bench.workload import SKIP_TOKENS, Workload, build_workload
 from magicdec.request import Request, SamplingParams
+from magicdec.workload import recall
+from magicdec.workload.answers import Continuation, Strings, answer_score
+from magicdec.workload.recall import repeat_passage
+from magicdec.workload.workload import SKIP_TOKENS, Workload, build_workload
 
 
 def ids(text: str) -> list[int]:

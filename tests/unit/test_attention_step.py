@@ -11,18 +11,18 @@ from test_fastest_backend import BASELINE, BFLOAT16, CPU, MODEL, STANDALONE
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench import backend_timing
-from magicdec.bench.attention_step import Read, Step, draft_step, target_step
-from magicdec.bench.backend_timing import measure, measure_read
-from magicdec.bench.fastest_backend import list_candidates
-from magicdec.bench.forwards import largest_step
-from magicdec.bench.latency import Grid
+from magicdec.autotune import backend_timing
+from magicdec.autotune.attention_step import Read, Step, draft_step, target_step
+from magicdec.autotune.backend_timing import measure, measure_read
+from magicdec.autotune.fastest_backend import list_candidates
+from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.kv.verified import VerifiedKV
+from magicdec.latency.forwards import largest_step
+from magicdec.latency.grid import Grid
 from magicdec.model.config import ModelConfig
-from magicdec.sections import DecodingSection, KVSection, WorkloadSection
 
 
 def test_the_step_is_the_runs_own() -> None:

@@ -24,13 +24,13 @@ from checkpoint_files import (
 )
 from conftest import ROOT
 
-from magicdec.bench.prepare import prepare
-from magicdec.config import RunConfig
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import AttentionSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.model.config import ROPE_TYPES
-from magicdec.model.hf_config import to_hf_config
-from magicdec.model_section import ModelSection
-from magicdec.sections import AttentionSection, ParallelSection, WorkloadSection
+from magicdec.model.families.hf_config import to_hf_config
+from magicdec.setup.prepare import prepare
 
 DEMO = ROOT / "magicdec" / "demo" / "target"
 # As many ids as the demo's tokenizer, which stands beside every checkpoint here.

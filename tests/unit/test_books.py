@@ -14,8 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from magicdec.bench import books
-from magicdec.bench.books import read_books
+from magicdec.workload import books
+from magicdec.workload.books import read_books
 
 BOOKS = ("first book", "second book, é\n漢", "third")
 

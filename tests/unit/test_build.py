@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from magicdec import build
+from magicdec.kernels import build
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
-LOAD = "from magicdec.build import load_library; from pathlib import Path; import sys; "
+LOAD = "from magicdec.kernels.build import load_library; from pathlib import Path; import sys; "
 LOAD += "print(load_library(Path(sys.argv[1])).answer())"
 
 

@@ -26,12 +26,13 @@ from checkpoint_files import (
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model import checkpoint, named
-from magicdec.model.checkpoint import WeightSource, find_model, load_transformer
-from magicdec.model.hf_config import to_hf_config
-from magicdec.model.random_weights import TILE_ROWS
-from magicdec.model.weight_files import PthWeights
-from magicdec.model.weight_map import Piece
+from magicdec.model.checkpoint import source as checkpoint
+from magicdec.model.checkpoint.random_weights import TILE_ROWS
+from magicdec.model.checkpoint.source import WeightSource, find_model, load_transformer
+from magicdec.model.checkpoint.weight_files import PthWeights
+from magicdec.model.checkpoint.weight_map import Piece
+from magicdec.model.families.hf_config import to_hf_config
+from magicdec.model.presets import named
 
 
 @pytest.mark.parametrize("writer", [write, write_sharded, write_bin, write_sharded_bin, write_pth])

@@ -20,8 +20,8 @@ from checkpoint_files import (
     write_sharded,
 )
 
-from magicdec.model.checkpoint import check_weights, find_model
-from magicdec.model.hf_config import to_hf_config
+from magicdec.model.checkpoint.source import check_weights, find_model
+from magicdec.model.families.hf_config import to_hf_config
 
 
 def test_unknown_names(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from magicdec.analysis import compare, table
-from magicdec.bench.metrics import PassSamples, decode_metrics, prefill_metrics
-from magicdec.bench.record import Correctness, RunRecord, append_record
-from magicdec.config import RunConfig
-from magicdec.machine import Machine
-from magicdec.sections import DecodingSection, KVSection
+from magicdec.cli import compare as command
+from magicdec.cli import table as table_command
+from magicdec.config.machine import Machine
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.records import compare, table
+from magicdec.records.metrics import PassSamples, decode_metrics, prefill_metrics
+from magicdec.records.record import Correctness, RunRecord, append_record, load_records
 
 Record = dict[str, Any]
 RATE = 0.8
@@ -72,7 +74,7 @@ def gate(
         files = write(tmp_path / "new", new), write(tmp_path / "old", old)
         monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, files), *flags])
         with pytest.raises(SystemExit) as stopped:
-            compare.main()
+            command.main()
         out, err = capsys.readouterr()
         assert err == ""
         return int(stopped.value.code or 0), out
@@ -231,7 +233,7 @@ def test_numbers_that_are_missing_compare_with_nothing(gate: Gate) -> None:
         (b'{"schema_version": 1}', ":1: not a record; it has no "),
     ],
 )
-@pytest.mark.parametrize("tool", [compare, table])
+@pytest.mark.parametrize("tool", [command, table_command])
 def test_unreadable_files_are_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -240,11 +242,11 @@ def test_unreadable_files_are_refused_in_one_line(
     content: bytes | None,
     message: str,
 ) -> None:
-    if tool is table and content == b"":
+    if tool is table_command and content == b"":
         return  # an empty table
     if content is not None:
         (tmp_path / "new").write_bytes(content)
-    arguments = [tmp_path / "new", *([write(tmp_path / "old", [make()])] * (tool is compare))]
+    arguments = [tmp_path / "new", *([write(tmp_path / "old", [make()])] * (tool is command))]
     monkeypatch.setattr(sys, "argv", ["magicdec", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         tool.main()
@@ -266,7 +268,7 @@ def test_the_table_has_a_line_a_run(
     write(second, [failed(), diverged()])
     monkeypatch.setattr(sys, "argv", ["magicdec table", str(first), str(second)])
     monkeypatch.setenv("COLUMNS", "80")
-    table.main()
+    table_command.main()
     out, err = capsys.readouterr()
     rows = [line for line in out.splitlines() if line.endswith(("ok │", "failed │", "diverged │"))]
     assert [row.split()[-2] for row in rows] == ["ok", "ok", "failed", "diverged"]
@@ -314,6 +316,6 @@ def test_what_is_compared_was_appended_by_a_run(tmp_path: Path, gate: Gate) -> N
     fields = copy.deepcopy(record)
     fields["correctness"] = Correctness(**fields["correctness"])
     append_record(tmp_path / "runs", RunRecord(**fields))
-    loaded = compare.load_records(tmp_path / "runs")
+    loaded = load_records(tmp_path / "runs")
     assert loaded == [record] and math.isclose(loaded[0]["metrics"]["acceptance_rate"], RATE)
     assert gate(loaded, loaded)[0] == 0

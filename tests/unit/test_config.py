@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from magicdec import names as module
-from magicdec.bench import cli
-from magicdec.bench.cli import build_parser, parse
-from magicdec.config import RunConfig
+from magicdec.cli import flags as cli
+from magicdec.cli.flags import build_parser, parse
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.machine import TO_BE_MEASURED, Machine, choose_backend, settled
+from magicdec.config.model_section import TargetSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
-from magicdec.draft_section import DraftSection
-from magicdec.machine import TO_BE_MEASURED, Machine, choose_backend, settled
-from magicdec.model_section import TargetSection
 from magicdec.names import load_named
-from magicdec.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 
 DRIVER = RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self"))
 LONGSPEC = RunConfig(
@@ -430,7 +430,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_config_is_light() -> None:
-    assert run_python("import magicdec.config").stdout == "\n"
+    assert run_python("import magicdec.config.run_config").stdout == "\n"
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_the_config_is_light() -> None:
 )
 def test_a_refusal_is_one_line_and_loads_nothing(flags: str, line: str) -> None:
     code = f"""
-from magicdec.bench.commands import selfspec
+from magicdec.cli.commands import selfspec
 sys.argv = ["some/driver.py", *{flags.split()}]
 try:
     selfspec()

@@ -27,13 +27,13 @@ from checkpoint_files import (
 )
 from safetensors.torch import load_file
 
-from magicdec.bench import convert as command
+from magicdec.cli import convert as command
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model import manifest
+from magicdec.model.checkpoint import manifest
+from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
+from magicdec.model.checkpoint.manifest import find_damage, manifest_path
 from magicdec.model.config import ModelConfig
-from magicdec.model.convert import convert, find_checkpoint, quantized
-from magicdec.model.hf_config import to_hf_config
-from magicdec.model.manifest import find_damage, manifest_path
+from magicdec.model.families.hf_config import to_hf_config
 
 ROOT = Path(__file__).parents[2]
 LAYER_NAMES = {  # as the original suite's convert_hf_checkpoint.py has them
@@ -166,7 +166,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, name: str) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from magicdec.model.convert import convert, find_checkpoint
+from magicdec.model.checkpoint.convert import convert, find_checkpoint
 source = find_checkpoint("--checkpoint_dir", Path(sys.argv[1]))
 convert(source, Path(sys.argv[2]), None, lambda n: os._exit(9) if "norm" in n else None)
 """
@@ -184,7 +184,7 @@ WATCHED = """
 import sys, threading
 from pathlib import Path
 import torch
-from magicdec.model.convert import convert, find_checkpoint, quantized
+from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
 
 def held():  # kB of memory that no file backs
     status = Path("/proc/self/status").read_text().splitlines()

@@ -11,15 +11,15 @@ from conftest import TINY, make_requests, make_runner, random_prompts, tiny_tran
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.bench import costs, roofline
-from magicdec.bench.costs import Deployment, Speculation, best_gamma, break_even_context
-from magicdec.bench.hardware import Hardware, Link
+from magicdec.cost_model import costs, roofline
+from magicdec.cost_model.costs import Deployment, Speculation, best_gamma, break_even_context
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
+from magicdec.hardware.ceiling_file import Hardware, Link
+from magicdec.model.checkpoint.quantization import own_head
 from magicdec.model.config import ModelConfig
-from magicdec.model.named import find_config
-from magicdec.model.presets import PRESETS
-from magicdec.model.quantization import own_head
+from magicdec.model.presets.named import find_config
+from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
 
 LLAMA_2_7B = PRESETS["llama-2-7b-32k"].config

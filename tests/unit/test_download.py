@@ -15,10 +15,10 @@ import pytest
 from checkpoint_files import CONFIG, make_tensors, write_sharded
 from hub_server import COMMIT, TOKEN, Hub
 
-from magicdec.model import hub as hub_module
-from magicdec.model.checkpoint import find_model
-from magicdec.model.hf_config import to_hf_config
-from magicdec.model.hub import RemoteFile, check_space
+from magicdec.model.checkpoint import hub as hub_module
+from magicdec.model.checkpoint.hub import RemoteFile, check_space
+from magicdec.model.checkpoint.source import find_model
+from magicdec.model.families.hf_config import to_hf_config
 
 ROOT = Path(__file__).parents[2]
 SINGLE = {

@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 import torch
 
+from magicdec.config.sections import DecodingSection
 from magicdec.decoding.draft_length import (
     MARGIN,
     AutoLength,
@@ -20,7 +21,6 @@ from magicdec.decoding.draft_length import (
 )
 from magicdec.distributed.groups import Group
 from magicdec.request import Batch, Request, SamplingParams
-from magicdec.sections import DecodingSection
 
 CPU, MOST = torch.device("cpu"), 8
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 from conftest import TINY, tiny_transformer
 
-from magicdec.bench import cli
-from magicdec.bench.loading import Kinds, load_kind
-from magicdec.config import RunConfig
+from magicdec.cli import flags as cli
+from magicdec.config.machine import INTERPRETED, Machine
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.machine import INTERPRETED, Machine
-from magicdec.model.checkpoint import find_model
+from magicdec.model.checkpoint.source import find_model
 from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.mlp import MLP
 from magicdec.model.norm import RMSNorm
 from magicdec.model.transformer import Transformer
-from magicdec.model_section import ModelSection
 from magicdec.names import ELEMENTWISE, load_named
-from magicdec.sections import ParallelSection
+from magicdec.setup.loading import Kinds, load_kind
 
 PLAIN = Machine(2)
 FAST = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)

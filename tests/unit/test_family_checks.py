@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from magicdec.bench.costs import Deployment, kv_bytes_per_token
-from magicdec.bench.draft_checks import check_choice, check_reach, check_rolling
-from magicdec.bench.hardware import Hardware
-from magicdec.bench.prepare import check_length, check_scores, check_window
-from magicdec.config import RunConfig
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
+from magicdec.cost_model.costs import Deployment, kv_bytes_per_token
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.draft_section import DraftSection
-from magicdec.model.checkpoint import ModelSource, expected_shapes, find_model
+from magicdec.hardware.ceiling_file import Hardware
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import ModelSource, expected_shapes, find_model
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.random_weights import RandomWeights
-from magicdec.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
+from magicdec.setup.draft_checks import check_choice, check_reach, check_rolling
+from magicdec.setup.prepare import check_length, check_scores, check_window
 
 PLAIN = ModelConfig("plain", 96, 2, 32, 48, 4, 4, 8, 128)
 LONGSPEC = RunConfig(

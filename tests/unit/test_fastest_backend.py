@@ -12,18 +12,18 @@ from conftest import TINY
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench import backend_timing
-from magicdec.bench import fastest_backend as module
-from magicdec.bench.attention_step import Step, target_step
-from magicdec.bench.backend_timing import Measured, measure
-from magicdec.bench.fastest_backend import choose_fastest, list_candidates, settle
-from magicdec.config import RunConfig
+from magicdec.autotune import backend_timing
+from magicdec.autotune import fastest_backend as module
+from magicdec.autotune.attention_step import Step, target_step
+from magicdec.autotune.backend_timing import Measured, measure
+from magicdec.autotune.fastest_backend import choose_fastest, list_candidates, settle
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.machine import TO_BE_MEASURED, Machine
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Group
-from magicdec.draft_section import DraftSection
 from magicdec.kv.policy import KVView
-from magicdec.machine import TO_BE_MEASURED, Machine
-from magicdec.model_section import ModelSection
-from magicdec.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 
 CPU = torch.device("cpu")
 MODEL = replace(TINY, head_dim=64)

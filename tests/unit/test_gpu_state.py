@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from magicdec.bench.gpu_state import watch_gpu
+from magicdec.hardware.gpu_state import watch_gpu
 
 NOTHING = {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
 

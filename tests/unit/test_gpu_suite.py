@@ -22,7 +22,7 @@ from gpu_stages.plain_loop import PlainLoop
 from gpu_stages.results import Results, load_cells
 from gpu_stages.scale import FULL, TINY
 
-from magicdec.model.presets import PRESETS
+from magicdec.model.presets.presets import PRESETS
 
 MADE = {"device": "cpu", "gpu": None, "torch": "2", "tiny": True}
 

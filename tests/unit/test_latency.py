@@ -13,16 +13,17 @@ from recorder import Recorder
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench import forwards
-from magicdec.bench.forward_kinds import make_forwards
-from magicdec.bench.forwards import fill, time_once, time_place
-from magicdec.bench.latency import Grid, parse
-from magicdec.bench.latency_rows import Cell, summarise
-from magicdec.config import RunConfig
+from magicdec.cli.latency import parse
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import AttentionSection, KVSection
 from magicdec.distributed.groups import Group
 from magicdec.kv.verified import VerifiedKV
+from magicdec.latency import forwards
+from magicdec.latency.forward_kinds import make_forwards
+from magicdec.latency.forwards import fill, time_once, time_place
+from magicdec.latency.grid import Grid
+from magicdec.latency.rows import Cell, summarise
 from magicdec.runner import Watch
-from magicdec.sections import AttentionSection, KVSection
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}
 DRAFTS = tuple(

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from conftest import TINY, make_runner, tiny_transformer
 
-from magicdec.bench.forward_kinds import make_forwards
-from magicdec.bench.forwards import fill
-from magicdec.bench.latency import Grid
-from magicdec.bench.latency_memory import check_grid_memory, plan_place
-from magicdec.bench.memory import Models
-from magicdec.config import RunConfig
+from magicdec.config.machine import Machine
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import AttentionSection, KVSection
 from magicdec.distributed.groups import Launch
 from magicdec.kv.cache import KVCache
-from magicdec.machine import Machine
-from magicdec.model_section import ModelSection
-from magicdec.sections import AttentionSection, KVSection
+from magicdec.latency.forward_kinds import make_forwards
+from magicdec.latency.forwards import fill
+from magicdec.latency.grid import Grid
+from magicdec.latency.memory import check_grid_memory, plan_place
+from magicdec.memory.plan import Models
 
 ALONE, MODELS = Launch(0, 1, 0, 1), Models(TINY)
 DRAFTS = (

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import SamplingSection
 from magicdec.decoding.choosing import Choosing, Draws, Filters, Penalties
 from magicdec.decoding.randomness import Purpose
 from magicdec.decoding.sampling import make_params, probabilities, process, sample
 from magicdec.decoding.verification import verify
 from magicdec.request import Request
-from magicdec.sections import SamplingSection
 
 CPU = torch.device("cpu")
 VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token

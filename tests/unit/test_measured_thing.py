@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from test_compare import Record, make
 
-from magicdec.analysis.compare import compare, measured_thing
+from magicdec.config.sections import KVSection
 from magicdec.kv.policy import make_policy
 from magicdec.names import KV_POLICIES
-from magicdec.sections import KVSection
+from magicdec.records.compare import compare, measured_thing
 
 
 def of(policy: str, drafter: str = "self", **settings: Any) -> Record:

@@ -12,24 +12,11 @@ import pytest
 import torch
 from conftest import TINY
 
-from magicdec.bench import prepare
-from magicdec.bench.free_memory import free_host_memory
-from magicdec.bench.memory import MemoryPlan, Models, plan_rank, stored_bytes
-from magicdec.bench.memory_check import check_memory, largest, needed
-from magicdec.bench.run import execute
-from magicdec.config import RunConfig
-from magicdec.distributed.groups import Launch
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.draft_section import DraftSection
-from magicdec.kv.cache import KVCache
-from magicdec.machine import Machine
-from magicdec.model.int8_linear import Int8Linear
-from magicdec.model.linear import PackedLinear
-from magicdec.model.presets import PRESETS
-from magicdec.model.quantization import own_head
-from magicdec.model.transformer import Transformer
-from magicdec.model_section import ModelSection, TargetSection
-from magicdec.sections import (
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.machine import Machine
+from magicdec.config.model_section import ModelSection, TargetSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
@@ -37,6 +24,19 @@ from magicdec.sections import (
     ParallelSection,
     WorkloadSection,
 )
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.kv.cache import KVCache
+from magicdec.memory.check import check_memory, largest, needed
+from magicdec.memory.free_memory import free_host_memory
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank, stored_bytes
+from magicdec.model.checkpoint.quantization import own_head
+from magicdec.model.linear.int8 import Int8Linear
+from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.presets.presets import PRESETS
+from magicdec.model.transformer import Transformer
+from magicdec.run.run import execute
+from magicdec.setup import prepare
 
 ALONE = Launch(0, 1, 0, 1)
 SELF = DecodingSection("speculative", "self", 3)
@@ -69,12 +69,12 @@ def test_weights_are_those_of_the_model(tied: bool, shard: Shard, biases: bool) 
 def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(TINY, vocab_size=128, hidden_size=64, num_heads=4, num_kv_heads=4,
         intermediate_size=64, tie_word_embeddings=tied)  # fmt: skip
-    monkeypatch.setattr("magicdec.model.linear.library", lambda: FakeLibrary)
+    monkeypatch.setattr("magicdec.model.linear.packed.library", lambda: FakeLibrary)
     model = Transformer(config).to(torch.bfloat16)
     model.pack()
     assert any(isinstance(m, PackedLinear) for m in model.modules())
     assert stored_bytes(config, Shard(), 2, is_packed=True) == parameter_bytes(model)
-    monkeypatch.setattr("magicdec.model.int8_linear.library", lambda: FakeLibrary)
+    monkeypatch.setattr("magicdec.model.linear.int8.library", lambda: FakeLibrary)
     model = Transformer(own_head(config)).to(torch.bfloat16)
     model.to_int8()
     model.pack()
@@ -282,7 +282,8 @@ def test_a_model_too_large_is_refused_before_anything_is_made(
 ) -> None:
     monkeypatch.setattr(prepare, "free_device_memory", lambda kind, rank: 16 * 10**9)
     monkeypatch.setattr(
-        "magicdec.model.random_weights.RandomWeights.read", lambda *args: pytest.fail("read")
+        "magicdec.model.checkpoint.random_weights.RandomWeights.read",
+        lambda *args: pytest.fail("read"),
     )
     config = RunConfig(
         model=ModelSection("random:llama-3.1-70b", "bfloat16", "torch"),
@@ -345,7 +346,7 @@ def test_describe() -> None:
 def test_a_model_is_made_without_torchs_compiler() -> None:
     """Which would be imported to draw an embedding that nobody reads: 130 MB of every process."""
     code = (
-        "import sys, torch; from magicdec.model.presets import PRESETS\n"
+        "import sys, torch; from magicdec.model.presets.presets import PRESETS\n"
         "from magicdec.model.transformer import Transformer\n"
         "with torch.device('meta'): model = Transformer(PRESETS['llama-68m'].config)\n"
         "assert model.embedding.weight.is_meta and 'torch._dynamo' not in sys.modules"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from magicdec.bench.metrics import (
+from magicdec.records.metrics import (
     PassSamples,
     acceptance,
     decode_metrics,

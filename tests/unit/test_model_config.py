@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.hf_config import (
+from magicdec.model.families.hf_config import (
     MODEL_TYPES,
     load_model_config,
     parse_hf_config,
     to_hf_config,
 )
-from magicdec.model.presets import PRESETS
+from magicdec.model.presets.presets import PRESETS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

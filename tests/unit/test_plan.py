@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.bench import commands, plan
-from magicdec.bench.curves import find_curves, parse_acceptance
-from magicdec.bench.hardware import Hardware, Link, MachineFile
+from magicdec.cli import commands, plan
+from magicdec.cost_model.curves import find_curves, parse_acceptance
+from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
 BY_HAND = "--bandwidth 2039 --flops 312"
@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: st
 
 def test_a_plan_imports_no_torch() -> None:
     code = (
-        "import sys; from magicdec.bench import plan, plan_report; "
+        "import sys; from magicdec.cli import plan; from magicdec.cost_model import plan_report; "
         f"plan.make_plan(plan.build_parser().parse_args('{BY_HAND} --acceptance 0.8'.split())); "
         "sys.exit('torch' in sys.modules)"
     )

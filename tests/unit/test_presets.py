@@ -9,9 +9,9 @@ import torch
 import transformers
 from conftest import ROOT
 
-from magicdec.model import published
-from magicdec.model.hf_config import parse_hf_config, to_hf_config
-from magicdec.model.presets import PRESETS
+from magicdec.model.families.hf_config import parse_hf_config, to_hf_config
+from magicdec.model.presets import published
+from magicdec.model.presets.presets import PRESETS
 
 # Published config.json texts, without the fields that do not describe the model.
 LLAMA_2_7B_32K: dict[str, Any] = {

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec.bench import ceilings, probe
-from magicdec.bench.hardware import Hardware, Link, MachineFile, load_machine
-from magicdec.config import RunConfig
+from magicdec.cli import probe as command
+from magicdec.config.machine import Machine
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import ParallelSection
 from magicdec.distributed.groups import Launch
-from magicdec.machine import Machine
+from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile, load_machine
 from magicdec.names import DTYPES
-from magicdec.sections import ParallelSection
+from magicdec.probe import ceilings, probe
 
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
@@ -81,6 +82,6 @@ def test_a_probe_measures_everything(
         assert tuple(costs) == DTYPES and all(seconds >= 0 for seconds in costs.values())
     found.save(tmp_path / "machine.json")
     assert load_machine(tmp_path / "machine.json") == found
-    probe.print_machine(found, tmp_path / "machine.json")
+    command.print_machine(found, tmp_path / "machine.json")
     out = capsys.readouterr().out
     assert "read bandwidth, GB/s" in out and "all-reduce" not in out

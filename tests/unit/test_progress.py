@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from magicdec.bench import progress
-from magicdec.bench.progress import LINE_EVERY_S, Bar, Lines, Silent, make_progress
+from magicdec import console as progress
+from magicdec.console import LINE_EVERY_S, Bar, Lines, Silent, make_progress
 
 
 class Clock:

@@ -16,10 +16,9 @@ from tiny_families import MODELS, make_checkpoint
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import ModelSource, find_model, load_transformer
-from magicdec.model.convert import convert, find_checkpoint, quantized
-from magicdec.model.manifest import find_damage, read_manifest
-from magicdec.model.quantization import (
+from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
+from magicdec.model.checkpoint.manifest import find_damage, read_manifest
+from magicdec.model.checkpoint.quantization import (
     QuantizedWeights,
     channel_scales,
     holds_int8,
@@ -27,8 +26,9 @@ from magicdec.model.quantization import (
     own_head,
     quantize,
 )
+from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
+from magicdec.model.checkpoint.weight_map import SCALE, Piece, weight_map
 from magicdec.model.transformer import Transformer
-from magicdec.model.weight_map import SCALE, Piece, weight_map
 
 TIED = replace(CONFIG, tie_word_embeddings=True)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -223,7 +223,7 @@ class Counting:
 def test_a_matrix_is_read_in_parts_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("magicdec.model.checkpoint.READ_ELEMENTS", 300 * 32)
+    monkeypatch.setattr("magicdec.model.checkpoint.source.READ_ELEMENTS", 300 * 32)
     config = replace(CONFIG, vocab_size=700)
     source = find_model("--model", str(write(tmp_path, make_tensors(config), config)))
     counting = Counting(source)

@@ -10,9 +10,9 @@ from checkpoint_files import CONFIG, CPU, expected_shard
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import expected_shapes, find_model, load_transformer
-from magicdec.model.random_weights import TILE_COLUMNS, TILE_ROWS, RandomWeights
-from magicdec.model.weight_map import Piece
+from magicdec.model.checkpoint.random_weights import TILE_COLUMNS, TILE_ROWS, RandomWeights
+from magicdec.model.checkpoint.source import expected_shapes, find_model, load_transformer
+from magicdec.model.checkpoint.weight_map import Piece
 
 SHAPES = {
     "a.weight": (3 * TILE_ROWS + 7, 2 * TILE_COLUMNS + 5),

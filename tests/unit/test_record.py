@@ -16,23 +16,23 @@ import pytest
 import torch
 from conftest import TINY
 
-from magicdec.bench.answers import Answer, Continuation
-from magicdec.bench.environment import describe_environment
-from magicdec.bench.memory import MemoryPlan
-from magicdec.bench.memory_watch import describe_memory
-from magicdec.bench.metrics import PassSamples, prefill_metrics
-from magicdec.bench.prepare import Prepared
-from magicdec.bench.record import Correctness, RunRecord, append_record, load_records
-from magicdec.bench.run import Run
-from magicdec.bench.run_record import make_record
-from magicdec.bench.workload import Workload
-from magicdec.config import RunConfig
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.machine import Machine
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Launch
-from magicdec.draft_section import DraftSection
-from magicdec.machine import Machine
-from magicdec.model.checkpoint import ModelSource
+from magicdec.hardware.environment import describe_environment
+from magicdec.memory.plan import MemoryPlan
+from magicdec.memory.watch import describe_memory
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.records.metrics import PassSamples, prefill_metrics
+from magicdec.records.record import Correctness, RunRecord, append_record, load_records
 from magicdec.request import Request, SamplingParams
-from magicdec.sections import DecodingSection
+from magicdec.run.run import Run
+from magicdec.run.run_record import make_record
+from magicdec.setup.prepare import Prepared
+from magicdec.workload.answers import Answer, Continuation
+from magicdec.workload.workload import Workload
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
 PASSED = Correctness("autoregressive", True, 12, None, 0, 1e-4)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from test_workload import BOS, Characters
 
-from magicdec.bench import ruler_tasks
-from magicdec.bench.ruler_tasks import DOTS, TASKS
-from magicdec.bench.workload import Workload, build_workload
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.workload import ruler_tasks
+from magicdec.workload.ruler_tasks import DOTS, TASKS
+from magicdec.workload.workload import Workload, build_workload
 
 DEMO = Path(ruler_tasks.__file__).parents[1] / "demo" / "target"
 TOKENIZERS = {"characters": Characters, "demo": lambda: load_tokenizer(DEMO)}

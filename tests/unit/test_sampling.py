@@ -19,13 +19,13 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from magicdec.bench.cli import parse
-from magicdec.config import RunConfig
+from magicdec.cli.flags import parse
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import SamplingSection
 from magicdec.decoding.choosing import Filters, Penalties
 from magicdec.decoding.sampling import make_params, process, sample
 from magicdec.decoding.sampling import probabilities as filtered
 from magicdec.request import Request, SamplingParams
-from magicdec.sections import SamplingSection
 
 VOCAB = 50
 BELOW_ONE = math.nextafter(1.0, 0.0)

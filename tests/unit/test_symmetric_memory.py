@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.config.machine import Machine, choose_collectives
 from magicdec.distributed import symmetric_memory as module
 from magicdec.distributed.symmetric_memory import (
     BUFFER_BYTES,
@@ -20,7 +21,6 @@ from magicdec.distributed.symmetric_memory import (
     choose_way,
     missing_parts,
 )
-from magicdec.machine import Machine, choose_collectives
 
 TWO_GPUS = Machine(2, 2, 2, has_cuda=True, num_gpus=2, missing_symmetric_memory=None)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
 
-from magicdec.bench.timing import PhaseTimer
-from magicdec.bench.unmeasured import warm_up_prefill
 from magicdec.engine import Engine
+from magicdec.hardware.timing import PhaseTimer
+from magicdec.run.unmeasured import warm_up_prefill
 
 
 class Event:

@@ -11,14 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.working_memory import replay_bytes, working_bytes
-from magicdec.config import RunConfig
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
 from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
-from magicdec.model_section import ModelSection
+from magicdec.memory.working_memory import replay_bytes, working_bytes
 from magicdec.request import Batch
-from magicdec.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "grouped": GroupedBackend,

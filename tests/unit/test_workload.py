@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.bench import workload as module
-from magicdec.bench.workload import SKIP_TOKENS, Workload, build_workload
+from magicdec.workload import workload as module
+from magicdec.workload.workload import SKIP_TOKENS, Workload, build_workload
 
 BOS = 1_000_000
 

@@ -1,7 +1,7 @@
 // What lies between a layer's matrix products, in bfloat16 with float32 arithmetic and one rounding at the end: the norm,
 // the rotation of queries and keys, the gated activation. A call costs microseconds where torch's chain of operators
 // costs ten times that, which on a few rows is most of what a draft costs. A row does not depend on the rows beside it.
-#include "../../arithmetic.h"
+#include "../../kernels/arithmetic.h"
 
 namespace {
 

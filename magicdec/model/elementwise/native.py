@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.build import FAST_MATH, load_library, share_openmp
+from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.model.elementwise.operators import Elementwise
 
 SOURCE = Path(__file__).with_name("native.cpp")
-HEADERS = (SOURCE.parents[2] / "arithmetic.h",)
+HEADERS = (SHARED_HEADERS / "arithmetic.h",)
 _POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 

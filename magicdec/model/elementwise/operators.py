@@ -9,10 +9,9 @@ Shapes: B rows, T new tokens, D head size, R of its dimensions rotated, F units 
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from magicdec.model.rope import apply_rope
 
 
 class Elementwise:
@@ -39,3 +38,19 @@ class Elementwise:
         """silu of the first half of gate_up [..., 2F] times the second: [..., F]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first R dimensions of x [B, T, H, D] by table [B, T, 2, R/2] (the rows of
+    `rope_table` at each token's position)."""
+    cos, sin = table.to(x.dtype).unsqueeze(3).unbind(2)  # [B, T, 1, R/2] each
+    size = 2 * cos.shape[-1]
+    if size < x.shape[-1]:
+        rotated = apply_rope(x[..., :size], table, interleaved)
+        return torch.cat([rotated, x[..., size:]], dim=-1)
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return turned.flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -13,8 +13,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from magicdec.kernels.triton_modules import load_kernels, next_power
 from magicdec.model.elementwise.operators import Elementwise
-from magicdec.triton_modules import load_kernels, next_power
 
 STORAGE = (torch.float32, torch.bfloat16)
 WARP = 32  # threads

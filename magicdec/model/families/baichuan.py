@@ -10,8 +10,8 @@ from typing import Any
 
 from magicdec.model.config import ModelConfig
 from magicdec.model.families import llama
-from magicdec.model.family import Family, Names
-from magicdec.model.fields import Raw, size
+from magicdec.model.families.family import Family, Names
+from magicdec.model.families.fields import Raw, size
 
 BAICHUAN_2_VOCABULARY = 125696
 

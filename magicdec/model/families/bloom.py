@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.family import Family, Names
-from magicdec.model.fields import Raw, only, size
+from magicdec.model.families.family import Family, Names
+from magicdec.model.families.fields import Raw, only, size
 
 TRAINED_LENGTH = 2048  # `seq_length` of every published BLOOM
 

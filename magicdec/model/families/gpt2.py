@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.family import Family, Names
-from magicdec.model.fields import Raw, activation, only, size
+from magicdec.model.families.family import Family, Names
+from magicdec.model.families.fields import Raw, activation, only, size
 
 
 def read(raw: Raw) -> dict[str, Any]:

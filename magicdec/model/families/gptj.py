@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.family import Family, Names
-from magicdec.model.fields import Raw, activation, size
+from magicdec.model.families.family import Family, Names
+from magicdec.model.families.fields import Raw, activation, size
 
 
 def read(raw: Raw) -> dict[str, Any]:

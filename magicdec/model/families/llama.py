@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from magicdec.model.family import Family
-from magicdec.model.fields import Raw, only, rope, size
+from magicdec.model.families.family import Family
+from magicdec.model.families.fields import Raw, only, rope, size
 
 
 def read(raw: Raw) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from magicdec.model.families import llama
-from magicdec.model.family import Family
-from magicdec.model.fields import Raw
+from magicdec.model.families.family import Family
+from magicdec.model.families.fields import Raw
 
 
 def read(raw: Raw) -> dict[str, Any]:

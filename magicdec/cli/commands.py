@@ -1,0 +1,73 @@
+"""The drivers and tools by name: what `magicdec <command>` and the scripts in tests/ start. Imports
+no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from magicdec.cli.compare import main as compare
+from magicdec.cli.convert import main as convert
+from magicdec.cli.download import main as download
+from magicdec.cli.flags import main
+from magicdec.cli.latency import main as latency
+from magicdec.cli.plan import main as plan
+from magicdec.cli.probe import main as probe
+from magicdec.cli.table import main as table
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.model_section import TargetSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection
+
+
+def baseline() -> None:
+    """Autoregressive decoding of long book prefixes: the baseline of every comparison."""
+    main(RunConfig(decoding=DecodingSection(strategy="autoregressive")), baseline.__doc__ or "")
+
+
+def selfspec() -> None:
+    """Self-speculation: the target drafts for itself on a budgeted view of its own KV cache."""
+    decoding = DecodingSection(strategy="speculative", drafter="self")
+    main(RunConfig(decoding=decoding), selfspec.__doc__ or "")
+
+
+def longspec() -> None:
+    """Speculation with a standalone draft: a smaller model (--model) on some of the ranks drafts
+    for the target (--target)."""
+    decoding = DecodingSection(strategy="speculative", drafter="model")
+    config = RunConfig(model=TargetSection(), draft=DraftSection(), decoding=decoding)
+    main(config, longspec.__doc__ or "")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
+    "baseline": ("autoregressive decoding", baseline),
+    "selfspec": ("self-speculation, checked against the baseline of the same run", selfspec),
+    "longspec": ("speculation with a standalone draft on a subgroup of ranks", longspec),
+    "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
+    "probe": ("measure what this machine can do at most; write it to a file", probe),
+    "latency": ("time single forwards at fixed cache lengths, over a grid", latency),
+    "plan": ("predict when speculation pays, from the model's shape and the machine", plan),
+    "download": ("fetch a model from the Hugging Face hub", download),
+    "convert": ("write a checkpoint as one file with checksums, or check such a file", convert),
+    "table": ("print records as tables", table),
+}
+
+
+def console() -> NoReturn:
+    """`magicdec <command>`: the same drivers without a checkout, and the tools that read
+    records."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print("usage: magicdec <command> [flags]; magicdec <command> --help\n")
+        print("\n".join(f"  {n:<10} {text}" for n, (text, _) in COMMANDS.items()))
+        sys.exit(0)
+    if name not in COMMANDS:
+        print(
+            f"magicdec: unknown command {name!r}; choose from {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    sys.argv = [f"magicdec {name}", *sys.argv[2:]]
+    COMMANDS[name][1]()
+    sys.exit(0)

@@ -1,0 +1,100 @@
+"""`magicdec convert`: one file of weights out of a checkpoint of many, or of the original suite's.
+
+    magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --dtype bfloat16
+    magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --quantize int8
+    magicdec convert --verify checkpoints/Llama-3.2-1B/model.pth
+
+Owns the command line; `model/checkpoint/convert.py` writes. Running a checkpoint needs no
+conversion. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from magicdec.cli.flags import Parser, refuse
+from magicdec.distributed.groups import Launch
+
+ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
+OUTPUTS = (".safetensors", ".pth")
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
+
+
+def main() -> NoReturn:
+    """Convert or verify; exit code 1 where a verified file is damaged."""
+    try:
+        args = parse(sys.argv[1:])
+        code = verify(args.verify) if args.verify else run(args)
+    except ValueError as error:
+        refuse(error, ALONE)
+    except OSError as error:
+        refuse(ValueError(f"{error.filename or args.out}: {error.strerror or error}"), ALONE)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises ValueError, one line naming the flag."""
+    parser = Parser(
+        description="Write one model.safetensors or model.pth from sharded or single safetensors "
+        "or .bin files, or from a model.pth that the original suite's converter wrote, with a "
+        "manifest of checksums beside it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--checkpoint_dir", type=Path, metavar="DIR", help="what to convert, beside config.json")
+    add("--out", type=Path, metavar="FILE",
+        help="a .safetensors or .pth file [DIR/model.pth]")  # fmt: skip
+    add("--dtype", choices=DTYPES, help="what to store; default: as it is stored")
+    add("--quantize", choices=QUANTIZATIONS,
+        help="store all matrices but embeddings in int8, with a scale for each output; --dtype is "
+        "then of the rest [--out: DIR/model_int8.pth]")  # fmt: skip
+    add("--verify", type=Path, metavar="FILE", help="check FILE against the manifest beside it")
+    args = parser.parse_args(argv)
+    if (args.checkpoint_dir is None) == (args.verify is None):
+        raise ValueError("give either --checkpoint_dir or --verify")
+    if args.verify and (args.out or args.dtype or args.quantize):
+        raise ValueError("--verify writes nothing; leave out --out, --dtype and --quantize")
+    if args.checkpoint_dir and args.out is None:
+        args.out = args.checkpoint_dir / ("model_int8.pth" if args.quantize else "model.pth")
+    if args.out and args.out.suffix not in OUTPUTS:
+        raise ValueError(f"--out {args.out}: its name must end in one of {', '.join(OUTPUTS)}")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    from magicdec.console import make_progress
+    from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
+
+    source = find_checkpoint("--checkpoint_dir", args.checkpoint_dir)
+    if args.quantize:
+        source = quantized(source)
+    elif source.is_int8 and args.dtype:
+        raise ValueError(
+            f"--dtype {args.dtype}: {args.checkpoint_dir} holds int8 weights; leave it out, or "
+            "give --quantize int8 too: then it is of the rest"
+        )
+    num_tensors = len(source.stored_shapes)
+    with make_progress(True).task(f"writing {args.out.name}", num_tensors) as advance:
+        manifest = convert(source, args.out, args.dtype, lambda name: advance())
+    types = sorted({entry.dtype for entry in manifest.tensors.values()})
+    print(
+        f"{args.out}: {len(manifest.tensors)} tensors, {' and '.join(types)}, "
+        f"{manifest.size / 1e9:.2f} GB, sha256 {manifest.sha256[:16]}; "
+        f"--model {args.out} runs it"
+    )
+    return 0
+
+
+def verify(file: Path) -> int:
+    from magicdec.model.checkpoint.manifest import find_damage
+
+    damage = find_damage(file)
+    print(damage or f"{file}: as its manifest says", file=sys.stderr if damage else sys.stdout)
+    return 1 if damage else 0

@@ -1,0 +1,67 @@
+"""`magicdec download`: a model's files from the Hugging Face hub, so that `--model DIR` runs them.
+
+    magicdec download --repo_id meta-llama/Llama-3.2-1B --out_dir checkpoints/Llama-3.2-1B
+
+Owns the command line; `model/checkpoint/hub.py` fetches. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from magicdec.cli.flags import Parser, refuse
+from magicdec.distributed.groups import Launch
+from magicdec.model.checkpoint.hub import RemoteFile, download, find_repository
+
+ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def main() -> NoReturn:
+    """Download; exit code 2, with one line, for whatever kept it from it."""
+    code = 0
+    try:
+        run(parse(sys.argv[1:]))
+    except ValueError as error:
+        refuse(error, ALONE)
+    except OSError as error:
+        refuse(ValueError(f"{error.filename or '--out_dir'}: {error.strerror or error}"), ALONE)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises ValueError, one line naming the flag."""
+    parser = Parser(
+        description="Download what running a model needs (safetensors, else .bin; config and "
+        "tokenizer) and check it. The same command continues a download that was cut off.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--repo_id", required=True, metavar="ID", help="owner/model on the hub")
+    add("--out_dir", required=True, type=Path, metavar="DIR", help="where the files go")
+    add("--revision", default="main", metavar="NAME", help="branch, tag or commit [main]")
+    add("--hf_token", metavar="T",
+        help="token of the hub; default: HF_TOKEN, else the stored login")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    repository = find_repository(args.repo_id, args.revision, args.hf_token)
+    print(f"{args.repo_id} at commit {repository.commit}", flush=True)
+    files = download(repository, args.out_dir, args.hf_token, announce)
+    size = sum(file.size for file in files)
+    print(
+        f"{len(files)} files, {size / 1e9:.2f} GB, checksums verified; "
+        f"--model {args.out_dir} runs them"
+    )
+
+
+def announce(file: RemoteFile) -> None:
+    """A line where the library's bars, on a terminal alone, are not seen."""
+    print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)

@@ -1,0 +1,159 @@
+"""The command line: flags made from the config's dataclasses, one-line refusals, exit codes.
+
+Exit codes: 0 done and correct; 1 outputs diverged, a regression, or the run failed; 2 the user can
+mend it; 130 interrupted. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import time
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch, read_launch
+
+LEADER_FIRST_S = 20.0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def build_parser(config: RunConfig, description: str) -> Parser:
+    """One flag for each field of each section that carries one; defaults are the config's own."""
+    parser = Parser(description=description, allow_abbrev=False)
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        if values is not None:
+            add_section(parser, section.name, values)
+    return parser
+
+
+def add_section(
+    parser: Parser, section: str, values: Any, only: Sequence[str] | None = None
+) -> None:
+    """The flags of a config section that holds `values`: of all its fields, or of those in
+    `only`."""
+    group = parser.add_argument_group(section)
+    types = typing.get_type_hints(type(values))
+    for field in dataclasses.fields(values):
+        if field.metadata and (only is None or field.name in only):
+            default = getattr(values, field.name)
+            _add_flag(group, field, types[field.name], f"{section}.{field.name}", default)
+
+
+def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> None:
+    flags, text = field.metadata["flags"], field.metadata["help"]
+    if kind is bool:
+        # A flag of a field that is on by default turns it off (--no_baseline).
+        group.add_argument(
+            *flags, dest=dest, help=text, action="store_const", const=not default, default=default
+        )
+        return
+    options: dict[str, Any] = {
+        "dest": dest,
+        "help": text if default is None else f"{text} [{default}]",
+        "default": default,
+    }
+    if kind == tuple[int, ...] | None:
+        group.add_argument(*flags, nargs="+", type=int, metavar="N", **options)
+        return
+    base = next((t for t in typing.get_args(kind) if t is not type(None)), kind)
+    if field.metadata["choices"]:
+        options["choices"] = field.metadata["choices"]
+    else:
+        options["metavar"] = {int: "N", float: "X"}.get(base, "NAME")
+    group.add_argument(*flags, type=field.metadata["parse"] or base, **options)
+
+
+def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:
+    """Flags over `config`. Raises ValueError, one line, for flags that do not exist or hold what
+    they cannot."""
+    parser = build_parser(config, description)
+    parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [o for action in parser._actions for o in action.option_strings]
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose from {' '.join(known)}"
+        raise ValueError(f"unknown argument {unknown[0]}; {hint}")
+    return read_sections(config, parsed)
+
+
+def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
+    """`config` with what `add_section`'s flags said; flags of other origin are left alone."""
+    sections: dict[str, dict[str, Any]] = {}
+    for dest, value in vars(parsed).items():
+        section, dot, name = dest.partition(".")
+        if dot:
+            value = tuple(value) if isinstance(value, list) else value
+            sections.setdefault(section, {})[name] = value
+    changed = {
+        n: dataclasses.replace(getattr(config, n), **fields) for n, fields in sections.items()
+    }
+    return dataclasses.replace(config, **changed)
+
+
+def main(config: RunConfig, description: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """A driver: `config` carries its strategy; everything else comes from the command line."""
+    launch = read_launch()
+    try:
+        parsed = parse(config, sys.argv[1:] if argv is None else argv, description)
+        parsed.check(launch.world_size)
+        with _announced("preparing", launch):
+            from magicdec.setup.prepare import prepare
+
+            prepared = prepare(parsed, launch)
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    announce_backend(prepared.config, launch)
+    from magicdec.cli.report import conclude
+
+    sys.exit(conclude(prepared))
+
+
+def announce_backend(config: RunConfig, launch: Launch) -> None:
+    """Say so where `auto` had to take the slower kernels, and where they are interpreted. `config`
+    is resolved."""
+    attention, model = config.attention, config.model
+    chosen = (
+        ("--attention", attention.backend, attention.backend_reason or ""),
+        ("--elementwise", model.elementwise, model.elementwise_reason or ""),
+    )
+    for flag, name, reason in chosen if launch.rank == 0 else ():
+        if reason.startswith(("auto: grouped", "auto: torch;")):
+            print(f"{flag} {reason}", file=sys.stderr, flush=True)
+        if "interpreted" in reason:
+            print(f"{flag} {name}: {reason}", file=sys.stderr, flush=True)
+
+
+def refuse(error: ValueError, launch: Launch) -> NoReturn:
+    """One line, exit code 2, from rank 0. The others wait to be ended by torchrun, so that the line
+    comes once and before its summary; one that is not ended was alone in refusing (its host lacks a
+    file) and says so itself."""
+    if launch.rank != 0:
+        time.sleep(LEADER_FIRST_S)
+    print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _announced(what: str, launch: Launch) -> Any:
+    """A spinner on a terminal while books are tokenised and headers read; nothing elsewhere."""
+    from contextlib import nullcontext
+
+    if launch.rank != 0 or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)

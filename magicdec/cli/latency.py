@@ -1,0 +1,217 @@
+"""`magicdec latency`: what one decode, verify or draft forward takes at a fixed cache length, over
+a grid of batch sizes, contexts, new tokens and KV budgets.
+
+    magicdec latency --B 1 4 --context 4096 16384 --T 1 2 4 8 --budget 65 257
+    torchrun --standalone --nproc_per_node=2 tests/latency_benchmark.py --json l.json --csv l.csv
+
+Owns the flags, the grid and its checks; `forwards.py` measures, `latency_report.py` prints and
+writes. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from magicdec.cli.flags import Parser, add_section, announce_backend, read_sections, refuse
+from magicdec.config.checks import MOST_WATCHED, check_budget
+from magicdec.config.machine import check_tells_mass, settled
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import KVSection
+from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.latency.grid import KV_FIELDS, Grid
+from magicdec.names import KV_POLICIES
+
+if TYPE_CHECKING:
+    from magicdec.model.checkpoint.source import ModelSource
+
+BUDGETS = (65, 257)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for."""
+
+    config: RunConfig
+    grid: Grid
+    json_path: Path | None
+    csv_path: Path | None
+
+
+def main() -> NoReturn:
+    """Measure on all ranks; the first prints the table and writes the files."""
+    launch = read_launch()
+    try:
+        asked = parse(sys.argv[1:])
+        asked.config.check(launch.world_size)
+        asked, source, memory = prepare(asked, launch)
+    except ValueError as error:
+        refuse(error, launch)
+    announce_backend(asked.config, launch)
+    if launch.rank == 0:
+        print(f"{'memory':<10} {memory}", flush=True)
+    from magicdec.latency.forwards import measure
+    from magicdec.latency.report import as_dict, print_table, write_files
+
+    try:
+        config, environment, rows = measure(asked.config, asked.grid, source, launch)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if launch.rank == 0:
+        found = as_dict(config, asked.grid, source, environment, rows)
+        print_table(found)
+        try:
+            write_files(found, asked.json_path, asked.csv_path)
+        except ValueError as error:
+            refuse(error, launch)
+    sys.exit(0)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        description="Time single forwards at fixed cache lengths. Under torchrun the model is "
+        "spread over all ranks.",
+        allow_abbrev=False,
+    )
+    config = RunConfig()
+    add_section(parser, "model", config.model)
+    add_section(parser, "parallel", config.parallel)
+    add_section(parser, "attention", config.attention, only=("backend",))
+    add_section(parser, "decoding", config.decoding, only=("cuda_graphs",))
+    add_section(parser, "kv", config.kv, only=KV_FIELDS)
+    add = parser.add_argument_group("grid").add_argument
+    numbers: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
+    add("--B", **numbers, default=[1, 4, 8], help="rows of a forward [1 4 8]")
+    add("--context", **numbers, default=[1024, 4096, 16384],
+        help="cached tokens a row [1024 4096 16384]")  # fmt: skip
+    add("--T", **numbers, default=[1, 2, 4, 5, 8],
+        help="new tokens a row of a verify forward; the decode (1) is always timed [1 2 4 5 8]",
+    )  # fmt: skip
+    add("--kv_policy", nargs="+", choices=tuple(KV_POLICIES), default=["streaming_llm"],
+        help="what a draft forward reads of the cache [streaming_llm]")  # fmt: skip
+    add("--budget", **numbers,
+        help="KV entries a draft forward reads of the context [65 257]; none for full")  # fmt: skip
+    add("--repeats", type=int, default=20, metavar="N", help="timed rounds of each forward [20]")
+    add("--warmup", type=int, default=3, metavar="N", help="rounds beforehand [3]")
+    output = parser.add_argument_group("output").add_argument
+    output("--json", type=Path, metavar="FILE", help="write config, environment and rows here")
+    output("--csv", type=Path, metavar="FILE", help="write the rows here, a line a forward")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Asked:
+    """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+    args = build_parser().parse_args(argv)
+    config = read_sections(RunConfig(), args)
+    check_grid(args)
+    grid = Grid(
+        tuple(args.B),
+        tuple(args.context),
+        tuple(sorted({1, *args.T})),
+        find_drafts(config.kv, args.kv_policy, args.budget),
+        args.repeats,
+        args.warmup,
+    )
+    if "verified" in args.kv_policy and max(args.T) > MOST_WATCHED:
+        raise ValueError(
+            f"--T {max(args.T)} is too large for --kv_policy verified; "
+            f"it must be at most {MOST_WATCHED}"
+        )
+    check_outputs(args.json, args.csv)
+    # A RunConfig has one policy; here it only lends the flags that all policies share.
+    config = replace(config, kv=grid.drafts[0])
+    return Asked(config, grid, args.json, args.csv)
+
+
+def check_grid(args: argparse.Namespace) -> None:
+    """Every number is at least 1 (--warmup: 0), and no list names one twice."""
+    for name in ("B", "context", "T", "budget", "repeats", "warmup"):
+        value = getattr(args, name)
+        least = 0 if name == "warmup" else 1
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number < least:
+                raise ValueError(f"--{name} {number} is too small; it must be at least {least}")
+    for name in ("B", "context", "T", "budget", "kv_policy"):
+        values = getattr(args, name) or []
+        for value in values:
+            if values.count(value) > 1:
+                raise ValueError(f"--{name} names {value} twice; name each value once")
+
+
+def find_drafts(
+    kv: KVSection, policies: Sequence[str], budgets: Sequence[int] | None
+) -> tuple[KVSection, ...]:
+    """Each policy with each budget; `full` alone has none. Raises ValueError for a budget that a
+    policy cannot keep."""
+    if budgets and list(policies) == ["full"]:
+        raise ValueError(
+            f"--budget {' '.join(map(str, budgets))} does nothing: --kv_policy full reads it all; "
+            f"add a policy of {', '.join(p for p in KV_POLICIES if p != 'full')}"
+        )
+    drafts = []
+    for policy in policies:
+        for budget in (-1,) if policy == "full" else budgets or BUDGETS:
+            draft = replace(kv, policy=policy, budget=budget)
+            check_budget(draft, 0, flag="--budget")
+            drafts.append(draft)
+    return tuple(drafts)
+
+
+def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
+    """Both can be written, as far as can be told beforehand; their directories are made."""
+    for flag, path in (("--json", json_path), ("--csv", csv_path)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{flag} {path} is a directory; name a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{flag} {path}: {error.strerror}") from None
+        if not os.access(path.parent, os.W_OK):
+            raise ValueError(f"{flag} {path}: its directory cannot be written to")
+    if json_path is not None and csv_path is not None and json_path.resolve() == csv_path.resolve():
+        raise ValueError(f"--json and --csv are both {json_path}; name two files")
+
+
+def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource, str]:
+    """Resolve the config, check the grid against the model and the memory; the last is the memory
+    plan in a line. Raises ValueError as `parse` does."""
+    from magicdec.hardware.environment import probe_machine
+    from magicdec.latency.memory import check_grid_memory
+    from magicdec.memory.check import check_together
+    from magicdec.memory.free_memory import free_device_memory
+    from magicdec.memory.plan import Models
+    from magicdec.model.checkpoint.source import find_model
+    from magicdec.setup.prepare import (
+        as_stored,
+        check_interpreter,
+        check_length,
+        check_scores,
+        check_window,
+    )
+
+    source = find_model("--model", asked.config.model.model)
+    model = source.config
+    config = as_stored(asked.config, source)
+    config = config.resolve(probe_machine(launch), model.cached_head_dim)
+    check_interpreter(config)
+    for kv in asked.grid.drafts:
+        check_tells_mass(config.attention.backend, kv.resolve().policy)
+    context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
+    shown = f"--context {context} + --T {T} = {context + T}"
+    check_length(shown, context + T, "--model", source)
+    backend = settled(config.attention.backend, config.attention.backend_reason)
+    check_scores(backend, config.model.dtype, "--model", source)
+    check_window(backend, context + T, "--model", source)
+    Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
+    free = free_device_memory(config.parallel.device, launch.local_rank)
+    place = config, asked.grid, Models(model), launch, free
+    memory = check_together(launch, lambda: check_grid_memory(*place))
+    return replace(asked, config=config), source, memory

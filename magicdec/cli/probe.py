@@ -1,0 +1,96 @@
+"""`magicdec probe`: what this machine can do at most, in a file that `magicdec plan` reads.
+
+    magicdec probe --out machine.json
+    torchrun --standalone --nproc_per_node=2 --no-python magicdec probe --out machine.json
+
+Owns the command line and the table; `probe/probe.py` measures. Heavy imports happen after the flags
+are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from magicdec.cli.flags import Parser, refuse
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import ParallelSection
+from magicdec.distributed.groups import read_launch
+from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.names import DEVICES
+from magicdec.probe.probe import measure
+
+
+def main() -> NoReturn:
+    """Measure on all ranks; the first writes the file and prints what it holds."""
+    launch = read_launch()
+    try:
+        out, config = parse(sys.argv[1:])
+        config.check(launch.world_size)
+        from magicdec.hardware.environment import probe_machine
+
+        machine = probe_machine(launch)
+        config = config.resolve(machine)
+    except ValueError as error:
+        refuse(error, launch)
+    found = measure(config, machine, launch)
+    if launch.rank == 0:
+        try:
+            found.save(out)
+        except OSError as error:
+            refuse(ValueError(f"--out {out}: {error.strerror}"), launch)
+        print_machine(found, out)
+    sys.exit(0)
+
+
+def parse(argv: list[str]) -> tuple[Path, RunConfig]:
+    """Raises ValueError for flags that do not exist or hold what they cannot."""
+    parser = Parser(
+        description="Measure bandwidth, FLOP/s, all-reduce and overhead; write them to a file. "
+        "Under torchrun with several ranks all measure at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("machine.json"), metavar="FILE", help="[machine.json]"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads a rank; default: cores / ranks"
+    )
+    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="[auto]")
+    args = parser.parse_args(argv)
+    if args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a directory; name a file")
+    return args.out, RunConfig(parallel=ParallelSection(device=args.device, threads=args.threads))
+
+
+def print_machine(machine: MachineFile, out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from magicdec.probe.ceilings import MANY
+
+    d = machine.description
+    title = f"{d['gpu'] or d['cpu']}: ranks {d['world_size']} x threads {d['threads']}, of one rank"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    table.add_column("measured", justify="right")
+    table.add_row("read bandwidth, GB/s", f"{machine.read_bytes_per_s / 1e9:.1f}")
+    for dtype, rate in machine.flops_per_s.items():
+        table.add_row(f"matrix product, {dtype}, TFLOP/s", f"{rate / 1e12:.3f}")
+    for dtype, rate in machine.kv_bytes_per_s.items():
+        table.add_row(f"attention over a long cache, {dtype}, GB/s", f"{rate / 1e9:.1f}")
+    for dtype, rate in machine.attention_flops_per_s.items():
+        table.add_row(f"attention of {MANY} new tokens, {dtype}, TFLOP/s", f"{rate / 1e12:.3f}")
+    for dtype, seconds in machine.layer_overhead_s.items():
+        more = machine.token_overhead_s[dtype]
+        shown = f"{seconds * 1e6:.1f} + {more * 1e6:.1f} a token"
+        table.add_row(f"overhead of a layer, {dtype}, us", shown)
+    for name, link in (("ranks", machine.link), ("nodes", machine.node_link)):
+        if link is not None:
+            label = f"all-reduce between {name} ({d['collectives']})"
+            table.add_row(f"{label}, latency, us", f"{link.latency_s * 1e6:.1f}")
+            table.add_row(f"{label}, GB/s", f"{link.bytes_per_s / 1e9:.2f}")
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(table)
+    console.print(f"written to {out}")

@@ -1,0 +1,57 @@
+"""ModelSection: the model of a run, and how it is held and computed. Imports no torch.
+
+Owns these fields and their flags. Must not know how any of them is served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from magicdec.config.options import option
+from magicdec.names import DTYPES, ELEMENTWISE, LINEARS, WEIGHT_DTYPES
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    model: str = option(
+        "demo",
+        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .safetensors/.pth/.bin "
+        "file beside its config.json",
+        "--model",
+    )
+    dtype: str = option(
+        "auto",
+        "of activations, KV cache and weights; auto: bfloat16 where the hardware computes in it, "
+        "else float32",
+        "--dtype", choices=("auto", *DTYPES),
+    )  # fmt: skip
+    linear: str = option(
+        "auto",
+        "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
+        "--linear",
+        choices=("auto", *LINEARS),
+    )
+    elementwise: str = option(
+        "auto",
+        "norms, rotation and gates between them; auto: native (C++) beside packed layers, triton "
+        "on CUDA where it is installed, else torch",
+        "--elementwise",
+        choices=("auto", *ELEMENTWISE),
+    )
+    elementwise_reason: str | None = None  # why `auto` became what it is; set by `resolve`
+    target_dtype: str = option(
+        "auto",
+        "of the target's matrices; int8: a scale for each output, activations and KV stay in "
+        "--dtype; auto: int8 if they are stored so, else --dtype",
+        "--target_dtype",
+        choices=("auto", *WEIGHT_DTYPES),
+    )
+
+
+@dataclass(frozen=True)
+class TargetSection(ModelSection):
+    """Where `--model` names the draft, as in the original suite."""
+
+    model: str = option(
+        "demo", "the target, which verifies; named as --model names a draft", "--target"
+    )

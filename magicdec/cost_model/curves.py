@@ -1,0 +1,109 @@
+"""Acceptance as a user gives it to `magicdec plan`: a rate, a curve, or a file of records. Imports
+no torch.
+
+Owns the meaning of `--acceptance` and its checks. Acceptance depends on the budget, hardly on the
+context length; so there is one curve a budget, and it is taken to hold at every length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from magicdec.cost_model.costs import Acceptance
+from magicdec.records.record import load_records
+
+DEFAULT_BUDGET, DEFAULT_POLICY = 257, "streaming_llm"
+CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"
+
+
+def find_curves(
+    values: Sequence[str], budgets: Sequence[int] | None, drafter: str, policy: str | None = None
+) -> tuple[dict[int, Acceptance], str]:
+    """(budget -> acceptance, where it came from). `values` is what followed `--acceptance`: one for
+    all budgets, one a budget, or one file, of which records with that `drafter` count (`self` or
+    `model`) under that KV policy (default: `DEFAULT_POLICY`); `budgets` None means those of the
+    file, or the default.
+
+    Raises ValueError, one line, for what is none of these.
+    """
+    if len(values) == 1 and _is_file(values[0]):
+        return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_POLICY)
+    if policy is not None:
+        raise ValueError(f"--kv_policy {policy} chooses records; --acceptance names no file here")
+    budgets = (DEFAULT_BUDGET,) if budgets is None else budgets
+    if len(values) not in (1, len(budgets)):
+        raise ValueError(
+            f"--acceptance has {len(values)} values for {len(budgets)} of --budget; "
+            "give one, or one a budget"
+        )
+    parsed = [parse_acceptance(value) for value in values]
+    parsed *= len(budgets) // len(parsed)
+    return dict(zip(budgets, parsed, strict=True)), "given"
+
+
+def parse_acceptance(text: str) -> Acceptance:
+    """`0.8` is a rate; `0.8,0.7` the shares of verifications that accept at least 1, 2 tokens."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--acceptance {text} is not known; choose from {CHOICES}") from None
+    for share in shares:
+        if not (math.isfinite(share) and 0 <= share <= 1):
+            raise ValueError(f"--acceptance {text}: {share:g} is not between 0 and 1")
+    for before, after in pairwise(shares):
+        if after > before:
+            raise ValueError(
+                f"--acceptance {text}: {after:g} follows {before:g}, but no more verifications can "
+                "accept a later token than an earlier one"
+            )
+    return shares[0] if "," not in text else tuple(shares)
+
+
+def longest(curves: dict[int, Acceptance]) -> int | None:
+    """Largest gamma that every curve reaches; None where all are rates."""
+    return min((len(c) for c in curves.values() if isinstance(c, tuple)), default=None)
+
+
+def _is_file(text: str) -> bool:
+    return Path(text).suffix == ".jsonl" or Path(text).is_file()
+
+
+def _from_records(
+    path: Path, budgets: Sequence[int] | None, drafter: str, policy: str
+) -> tuple[dict[int, Acceptance], str]:
+    """The longest curve of each budget; of equally long ones the newest."""
+    found: dict[int, tuple[float, ...]] = {}
+    models: dict[int, str] = {}
+    for record in load_records(path):
+        budget, curve = _curve(record, drafter, policy)
+        if budget is not None and len(curve) >= len(found.get(budget, ())):
+            found[budget], models[budget] = curve, record["config"]["model"]["model"]
+    if not found:
+        command = "selfspec" if drafter == "self" else "longspec"
+        raise ValueError(
+            f"--acceptance {path} has no record with acceptance under a KV budget and --kv_policy "
+            f"{policy}; `magicdec {command}` makes one"
+        )
+    wanted = sorted(found) if budgets is None else budgets
+    for budget in wanted:
+        if budget not in found:
+            known = " ".join(map(str, sorted(found)))
+            raise ValueError(f"--budget {budget} is not in {path}; choose from {known}")
+    of = ", ".join(sorted({models[budget] for budget in wanted}))
+    return {budget: found[budget] for budget in wanted}, f"{path} (measured with {of}, {policy})"
+
+
+def _curve(
+    record: dict[str, Any], drafter: str, policy: str
+) -> tuple[int | None, tuple[float, ...]]:
+    """Budget and acceptance per position; (None, ()) where the record is of another kind."""
+    kv, metrics = record["config"]["kv"], record["metrics"] or {}
+    curve = tuple(metrics.get("acceptance_per_position") or ())
+    is_bounded = kv["policy"] == policy and kv["budget"] > 0
+    if not is_bounded or not curve or record["config"]["decoding"]["drafter"] != drafter:
+        return None, ()
+    return kv["budget"], curve

@@ -1,0 +1,132 @@
+"""A plan as tables for people and as JSON: every number in it is predicted, and says so."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from magicdec.cost_model.costs import Acceptance, Deployment, Prediction, expected_tokens
+from magicdec.cost_model.plan import Plan
+
+FILE_WIDTH = 120
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Milliseconds and tokens of each cell, and what they were predicted from."""
+    return {
+        "predicted": True,
+        "model": plan.target.config.name,
+        "draft_model": None if plan.is_self_speculation else plan.draft.config.name,
+        "dtype": plan.dtype,
+        "target_dtype": "int8" if plan.target.is_int8 else plan.dtype,
+        "draft_dtype": "int8" if plan.draft.is_int8 else plan.dtype,
+        "tp": plan.target.tp,
+        "draft_tp": plan.draft.tp,
+        "nodes": plan.target.nodes,
+        "hardware": asdict(plan.target.hardware),
+        "acceptance": {str(budget): curve for budget, curve in plan.curves.items()},
+        "acceptance_source": plan.acceptance_source,
+        "max_gamma": plan.max_gamma,
+        "cells": [
+            {"batch_size": B, "prefix_len": S, **_cell(plan.predict(B, S))}
+            for B in plan.batch_sizes
+            for S in plan.prefix_lens
+        ],
+        "break_even_prefix_len": {str(B): plan.break_even(B) for B in plan.batch_sizes},
+    }
+
+
+def _cell(p: Prediction) -> dict[str, Any]:
+    return {
+        "gamma": p.gamma,
+        "budget": p.budget,
+        "decode_ms": 1e3 * p.decode_s,
+        "draft_ms": None if p.draft_s is None else 1e3 * p.draft_s,
+        "verify_ms": None if p.verify_s is None else 1e3 * p.verify_s,
+        "tokens_per_step": p.tokens_per_step,
+        "speedup": p.speedup,
+    }
+
+
+def print_plan(plan: Plan) -> None:
+    """What it was predicted from, a line a cell, and the map of batch x context."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else FILE_WIDTH  # no number is cut in a file or a pipe
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    for line in _header(plan):
+        console.print(line, soft_wrap=True)
+    console.print(_cells(plan))
+    console.print(_map(plan))
+
+
+def _header(plan: Plan) -> list[str]:
+    h, c = plan.target.hardware, plan.target.config
+    drafts = "the model itself" if plan.is_self_speculation else _name(plan.draft)
+    curves = "; ".join(f"budget {b}: {_curve(a)}" for b, a in plan.curves.items())
+    lines = [
+        "predicted, not measured: no kernel reaches its ceiling everywhere",
+        f"model       {_name(plan.target)}, {plan.dtype}; draft: {drafts}",
+        f"machine     {plan.machine_source}: a rank reads {h.read_bytes_per_s / 1e9:,.1f} GB/s"
+        f" (KV {(h.kv_bytes_per_s or h.read_bytes_per_s) / 1e9:,.1f}), "
+        f"computes {h.flops_per_s / 1e12:,.2f} TFLOP/s, "
+        f"{h.layer_overhead_s * c.num_layers * 1e6:,.0f} us fixed a forward",
+        f"acceptance  {plan.acceptance_source}, the same at every context; {curves}",
+    ]
+    beyond = [S for S in plan.prefix_lens if c.max_length < S]
+    if beyond:
+        shown = ", ".join(map(str, beyond))
+        lines.append(f"note        {c.name} reaches {c.max_length} tokens; a run refuses {shown}")
+    return lines
+
+
+def _name(deployment: Deployment) -> str:
+    d = deployment
+    nodes = f" over {d.nodes} nodes" if d.nodes > 1 else ""
+    weights = " in int8" if d.is_int8 else ""
+    return f"{d.config.name}{weights} on {d.tp} rank{'s' * (d.tp > 1)}{nodes}"
+
+
+def _curve(acceptance: Acceptance) -> str:
+    if isinstance(acceptance, tuple):
+        return " ".join(f"{share:.2f}" for share in acceptance)
+    return f"rate {acceptance:g} ({expected_tokens(acceptance, 4):.2f} tokens a step at gamma 4)"
+
+
+def _cells(plan: Plan) -> Any:
+    from rich.table import Table
+
+    table = Table(title="predicted, of the best gamma and budget", title_justify="left")
+    labels = ("B", "prefix", "decode, ms", "gamma", "budget", "draft, ms", "verify, ms")
+    for label in (*labels, "tokens/step", "speedup"):
+        table.add_column(label, justify="right", no_wrap=True)
+    for B in plan.batch_sizes:
+        for S in plan.prefix_lens:
+            p = plan.predict(B, S)
+            times = ("" if s is None else f"{1e3 * s:.2f}" for s in (p.draft_s, p.verify_s))
+            budget = "" if p.budget is None else str(p.budget)
+            table.add_row(
+                str(B), str(S), f"{1e3 * p.decode_s:.2f}", str(p.gamma), budget, *times,
+                f"{p.tokens_per_step:.2f}", f"{p.speedup:.2f}x",
+            )  # fmt: skip
+    return table
+
+
+def _map(plan: Plan) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        title="predicted speedup (best gamma); 1.00 (0): speculation does not pay",
+        title_justify="left",
+    )
+    table.add_column("B", justify="right")
+    for S in plan.prefix_lens:
+        table.add_column(f"prefix {S}", justify="right", no_wrap=True)
+    table.add_column("pays from", justify="right")
+    for B in plan.batch_sizes:
+        cells = (plan.predict(B, S) for S in plan.prefix_lens)
+        shown = (f"{p.speedup:.2f} ({p.gamma})" for p in cells)
+        context = plan.break_even(B)
+        table.add_row(str(B), *shown, "never" if context is None else f"{context} tokens")
+    return table

@@ -1,0 +1,86 @@
+"""What a record says of the machine and the software, and what `RunConfig.resolve` needs to know.
+Host names are left out."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from magicdec.config.machine import CUDA_ONLY, Machine
+from magicdec.distributed.groups import Launch
+from magicdec.hardware.gpu_state import GpuState
+from magicdec.kernels.build import find_compiler
+from magicdec.names import ATTENTION_BACKENDS
+
+
+def probe_machine(launch: Launch) -> Machine:
+    """Facts that decide what `auto` means here."""
+    import torch
+
+    from magicdec.distributed.symmetric_memory import missing_parts
+
+    flags = _cpu_field("flags").split()
+    has_cuda = torch.cuda.is_available()
+    return Machine(
+        num_cpus=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+        has_cuda=has_cuda,
+        num_gpus=torch.cuda.device_count(),
+        missing_symmetric_memory=missing_parts(launch.local_world_size),
+        wants_symmetric_memory=os.environ.get("ENABLE_INTRA_NODE_COMM") == "1",
+        has_compiler=find_compiler() is not None,
+        has_shared_memory=Path("/dev/shm").is_dir(),
+        has_avx512_bf16="avx512_bf16" in flags,
+        has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
+        missing_backends=missing_backends(("triton", *CUDA_ONLY) if has_cuda else ("triton",)),
+    )
+
+
+def missing_backends(names: Sequence[str]) -> dict[str, str]:
+    """What those attention backends need and do not find here. Loads none of their libraries."""
+    modules = [importlib.import_module(ATTENTION_BACKENDS[n].partition(":")[0]) for n in names]
+    found = zip(names, (module.missing_parts() for module in modules), strict=True)
+    return {name: missing for name, missing in found if missing}
+
+
+def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> dict[str, Any]:
+    import torch
+
+    return {
+        "time_utc": started.isoformat(timespec="seconds"),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "magicdec": version("magicdec"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_field("model name"),
+        "num_cpus": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        **GpuState().describe(),  # a run that reads the GPU fills it in
+        "world_size": launch.world_size,
+        "threads": torch.get_num_threads(),
+        "read_bandwidth_bytes_per_s": None,  # measured in a run, which fills it in
+    }
+
+
+def _cpu_field(name: str) -> str:
+    """A field of the first CPU in /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return ""
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""

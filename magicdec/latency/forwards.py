@@ -1,0 +1,157 @@
+"""Times single forwards at fixed cache lengths: the clocks of `magicdec latency`.
+
+At each (B, context) all rows hold `context` tokens of random K and V, no prompt is taken, and the
+length is put back after each forward. The forwards of one place take turns, there and back, so that
+drift of the machine favours none. Must not know of command lines or tables.
+
+Shapes: B rows, T new tokens a row.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from magicdec.autotune.fastest_backend import settle
+from magicdec.config.run_config import RunConfig
+from magicdec.console import make_progress
+from magicdec.cost_model.roofline import bytes_read
+from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.distributed.groups import Group, Launch, close_groups, make_groups
+from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.timing import read_bandwidth, synchronize
+from magicdec.kv.cache import KVCache
+from magicdec.latency.forward_kinds import Forward, make_forwards
+from magicdec.latency.grid import Grid
+from magicdec.latency.rows import Timing, summarise
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.transformer import Transformer
+from magicdec.request import Batch, Request, SamplingParams
+from magicdec.runner import ModelRunner
+from magicdec.setup.loading import kinds_of, load_model, make_backend
+
+GREEDY = SamplingParams(max_new_tokens=1)
+
+
+def measure(
+    config: RunConfig, grid: Grid, source: ModelSource, launch: Launch
+) -> tuple[RunConfig, dict[str, Any], list[dict[str, Any]]]:
+    """(config, environment, rows), the same on every rank; `config` is resolved, and comes back
+    with the backend that a measurement chose, if it was left to one. All ranks go through it
+    in lockstep."""
+    started = datetime.datetime.now(datetime.timezone.utc)
+    kind, ranks = config.parallel.device, config.parallel.rank_group
+    assert ranks is not None and config.parallel.threads is not None, "resolved"
+    torch.set_num_threads(config.parallel.threads)
+    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
+    group = make_groups(launch, ranks, device, config.parallel.collectives).target
+    settled = settle(largest_step(config, grid), source.config, None, group, device)
+    config = replace(config, attention=settled.attention).resolve_graphs()
+    progress = make_progress(launch.rank == 0)
+    kinds = kinds_of(config.model, config.model.target_dtype)
+    model = load_model(source, group, kinds, device, progress)
+    bandwidth = read_bandwidth(group, device)
+    timings: list[Timing] = []
+    for B in grid.batch_sizes:
+        for context in grid.contexts:
+            name = f"B {B}, context {context}"
+            with progress.task(name, grid.warmup + grid.repeats) as advance:
+                timings += time_place(model, group, config, grid, B, context, advance)
+    # A ceiling is the larger of two, as in a run.
+    bandwidth = max(bandwidth, read_bandwidth(group, device))
+    rows = summarise(group.all_gather_object(timings), bandwidth)
+    close_groups()
+    environment = describe_environment(launch, kind, started)
+    environment["read_bandwidth_bytes_per_s"] = bandwidth
+    return config, environment, rows
+
+
+def largest_step(config: RunConfig, grid: Grid) -> RunConfig:
+    """Of the run whose step `auto` chooses the backend by, one for the whole grid: the longest
+    verification and as many drafts, of the policy that asks most of a backend, else the first."""
+    workload = replace(
+        config.workload, batch_size=max(grid.batch_sizes), prefix_len=max(grid.contexts)
+    )
+    config, most = replace(config, workload=workload), max(grid.new_tokens) - 1
+    if most == 0 and not grid.drafts:
+        return config
+    drafter = "self" if grid.drafts else None
+    decoding = replace(
+        config.decoding, strategy="speculative", drafter=drafter, num_draft_tokens=max(1, most)
+    )
+    watched = [kv for kv in grid.drafts if kv.policy == "verified"]
+    kv = [*watched, *grid.drafts, config.kv][0].resolve()
+    return replace(config, decoding=decoding, kv=kv)
+
+
+def time_place(
+    model: Transformer,
+    group: Group,
+    config: RunConfig,
+    grid: Grid,
+    B: int,
+    context: int,
+    advance: Callable[[], None],
+) -> list[Timing]:
+    """All forwards at one (B, context), whose caches are gone after."""
+    backend = make_backend(config.attention.backend)
+    runner = ModelRunner(model, backend, group, B, context + max(grid.new_tokens))
+    batch = fill(runner, context)
+    recorder = CudaGraphs(runner.device) if config.decoding.cuda_graphs == "on" else None
+    forwards = list(make_forwards(runner, batch, grid, context, recorder))
+    for number in range(grid.warmup + grid.repeats):
+        for forward in forwards if number % 2 == 0 else reversed(forwards):
+            seconds = time_once(forward, runner, group)
+            if number >= grid.warmup:
+                forward.seconds.append(seconds)
+        advance()
+    return [
+        (f.cell, f.seconds, bytes_read(model, f.counts)) for f in forwards if f.counts is not None
+    ]
+
+
+def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
+    """Seconds of one forward on this rank, all ranks starting together; the cache is as before
+    after it."""
+    forward.prepare()
+    before = runner.counts.copy()
+    synchronize(runner.device)
+    group.barrier()
+    started = time.perf_counter()
+    forward.run()
+    synchronize(runner.device)
+    seconds = time.perf_counter() - started
+    forward.undo()
+    used = runner.counts.minus(before)
+    assert forward.counts in (None, used), "a forward at fixed lengths reads the same every time"
+    forward.counts = used
+    return seconds
+
+
+def fill(runner: ModelRunner, context: int) -> Batch:
+    """All rows of `runner` as if they had taken prompts of `context` tokens and emitted one token
+    each."""
+    vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
+    generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
+    ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
+    fill_cache(runner.cache)
+    requests = []
+    for row, tokens in zip(rows, ids, strict=True):
+        runner.allocate(row)
+        requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
+    runner.cache.advance(rows, context)
+    return Batch(tuple(requests), is_prefill=False)
+
+
+def fill_cache(cache: KVCache) -> None:
+    """Normal K and V, one layer's in all: untouched pages would be one page of zeros, read from
+    cache, and equal keys would leave a policy nothing to choose by."""
+    generator = torch.Generator(cache.k.device).manual_seed(0)
+    cache.k[0].normal_(generator=generator)
+    cache.k[1:] = cache.k[0]
+    cache.v[:] = cache.k[0]

@@ -1,0 +1,72 @@
+"""The memory plan of `magicdec latency`: the largest place of its grid, and whether all of them
+fit. Arithmetic; allocates nothing.
+
+Caches are made anew at each (B, context), the drafts' all at once; no prompt is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.distributed.groups import Launch
+from magicdec.latency.grid import Grid
+from magicdec.memory.check import describe_place, needed
+from magicdec.memory.plan import MemoryPlan, Models
+
+
+def check_grid_memory(
+    config: RunConfig, grid: Grid, models: Models, launch: Launch, free: int | None
+) -> str:
+    """The line to print; `config` is resolved. Raises ValueError for a place that does not fit,
+    naming the largest that does."""
+    plans = {
+        (B, context): plan_place(config, grid, models, launch, B, context)
+        for B in grid.batch_sizes
+        for context in grid.contexts
+    }
+    ordered = sorted(plans, key=lambda place: plans[place].total)
+    (B, context), place = ordered[-1], describe_place(config, launch)
+    shown = f"{plans[B, context].describe()} {place} at --B {B} --context {context}"
+    if free is None:
+        return f"{shown}; how much is free is not known here"
+    if plans[B, context].total <= free:
+        return f"{shown}; {free / 1e9:.2f} GB free"
+    fitting = [p for p in ordered if plans[p].total <= free]
+    advice = "no place of the grid would fit"
+    if fitting:
+        advice = "of the grid, --B {} --context {} is the largest that would fit".format(
+            *fitting[-1]
+        )
+    raise ValueError(
+        f"--B {B} --context {context} needs {plans[B, context].describe()} {place}, "
+        f"{free / 1e9:.2f} GB are free; {advice}"
+    )
+
+
+def plan_place(
+    config: RunConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
+) -> MemoryPlan:
+    """Of a run that verifies the most new tokens at that context: what all its drafts choose is
+    held together."""
+    plans = [needed(as_run(config, grid, kv, B, context), models, launch) for kv in grid.drafts]
+    return replace(
+        plans[0],
+        draft_kv=sum(plan.draft_kv for plan in plans),
+        working=max(plan.working for plan in plans),
+    )
+
+
+def as_run(config: RunConfig, grid: Grid, kv: KVSection, B: int, context: int) -> RunConfig:
+    """Self-speculation whose rows have as many tokens as the forwards' caches."""
+    most = max(grid.new_tokens)
+    return replace(
+        config,
+        kv=kv.resolve(),
+        attention=replace(config.attention, prefill_chunk=1),
+        decoding=DecodingSection("speculative", "self", most - 1),
+        workload=replace(
+            config.workload, batch_size=B, prefix_len=context, gen_len=1, max_len=None
+        ),
+    )

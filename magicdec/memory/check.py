@@ -1,0 +1,112 @@
+"""Whether the memory plan of a run fits, said before anything is allocated: one line for the user,
+or one line of refusal with the numbers and what would fit.
+
+Every rank plans and reads by itself. Near the limit their readings, of one host or several, may
+differ: where one rank refuses all do, in its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch, first_refusal
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank
+
+
+def check_together(launch: Launch, check: Callable[[], str]) -> str:
+    """What `check` says on this rank. Raises ValueError on every rank if it does on one."""
+    try:
+        line, refusal = check(), ""
+    except ValueError as error:
+        line, refusal = "", str(error)
+    refusal = first_refusal(launch, refusal)
+    if refusal:
+        raise ValueError(refusal)
+    return line
+
+
+def check_memory(config: RunConfig, models: Models, launch: Launch, free: int | None) -> str:
+    """The line to print. `config` is resolved; `free` bytes are there, on this rank's GPU or on the
+    host for all its ranks; None where nothing tells. Raises ValueError when the plan is larger."""
+    plan = needed(config, models, launch)
+    place = describe_place(config, launch)
+    if free is None:
+        return f"{plan.describe()} {place}; how much is free is not known here"
+    if plan.total > free:
+        w = config.workload
+        raise ValueError(
+            f"--B {w.batch_size} --prefix_len {w.prefix_len} needs {plan.describe()} {place}, "
+            f"{free / 1e9:.2f} GB are free; {advice(config, models, launch, free)}"
+        )
+    return f"{plan.describe()} {place}; {free / 1e9:.2f} GB free"
+
+
+def needed(config: RunConfig, models: Models, launch: Launch) -> MemoryPlan:
+    """On CPU what all ranks of this host hold together; on CUDA the rank that needs most, the same
+    verdict on every rank."""
+    group = config.parallel.rank_group
+    assert group is not None, "resolved"
+    if config.parallel.device != "cpu":
+        return max((plan_rank(config, models, rank) for rank in group), key=lambda p: p.total)
+    first = launch.rank - launch.local_rank
+    ranks = range(first, first + launch.local_world_size)
+    return add_up([plan_rank(config, models, rank) for rank in ranks])
+
+
+def planned(config: RunConfig, models: Models) -> MemoryPlan:
+    """Of all ranks of the run together."""
+    group = config.parallel.rank_group
+    assert group is not None, "resolved"
+    return add_up([plan_rank(config, models, rank) for rank in group])
+
+
+def add_up(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    return MemoryPlan(*map(sum, zip(*map(astuple, plans), strict=True)))
+
+
+def describe_place(config: RunConfig, launch: Launch) -> str:
+    if config.parallel.device != "cpu":
+        return "on a rank's GPU"
+    count = launch.local_world_size
+    return "on this host" if count == 1 else f"on this host's {count} ranks"
+
+
+def advice(config: RunConfig, models: Models, launch: Launch, free: int) -> str:
+    """The largest B at this prefix and the largest prefix at this B, or that there is none."""
+
+    def fits(batch_size: int, prefix_len: int) -> bool:
+        w = config.workload
+        smaller = replace(
+            w,
+            batch_size=batch_size,
+            prefix_len=prefix_len,
+            gen_len=w.num_new_tokens,
+            max_len=None,
+        )
+        changed = replace(config, workload=smaller)
+        return needed(changed, models, launch).total <= free
+
+    w = config.workload
+    B = largest(lambda b: fits(b, w.prefix_len), w.batch_size)
+    prefix = largest(lambda p: fits(w.batch_size, p), w.prefix_len)
+    if B and prefix:
+        return f"--B {B} at this prefix or --prefix_len {prefix} at this B would fit"
+    if B:
+        return f"--B {B} at this prefix would fit"
+    if prefix:
+        return f"--prefix_len {prefix} at this B would fit, at this prefix not even --B 1"
+    alone = largest(lambda p: fits(1, p), w.prefix_len)
+    if alone:
+        return f"--B 1 --prefix_len {alone} would fit"
+    return "no --B and --prefix_len would fit: choose a smaller model, or more ranks elsewhere"
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number below `limit` that fits, where smaller ones fit as well; 0 for none."""
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

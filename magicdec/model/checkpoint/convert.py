@@ -1,0 +1,228 @@
+"""One file of weights out of any checkpoint that can be read, tensor by tensor.
+
+Owns the order of writing and that a crash leaves no half file: everything is written under another
+name and renamed when it is complete. Holds a bounded part of one tensor at a time. Must not know of
+command lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from magicdec.model.checkpoint.gpt_fast import GptFastWeights
+from magicdec.model.checkpoint.manifest import (
+    Manifest,
+    TensorEntry,
+    hash_file,
+    manifest_path,
+    raw_bytes,
+    row_parts,
+)
+from magicdec.model.checkpoint.quantization import QuantizedWeights
+from magicdec.model.checkpoint.source import ModelSource, find_model
+from magicdec.model.checkpoint.weight_check import check_dtypes, check_weights
+from magicdec.model.checkpoint.weight_files import (
+    GPT_FAST_NAME,
+    TORCH_NAMES,
+    WEIGHT_FILES,
+    PthWeights,
+)
+from magicdec.model.checkpoint.weight_map import SCALE
+from magicdec.model.checkpoint.weight_source import WeightSource
+from magicdec.model.families.hf_config import load_model_config
+
+# What a checkpoint needs beside its weights, copied where they go to another directory.
+COMPANIONS = (
+    *("config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
+)
+SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
+
+
+def find_checkpoint(flag: str, directory: Path) -> ModelSource:
+    """The checkpoint in `directory`: what can be run, or else a `model.pth` of the gpt-fast layout.
+
+    Raises ValueError as `find_model` does.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{flag} {directory} is not a directory; name one that holds a checkpoint")
+    pth = directory / "model.pth"
+    others = [name for name in WEIGHT_FILES if name != pth.name and (directory / name).exists()]
+    if others or not pth.exists() or not _is_gpt_fast(pth):
+        return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
+    config = load_model_config(directory)
+    weights = GptFastWeights(pth, config)
+    check_weights(config, weights)
+    check_dtypes(config, weights)
+    return ModelSource(config.name, config, weights, directory, is_random=False)
+
+
+def _is_gpt_fast(path: Path) -> bool:
+    """A broken file is none; `find_model` says what is wrong with it."""
+    try:
+        names = PthWeights(path, gpt_fast=True).shapes()
+    except ValueError:
+        return False
+    return any(GPT_FAST_NAME.fullmatch(name) for name in names)
+
+
+def quantized(source: ModelSource) -> ModelSource:
+    """The same model with its matrices in int8; as it is where they are stored so."""
+    if source.is_int8:
+        return source
+    return replace(source, weights=QuantizedWeights(source.weights, source.config))
+
+
+def convert(
+    source: ModelSource,
+    out: Path,
+    dtype: str | None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Manifest:
+    """Write the model's tensors to `out` (`.safetensors` or `.pth`) and the manifest beside it.
+
+    `dtype` None keeps what is stored; int8 matrices and their scales are always kept. `progress` is
+    told of each tensor. Raises ValueError when `out` is what is read or the disk too full, OSError
+    when writing fails; `out` is then as it was.
+    """
+    shapes = source.stored_shapes
+    read = {source.weights.where(name) for name in shapes}
+    if out.exists() and any(path is not None and path.samefile(out) for path in read):
+        raise ValueError(f"--out {out} is what is read; name another file")
+    stored = source.weights.dtypes()
+    kept = {name for name in shapes if name.endswith(SCALE) or name + SCALE in shapes}
+    dtypes = {name: stored[name] if name in kept else dtype or stored[name] for name in shapes}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    size = sum(prod(shape) * _dtype(dtypes[name]).itemsize for name, shape in shapes.items())
+    copies = 2 if out.suffix == ".pth" else 1
+    free = shutil.disk_usage(out.parent).free
+    if copies * size > free:
+        raise ValueError(
+            f"--out {out} needs {copies * size / 1e9:.2f} GB of disk while it is written, "
+            f"{free / 1e9:.2f} GB are free there"
+        )
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    flat = partial.with_suffix(".tensors") if out.suffix == ".pth" else partial
+    with _removed(partial, flat):
+        entries, digest, start = write_safetensors(flat, source.weights, shapes, dtypes, progress)
+        if flat != partial:
+            write_pth(partial, flat, start, entries)
+            digest = hash_file(partial)
+        manifest = Manifest(
+            out.name, partial.stat().st_size, digest, entries, "int8" if kept else None
+        )
+        publish(partial, out, manifest)
+    copy_companions(source, out.parent)
+    return manifest
+
+
+def write_safetensors(
+    path: Path,
+    source: WeightSource,
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: dict[str, str],
+    progress: Callable[[str], None],
+) -> tuple[dict[str, TensorEntry], str, int]:
+    """(entries of the manifest, sha256 of the file, where in the file the tensors begin)."""
+    header = safetensors_header(shapes, dtypes)
+    whole, entries = hashlib.sha256(header), {}
+    with path.open("xb") as handle:
+        handle.write(header)
+        for name, shape in shapes.items():
+            progress(name)
+            digest = hashlib.sha256()
+            for piece in row_parts(name, shape):
+                data = raw_bytes(source.read(piece).to(_dtype(dtypes[name])))
+                handle.write(data)
+                digest.update(data)
+                whole.update(data)
+            entries[name] = TensorEntry(shape, dtypes[name], digest.hexdigest())
+        _sync(handle)
+    return entries, whole.hexdigest(), len(header)
+
+
+def safetensors_header(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> bytes:
+    """Length and JSON table, padded so that the tensors after it are aligned."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        first, end = end, end + prod(shape) * _dtype(dtypes[name]).itemsize
+        code = SAFETENSORS_NAMES[dtypes[name]]
+        table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [first, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_pth(path: Path, flat: Path, start: int, entries: dict[str, TensorEntry]) -> None:
+    """torch.save of a dict of tensors that lie in the file `flat` from byte `start` on: mapped, so
+    that they need no memory of their own."""
+    tensors: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        dtype = _dtype(entry.dtype)
+        size = prod(entry.shape) * dtype.itemsize
+        # Writable, since torch warns of arrays that are not, and shared, so that none is copied.
+        mapped = np.memmap(flat, np.uint8, "r+", start, (size,))
+        tensors[name] = torch.from_numpy(mapped).view(dtype).view(entry.shape)
+        start += size
+    with path.open("xb") as handle:
+        torch.save(tensors, handle)
+        _sync(handle)
+
+
+def publish(partial: Path, out: Path, manifest: Manifest) -> None:
+    """Put file and manifest in place. Between the steps there may be a file without a manifest,
+    never one beside another file's."""
+    beside = manifest_path(out)
+    written = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
+    with _removed(written):
+        with written.open("x", encoding="utf-8") as handle:
+            handle.write(manifest.to_json())
+            _sync(handle)
+        beside.unlink(missing_ok=True)
+        partial.replace(out)
+        written.replace(beside)
+
+
+def copy_companions(source: ModelSource, directory: Path) -> None:
+    """Config and tokenizer, where `directory` has none yet."""
+    assert source.tokenizer_directory is not None, "a checkpoint on disk has a directory"
+    for name in COMPANIONS:
+        theirs, ours = source.tokenizer_directory / name, directory / name
+        if theirs.is_file() and not ours.exists():
+            ours.parent.mkdir(exist_ok=True)
+            shutil.copyfile(theirs, ours)
+
+
+@contextmanager
+def _removed(*paths: Path) -> Iterator[None]:
+    """Whatever happens, these are gone after."""
+    try:
+        yield
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _sync(handle: Any) -> None:
+    handle.flush()
+    os.fsync(handle.fileno())
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

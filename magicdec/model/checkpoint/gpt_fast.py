@@ -1,0 +1,114 @@
+"""Checkpoints of the original suite's converter (gpt-fast's layout) under their Hugging Face names.
+
+Owns the two tables of names and the order of rotary rows. Must not know how a file is stored
+(`weight_files`) or what becomes of the tensors. Source: `convert_hf_checkpoint.py` of gpt-fast and
+of MagicDec, which write one `model.pth`: q, k and v as one matrix, and the rows of each query and
+key head reordered from halves (0..D/2 first, D size of a head) to pairs (0, D/2, 1, D/2 + 1, ...).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from magicdec.model.checkpoint.weight_files import PthWeights
+from magicdec.model.checkpoint.weight_map import Piece
+from magicdec.model.config import ModelConfig
+
+TOP = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER = {
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+FUSED = "attention.wqkv"
+
+
+class GptFastWeights:
+    """A `WeightSource` over such a file. Raises ValueError naming the file for tensors that have
+    no place in the layout and for a fused matrix that is not of the config's size."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.config = config
+        self._file = PthWeights(path, gpt_fast=True)
+        size, kv_size = config.head_dim * config.num_heads, config.head_dim * config.num_kv_heads
+        # Of q, k and v: rows before it in the fused matrix, its rows, whether they are reordered.
+        self._parts = {
+            "q_proj": (0, size, True),
+            "k_proj": (size, kv_size, True),
+            "v_proj": (size + kv_size, kv_size, False),
+        }
+        self._places: dict[str, tuple[str, str | None]] = {}  # name -> (stored name, part)
+        for name in self._file.shapes():
+            self._add(path, name)
+
+    def _add(self, path: Path, name: str) -> None:
+        """Say which tensors the stored tensor `name` makes."""
+        match = NAME.fullmatch(name)
+        if name in TOP:
+            self._places[TOP[name]] = name, None
+            return
+        if match is None or (match[2] not in LAYER and match[2] != FUSED):
+            raise ValueError(f"{path}: tensor {name} is not of the gpt-fast layout")
+        prefix = f"model.layers.{match[1]}"
+        if match[2] != FUSED:
+            self._places[f"{prefix}.{LAYER[match[2]]}.{match[3]}"] = name, None
+            return
+        rows = self._file.shapes()[name][0]
+        expected = sum(part[1] for part in self._parts.values())
+        if rows != expected:
+            raise ValueError(
+                f"{path}: tensor {name} has {rows} rows, expected {expected}: the heads of q, k "
+                "and v as config.json has them"
+            )
+        for part in self._parts:
+            self._places[f"{prefix}.self_attn.{part}.{match[3]}"] = name, part
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every tensor."""
+        stored, shapes = self._file.shapes(), {}
+        for name, (place, part) in self._places.items():
+            rows = stored[place][0] if part is None else self._parts[part][1]
+            shapes[name] = (rows, *stored[place][1:])
+        return shapes
+
+    def dtypes(self) -> dict[str, str]:
+        """torch's name of every tensor's stored type."""
+        stored = self._file.dtypes()
+        return {name: stored[place] for name, (place, _) in self._places.items()}
+
+    def where(self, name: str) -> Path:
+        """The one file."""
+        return self._file.path
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice `piece` in the stored dtype, its rows in the order of Hugging Face."""
+        place, part = self._places[piece.name]
+        stored = self._file.shapes()[place]
+        if part is None:
+            return self._file.read(replace(piece, name=place, full_shape=stored))
+        first, _, is_reordered = self._parts[part]
+        rows = torch.arange(*piece.rows)
+        if is_reordered:
+            rows = paired_rows(rows, self.config.head_dim)
+        everything = replace(piece, name=place, rows=(0, stored[0]), full_shape=stored)
+        return self._file.read(everything)[first + rows]
+
+
+def paired_rows(rows: Tensor, head_dim: int) -> Tensor:
+    """Where rows (int64, any shape) that count halves stand in a matrix that counts pairs."""
+    head, within = rows // head_dim, rows % head_dim
+    half, place = within // (head_dim // 2), within % (head_dim // 2)
+    return head * head_dim + 2 * place + half

@@ -1,0 +1,90 @@
+"""Random weights for benchmarks without a checkpoint.
+
+Owns how a weight's value follows from its tensor's name and its place in the tensor, so that every
+rank of a group of any size holds a shard of one and the same model. It must not know of configs,
+ranks or devices. Values repeat exactly on one kind of CPU; another may differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from magicdec.model.checkpoint.weight_map import Piece
+
+STANDARD_DEVIATION = 0.02
+NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
+# Tiles, not rows: a rank that holds some columns of a matrix makes only the tiles these cross.
+TILE_ROWS, TILE_COLUMNS = 256, 1024
+
+
+class RandomWeights:
+    """Normal weights and biases, norm weights of one, all float32.
+
+    `shapes` names every tensor with its full shape: `checkpoint.expected_shapes(config)`.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every tensor."""
+        return self._shapes
+
+    def dtypes(self) -> dict[str, str]:
+        """torch's name of every tensor's type."""
+        return dict.fromkeys(self._shapes, "float32")
+
+    def where(self, name: str) -> None:
+        """No file holds these weights."""
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice `piece`, float32; the same values whichever slice is asked for."""
+        count = piece.rows[1] - piece.rows[0]
+        if NORM.search(piece.name):
+            return torch.ones(count)
+        if len(piece.full_shape) == 1:  # a vector is a matrix of one row
+            return self._read(piece.name, (1, *piece.full_shape), (0, 1), piece.rows)[0]
+        height, width = piece.full_shape
+        columns = piece.columns or (0, piece.width)
+        if piece.transposed:
+            return self._read(piece.name, (height, width), columns, piece.rows).T
+        return self._read(piece.name, (height, width), piece.rows, columns)
+
+    def _read(
+        self, name: str, shape: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Tensor:
+        out = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
+
+        def fill(corner: tuple[int, int]) -> None:
+            top, left = corner
+            tile = self._tile(name, shape, top, left)
+            first, last = max(top, rows[0]), min(top + TILE_ROWS, rows[1])
+            start, stop = max(left, columns[0]), min(left + TILE_COLUMNS, columns[1])
+            target = out[first - rows[0] : last - rows[0], start - columns[0] : stop - columns[0]]
+            target.copy_(tile[first - top : last - top, start - left : stop - left])
+
+        corners = [
+            (top, left)
+            for top in _tile_starts(rows, TILE_ROWS)
+            for left in _tile_starts(columns, TILE_COLUMNS)
+        ]
+        # A generator makes about 0.2 billion values a second, so tiles are made side by side.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, corners))
+        return out
+
+    def _tile(self, name: str, shape: tuple[int, int], top: int, left: int) -> Tensor:
+        """The tile whose first element is [top, left], cut at the tensor's edge."""
+        digest = hashlib.blake2b(f"{name}/{top}/{left}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        tile = torch.empty(min(TILE_ROWS, shape[0] - top), min(TILE_COLUMNS, shape[1] - left))
+        return tile.normal_(0.0, STANDARD_DEVIATION, generator=generator)
+
+
+def _tile_starts(span: tuple[int, int], size: int) -> range:
+    return range(span[0] // size * size, span[1], size)

@@ -1,0 +1,189 @@
+"""From a model's name on the command line to its loaded shard: finding, checking, placing weights.
+
+Owns the names a user may give and the filling of a model. It must not know of process groups or
+caches, nor how a tensor is stored (`weight_files`, `random_weights`). What is wrong with a
+checkpoint shows in `find_model` (`weight_check`), before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.quantization import (
+    QuantizedWeights,
+    check_range,
+    holds_int8,
+    own_head,
+)
+from magicdec.model.checkpoint.random_weights import TILE_ROWS, RandomWeights
+from magicdec.model.checkpoint.weight_check import (
+    check_dtypes,
+    check_weights,
+    expected_shapes,
+    stored_shapes,
+)
+from magicdec.model.checkpoint.weight_files import open_weights
+from magicdec.model.checkpoint.weight_map import Piece, weight_map
+from magicdec.model.checkpoint.weight_source import BodyWeights, WeightSource
+from magicdec.model.config import ModelConfig
+from magicdec.model.families.family import find_family
+from magicdec.model.families.hf_config import load_model_config
+from magicdec.model.linear.int8 import Int8Linear
+from magicdec.model.presets.named import (
+    DEMO_DIRECTORIES,
+    RANDOM_PREFIX,
+    WEIGHT_SUFFIXES,
+    demo_directory,
+)
+from magicdec.model.presets.presets import PRESETS
+from magicdec.model.transformer import Transformer
+
+CHOICES = (
+    "demo, demo-draft, random:<preset>, a Hugging Face directory, "
+    "or a .safetensors/.pth/.bin file beside its config.json"
+)
+# Elements read at once: what is held besides the final tensors while loading.
+READ_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model found and checked but not loaded; random weights have no `tokenizer_directory`."""
+
+    name: str
+    config: ModelConfig
+    weights: WeightSource
+    tokenizer_directory: Path | None
+    is_random: bool
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether its matrices are stored in int8."""
+        return holds_int8(self.weights)
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that is part of the model as it is stored."""
+        return stored_shapes(self.config, self.weights)
+
+
+def find_model(flag: str, name: str) -> ModelSource:
+    """The model a user named with `flag` ("--model").
+
+    `demo` and `demo-draft` win over directories of that name. Raises ValueError when the name is
+    unknown or the checkpoint is incomplete, broken or does not fit its config.
+    """
+    path = Path(name).expanduser()
+    if name.startswith(RANDOM_PREFIX):
+        source = _random_model(flag, name)
+    elif name in DEMO_DIRECTORIES:
+        source = _packaged_model(flag, name)
+    elif path.is_dir():
+        source = _stored_model(path, path)
+    elif path.suffix in WEIGHT_SUFFIXES:
+        if not path.is_file():
+            raise ValueError(f"{flag} {name!r} does not exist; choose from {CHOICES}")
+        source = _stored_model(path.parent, path)
+    else:
+        raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
+    check_weights(source.config, source.weights)
+    check_dtypes(source.config, source.weights)
+    return source
+
+
+def load_transformer(
+    config: ModelConfig,
+    source: WeightSource,
+    shard: Shard,
+    layers: range | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_int8: bool = False,
+) -> Transformer:
+    """Layers `layers` (None: all) of rank `shard`, frozen, in eval mode, without a rotary table.
+
+    Reads only this rank's slices, into tensors of their final `dtype` on `device`. `is_int8`: all
+    matrices in int8, quantised here unless they are stored so; for scales whole rows are read.
+    Raises ValueError for files that became unreadable since they were found.
+    """
+    layers = range(config.num_layers) if layers is None else layers
+    assert is_int8 or not holds_int8(source), "a run of int8 weights says so"
+    if is_int8 and not holds_int8(source):
+        source = QuantizedWeights(source, config)
+    config = own_head(config) if is_int8 else config
+    with torch.device("meta"):
+        model = Transformer(config, shard, layers)
+        if is_int8:
+            model.to_int8()
+    for parameter, pieces in weight_map(config, shard, layers, with_scales=is_int8).items():
+        module_name, _, leaf = parameter.rpartition(".")
+        module = model.get_submodule(module_name)
+        place = module.get_parameter(leaf)
+        kept = isinstance(module, Int8Linear) and leaf != "bias"
+        tensor = torch.empty(place.shape, dtype=place.dtype if kept else dtype, device=device)
+        _fill(tensor, pieces, source)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    assert not any(parameter.is_meta for parameter in model.parameters()), "a weight was not loaded"
+    return model.eval()
+
+
+def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
+    """Stack the pieces by rows into `tensor`, a bounded number of elements at a time."""
+    filled = 0
+    for piece in (part for whole in pieces for part in _parts(whole)):
+        values = source.read(piece)
+        assert values.is_floating_point() == tensor.is_floating_point(), "checked when found"
+        if values.dtype == torch.int8:
+            check_range(f"{source.where(piece.name)}: {piece.name}", values)
+        tensor[filled : filled + len(values)].copy_(values)
+        filled += len(values)
+    assert filled == len(tensor), "the pieces make the parameter"
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """Cut at multiples of the random weights' tile height, so that no tile is made twice."""
+    step = max(READ_ELEMENTS // piece.width // TILE_ROWS, 1) * TILE_ROWS
+    first, end = piece.rows
+    while first < end:
+        last = min((first // step + 1) * step, end)
+        yield replace(piece, rows=(first, last))
+        first = last
+
+
+def _random_model(flag: str, name: str) -> ModelSource:
+    preset = PRESETS.get(name.removeprefix(RANDOM_PREFIX))
+    if preset is None:
+        raise ValueError(
+            f"{flag} {name!r} names no preset; choose from "
+            + ", ".join(RANDOM_PREFIX + key for key in PRESETS)
+        )
+    weights = RandomWeights(expected_shapes(preset.config))
+    return ModelSource(name, preset.config, weights, tokenizer_directory=None, is_random=True)
+
+
+def _packaged_model(flag: str, name: str) -> ModelSource:
+    directory = demo_directory(name)
+    if not directory.is_dir():
+        raise ValueError(
+            f"{flag} {name!r}: this installation lacks the packaged model {directory}; "
+            "install the package again or run scripts/train_demo.py"
+        )
+    found = _stored_model(directory, directory)
+    return replace(found, name=name, config=replace(found.config, name=name))
+
+
+def _stored_model(directory: Path, weights: Path) -> ModelSource:
+    try:
+        config = load_model_config(directory)
+    except (ArithmeticError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{directory / 'config.json'}: not a model's config ({error})") from None
+    body, stored = find_family(config.architecture).body, open_weights(weights)
+    is_bare = body and not any(name.startswith(body) for name in stored.shapes())
+    source = BodyWeights(stored, body) if is_bare else stored
+    return ModelSource(config.name, config, source, directory, is_random=False)

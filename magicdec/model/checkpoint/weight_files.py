@@ -1,0 +1,217 @@
+"""Weights from files: safetensors and torch.save's dicts of tensors (`.bin`, `.pth`), one file or
+an indexed set.
+
+Owns reading headers and slices, and the errors of broken files. It must not know of configs, ranks
+or devices. It runs no code from a file: pickles are read by torch's restricted loader.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from magicdec.model.checkpoint.weight_map import Piece
+
+# In the order in which a directory is searched: what was published before what was converted.
+WEIGHT_FILES = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin.index.json", "pytorch_model.bin", "model.pth"),
+)
+GPT_FAST_NAME = re.compile(r"layers\.\d+\.attention\.wqkv\.weight|tok_embeddings\.weight")
+# What safetensors calls the types that torch has; others are shown under their own names.
+TORCH_NAMES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
+}
+
+
+class SafetensorsWeights:
+    """Tensors of one `.safetensors` file, or of the files a `model.safetensors.index.json` names.
+
+    Files are opened for each read, so a rank keeps no pages of slices it has copied, and the object
+    can be sent to other processes. Raises ValueError naming the file when one is missing, truncated
+    or not what the index says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.suffix == ".json":
+            self._files = _read_index(path)
+        else:
+            with _open(path) as handle:
+                self._files = dict.fromkeys(handle.keys(), path)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        self._read_headers()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every tensor."""
+        return self._shapes
+
+    def dtypes(self) -> dict[str, str]:
+        """torch's name of every tensor's stored type, as "bfloat16"."""
+        return self._dtypes
+
+    def where(self, name: str) -> Path:
+        """The file that holds `name`, or the file that should have named it."""
+        return self._files.get(name, self.path)
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
+        with _open(self._files[piece.name]) as handle:
+            return _cut(handle.get_slice(piece.name), piece)
+
+    def _read_headers(self) -> None:
+        for file, names in _names_by_file(self._files).items():
+            with _open(file) as handle:
+                held = set(handle.keys())
+                for name in names:
+                    if name not in held:
+                        raise _misplaced(file, name, self.path)
+                    header = handle.get_slice(name)
+                    self._shapes[name] = tuple(header.get_shape())
+                    self._dtypes[name] = TORCH_NAMES.get(header.get_dtype(), header.get_dtype())
+
+
+class PthWeights:
+    """Tensors of a `.pth` or `.bin` file, a dict from Hugging Face names to tensors, or of the
+    files that a `pytorch_model.bin.index.json` names; memory-mapped.
+
+    Pages that were read count as resident, but are file cache that the system may drop. Raises
+    ValueError naming the file when one is missing, unreadable, holds anything but tensors or not
+    what the index says, and when it has the gpt-fast layout, unless `gpt_fast` (then these names
+    are what is read).
+    """
+
+    def __init__(self, path: Path, gpt_fast: bool = False) -> None:
+        self.path, self.gpt_fast = path, gpt_fast
+        self._tensors: dict[str, Tensor] = {}
+        if path.suffix != ".json":
+            self._tensors = _load_tensors(path, gpt_fast)
+            self._files = dict.fromkeys(self._tensors, path)
+            return
+        self._files = _read_index(path)
+        for file, names in _names_by_file(self._files).items():
+            held = _load_tensors(file, gpt_fast)
+            for name in names:
+                if name not in held:
+                    raise _misplaced(file, name, path)
+                self._tensors[name] = held[name]
+
+    def __reduce__(self) -> tuple[type[PthWeights], tuple[Path, bool]]:
+        # Another process maps the file itself; pickling the tensors would copy all of them.
+        return PthWeights, (self.path, self.gpt_fast)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every tensor."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        """torch's name of every tensor's stored type, as "bfloat16"."""
+        return {n: str(t.dtype).removeprefix("torch.") for n, t in self._tensors.items()}
+
+    def where(self, name: str) -> Path:
+        """The file that holds `name`, or the file that should have named it."""
+        return self._files.get(name, self.path)
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
+        return _cut(self._tensors[piece.name], piece)
+
+
+def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
+    """Weights of a `.safetensors`, `.bin` or `.pth` file, or of a directory with files of the usual
+    names.
+
+    Raises ValueError naming the path when a directory holds none of them.
+    """
+    if path.is_dir():
+        found = [path / name for name in WEIGHT_FILES if (path / name).exists()]
+        if not found:
+            raise ValueError(f"{path} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
+        path = found[0]
+    is_pickle = path.suffix in (".pth", ".bin") or path.name.endswith(".bin.index.json")
+    return PthWeights(path) if is_pickle else SafetensorsWeights(path)
+
+
+def _cut(tensor: Any, piece: Piece) -> Tensor:
+    """Works on tensors and on safetensors' lazy slices alike."""
+    cut: Tensor = tensor[piece.stored]
+    return cut.T if piece.transposed else cut
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a complete safetensors file ({_one_line(error)})") from None
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Tensor name -> file, of an index whose every file is there."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): path.parent / file for name, file in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: not an index of weight files ({_one_line(error)})") from None
+    for name, file in files.items():
+        try:
+            exists = file.is_file()
+        except (ValueError, OSError):  # not a name that a file can have
+            exists = False
+        if not exists:
+            raise ValueError(
+                f"{file} does not exist, though {path.name} places tensor {name} there"
+            )
+    return files
+
+
+def _names_by_file(files: dict[str, Path]) -> dict[Path, list[str]]:
+    names_of: dict[Path, list[str]] = defaultdict(list)
+    for name, file in files.items():
+        names_of[file].append(name)
+    return names_of
+
+
+def _misplaced(file: Path, name: str, index: Path) -> ValueError:
+    return ValueError(f"{file}: tensor {name} is missing, though {index.name} places it there")
+
+
+def _load_tensors(path: Path, gpt_fast: bool = False) -> dict[str, Tensor]:
+    try:
+        value = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{path}: holds pickled objects other than tensors, which are not read; "
+            "save a plain dict of tensors"
+        ) from None
+    except Exception as error:  # whatever a broken pickle makes the loader trip over
+        raise ValueError(
+            f"{path}: not a complete torch.save archive ({_one_line(error)})"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a dict of tensors, found {type(value).__name__}")
+    for name, tensor in value.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{path}: expected a dict of tensors, but {name!r} is a {type(tensor).__name__}"
+            )
+        if GPT_FAST_NAME.fullmatch(str(name)) and not gpt_fast:
+            raise ValueError(
+                f"{path}: tensor {name} is of the gpt-fast layout; the file must be converted "
+                f"first: magicdec convert --checkpoint_dir {path.parent} --out FILE"
+            )
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,199 @@
+"""Where each parameter of the decoder lies in a checkpoint: the table from our names to slices of
+the stored tensors.
+
+Owns the slicing of every layout: three projections or one packed tensor, stored [out, in] or
+transposed. Names and layout come from the model's family. Imports no torch: it must not know how a
+tensor is stored in a file or loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.config import ModelConfig
+from magicdec.model.families.family import Names, find_family
+
+Span = tuple[int, int]
+SCALE = "_scale"  # ends the name of a quantised tensor's scales
+Part = tuple[str, Span, int]
+"""(checkpoint name without ".weight", rows kept, rows in all)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows and columns of one checkpoint tensor seen as [out, in]; `columns` is None for a vector
+    and for all columns. `full_shape` is the stored one: of a `transposed` tensor [in, out]."""
+
+    name: str
+    rows: Span
+    columns: Span | None
+    full_shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of the whole tensor, 1 for a vector."""
+        return 1 if len(self.full_shape) == 1 else self.full_shape[0 if self.transposed else 1]
+
+    @property
+    def scales(self) -> Piece:
+        """The scales of these rows, where the tensor is quantised: one an output."""
+        outputs = self.full_shape[1 if self.transposed else 0]
+        return Piece(self.name + SCALE, self.rows, None, (outputs,))
+
+    @property
+    def stored(self) -> tuple[slice, ...]:
+        """The index that cuts the piece out of the tensor as it is stored."""
+        rows = slice(*self.rows)
+        if self.transposed:
+            return slice(*(self.columns or (0, self.width))), rows
+        return (rows,) if self.columns is None else (rows, slice(*self.columns))
+
+
+def weight_map(
+    config: ModelConfig, shard: Shard, layers: range, with_scales: bool = False
+) -> dict[str, list[Piece]]:
+    """For each parameter of `Transformer(config, shard, layers)`: the checkpoint pieces that,
+    stacked by rows, make it. `with_scales`: of its int8 form, where each product has scales."""
+    table = _Table(config, shard, with_scales)
+    names = table.names
+    is_last = layers.stop == config.num_layers
+    if layers.start == 0 or (is_last and config.tie_word_embeddings):
+        table.whole("embedding.weight", names.embedding, config.vocab_size)
+    if layers.start == 0 and config.positions == "learned":
+        table.whole(
+            "position_embedding.weight", names.position_embedding, config.max_position_embeddings
+        )
+    if layers.start == 0 and config.embedding_norm:
+        table.norm("embedding_norm", names.embedding_norm)
+    for index, layer in enumerate(layers):
+        table.layer(f"blocks.{index}", names.layer.format(layer))
+    if is_last:
+        table.norm("norm", names.norm)
+        if not config.tie_word_embeddings:
+            rows = shard.split(config.vocab_size)
+            table.columns_cut(
+                "head", [(names.head, rows, config.vocab_size)], config.head_bias, is_head=True
+            )
+    return table.pieces
+
+
+class _Table:
+    """Collects the pieces of one model's shard."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, with_scales: bool) -> None:
+        self.config, self.shard, self.with_scales = config, shard, with_scales
+        self.names: Names = find_family(config.architecture).names(config)
+        self.pieces: dict[str, list[Piece]] = {}
+
+    def layer(self, ours: str, theirs: str) -> None:
+        c, n = self.config, self.names
+        self.norm(f"{ours}.attention_norm", theirs + n.attention_norm)
+        self.columns_cut(f"{ours}.attention.qkv", self._qkv(theirs), c.qkv_bias)
+        if c.qk_norm:
+            for name in (n.q_norm, n.k_norm):
+                leaf = "q_norm" if name == n.q_norm else "k_norm"
+                self.vector(f"{ours}.attention.{leaf}.weight", f"{theirs}{name}.weight", c.head_dim)
+        heads = shard_heads(c, self.shard)[0]
+        self.rows_cut(
+            f"{ours}.attention.output", theirs + n.output, scale(heads, c.head_dim),
+            c.num_heads * c.head_dim, c.output_bias,
+        )  # fmt: skip
+        if c.residual != "parallel_shared_norm":
+            self.norm(f"{ours}.mlp_norm", theirs + n.mlp_norm)
+        ffn = self.shard.split(c.intermediate_size)
+        up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]
+        self.columns_cut(f"{ours}.mlp.gate_up", up, c.mlp_bias)
+        self.rows_cut(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
+
+    def columns_cut(
+        self, parameter: str, parts: Iterable[Part], bias: bool, is_head: bool = False
+    ) -> None:
+        """Column-parallel: this rank's outputs, of all inputs."""
+        parts, hidden = list(parts), self.config.hidden_size
+        transposed = self.names.transposed and not is_head
+        self.pieces[f"{parameter}.weight"] = [
+            Piece(
+                f"{name}.weight", rows, None,
+                (hidden, full) if transposed else (full, hidden), transposed,
+            )
+            for name, rows, full in parts
+        ]  # fmt: skip
+        self.scales(parameter)
+        if bias:
+            self.pieces[f"{parameter}.bias"] = [
+                Piece(f"{name}.bias", rows, None, (full,)) for name, rows, full in parts
+            ]
+
+    def rows_cut(self, parameter: str, name: str, columns: Span, full: int, bias: bool) -> None:
+        """Row-parallel: all outputs, of this rank's inputs."""
+        hidden, transposed = self.config.hidden_size, self.names.transposed
+        shape = (full, hidden) if transposed else (hidden, full)
+        self.pieces[f"{parameter}.weight"] = [
+            Piece(f"{name}.weight", (0, hidden), columns, shape, transposed)
+        ]
+        self.scales(parameter)
+        if bias:
+            self.vector(f"{parameter}.bias", f"{name}.bias", hidden)
+
+    def scales(self, parameter: str) -> None:
+        if self.with_scales:
+            weights = self.pieces[f"{parameter}.weight"]
+            self.pieces[f"{parameter}.scale"] = [piece.scales for piece in weights]
+
+    def norm(self, parameter: str, name: str) -> None:
+        self.vector(f"{parameter}.weight", f"{name}.weight", self.config.hidden_size)
+        if self.config.norm == "layer":
+            self.vector(f"{parameter}.bias", f"{name}.bias", self.config.hidden_size)
+
+    def vector(self, parameter: str, name: str, size: int) -> None:
+        self.pieces[parameter] = [Piece(name, (0, size), None, (size,))]
+
+    def whole(self, parameter: str, name: str, rows: int) -> None:
+        """An embedding table [rows, hidden]."""
+        shape = (rows, self.config.hidden_size)
+        self.pieces[parameter] = [Piece(f"{name}.weight", (0, rows), None, shape)]
+
+    def _qkv(self, prefix: str) -> list[Part]:
+        """This rank's rows of q, then k, then v."""
+        c, n = self.config, self.names
+        queries, keys = shard_heads(c, self.shard)
+        sizes = [c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2]
+        spans = [scale(queries, c.head_dim), *[scale(keys, c.head_dim)] * 2]
+        if n.packing == "separate":
+            parts = zip(n.qkv, spans, sizes, strict=True)
+            return [(prefix + name, span, size) for name, span, size in parts]
+        name, full = prefix + n.qkv[0], sum(sizes)
+        if n.packing == "stacked":
+            starts = (0, sizes[0], sizes[0] + sizes[1])
+            return [(name, shift(s, by), full) for s, by in zip(spans, starts, strict=True)]
+        return [(name, span, full) for span in grouped_rows(c, queries, keys)]
+
+
+def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
+    """Rows of a tensor that holds for each KV head its query heads, its K and its V: those of all
+    q heads kept, then of k, then of v."""
+    size, group = config.head_dim, config.group_size
+    groups = range(*keys)
+    starts = {g: g * (group + 2) for g in groups}  # in heads
+    q = [
+        (starts[g] + max(queries[0] - g * group, 0), starts[g] + min(queries[1] - g * group, group))
+        for g in groups
+    ]
+    k = [(starts[g] + group, starts[g] + group + 1) for g in groups]
+    v = [(starts[g] + group + 1, starts[g] + group + 2) for g in groups]
+    return [scale(span, size) for span in (*q, *k, *v)]
+
+
+def shard_heads(config: ModelConfig, shard: Shard) -> tuple[Span, Span]:
+    return shard.heads(config.num_heads, config.num_kv_heads)
+
+
+def scale(span: Span, by: int) -> Span:
+    return span[0] * by, span[1] * by
+
+
+def shift(span: Span, by: int) -> Span:
+    return span[0] + by, span[1] + by

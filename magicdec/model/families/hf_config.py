@@ -1,0 +1,124 @@
+"""Hugging Face `config.json` and `generation_config.json` to and from ModelConfig; no torch.
+
+Owns what every family's files have in common: where they lie, token ids, dtype. The rest is read
+by the family that the architecture names (`families/`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from magicdec.model.config import ModelConfig
+from magicdec.model.families.family import find_family
+
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Families that `to_hf_config` writes."""
+ROPE_FIELDS = {
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "truncate"),
+    ),
+}
+
+
+def load_model_config(directory: Path) -> ModelConfig:
+    """Read `config.json` (and `generation_config.json`, whose token ids win) from a checkpoint
+    directory.
+
+    Raises ValueError naming the file when it is missing, is not JSON, or describes an unknown
+    architecture.
+    """
+    path = directory / "config.json"
+    raw = _read_json(path)
+    generation_path = directory / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    try:
+        return parse_hf_config(raw, name=directory.resolve().name, generation=generation)
+    except KeyError as error:
+        raise ValueError(f"{path}: field {error} is missing") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse_hf_config(
+    raw: dict[str, Any], name: str, generation: dict[str, Any] | None = None
+) -> ModelConfig:
+    """Translate a Hugging Face config (the published field names, transformers 4 and 5) to a
+    ModelConfig."""
+    architecture = (raw.get("architectures") or ["unknown"])[0]
+    fields = find_family(architecture).read(raw)
+    ids = {**raw, **{k: v for k, v in (generation or {}).items() if v is not None}}
+    return ModelConfig(
+        name=name,
+        architecture=architecture,
+        bos_token_id=_first_id(ids.get("bos_token_id")),
+        eos_token_ids=_all_ids(ids.get("eos_token_id")),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        **fields,
+    )
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `parse_hf_config`, for checkpoints this project writes: those with Llama's
+    tensors (MODEL_TYPES)."""
+    assert config.architecture in MODEL_TYPES, "only Llama-like checkpoints are written"
+    rope, scaling = config.rope, None
+    if rope.rope_type != "default":
+        scaling = {"rope_type": rope.rope_type, "factor": rope.factor}
+        scaling |= {name: getattr(rope, name) for name in ROPE_FIELDS.get(rope.rope_type, ())}
+    return {
+        "architectures": [config.architecture],
+        "model_type": MODEL_TYPES[config.architecture],
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "attention_bias": config.output_bias,
+        "mlp_bias": config.mlp_bias,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+        "max_window_layers": 0,  # Qwen2: the window is on every layer from this one on
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
+        "torch_dtype": config.dtype,
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; a checkpoint directory needs it")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _all_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+
+
+def _first_id(value: Any) -> int | None:
+    ids = _all_ids(value)
+    return ids[0] if ids else None

@@ -1,0 +1,146 @@
+"""Measures what one rank of this machine can do: read, multiply and exchange at most, read a KV
+cache in attention, and what a forward costs that reads next to nothing. All ranks measure at once,
+since in a run they work at once.
+
+Owns the clocks of `magicdec probe`. Must not know what the figures are used for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_token
+from magicdec.decoding.sampling import greedy
+from magicdec.distributed.groups import Group
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.ceiling_file import Hardware, Link
+from magicdec.hardware.timing import read_bandwidth, synchronize
+from magicdec.model.checkpoint.source import find_model
+from magicdec.names import ATTENTION_BACKENDS, load_named
+from magicdec.runner import ModelRunner
+from magicdec.setup.loading import Kinds, load_kind
+
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
+STRETCHES, ROUNDS = 5, 30
+CACHED, CONTEXT = 32, 8192  # tokens a row: attention costs next to nothing, or nearly all
+MANY = 5  # new tokens a row of a verification
+
+
+def measure_hardware(group: Group, device: torch.device, dtype: str, bandwidth: float) -> Hardware:
+    """Ceilings in `dtype`, of the slowest rank; `measure_forwards` adds to it."""
+    rate = gemm_flops(getattr(torch, dtype), device)
+    return Hardware(bandwidth, min(group.all_gather_object(rate)))
+
+
+def rank_bandwidth(group: Group, device: torch.device) -> float:
+    """Bytes a second that one rank reads while all do."""
+    return read_bandwidth(group, device) / group.size
+
+
+def gemm_flops(
+    dtype: torch.dtype, device: torch.device = torch.device("cpu"), size: int | None = None
+) -> float:
+    """Floating-point operations a second of a square matrix product: the best of several."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
+    best = float("inf")
+    for _ in range(8):
+        synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def measure_link(group: Group, device: torch.device) -> Link | None:
+    """Latency from a small all-reduce; bandwidth from what a large one takes beyond it. None for
+    one rank."""
+    if group.size == 1:
+        return None
+    small, large = (torch.zeros(n // 4, device=device) for n in (SMALL_BYTES, LARGE_BYTES))
+    latency = median_seconds(lambda: group.all_reduce(small), group, device)
+    seconds = median_seconds(lambda: group.all_reduce(large), group, device)
+    moved = 2 * (group.size - 1) / group.size * LARGE_BYTES
+    return Link(latency, moved / max(seconds - latency, 1e-9))
+
+
+def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> float:
+    """The slowest rank's median, in the best of several stretches: a busy host slows one of them,
+    not all as likely. The first stretch warms up as well."""
+    medians = []
+    for _ in range(STRETCHES):
+        samples = []
+        for _ in range(ROUNDS):
+            synchronize(device)
+            started = time.perf_counter()
+            call()
+            synchronize(device)
+            samples.append(time.perf_counter() - started)
+        medians.append(max(group.all_gather_object(statistics.median(samples))))
+    return min(medians)
+
+
+def measure_forwards(
+    group: Group, device: torch.device, hardware: Hardware, kinds: Kinds, backend: str
+) -> Hardware:
+    """`hardware` with what whole forwards of the demo model show, on each rank by itself: the rates
+    at which attention reads a long cache and computes over it, and the costs of a layer."""
+    num_rows = 32 if device.type == "cuda" else 4  # larger than a last-level cache
+    runner = load_runner(group, device, kinds, backend, num_rows)
+    config, size = runner.model.config, runner.cache.k.element_size()
+    rows = range(num_rows)
+    short, long = (forward_seconds(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
+    kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
+    # Noise must not make attention faster than memory.
+    rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
+    short, long = (forward_seconds(runner, rows, n, MANY, group) for n in (CACHED, CONTEXT))
+    flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
+    attention_rate = (flops[1] - flops[0]) / max(long - short, 1e-9)
+    found = replace(hardware, kv_bytes_per_s=rate, attention_flops_per_s=attention_rate)
+    found = replace(found, layer_overhead_s=0.0, token_overhead_s=0.0)
+    bare = Deployment(config, found, size)
+    fixed = forward_seconds(runner, [0], CACHED, 1, group) - bare.seconds(1, 1, CACHED)
+    fixed, more = max(0.0, fixed), short - bare.seconds(num_rows, MANY, CACHED)
+    per_token = max(0.0, more - fixed) / (num_rows * MANY - 1)
+    layers = config.num_layers
+    return replace(found, layer_overhead_s=fixed / layers, token_overhead_s=per_token / layers)
+
+
+def load_runner(
+    group: Group, device: torch.device, kinds: Kinds, backend: str, num_rows: int
+) -> ModelRunner:
+    """The demo model, whole on this rank, with room for CONTEXT tokens a row."""
+    model = load_kind(find_model("--model", "demo"), Shard(), kinds, device)
+    alone = Group((group.ranks[group.index],), 0)
+    runner = ModelRunner(
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY
+    )
+    for pool in (runner.cache.k, runner.cache.v):
+        pool.fill_(0.1)  # untouched pages would all be one page of zeros, read from cache
+    for row in range(num_rows):
+        runner.cache.allocate(row, CONTEXT + MANY)
+    return runner
+
+
+def forward_seconds(
+    runner: ModelRunner, rows: Sequence[int], cached: int, num_new: int, group: Group
+) -> float:
+    """`num_new` tokens for each of `rows`, which hold `cached` tokens, and the choice of what
+    follows them."""
+    runner.truncate(rows, [0] * len(rows))
+    runner.cache.advance(rows, cached)
+    new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)
+
+    def step() -> None:
+        logits = runner.forward(new, rows)
+        greedy(logits, runner.model.head_rows[0], runner.group).tolist()
+        runner.truncate(rows, [cached] * len(rows))
+
+    return median_seconds(step, group, runner.device)

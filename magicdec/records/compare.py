@@ -1,0 +1,141 @@
+"""The gate: new records against a baseline file; exit code 1 on a regression, on records that
+cannot be compared and, where that is asked for, on baselines that no new record covers.
+
+Reads records only. Acceptance is compared, not time: times of two machines say nothing about the
+code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Key = tuple[tuple[str, Any], ...]
+DEFAULT_TOLERANCE = {"acceptance_rate": 0.03}
+PLAIN = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+# Fields of a record's KV section, and which of them a policy reads. One that is not here reads all,
+# so that it is never taken for another.
+SHORT_NAMES = {
+    "budget": "budget",
+    "num_sink_tokens": "sinks",
+    "window_size": "window",
+    "pooling": "pooling",
+    "reselect_every": "reselect_every",
+    "recent_window": "recent_window",
+}
+POLICY_SETTINGS: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    "full": (),
+    "streaming_llm": ("budget", "num_sink_tokens"),
+    "snapkv": ("budget", "window_size", "pooling", "reselect_every"),
+    "verified": ("budget", "num_sink_tokens", "recent_window"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One new record against its baseline. `problem` is None where all is well."""
+
+    name: str
+    differences: dict[str, tuple[float, float]]  # metric: baseline, new
+    problem: str | None
+
+
+def measured_thing(record: dict[str, Any]) -> Key:
+    """What a record measures: two records of the same thing are meant to be compared. A setting
+    that its policy does not read is None."""
+    decoding, kv = record["config"]["decoding"], record["config"]["kv"]
+    # Prompt lookup reads no cache, whatever policy the run names.
+    policy = None if decoding["drafter"] == "ngram" else kv["policy"]
+    settings = POLICY_SETTINGS.get(policy, tuple(SHORT_NAMES))
+    return (
+        ("strategy", decoding["strategy"]),
+        ("drafter", decoding["drafter"]),
+        ("draft", ((record["workload"] or {}).get("draft") or {}).get("model")),
+        ("policy", policy),
+        *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
+        ("gamma", decoding["num_draft_tokens"]),
+    )
+
+
+def conditions(record: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal for the comparison to mean something."""
+    return {
+        "model": record["workload"]["model"],
+        "model fingerprint": record["workload"].get("model_sha256"),
+        "draft fingerprint": (record["workload"].get("draft") or {}).get("model_sha256"),
+        "workload sha256": record["workload"]["sha256"],
+        "dtype": record["config"]["model"]["dtype"],
+        "weights": weight_dtypes(record["config"]),
+        "draft KV": draft_kv_dtype(record["config"]),
+        "sampling": sampling(record),
+        "generated tokens": record["config"]["workload"]["gen_len"],
+        "ignore_eos": record["config"]["decoding"]["ignore_eos"],
+    }
+
+
+def weight_dtypes(config: dict[str, Any]) -> str:
+    """Of the target's matrices and the draft's; records older than the fields had one dtype."""
+    dtype, draft = config["model"]["dtype"], config.get("draft") or {}
+    target = config["model"].get("target_dtype", dtype)
+    drafts = draft.get("draft_dtype", dtype)
+    return str(target) if not draft or drafts == target else f"{target}, draft {drafts}"
+
+
+def draft_kv_dtype(config: dict[str, Any]) -> str:
+    """Of a draft's own cache; records older than the field had one dtype."""
+    return str(config["kv"].get("draft_kv_dtype", config["model"]["dtype"]))
+
+
+def sampling(record: dict[str, Any]) -> dict[str, Any] | str:
+    """How tokens were chosen; the seed and the rest of the section are idle in plain greedy
+    decoding."""
+    section = record["config"].get("sampling") or {}
+    plain = all(section.get(name, value) == value for name, value in PLAIN.items())
+    return "greedy" if plain else section
+
+
+def covers(new: dict[str, Any], baseline: dict[str, Any]) -> bool:
+    """Both passed, and `new` is the same thing under the same conditions."""
+    if new["status"] != "ok" or baseline["status"] != "ok":
+        return False
+    same = measured_thing(new) == measured_thing(baseline)
+    return same and conditions(new) == conditions(baseline)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """What a record measures, in one line."""
+    return " ".join(f"{k}={v}" for k, v in measured_thing(record) if v is not None)
+
+
+def compare(new: dict[str, Any], baselines: list[dict[str, Any]]) -> Comparison:
+    """`new` against the baseline of the same thing under the same conditions; where there is none
+    of those, the problem names what differs from the nearest."""
+    key, name = measured_thing(new), describe(new)
+    if new["status"] != "ok":
+        return Comparison(
+            name, {}, f"the new run {new['status']}: {new.get('error') or 'outputs differ'}"
+        )
+    ours = conditions(new)
+    same = [b for b in baselines if measured_thing(b) == key]
+    alike = [b for b in same if b["status"] == "ok" and conditions(b) == ours]
+    baseline = next(iter(alike + same), None)
+    if baseline is None:
+        return Comparison(name, {}, "not comparable: the baseline has no such record")
+    if baseline["status"] != "ok":
+        return Comparison(name, {}, f"not comparable: the baseline's run {baseline['status']}")
+    for condition, value in conditions(baseline).items():
+        if ours[condition] != value:
+            return Comparison(
+                name, {}, f"not comparable: {condition} is {ours[condition]}, was {value}"
+            )
+    differences, problem = {}, None
+    for metric, tolerance in (baseline.get("tolerance") or DEFAULT_TOLERANCE).items():
+        before, after = baseline["metrics"].get(metric), new["metrics"].get(metric)
+        if before is None or after is None:
+            where = "new record" if after is None else "baseline"
+            return Comparison(name, {}, f"not comparable: the {where} has no {metric}")
+        differences[metric] = (before, after)
+        if after < before - tolerance:
+            problem = f"regression: {metric} fell by {before - after:.4f}, tolerance {tolerance}"
+    return Comparison(name, differences, problem)

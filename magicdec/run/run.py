@@ -1,0 +1,233 @@
+"""One run on one rank: build, measure, check, record. All ranks of the group go through it in
+lockstep.
+
+Owns the order of a run: one prefill a batch, then every pass from the same state, then the check of
+one against the other. Must not know how a strategy decodes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from magicdec.autotune.fastest_backend import settle
+from magicdec.console import Progress, make_progress
+from magicdec.cost_model.roofline import bytes_read
+from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.draft_length import make_draft_length
+from magicdec.decoding.sampling import make_params
+from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.distributed.groups import ParallelGroups, close_groups, make_groups
+from magicdec.engine import Engine
+from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.gpu_state import watch_gpu
+from magicdec.hardware.timing import (
+    PhaseTimer,
+    peak_memory_bytes,
+    read_bandwidth,
+    reset_peak_memory,
+    synchronize,
+)
+from magicdec.memory.watch import MemoryWatch
+from magicdec.records.metrics import PassSamples, prefill_metrics
+from magicdec.records.record import Correctness, RunRecord
+from magicdec.request import Request
+from magicdec.run.check import WIDER, check_outputs
+from magicdec.run.run_record import BASELINE, make_record
+from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
+from magicdec.runner import ModelRunner
+from magicdec.setup.loading import Kinds, kinds_of, load_model, make_backend, make_draft
+from magicdec.setup.prepare import Prepared
+
+REFERENCE_BACKEND = "sdpa"  # settles differences, whatever backend made them
+
+
+@dataclass
+class Outcome:
+    """What `execute` gives the leader: the record and the finished requests, in prompt order."""
+
+    record: RunRecord
+    requests: list[Request] = field(default_factory=list)
+
+
+class Run:
+    """One rank's part of a run: the runner it decodes with and what it measured."""
+
+    def __init__(self, prepared: Prepared, groups: ParallelGroups, progress: Progress) -> None:
+        self.prepared, self.groups, self.progress = prepared, groups, progress
+        self.config = prepared.config
+        w, d = self.config.workload, self.config.decoding
+        # The newest token is never cached, but a verification holds its draft tokens on top.
+        drafted = 0 if d.strategy == BASELINE else d.most_draft_tokens
+        self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
+        self.device = rank_device(prepared)
+        self.memory = MemoryWatch(self.device)
+        self.gpu = watch_gpu(self.device)
+        kinds = kinds_of(self.config.model, self.config.model.target_dtype)
+        self.runner = self.make_runner(kinds, w.batch_size, self.config.attention.backend)
+        self.draft = make_draft(prepared, groups, self.max_tokens, self.device, progress)
+        self.draft_length = make_draft_length(d, self.runner.group, self.device)
+        self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
+        self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
+        if d.baseline and d.strategy != BASELINE:
+            self.passes.insert(0, BASELINE)
+        self.samples = {name: PassSamples() for name in self.passes}
+        self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
+        self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
+
+    def make_runner(self, kinds: Kinds, num_rows: int, backend_name: str) -> ModelRunner:
+        source, group = self.prepared.source, self.groups.target
+        model = load_model(source, group, kinds, self.device, self.progress)
+        return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
+
+    def make_reference(self) -> ModelRunner:
+        """The same weights in a wider dtype, by torch's operators alone."""
+        dtype = WIDER[self.config.model.dtype]
+        weights = "int8" if self.config.model.target_dtype == "int8" else dtype
+        return self.make_runner(Kinds(dtype, weights), 1, REFERENCE_BACKEND)
+
+    def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
+        recorder = CudaGraphs(self.device) if self.config.decoding.cuda_graphs == "on" else None
+        setup = Setup(
+            self.runner, self.config.decoding, self.config.kv, timer, self.draft,
+            self.draft_length, recorder,
+        )  # fmt: skip
+        return make_strategy(name, setup)
+
+    def runners(self) -> list[ModelRunner]:
+        """All that this rank computes with: the target's runner, and the draft's if it has one."""
+        drafts = [] if self.draft is None else [self.draft.runner]
+        return [self.runner, *(runner for runner in drafts if runner is not None)]
+
+    def _times_phases(self) -> bool:
+        return self.device.type == "cpu" or self.config.output.benchmark
+
+    def make_requests(self, batch: int) -> list[Request]:
+        w = self.config.workload
+        eos = () if self.config.decoding.ignore_eos else self.prepared.source.config.eos_token_ids
+        section = self.config.sampling
+        first = batch * w.batch_size
+        prompts = self.prepared.workload.prompts[first : first + w.batch_size]
+        return [
+            Request(first + i, prompt, make_params(section, w.num_new_tokens, eos, first + i))
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def measure(self) -> dict[str, Any]:
+        """Every batch: one prefill, then every pass from the same state; returns the prefill's
+        metrics."""
+        w, ttft, seconds = self.config.workload, [], 0.0
+        if self.device.type == "cuda":
+            prompt, chunk = self.prepared.workload.prompts[0], self.config.attention.prefill_chunk
+            warm_up_prefill(self.engine, prompt, chunk)
+        for batch in range(w.num_batches):
+            requests = self.make_requests(batch)
+            name = f"prefill, batch {batch + 1} of {w.num_batches}"
+            started = time.perf_counter()
+            with self.progress.task(name, w.batch_size * w.prefix_len) as advance:
+                snapshots = self.engine.prefill(requests, advance)
+            seconds += time.perf_counter() - started
+            ttft += [
+                r.first_token_s - r.arrived_s for r in snapshots if r.first_token_s is not None
+            ]
+            if batch == 0:
+                warm_up(self, snapshots)
+            # Alternate which pass goes first, so that drift of the machine favours none.
+            for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+                self.measure_pass(name, snapshots)
+        if self.config.output.profile is not None:
+            profile(self, snapshots, Path(self.config.output.profile))
+        return prefill_metrics(ttft, w.num_prompts * w.prefix_len, seconds)
+
+    def measure_pass(self, name: str, snapshots: list[Request]) -> None:
+        samples, w = self.samples[name], self.config.workload
+        self.engine.rewind(snapshots)
+        strategy = self.make_strategy(name, self.timers[name])
+        self.groups.target.barrier()
+        started = time.perf_counter()
+        self.engine.begin(strategy)
+        synchronize(self.device)
+        self.groups.target.barrier()
+        if self.draft is not None and name != BASELINE:
+            samples.draft_prefill_s.append(time.perf_counter() - started)
+        before = [runner.counts.copy() for runner in self.runners()]
+        self.memory.note()
+        reset_peak_memory(self.device)
+        samples.begin_batch()
+        started = time.perf_counter()
+        with self.progress.task(name, w.batch_size * w.num_new_tokens) as advance:
+
+            def observe(output: Any, seconds: float) -> None:
+                samples.observe(output, seconds)
+                advance(sum(map(len, output.token_ids)))
+
+            finished = self.engine.decode(strategy, observe)
+        samples.end_batch(finished, started)
+        self.memory.note()
+        self.gpu.read()
+        self.finished[name] += [r.snapshot() for r in finished]
+        read = sum(
+            bytes_read(runner.model, runner.counts.minus(counts))
+            for runner, counts in zip(self.runners(), before, strict=True)
+        )
+        totals = self.groups.target.all_gather_object((read, peak_memory_bytes(self.device)))
+        samples.bytes_read += sum(t[0] for t in totals)
+        samples.peak_memory_bytes = max(samples.peak_memory_bytes, sum(t[1] for t in totals))
+
+    def check(self) -> Correctness:
+        """The pass that was asked for against the baseline of the same run."""
+        asked, dtype = self.passes[-1], self.config.model.dtype
+        num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
+        # Sampled tokens have nothing to be equal to: what speculation keeps is the distribution,
+        # which the tests show.
+        if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
+            return Correctness(None, num_tokens=num_tokens)
+        return check_outputs(
+            BASELINE,
+            self.finished[BASELINE],
+            self.finished[asked],
+            dtype,
+            self.make_reference,
+            self.config.attention.prefill_chunk,
+        )
+
+
+def execute(prepared: Prepared, is_leader: bool) -> Outcome:
+    """Run on this rank. Errors of the run itself propagate; the caller records them."""
+    config = prepared.config
+    torch.set_num_threads(config.parallel.threads or 1)
+    started = datetime.datetime.now(datetime.timezone.utc)
+    assert config.parallel.rank_group is not None, "resolved"
+    groups = make_groups(
+        prepared.launch,
+        config.parallel.rank_group,
+        rank_device(prepared),
+        config.parallel.collectives,
+        None if config.draft is None else config.draft.rank_group,
+    )
+    draft = None if prepared.draft_source is None else prepared.draft_source.config
+    config = settle(config, prepared.source.config, draft, groups.target, rank_device(prepared))
+    prepared = replace(prepared, config=config)
+    run = Run(prepared, groups, make_progress(is_leader))
+    bandwidth = read_bandwidth(groups.target, run.device)
+    prefill = run.measure()
+    # A ceiling is the larger of two: a busy host slows one measurement, not both as likely.
+    bandwidth = max(bandwidth, read_bandwidth(groups.target, run.device))
+    memory = run.memory.measured(groups.target)
+    correctness = run.check()
+    close_groups()  # not after an error: leaving a group waits for ranks that may be gone
+    environment = describe_environment(prepared.launch, config.parallel.device, started)
+    environment |= run.gpu.describe() | {"read_bandwidth_bytes_per_s": bandwidth}
+    record = make_record(run, prefill, correctness, environment, memory)
+    return Outcome(record, run.finished[run.passes[-1]])
+
+
+def rank_device(prepared: Prepared) -> torch.device:
+    """This rank's device: on CUDA, the one of its local rank."""
+    kind = prepared.config.parallel.device
+    return torch.device(kind, prepared.launch.local_rank) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,100 @@
+"""From checked models to this rank's runners: weights loaded, caches made.
+
+Owns which kind of runner a model gets. Must not know what is measured with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.config.model_section import ModelSection
+from magicdec.console import Progress
+from magicdec.decoding.reader import standalone_kv_dtype
+from magicdec.decoding.strategy import DraftModel
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.kv.policy import make_policy
+from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.model.checkpoint.source import ModelSource, load_transformer
+from magicdec.model.transformer import Transformer
+from magicdec.names import ATTENTION_BACKENDS, ELEMENTWISE, load_named
+from magicdec.rolling_runner import RollingRunner
+from magicdec.runner import ModelRunner
+from magicdec.setup.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """How a model is held and computed: activations in `dtype`, matrices in `weights` (`dtype` or
+    int8), multiplied and otherwise computed by what these names stand for."""
+
+    dtype: str
+    weights: str
+    linear: str = "torch"
+    elementwise: str = "torch"
+
+
+def kinds_of(section: ModelSection, weights: str) -> Kinds:
+    """Of a model in a run of that resolved section."""
+    return Kinds(section.dtype, weights, section.linear, section.elementwise)
+
+
+def load_model(
+    source: ModelSource, group: Group, kinds: Kinds, device: torch.device, progress: Progress
+) -> Transformer:
+    """This rank's shard of a model over `group`."""
+    shard = Shard(group.index, group.size)
+    with progress.task(f"loading {source.name} as {kinds.weights}", 1) as advance:
+        model = load_kind(source, shard, kinds, device)
+        advance()
+    return model
+
+
+def load_kind(source: ModelSource, shard: Shard, kinds: Kinds, device: torch.device) -> Transformer:
+    place = (shard, None, getattr(torch, kinds.dtype), device)
+    is_int8 = kinds.weights == "int8"
+    model = load_transformer(source.config, source.weights, *place, is_int8=is_int8)
+    if kinds.linear == "packed":
+        model.pack()
+    model.use(load_named(ELEMENTWISE, kinds.elementwise)())
+    return model
+
+
+def make_backend(name: str) -> AttentionBackend:
+    backend: AttentionBackend = load_named(ATTENTION_BACKENDS, name)()
+    return backend
+
+
+def make_draft(
+    prepared: Prepared,
+    groups: ParallelGroups,
+    max_tokens: int,
+    device: torch.device,
+    progress: Progress,
+) -> DraftModel | None:
+    """The standalone draft of a run that has one; its weights and cache only on the draft's
+    ranks. Texts of at most `max_tokens`."""
+    config, source = prepared.config, prepared.draft_source
+    if config.draft is None or source is None:
+        return None
+    assert config.draft.rank_group is not None and config.draft.backend is not None, "resolved"
+    chunk = config.attention.prefill_chunk
+    runner: ModelRunner | None = None
+    policy = make_policy(config.kv)
+    is_rolling = isinstance(policy, StreamingLLM)
+    if groups.draft is not None:
+        kinds = kinds_of(config.model, config.draft.draft_dtype)
+        model = load_model(source, groups.draft, kinds, device, progress)
+        place = (model, make_backend(config.draft.backend), groups.draft)
+        num_rows = config.workload.batch_size
+        kv_dtype = standalone_kv_dtype(config.kv)
+        if isinstance(policy, StreamingLLM):
+            tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
+            runner = RollingRunner(*place, num_rows, max_tokens, policy, kv_dtype, max_tail=tail)
+        else:
+            runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype)
+    first = groups.target.ranks.index(config.draft.rank_group[0])
+    return DraftModel(runner, first, chunk, is_rolling)

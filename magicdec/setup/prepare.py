@@ -1,0 +1,213 @@
+"""Everything that can be refused is refused here, before any process group starts.
+
+Owns the order of the checks. Every rank prepares by itself and comes to the same verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from magicdec.attention.triton import load_kernels
+from magicdec.config.machine import WITHOUT_WINDOW, settled
+from magicdec.config.options import flag_of
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.environment import probe_machine
+from magicdec.memory.check import check_memory, check_together, planned
+from magicdec.memory.free_memory import free_device_memory
+from magicdec.memory.plan import MemoryPlan, Models
+from magicdec.memory.working_memory import max_tokens
+from magicdec.model.checkpoint.source import ModelSource, find_model
+from magicdec.model.checkpoint.weight_map import weight_map
+from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.setup.draft_checks import check_choice, check_draft
+from magicdec.workload.workload import Workload, build_workload
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that nothing in the user's hands can break any more."""
+
+    config: RunConfig
+    launch: Launch
+    source: ModelSource
+    tokenizer: Tokenizer
+    tokenizer_name: str
+    workload: Workload
+    draft_source: ModelSource | None = None
+    memory: str = ""  # the memory plan, in a line
+    plan: MemoryPlan = MemoryPlan(0, 0)  # of all ranks together
+    free: int | None = None  # bytes, as this rank read them
+
+    @property
+    def is_random(self) -> bool:
+        """Whether acceptance means nothing: the target, or what drafts for it, has random
+        weights."""
+        return self.source.is_random or bool(self.draft_source and self.draft_source.is_random)
+
+    def describe_workload(self) -> dict[str, Any]:
+        """For the record: what was decoded, by which model, from which tokenizer."""
+        return {
+            **describe_model(self.source),
+            "draft": None if self.draft_source is None else describe_model(self.draft_source),
+            "tokenizer": self.tokenizer_name,
+            **self.workload.describe(),
+        }
+
+
+def describe_model(source: ModelSource) -> dict[str, Any]:
+    return {
+        "model": source.name,
+        "random_weights": source.is_random,
+        "model_sha256": fingerprint(source),
+    }
+
+
+def fingerprint(source: ModelSource) -> str:
+    """Tells two sets of weights of one shape apart at the price of reading a few small tensors."""
+    digest = hashlib.sha256(repr(sorted(source.weights.shapes().items())).encode())
+    config = source.config
+    for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
+        for piece in pieces:
+            if len(piece.full_shape) == 1:
+                digest.update(source.weights.read(piece).float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def prepare(config: RunConfig, launch: Launch) -> Prepared:
+    """Resolve and check everything. Raises ValueError, one line naming the flag, for what a user
+    can mend."""
+    config.check(launch.world_size)
+    flag = flag_of(config.model, "model")
+    source = find_model(flag, config.model.model)
+    draft = None
+    if config.draft is not None:
+        draft = find_model(flag_of(config.draft, "model"), config.draft.model)
+    config = as_stored(config, source, draft).resolve(
+        probe_machine(launch),
+        source.config.cached_head_dim,
+        (source if draft is None else draft).config.cached_head_dim,
+    )
+    check_interpreter(config)
+    check_fits(config, source, launch.world_size)
+    if draft is not None:
+        check_draft(config, source, draft)
+        assert config.draft is not None, "a draft was found for it"
+        draft_flag = flag_of(config.draft, "model")
+        backend = settled(config.draft.backend, config.draft.backend_reason)
+        check_scores(backend, config.model.dtype, draft_flag, draft)
+        check_window(backend, max_tokens(config), draft_flag, draft)
+    # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
+    # large.
+    described = find_model("--model", "demo") if source.tokenizer_directory is None else source
+    directory = described.tokenizer_directory
+    assert directory is not None
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.vocab_size > source.config.vocab_size:
+        raise ValueError(
+            f"{flag} {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
+            f"its embedding {source.config.vocab_size}"
+        )
+    bos = source.config.bos_token_id
+    check_bos(f"{flag} {config.model.model}", source, tokenizer)
+    w = config.workload
+    workload = build_workload(
+        w.dataset, tokenizer, bos, w.prefix_len, w.num_prompts, w.seed, gen_len=w.num_new_tokens
+    )
+    models = Models(source.config, None if draft is None else draft.config)
+    free = free_device_memory(config.parallel.device, launch.local_rank)
+    memory = check_together(launch, lambda: check_memory(config, models, launch, free))
+    plan, found = planned(config, models), (tokenizer, described.name, workload, draft)
+    return Prepared(config, launch, source, *found, memory, plan, free)
+
+
+def as_stored(
+    config: RunConfig, source: ModelSource, draft: ModelSource | None = None
+) -> RunConfig:
+    """`config` with int8 weights where they are stored so. Raises ValueError where others were
+    asked for: they are not there any more."""
+    model, section = config.model, config.draft
+    if source.is_int8:
+        named = f"{flag_of(model, 'model')} {model.model}"
+        check_int8("--target_dtype", model.target_dtype, named)
+        model = replace(model, target_dtype="int8")
+    if draft is not None and draft.is_int8:
+        assert section is not None, "a draft was found for it"
+        named = f"{flag_of(section, 'model')} {section.model}"
+        check_int8("--draft_dtype", section.draft_dtype, named)
+        section = replace(section, draft_dtype="int8")
+    return replace(config, model=model, draft=section)
+
+
+def check_int8(flag: str, asked: str, named: str) -> None:
+    """What was asked for a model that is stored in int8."""
+    if asked not in ("auto", "int8"):
+        raise ValueError(f"{flag} {asked}: {named} holds int8 weights; choose from auto, int8")
+
+
+def check_interpreter(config: RunConfig) -> None:
+    """Load Triton where it is to be interpreted, before anything else does: it decides then."""
+    backends = {config.attention.backend, config.draft and config.draft.backend}
+    if "triton" in backends and config.parallel.device == "cpu":
+        load_kernels("cpu")
+
+
+def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
+    """The token that begins every prompt, if the model has one, must be one of its tokenizer's."""
+    bos = source.config.bos_token_id
+    size = source.config.vocab_size
+    if source.tokenizer_directory is not None:
+        size = min(size, tokenizer.vocab_size)
+    if bos is not None and not 0 <= bos < size:
+        raise ValueError(
+            f"{named}: its bos_token_id {bos} is not one of its tokenizer's {size} ids; "
+            "correct it in config.json or generation_config.json, or set it to null for no BOS"
+        )
+
+
+def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
+    """The model must reach as far as the run, and must be divisible over the ranks."""
+    w, flag = config.workload, flag_of(config.model, "model")
+    length = w.prefix_len + w.num_new_tokens
+    asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
+    check_length(asked, length, flag, source)
+    backend = settled(config.attention.backend, config.attention.backend_reason)
+    check_scores(backend, config.model.dtype, flag, source)
+    check_window(backend, max_tokens(config), flag, source)
+    if config.decoding.drafter == "self":
+        check_choice(config, flag, source)
+    Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
+
+
+def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
+    """Refuse ALiBi where scores are rounded to bfloat16: they grow with the position, and the
+    difference between neighbours would be lost."""
+    if source.config.positions == "alibi" and (backend, dtype) == ("grouped", "bfloat16"):
+        raise ValueError(
+            f"--attention grouped rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
+            f"{source.name}; choose native, sdpa, or --dtype float32"
+        )
+
+
+def check_window(backend: str | None, length: int, flag: str, source: ModelSource) -> None:
+    """Refuse texts of `length` tokens past a sliding window that the backend would not keep to."""
+    window = source.config.sliding_window
+    if backend in WITHOUT_WINDOW and window is not None and window < length:
+        raise ValueError(
+            f"--attention {backend} does not keep to the window of {window} tokens of {flag} "
+            f"{source.name}; choose from auto, sdpa, grouped, native, triton"
+        )
+
+
+def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
+    """Refuse `asked`, which makes texts of `length` tokens, if the model reaches less far."""
+    model = source.config
+    if length > model.max_length:
+        dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"
+        why = "; dynamic rope scaling past them would turn cached keys anew" if dynamic else ""
+        raise ValueError(
+            f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
+        )

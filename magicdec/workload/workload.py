@@ -1,0 +1,141 @@
+"""Workload: the token prefixes that a benchmark run decodes from, and their answers where known.
+
+Owns which prefixes are taken, in which order, and the hash that proves two runs used the same ones.
+Must not know of models, devices or ranks, nor of what is done with the prefixes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from array import array
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from magicdec.model.tokenizer import Tokenizer
+from magicdec.workload import recall, ruler
+from magicdec.workload.answers import Answer
+from magicdec.workload.books import check_positive, read_books
+
+SKIP_TOKENS = 8000  # front matter: title page, contents, preface
+SKIP_TOKENS_BY_NAME = {"demo": 0}  # sampled text has no front matter
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prefixes in the order they are run, and what is needed to find the same ones again.
+
+    `sources`: (book index, chunk index) of each prompt; `num_available`: how many prefixes they
+    were drawn from; both and `skip_tokens` are None where prompts are generated. `sha256`: over the
+    token ids and the prompt boundaries. `answers`: one a prompt, None where none are known.
+    """
+
+    dataset: str
+    prompts: tuple[tuple[int, ...], ...]
+    sources: tuple[tuple[int, int], ...] | None
+    num_available: int | None
+    skip_tokens: int | None
+    seed: int
+    sha256: str
+    answers: tuple[Answer, ...] | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the token ids and the answers, for a JSON record."""
+        return {
+            "dataset": self.dataset,
+            "num_prompts": len(self.prompts),
+            "prefix_len": len(self.prompts[0]),
+            "num_available": self.num_available,
+            "skip_tokens": self.skip_tokens,
+            "seed": self.seed,
+            "sources": self.sources and [list(source) for source in self.sources],
+            "sha256": self.sha256,
+        }
+
+
+def build_workload(
+    dataset: str,
+    tokenizer: Tokenizer,
+    bos_token_id: int | None,
+    prefix_len: int,
+    num_prompts: int,
+    seed: int,
+    max_books: int = 50,
+    gen_len: int = 64,
+) -> Workload:
+    """Distinct prefixes of `prefix_len` tokens, as the dataset says: `ruler:TASK`, `recall` or
+    `recall:BOOKS`, or books. `gen_len`: tokens of a continuation that `recall` expects.
+
+    ValueError when a size is below 1, the dataset is not known or cannot be read (see
+    `read_books`), or holds fewer than `num_prompts` prefixes, or the prefix is too short for it.
+    """
+    check_positive(("--prefix_len", prefix_len), ("--B x --num_batches", num_prompts))
+    kind, colon, name = dataset.partition(":")
+    if kind == "ruler":
+        prompts, answers = ruler.make_prompts(
+            name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed
+        )
+        digest = _hash_prompts(prompts)
+        return Workload(dataset, prompts, None, None, None, seed, digest, answers)
+    if kind != "recall":
+        return _draw(dataset, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books)
+    books = name if colon else "demo"
+    drawn = _draw(books, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books)
+    return _with_cues(drawn, gen_len)
+
+
+def _draw(
+    dataset: str,
+    tokenizer: Tokenizer,
+    bos: int | None,
+    prefix_len: int,
+    num_prompts: int,
+    seed: int,
+    max_books: int,
+) -> Workload:
+    """Pieces of each book after its front matter. BOS, if any, overwrites token 0 of each."""
+    skip = SKIP_TOKENS_BY_NAME.get(dataset, SKIP_TOKENS)
+    books = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(dataset, max_books)]
+    sources = [(b, c) for b, book in enumerate(books) for c in range(len(book) // prefix_len)]
+    name = Path(dataset).name
+    _check_enough(name, len(sources), prefix_len, num_prompts)
+    random.Random(seed).shuffle(sources)
+    chosen = tuple(sources[:num_prompts])
+    prompts = tuple(_prefix(books[b], c, prefix_len, bos) for b, c in chosen)
+    return Workload(name, prompts, chosen, len(sources), skip, seed, _hash_prompts(prompts))
+
+
+def _with_cues(drawn: Workload, gen_len: int) -> Workload:
+    prompts, answers = recall.make_prompts(drawn.prompts, gen_len, drawn.seed)
+    return replace(
+        drawn,
+        dataset=f"recall:{drawn.dataset}",
+        prompts=prompts,
+        sha256=_hash_prompts(prompts),
+        answers=answers,
+    )
+
+
+def _check_enough(name: str, available: int, prefix_len: int, needed: int) -> None:
+    if available < needed:
+        raise ValueError(
+            f"--dataset {name} holds {available} prefixes of --prefix_len {prefix_len} tokens; "
+            f"{needed} are needed (--B x --num_batches)"
+        )
+
+
+def _prefix(book: array[int], chunk: int, prefix_len: int, bos: int | None) -> tuple[int, ...]:
+    tokens = book[chunk * prefix_len : (chunk + 1) * prefix_len]
+    if bos is not None:
+        tokens[0] = bos
+    return tuple(tokens)
+
+
+def _hash_prompts(prompts: tuple[tuple[int, ...], ...]) -> str:
+    """sha256 of each prompt's length and ids, as little-endian int64 on every platform."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(struct.pack(f"<{len(prompt) + 1}q", len(prompt), *prompt))
+    return digest.hexdigest()
