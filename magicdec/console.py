@@ -1,16 +1,42 @@
-"""Progress on stderr, from the leading rank only: a bar on a terminal, a plain line every ten
-seconds elsewhere."""
+"""What the user sees while a command runs and when it ends: the console that prints tables, and
+progress on stderr. Progress comes from the leading rank only: a bar on a terminal, a plain line
+every ten seconds elsewhere.
+
+Imports rich only when something is printed.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FILE_WIDTH = 160  # columns of a table that is written to a file or a pipe
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.25
+
+
+def make_console(to_stderr: bool = False) -> Console:
+    """The console for tables. Text is printed as it is, because a path or an error message may hold
+    [brackets] and :colons:. In a file or a pipe, lines are wide enough that no number is cut."""
+    from rich.console import Console
+
+    is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
+    width = None if is_terminal else FILE_WIDTH
+    return Console(stderr=to_stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def spinner(text: str, is_leader: bool) -> AbstractContextManager[object]:
+    """Shows that the program is busy: a spinner on the leading rank's terminal, nothing
+    elsewhere."""
+    if is_leader and sys.stderr.isatty():
+        return make_console(to_stderr=True).status(text)
+    return nullcontext()
 
 
 class Progress(Protocol):
@@ -32,7 +58,8 @@ class Silent:
 
 
 class Lines:
-    """For logs: one line when a task has run for ten seconds, and every ten after that."""
+    """For logs: a line after the first ten seconds of a task, and one every ten seconds after
+    that."""
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
@@ -53,15 +80,15 @@ class Lines:
 
 
 class Bar:
-    """A rich bar, drawn only when told of progress: no thread of its own competes with what is
-    timed."""
+    """A rich bar. It is drawn only when the task advances: a thread that refreshes it would compete
+    with what is timed."""
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
-        from rich.console import Console
         from rich.progress import Progress as RichProgress
 
-        bar = RichProgress(console=Console(stderr=True), auto_refresh=False, transient=True)
+        console = make_console(to_stderr=True)
+        bar = RichProgress(console=console, auto_refresh=False, transient=True)
         with bar:
             task, last = bar.add_task(name, total=total), 0.0
             bar.refresh()

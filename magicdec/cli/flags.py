@@ -1,7 +1,8 @@
-"""The command line: flags made from the config's dataclasses, one-line refusals, exit codes.
+"""The command line: flags made from the config's dataclasses, refusals in one line, exit codes.
 
-Exit codes: 0 done and correct; 1 outputs diverged, a regression, or the run failed; 2 the user can
-mend it; 130 interrupted. Heavy imports happen after the flags are read.
+Exit codes: 0 when the run is done and correct; 1 when outputs diverged, a rate regressed or the run
+failed; 2 when the user can correct the error; 130 when interrupted. Heavy imports happen after the
+flags are read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from magicdec.config.run_config import RunConfig
+from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
 
 LEADER_FIRST_S = 20.0
@@ -30,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(config: RunConfig, description: str) -> Parser:
-    """One flag for each field of each section that carries one; defaults are the config's own."""
+    """Make one flag for each field that declares one; the defaults are those of `config`."""
     parser = Parser(description=description, allow_abbrev=False)
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
@@ -42,8 +44,8 @@ def build_parser(config: RunConfig, description: str) -> Parser:
 def add_section(
     parser: Parser, section: str, values: Any, only: Sequence[str] | None = None
 ) -> None:
-    """The flags of a config section that holds `values`: of all its fields, or of those in
-    `only`."""
+    """Add the flags of one config section. Their defaults are in `values`. `only` names the fields
+    that get a flag; None stands for all."""
     group = parser.add_argument_group(section)
     types = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
@@ -77,8 +79,8 @@ def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> Non
 
 
 def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:
-    """Flags over `config`. Raises ValueError, one line, for flags that do not exist or hold what
-    they cannot."""
+    """`config` with the values of the flags in `argv`. Raises ValueError, in one line, for a flag that
+    does not exist or has a value that it cannot have."""
     parser = build_parser(config, description)
     parsed, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -90,7 +92,7 @@ def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig
 
 
 def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
-    """`config` with what `add_section`'s flags said; flags of other origin are left alone."""
+    """`config` with the values of the flags that `add_section` made. Other flags are ignored."""
     sections: dict[str, dict[str, Any]] = {}
     for dest, value in vars(parsed).items():
         section, dot, name = dest.partition(".")
@@ -104,12 +106,12 @@ def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
 
 
 def main(config: RunConfig, description: str, argv: Sequence[str] | None = None) -> NoReturn:
-    """A driver: `config` carries its strategy; everything else comes from the command line."""
+    """Run a driver. `config` carries its strategy; the command line gives everything else."""
     launch = read_launch()
     try:
         parsed = parse(config, sys.argv[1:] if argv is None else argv, description)
         parsed.check(launch.world_size)
-        with _announced("preparing", launch):
+        with spinner("preparing", launch.rank == 0):
             from magicdec.setup.prepare import prepare
 
             prepared = prepare(parsed, launch)
@@ -124,8 +126,8 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
 
 
 def announce_backend(config: RunConfig, launch: Launch) -> None:
-    """Say so where `auto` had to take the slower kernels, and where they are interpreted. `config`
-    is resolved."""
+    """Tell the user when `auto` had to take slower kernels, and when kernels run in Triton's
+    interpreter. `config` is resolved."""
     attention, model = config.attention, config.model
     chosen = (
         ("--attention", attention.backend, attention.backend_reason or ""),
@@ -139,21 +141,10 @@ def announce_backend(config: RunConfig, launch: Launch) -> None:
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:
-    """One line, exit code 2, from rank 0. The others wait to be ended by torchrun, so that the line
-    comes once and before its summary; one that is not ended was alone in refusing (its host lacks a
-    file) and says so itself."""
+    """Print one line on rank 0 and exit with code 2. The other ranks wait until torchrun ends them,
+    so that the line appears once and before torchrun's summary. A rank that is not ended was the
+    only one to refuse (its host lacks a file, say), so it prints its line itself."""
     if launch.rank != 0:
         time.sleep(LEADER_FIRST_S)
     print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     sys.exit(2)
-
-
-def _announced(what: str, launch: Launch) -> Any:
-    """A spinner on a terminal while books are tokenised and headers read; nothing elsewhere."""
-    from contextlib import nullcontext
-
-    if launch.rank != 0 or not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(what)

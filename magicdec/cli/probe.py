@@ -16,6 +16,7 @@ from typing import NoReturn
 from magicdec.cli.flags import Parser, refuse
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
+from magicdec.console import make_console
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.names import DEVICES
@@ -65,7 +66,6 @@ def parse(argv: list[str]) -> tuple[Path, RunConfig]:
 
 
 def print_machine(machine: MachineFile, out: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from magicdec.probe.ceilings import MANY
@@ -91,6 +91,6 @@ def print_machine(machine: MachineFile, out: Path) -> None:
             label = f"all-reduce between {name} ({d['collectives']})"
             table.add_row(f"{label}, latency, us", f"{link.latency_s * 1e6:.1f}")
             table.add_row(f"{label}, GB/s", f"{link.bytes_per_s / 1e9:.2f}")
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = make_console()
     console.print(table)
     console.print(f"written to {out}")

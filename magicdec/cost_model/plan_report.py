@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
+from magicdec.console import make_console
 from magicdec.cost_model.costs import Acceptance, Deployment, Prediction, expected_tokens
 from magicdec.cost_model.plan import Plan
-
-FILE_WIDTH = 120
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -50,11 +48,9 @@ def _cell(p: Prediction) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """What it was predicted from, a line a cell, and the map of batch x context."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else FILE_WIDTH  # no number is cut in a file or a pipe
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    """Print what the plan was predicted from, one line for each cell, and the map of batch size
+    against context."""
+    console = make_console()
     for line in _header(plan):
         console.print(line, soft_wrap=True)
     console.print(_cells(plan))

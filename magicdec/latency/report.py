@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.config.run_config import RunConfig
+from magicdec.console import make_console
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.model.checkpoint.source import ModelSource
-from magicdec.records.table import FILE_WIDTH
 from magicdec.setup.prepare import describe_model
 
 SCHEMA_VERSION = 1
@@ -88,8 +88,8 @@ def _write(flag: str, path: Path, text: str) -> None:
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """A section a (B, context), a line a forward, beside the decode of the same section."""
-    from rich.console import Console
+    """One section for each (B, context), one line for each forward. Every time is also shown as a
+    multiple of the decode step of its section."""
     from rich.table import Table
 
     table = Table(title=_title(found), title_justify="left")
@@ -109,8 +109,7 @@ def print_table(found: dict[str, Any]) -> None:
             f"{row['ms_median'] / decode_ms:.2f}x", f"{row['bytes'] / 1e6:,.1f}",
             f"{100 * row['roofline_fraction']:.1f} %",
         )  # fmt: skip
-    width = None if sys.stdout.isatty() else FILE_WIDTH
-    Console(highlight=False, markup=False, emoji=False, width=width).print(table)
+    make_console().print(table)
 
 
 def _label(row: dict[str, Any]) -> str:

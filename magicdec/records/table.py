@@ -3,9 +3,10 @@ each."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
+
+from magicdec.console import make_console
 
 Show = Callable[[Any], str]
 
@@ -17,8 +18,6 @@ def _number(digits: int, unit: str = "", scale: float = 1.0) -> Show:
 def _list(values: Any) -> str:
     return " ".join(f"{v:.2f}" for v in values)
 
-
-FILE_WIDTH = 160
 
 # What the table shows, in order: record key, label, how to print it.
 ROWS: tuple[tuple[str, str, Show], ...] = (
@@ -52,7 +51,7 @@ def print_record(record: dict[str, Any]) -> None:
     """One run: the baseline and the strategy side by side, and the verdict."""
     from rich.table import Table
 
-    console, decoding = _console(), record["config"]["decoding"]
+    console, decoding = make_console(), record["config"]["decoding"]
     console.print(_verdict(record), style="bold" if record["status"] == "ok" else "bold red")
     if record["metrics"] is None:
         return
@@ -108,16 +107,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
             ),
             r["status"],
         )
-    _console().print(table)
-
-
-def _console() -> Any:
-    """Prints text as it is (a path or an error message may hold [brackets] and :colons:), and whole
-    lines into files and pipes."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else FILE_WIDTH
-    return Console(highlight=False, markup=False, emoji=False, width=width)
+    make_console().print(table)
 
 
 def _name(decoding: dict[str, Any], kv: dict[str, Any]) -> str:
