@@ -79,8 +79,8 @@ def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> Non
 
 
 def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:
-    """`config` with the values of the flags in `argv`. Raises ValueError, in one line, for a flag that
-    does not exist or has a value that it cannot have."""
+    """`config` with the values of the flags in `argv`. Raises ValueError, in one line, for a flag
+    that does not exist or has a value that it cannot have."""
     parser = build_parser(config, description)
     parsed, unknown = parser.parse_known_args(argv)
     if unknown:
