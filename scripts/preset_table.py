@@ -1,9 +1,9 @@
-"""The table of presets in README.md, made from the presets themselves.
+"""The table of presets in docs/models.md, made from the presets themselves.
 
     python scripts/preset_table.py           # prints it
-    python scripts/preset_table.py --write   # puts it into README.md, between its two marks
+    python scripts/preset_table.py --write   # puts it into docs/models.md, between its two marks
 
-A test compares the two, so a preset that changes or is new needs `--write`.
+A test compares the two. Run it with `--write` after a preset was added or changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, Preset
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- presets: scripts/preset_table.py --write -->", "<!-- end of presets -->"
 LABELS = (
     *("preset", "layers", "width", "heads: KV x size", "FFN", "vocabulary", "context"),
@@ -23,7 +23,7 @@ LABELS = (
 
 
 def table() -> str:
-    """The whole table in Markdown, a row a preset."""
+    """The whole table in Markdown, one row for each preset."""
     rows = [LABELS, ("---",) * len(LABELS)] + [cells(n, p) for n, p in PRESETS.items()]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -46,7 +46,7 @@ def cells(name: str, preset: Preset) -> tuple[str, ...]:
 
 
 def positions(c: ModelConfig) -> str:
-    """What `config.json` says of positions: the rotary base and its scaling, or what else."""
+    """How the model encodes positions: the rotary base and its scaling, `learned` or `ALiBi`."""
     if c.positions != "rope":
         return {"learned": "learned", "alibi": "ALiBi"}[c.positions]
     part = f" on {c.rope.rotary_dim} of a head" if c.rope.rotary_dim else ""
@@ -55,7 +55,7 @@ def positions(c: ModelConfig) -> str:
 
 
 def written(text: str) -> str:
-    """The README with the table as it is now."""
+    """The page with the table as it is now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
@@ -63,6 +63,6 @@ def written(text: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        README.write_text(written(README.read_text()))
+        PAGE.write_text(written(PAGE.read_text()))
     else:
         print(table())

@@ -167,11 +167,11 @@ def test_the_original_suites_errors_are_not_repeated() -> None:
     assert PRESETS["mistral-7b-v0.3"].config.sliding_window is None
 
 
-def test_the_readme_has_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_models_has_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import preset_table
 
-    text = preset_table.README.read_text()
+    text = preset_table.PAGE.read_text()
     assert preset_table.BEGIN in text and preset_table.END in text
     assert preset_table.written(text) == text, "run scripts/preset_table.py --write"
     for name, preset in PRESETS.items():

@@ -1,0 +1,75 @@
+"""The documentation: links, anchors and paths lead somewhere, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "results/*.md", "magicdec/**/*.md")
+    for page in ROOT.glob(pattern)
+)
+HISTORY = ("docs/log.md",)  # what it names was there on the day of the entry
+# Written with a folder and as source or text, or within what is committed of the repository.
+PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
+MOST_README_LINES, WIDEST_README_LINE = 220, 130
+
+
+def prose(page: str) -> str:
+    """The page without its fenced blocks, which hold output and commands."""
+    return re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub makes from the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose(str(path.relative_to(ROOT))), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing_links(page: str) -> list[str]:
+    """Relative links of the page to a file or a heading that is not there."""
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = ((ROOT / page).parent / name).resolve() if name else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    return missing
+
+
+def missing_paths(page: str) -> list[str]:
+    """Repository paths in backticks that are not there; `kv/cache.py` is one within magicdec."""
+    missing = []
+    for word in " ".join(re.findall(r"`([^`\n]+)`", prose(page))).split():
+        path = word.split(":")[0]
+        if PATH.fullmatch(path) and not any((ROOT / p / path).exists() for p in ("", "magicdec")):
+            missing.append(word)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert not missing_links(page)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_paths_are_there(page: str) -> None:
+    assert not missing_paths(page)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
+    assert [page for page in pages if f"({page})" not in index] == []
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= MOST_README_LINES
+    assert [line for line in lines if len(line) > WIDEST_README_LINE] == []
