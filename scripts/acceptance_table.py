@@ -28,13 +28,14 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
 from magicdec.console import make_progress
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
-from magicdec.distributed.groups import Launch, make_groups
+from magicdec.distributed.groups import Launch
 from magicdec.kv.policy import MASS_BLOCK
 from magicdec.records.metrics import PassSamples, acceptance
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.run.run import Run
 from magicdec.run.run_record import BASELINE
 from magicdec.setup.prepare import prepare
+from magicdec.setup.session import RankSession
 
 NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 
@@ -220,10 +221,10 @@ def main() -> None:
     )
     launch = Launch(0, 1, 0, 1)
     prepared = prepare(config, launch)
-    torch.set_num_threads(prepared.config.parallel.threads or 1)
-    groups = make_groups(launch, (0,), torch.device("cpu"), None)
-    run, ways = Run(prepared, groups, make_progress(True)), make_ways(args.budget)
-    seen = measure(run, ways, args.budget)
+    ways = make_ways(args.budget)
+    with RankSession(launch, prepared.config.parallel) as session:
+        run = Run(prepared, session, make_progress(True))
+        seen = measure(run, ways, args.budget)
     title = (
         f"{args.model}, {Path(args.dataset).name}, prefix {args.prefix_len}, gamma {args.gamma}, "
         f"{args.B * args.num_batches} sequences of {args.gen_len} tokens"

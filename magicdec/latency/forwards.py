@@ -1,15 +1,16 @@
-"""Times single forwards at fixed cache lengths: the clocks of `magicdec latency`.
+"""Times single forwards at fixed cache lengths, for `magicdec latency`.
 
-At each (B, context) all rows hold `context` tokens of random K and V, no prompt is taken, and the
-length is put back after each forward. The forwards of one place take turns, there and back, so that
-drift of the machine favours none. Must not know of command lines or tables.
+At each (B, context) all rows hold `context` tokens of random K and V. No prompt is prefilled, and
+the cache is truncated to its old length after each forward. The forwards of one (B, context) are
+timed in turn, in alternating order, so that drift of the machine favours none of them. Must not
+know of command lines or tables.
 
 Shapes: B rows, T new tokens a row.
 """
 
 from __future__ import annotations
 
-import datetime
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,8 +23,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import bytes_read
 from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.distributed.groups import Group, Launch, close_groups, make_groups
-from magicdec.hardware.environment import describe_environment
+from magicdec.distributed.groups import Group, Launch
 from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.kv.cache import KVCache
 from magicdec.latency.forward_kinds import Forward, make_forwards
@@ -34,6 +34,7 @@ from magicdec.model.transformer import Transformer
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import kinds_of, load_model, make_backend
+from magicdec.setup.session import RankSession
 
 GREEDY = SamplingParams(max_new_tokens=1)
 
@@ -41,39 +42,32 @@ GREEDY = SamplingParams(max_new_tokens=1)
 def measure(
     config: RunConfig, grid: Grid, source: ModelSource, launch: Launch
 ) -> tuple[RunConfig, dict[str, Any], list[dict[str, Any]]]:
-    """(config, environment, rows), the same on every rank; `config` is resolved, and comes back
-    with the backend that a measurement chose, if it was left to one. All ranks go through it
-    in lockstep."""
-    started = datetime.datetime.now(datetime.timezone.utc)
-    kind, ranks = config.parallel.device, config.parallel.rank_group
-    assert ranks is not None and config.parallel.threads is not None, "resolved"
-    torch.set_num_threads(config.parallel.threads)
-    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
-    group = make_groups(launch, ranks, device, config.parallel.collectives).target
-    settled = settle(largest_step(config, grid), source.config, None, group, device)
-    config = replace(config, attention=settled.attention).resolve_graphs()
-    progress = make_progress(launch.rank == 0)
-    kinds = kinds_of(config.model, config.model.target_dtype)
-    model = load_model(source, group, kinds, device, progress)
-    bandwidth = read_bandwidth(group, device)
-    timings: list[Timing] = []
-    for B in grid.batch_sizes:
-        for context in grid.contexts:
-            name = f"B {B}, context {context}"
-            with progress.task(name, grid.warmup + grid.repeats) as advance:
+    """(config, environment, rows), the same on every rank. `config` is resolved; the one returned
+    names the backend that a measurement chose, if it was left to one. All ranks call this in
+    lockstep."""
+    with RankSession(launch, config.parallel) as session:
+        group, device = session.groups.target, session.device
+        settled = settle(largest_step(config, grid), source.config, None, group, device)
+        config = replace(config, attention=settled.attention).resolve_graphs()
+        progress = make_progress(launch.rank == 0)
+        kinds = kinds_of(config.model, config.model.target_dtype)
+        model = load_model(source, group, kinds, device, progress)
+        bandwidth = read_bandwidth(group, device)
+        timings: list[Timing] = []
+        for B, context in itertools.product(grid.batch_sizes, grid.contexts):
+            with progress.task(f"B {B}, context {context}", grid.warmup + grid.repeats) as advance:
                 timings += time_place(model, group, config, grid, B, context, advance)
-    # A ceiling is the larger of two, as in a run.
-    bandwidth = max(bandwidth, read_bandwidth(group, device))
-    rows = summarise(group.all_gather_object(timings), bandwidth)
-    close_groups()
-    environment = describe_environment(launch, kind, started)
-    environment["read_bandwidth_bytes_per_s"] = bandwidth
+        # The ceiling is the larger of two measurements, as in a run.
+        bandwidth = max(bandwidth, read_bandwidth(group, device))
+        rows = summarise(group.all_gather_object(timings), bandwidth)
+    environment = session.describe_environment(read_bandwidth_bytes_per_s=bandwidth)
     return config, environment, rows
 
 
 def largest_step(config: RunConfig, grid: Grid) -> RunConfig:
-    """Of the run whose step `auto` chooses the backend by, one for the whole grid: the longest
-    verification and as many drafts, of the policy that asks most of a backend, else the first."""
+    """The run by whose step `auto` chooses one backend for the whole grid. It has the longest
+    verification of the grid, as many draft tokens, and the policy that asks most of a backend (else
+    the first)."""
     workload = replace(
         config.workload, batch_size=max(grid.batch_sizes), prefix_len=max(grid.contexts)
     )
@@ -98,7 +92,7 @@ def time_place(
     context: int,
     advance: Callable[[], None],
 ) -> list[Timing]:
-    """All forwards at one (B, context), whose caches are gone after."""
+    """Time all forwards at one (B, context). Their caches are freed afterwards."""
     backend = make_backend(config.attention.backend)
     runner = ModelRunner(model, backend, group, B, context + max(grid.new_tokens))
     batch = fill(runner, context)
@@ -116,8 +110,8 @@ def time_place(
 
 
 def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
-    """Seconds of one forward on this rank, all ranks starting together; the cache is as before
-    after it."""
+    """Seconds of one forward on this rank. All ranks start together, and the forward is undone in
+    the cache afterwards."""
     forward.prepare()
     before = runner.counts.copy()
     synchronize(runner.device)
@@ -134,8 +128,8 @@ def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
 
 
 def fill(runner: ModelRunner, context: int) -> Batch:
-    """All rows of `runner` as if they had taken prompts of `context` tokens and emitted one token
-    each."""
+    """A batch of all rows of `runner`, in the state after a prompt of `context` tokens and one
+    emitted token."""
     vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
     generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
     ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
@@ -149,8 +143,9 @@ def fill(runner: ModelRunner, context: int) -> Batch:
 
 
 def fill_cache(cache: KVCache) -> None:
-    """Normal K and V, one layer's in all: untouched pages would be one page of zeros, read from
-    cache, and equal keys would leave a policy nothing to choose by."""
+    """Fill K and V with normal numbers, the same in every layer. Pages that were never written
+    would all be one page of zeros, which is read from the processor's cache; and equal keys would
+    give a policy nothing to choose by."""
     generator = torch.Generator(cache.k.device).manual_seed(0)
     cache.k[0].normal_(generator=generator)
     cache.k[1:] = cache.k[0]

@@ -1,19 +1,16 @@
 """One run on one rank: build, measure, check, record. All ranks of the group go through it in
 lockstep.
 
-Owns the order of a run: one prefill a batch, then every pass from the same state, then the check of
-one against the other. Must not know how a strategy decodes.
+Owns the order of a run: each batch has one prefill, every pass starts from its state, and at the
+end the outputs of two passes are compared. Must not know how a strategy decodes.
 """
 
 from __future__ import annotations
 
-import datetime
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from magicdec.autotune.fastest_backend import settle
 from magicdec.console import Progress, make_progress
@@ -22,9 +19,7 @@ from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.draft_length import make_draft_length
 from magicdec.decoding.sampling import make_params
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
-from magicdec.distributed.groups import ParallelGroups, close_groups, make_groups
 from magicdec.engine import Engine
-from magicdec.hardware.environment import describe_environment
 from magicdec.hardware.gpu_state import watch_gpu
 from magicdec.hardware.timing import (
     PhaseTimer,
@@ -34,6 +29,7 @@ from magicdec.hardware.timing import (
     synchronize,
 )
 from magicdec.memory.watch import MemoryWatch
+from magicdec.memory.working_memory import max_tokens
 from magicdec.records.metrics import PassSamples, prefill_metrics
 from magicdec.records.record import Correctness, RunRecord
 from magicdec.request import Request
@@ -43,13 +39,14 @@ from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import Kinds, kinds_of, load_model, make_backend, make_draft
 from magicdec.setup.prepare import Prepared
+from magicdec.setup.session import RankSession
 
 REFERENCE_BACKEND = "sdpa"  # settles differences, whatever backend made them
 
 
 @dataclass
 class Outcome:
-    """What `execute` gives the leader: the record and the finished requests, in prompt order."""
+    """The result of `execute`: the record and the finished requests, in prompt order."""
 
     record: RunRecord
     requests: list[Request] = field(default_factory=list)
@@ -58,19 +55,17 @@ class Outcome:
 class Run:
     """One rank's part of a run: the runner it decodes with and what it measured."""
 
-    def __init__(self, prepared: Prepared, groups: ParallelGroups, progress: Progress) -> None:
-        self.prepared, self.groups, self.progress = prepared, groups, progress
+    def __init__(self, prepared: Prepared, session: RankSession, progress: Progress) -> None:
+        self.prepared, self.progress = prepared, progress
+        self.groups, self.device = session.groups, session.device
         self.config = prepared.config
         w, d = self.config.workload, self.config.decoding
-        # The newest token is never cached, but a verification holds its draft tokens on top.
-        drafted = 0 if d.strategy == BASELINE else d.most_draft_tokens
-        self.max_tokens = w.prefix_len + w.num_new_tokens + drafted
-        self.device = rank_device(prepared)
+        self.max_tokens = max_tokens(self.config)
         self.memory = MemoryWatch(self.device)
         self.gpu = watch_gpu(self.device)
         kinds = kinds_of(self.config.model, self.config.model.target_dtype)
         self.runner = self.make_runner(kinds, w.batch_size, self.config.attention.backend)
-        self.draft = make_draft(prepared, groups, self.max_tokens, self.device, progress)
+        self.draft = make_draft(prepared, self.groups, self.max_tokens, self.device, progress)
         self.draft_length = make_draft_length(d, self.runner.group, self.device)
         self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
         self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
@@ -86,7 +81,7 @@ class Run:
         return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
 
     def make_reference(self) -> ModelRunner:
-        """The same weights in a wider dtype, by torch's operators alone."""
+        """A runner with the same weights in a wider dtype, computed by torch's operators only."""
         dtype = WIDER[self.config.model.dtype]
         weights = "int8" if self.config.model.target_dtype == "int8" else dtype
         return self.make_runner(Kinds(dtype, weights), 1, REFERENCE_BACKEND)
@@ -100,7 +95,7 @@ class Run:
         return make_strategy(name, setup)
 
     def runners(self) -> list[ModelRunner]:
-        """All that this rank computes with: the target's runner, and the draft's if it has one."""
+        """The runners of this rank: the target's, and the draft's if this rank holds one."""
         drafts = [] if self.draft is None else [self.draft.runner]
         return [self.runner, *(runner for runner in drafts if runner is not None)]
 
@@ -119,8 +114,8 @@ class Run:
         ]
 
     def measure(self) -> dict[str, Any]:
-        """Every batch: one prefill, then every pass from the same state; returns the prefill's
-        metrics."""
+        """Measure every batch: one prefill, then every pass from the same state. Returns the
+        metrics of the prefill."""
         w, ttft, seconds = self.config.workload, [], 0.0
         if self.device.type == "cuda":
             prompt, chunk = self.prepared.workload.prompts[0], self.config.attention.prefill_chunk
@@ -137,7 +132,7 @@ class Run:
             ]
             if batch == 0:
                 warm_up(self, snapshots)
-            # Alternate which pass goes first, so that drift of the machine favours none.
+            # The passes take turns in going first, so that drift of the machine favours neither.
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
                 self.measure_pass(name, snapshots)
         if self.config.output.profile is not None:
@@ -180,11 +175,11 @@ class Run:
         samples.peak_memory_bytes = max(samples.peak_memory_bytes, sum(t[1] for t in totals))
 
     def check(self) -> Correctness:
-        """The pass that was asked for against the baseline of the same run."""
+        """Compare the pass that was asked for with the baseline of the same run."""
         asked, dtype = self.passes[-1], self.config.model.dtype
         num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
-        # Sampled tokens have nothing to be equal to: what speculation keeps is the distribution,
-        # which the tests show.
+        # Sampled tokens differ between passes. Speculation keeps their distribution, which the
+        # tests show.
         if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
             return Correctness(None, num_tokens=num_tokens)
         return check_outputs(
@@ -199,35 +194,21 @@ class Run:
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
     """Run on this rank. Errors of the run itself propagate; the caller records them."""
-    config = prepared.config
-    torch.set_num_threads(config.parallel.threads or 1)
-    started = datetime.datetime.now(datetime.timezone.utc)
-    assert config.parallel.rank_group is not None, "resolved"
-    groups = make_groups(
-        prepared.launch,
-        config.parallel.rank_group,
-        rank_device(prepared),
-        config.parallel.collectives,
-        None if config.draft is None else config.draft.rank_group,
+    config, model = prepared.config, prepared.source.config
+    draft_ranks = None if config.draft is None else config.draft.rank_group
+    draft_model = None if prepared.draft_source is None else prepared.draft_source.config
+    with RankSession(prepared.launch, config.parallel, draft_ranks) as session:
+        group, device = session.groups.target, session.device
+        config = settle(config, model, draft_model, group, device)
+        run = Run(replace(prepared, config=config), session, make_progress(is_leader))
+        bandwidth = read_bandwidth(group, device)
+        prefill = run.measure()
+        # The ceiling is the larger of two measurements: a busy host rarely slows both.
+        bandwidth = max(bandwidth, read_bandwidth(group, device))
+        memory = run.memory.measured(group)
+        correctness = run.check()
+    environment = session.describe_environment(
+        **run.gpu.describe(), read_bandwidth_bytes_per_s=bandwidth
     )
-    draft = None if prepared.draft_source is None else prepared.draft_source.config
-    config = settle(config, prepared.source.config, draft, groups.target, rank_device(prepared))
-    prepared = replace(prepared, config=config)
-    run = Run(prepared, groups, make_progress(is_leader))
-    bandwidth = read_bandwidth(groups.target, run.device)
-    prefill = run.measure()
-    # A ceiling is the larger of two: a busy host slows one measurement, not both as likely.
-    bandwidth = max(bandwidth, read_bandwidth(groups.target, run.device))
-    memory = run.memory.measured(groups.target)
-    correctness = run.check()
-    close_groups()  # not after an error: leaving a group waits for ranks that may be gone
-    environment = describe_environment(prepared.launch, config.parallel.device, started)
-    environment |= run.gpu.describe() | {"read_bandwidth_bytes_per_s": bandwidth}
     record = make_record(run, prefill, correctness, environment, memory)
     return Outcome(record, run.finished[run.passes[-1]])
-
-
-def rank_device(prepared: Prepared) -> torch.device:
-    """This rank's device: on CUDA, the one of its local rank."""
-    kind = prepared.config.parallel.device
-    return torch.device(kind, prepared.launch.local_rank) if kind == "cuda" else torch.device(kind)

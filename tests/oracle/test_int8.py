@@ -26,7 +26,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ParallelSection, WorkloadSection
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import weight_bytes
-from magicdec.distributed.groups import Launch, make_groups
+from magicdec.distributed.groups import Launch
 from magicdec.model.checkpoint.quantization import channel_scales, own_head, quantize
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import int8 as int8_linear
@@ -36,6 +36,7 @@ from magicdec.model.linear.packed import library
 from magicdec.model.transformer import Transformer
 from magicdec.run.run import Run
 from magicdec.setup.prepare import prepare
+from magicdec.setup.session import RankSession
 
 needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -236,8 +237,8 @@ def test_differences_are_settled_by_the_same_weights() -> None:
         workload=WorkloadSection(batch_size=1, prefix_len=20, gen_len=4, num_batches=1),
     )
     prepared = prepare(config, alone)
-    groups = make_groups(alone, (0,), torch.device("cpu"), None)
-    run = Run(prepared, groups, make_progress(False))
+    with RankSession(alone, prepared.config.parallel) as session:
+        run = Run(prepared, session, make_progress(False))
     wider = run.make_reference().model.state_dict()
     for name, tensor in run.runner.model.state_dict().items():
         kept = name.endswith(".scale") or tensor.dtype == torch.int8
