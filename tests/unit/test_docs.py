@@ -1,4 +1,5 @@
-"""The documentation: links, anchors and paths lead somewhere, and the README stays short."""
+"""The documentation: links, anchors and paths lead somewhere, its commands have the flags that they
+are given, and the README stays short."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from magicdec.cli.commands import COMMANDS
+
 PAGES = sorted(
     str(page.relative_to(ROOT))
     for pattern in ("*.md", "docs/*.md", "results/*.md", "magicdec/**/*.md")
@@ -16,6 +19,7 @@ PAGES = sorted(
 HISTORY = ("docs/log.md",)  # what it names was there on the day of the entry
 # Written with a folder and as source or text, or within what is committed of the repository.
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
+DRIVERS = {f"tests/{name}_benchmark.py": name for name in COMMANDS} | {"tests/probe.py": "probe"}
 MOST_README_LINES, WIDEST_README_LINE = 220, 130
 
 
@@ -53,6 +57,22 @@ def missing_paths(page: str) -> list[str]:
     return missing
 
 
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """What the page's indented blocks start of `magicdec` and its drivers: command and flags."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    found = []
+    for line in re.findall(r"^    (.*)$", text, flags=re.MULTILINE):
+        for words in re.split(r"[;&]", line.partition("  #")[0]):
+            shown = words.strip().removeprefix("do ").split()
+            starts = [i for i, word in enumerate(shown) if word in DRIVERS]
+            if shown[:1] == ["magicdec"]:
+                found.append((shown[1], [w for w in shown if w.startswith("--")]))
+            elif starts:
+                driver, flags = shown[starts[0]], shown[starts[0] + 1 :]
+                found.append((DRIVERS[driver], [w for w in flags if w.startswith("--")]))
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     assert not missing_links(page)
@@ -73,3 +93,19 @@ def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= MOST_README_LINES
     assert [line for line in lines if len(line) > WIDEST_README_LINE] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_commands_have_their_flags(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, flags in commands(page):
+        monkeypatch.setattr("sys.argv", ["magicdec", "--help"])
+        with pytest.raises(SystemExit):
+            COMMANDS[name][1]()
+        known = re.findall(r"--\w+", capsys.readouterr().out)
+        assert set(flags) <= set(known), f"{name} in {page}"
+
+
+def test_the_readme_shows_every_command() -> None:
+    assert {name for name, _ in commands("README.md")} == set(COMMANDS)
