@@ -1,9 +1,12 @@
-"""Tiny models, runners on them, and a torchrun helper. CPU and gloo; nothing outlives its test."""
+"""Tiny models, runners on them, and a torchrun helper. CPU and gloo; nothing outlives its test.
+
+Every fixture and every test starts from the same seeds, whichever tests ran before it."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -12,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
@@ -45,6 +50,26 @@ from magicdec.runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
+
+
+settings.register_profile("seeded", derandomize=True)
+settings.load_profile("seeded")
+
+
+def seed_all() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    seed_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed_all()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -226,15 +251,16 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
+HANG = 500  # seconds; on a busy machine too, only what hangs takes as long
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    """Run a script of tests/ with `num_ranks` ranks (1: plain python); the whole process group is
-    gone after."""
+    """Run a script of tests/ with `num_ranks` ranks (1: plain python). All its processes are gone
+    afterwards, also those of a run that hangs."""
 
     def run(
-        script: str, *args: object, num_ranks: int = 1, timeout: float = 120
+        script: str, *args: object, num_ranks: int = 1, timeout: float = HANG
     ) -> subprocess.CompletedProcess[str]:
         program = [sys.executable]
         if num_ranks > 1:
@@ -254,8 +280,18 @@ def launch(tmp_path: Path) -> Launch:
             out, err = process.communicate(timeout=timeout)
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end(process)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     return run
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """On SIGTERM torchrun ends its ranks, which SIGKILL would leave behind: each has a session of
+    its own."""
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -116,7 +116,6 @@ class TransformersReference(Reference):
 
 def make_checkpoint(directory: Path, name: str, max_shard_size: str = "1GB") -> Reference:
     """Save a random model of that row."""
-    torch.manual_seed(0)
     family, sizes = MODELS[name]
     if family.lower() == "baichuan":
         return make_baichuan(directory, family, sizes)
@@ -126,6 +125,7 @@ def make_checkpoint(directory: Path, name: str, max_shard_size: str = "1GB") -> 
 
 
 def make_model(family: str, sizes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config)
     model = model.float().eval()

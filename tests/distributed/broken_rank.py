@@ -1,5 +1,5 @@
-"""A selfspec run in which one rank raises (BROKEN_RANK) after a few steps, and rank 0 can be told
-to say when decoding has begun. Started by test_failures.py."""
+"""A selfspec run in which rank BROKEN_RANK raises after a few steps. Without a BROKEN_RANK the run
+says that it decodes, and waits for a signal. Started by test_failures.py."""
 
 import os
 import signal
@@ -16,8 +16,10 @@ def step(self, batch):
     global steps
     steps += 1
     if steps == 3:
-        print("DECODING", file=sys.stderr, flush=True)
-        if os.environ["RANK"] == os.environ.get("BROKEN_RANK"):
+        if "BROKEN_RANK" not in os.environ:
+            print("DECODING", file=sys.stderr, flush=True)
+            signal.pause()
+        if os.environ["RANK"] == os.environ["BROKEN_RANK"]:
             raise RuntimeError("this rank broke")
     return decode_step(self, batch)
 

@@ -14,21 +14,24 @@ from magicdec.config.run_config import RunConfig
 HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)
 
 
-def leftovers() -> list[Path]:
-    return list(Path("/dev/shm").glob("magicdec-*"))
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Where the ranks have their shared files: other runs on this host have theirs in /dev/shm."""
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shared_memory_equals_gloo(num_ranks: int, launch: Launch) -> None:
-    done = launch("distributed/exchange.py", num_ranks=num_ranks)
+def test_shared_memory_equals_gloo(num_ranks: int, launch: Launch, shared: Path) -> None:
+    done = launch("distributed/exchange.py", shared, num_ranks=num_ranks)
     assert done.returncode == 0 and "OK" in done.stdout, done.stderr
-    assert leftovers() == []
+    assert list(shared.iterdir()) == []
 
 
-def test_a_dead_rank_is_noticed_and_leaves_nothing(launch: Launch) -> None:
-    done = launch("distributed/exchange.py", "die", num_ranks=2)
-    assert done.returncode != 0 and "OK" not in done.stdout
-    assert leftovers() == []
+def test_a_dead_rank_is_noticed_and_leaves_nothing(launch: Launch, shared: Path) -> None:
+    done = launch("distributed/exchange.py", shared, "die", num_ranks=2)
+    assert done.returncode != 0 and "OK" not in done.stdout and "NOTICED" in done.stderr
+    assert list(shared.iterdir()) == []
 
 
 def test_auto_takes_shared_memory_on_one_host_and_says_why() -> None:

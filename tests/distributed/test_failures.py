@@ -8,11 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Launch
+from conftest import HANG, ROOT, Launch
 
 SMALL = (
     *("--B", "2", "--prefix_len", "60", "--num_batches", "1", "--warmup_batches", "0"),
@@ -63,9 +62,8 @@ def test_bad_input_is_refused_in_one_line(
 def test_under_torchrun_rank_0_says_it_once_and_first(
     args: list[object], expected: str, launch: Launch
 ) -> None:
-    started = time.monotonic()
     done = launch("selfspec_benchmark.py", *args, num_ranks=2)
-    assert done.returncode != 0 and time.monotonic() - started < 60
+    assert done.returncode != 0
     said = [n for n, line in enumerate(done.stderr.splitlines()) if expected in line]
     summary = [n for n, line in enumerate(done.stderr.splitlines()) if "FAILED" in line]
     assert len(said) == 1 and said[0] < summary[0]
@@ -82,13 +80,11 @@ def test_one_broken_rank_ends_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BROKEN_RANK", rank)
-    started = time.monotonic()
     done = launch(
         "distributed/broken_rank.py", "--model", tiny_checkpoint, "--dataset", text_file, *SMALL,
         num_ranks=2,
     )  # fmt: skip
     assert done.returncode != 0 and "this rank broke" in done.stderr
-    assert time.monotonic() - started < 60, "start-up and 30 seconds"
     path = tmp_path / "results" / "runs.jsonl"
     if rank == "0":  # the leader could still write; it says what happened, and no performance
         (record,) = [json.loads(line) for line in path.read_text().splitlines()]
@@ -105,18 +101,21 @@ def test_interrupt_leaves_records_readable(
     flags = ["--model", tiny_checkpoint, "--dataset", text_file, *SMALL]
     script = ROOT / "tests" / "distributed" / "broken_rank.py"
     first = [sys.executable, str(ROOT / "tests" / "selfspec_benchmark.py"), *map(str, flags)]
-    assert subprocess.run(first, cwd=tmp_path, capture_output=True).returncode == 0
+    assert subprocess.run(first, cwd=tmp_path, capture_output=True, timeout=HANG).returncode == 0
     process = subprocess.Popen(
         [sys.executable, str(script), *map(str, flags), "--gen_len", "900", "--ignore_eos"],
         cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         env={**os.environ, "RANK": "0"},
     )  # fmt: skip
     assert process.stderr is not None
-    for line in process.stderr:
-        if "DECODING" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    rest = process.stderr.read()
-    assert process.wait(timeout=30) == 130 and "Traceback" not in rest, rest
+    try:
+        for line in process.stderr:
+            if "DECODING" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=HANG)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in rest, rest
     records = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()
     assert [json.loads(line)["status"] for line in records] == ["ok"]

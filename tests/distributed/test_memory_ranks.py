@@ -26,7 +26,7 @@ def test_one_rank_without_memory_ends_all_in_its_words(
     monkeypatch.setenv("SCARCE_RANK", rank)
     flags = (*FLAGS, "--dataset", text_file) if command == "selfspec" else GRID
     script = "distributed/scarce.py"
-    done = launch(script, command, *flags, *PLACE, num_ranks=2, timeout=60)
+    done = launch(script, command, *flags, *PLACE, num_ranks=2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("scarce.py: ")]
     assert done.returncode == 1 and len(lines) == 1, done.stderr  # torchrun's own; the ranks' is 2
     assert "exitcode  : 2" in done.stderr.replace("exitcode   :", "exitcode  :")

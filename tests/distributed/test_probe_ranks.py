@@ -14,7 +14,7 @@ def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     machine = load_machine(tmp_path / "machine.json")
     assert machine.description["world_size"] == 2 and machine.node_link is None
-    assert machine.link is not None and 0 < machine.link.latency_s < 1
+    assert machine.link is not None and machine.link.latency_s > 0
     assert done.stdout.count("written to machine.json") == 1, "by one rank"
     assert "all-reduce between ranks" in done.stdout
 

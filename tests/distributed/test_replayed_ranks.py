@@ -16,7 +16,7 @@ def test_replayed_steps_of_two_ranks_emit_the_same_tokens(
     paths = [
         save_checkpoint(tiny_transformer(seed=seed), tmp_path / str(seed)) for seed in range(2)
     ]
-    done = launch("distributed/replayed.py", *paths, sampling, num_ranks=2, timeout=90)
+    done = launch("distributed/replayed.py", *paths, sampling, num_ranks=2)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert len(results) == 1 + len(served_pairs())

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import HANG
 from tiny_families import LENGTH, MODELS, ROWS, SIZES, make_checkpoint, tokens
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -57,7 +58,7 @@ def run(source: ModelSource, model: Transformer, x: Tensor, reduce: Reduce) -> T
 
 def run_ranks(source: ModelSource, size: int) -> Tensor:
     """All ranks in lockstep threads; logits put together from the vocabulary shards."""
-    barrier = threading.Barrier(size, timeout=60)
+    barrier = threading.Barrier(size, timeout=HANG)
     partials: list[Tensor] = [torch.empty(0)] * size
 
     def make_reduce(rank: int) -> Callable[[Tensor], Tensor]:

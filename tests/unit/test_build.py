@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import HANG
 
 from magicdec.kernels import build
 
@@ -27,7 +28,7 @@ def test_processes_that_start_together_share_one_library(home: Path) -> None:
     source.write_text(SOURCE)
     command = [sys.executable, "-c", LOAD, str(source)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate(timeout=60)[0] for process in running] == ["42\n"] * 3
+    assert [process.communicate(timeout=HANG)[0] for process in running] == ["42\n"] * 3
     built = [path.name for path in (home / ".cache" / "magicdec").iterdir()]
     assert len(built) == 1 and built[0].startswith("answer-"), built
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from conftest import HANG
 
 from magicdec import names as module
 from magicdec.cli import flags as cli
@@ -425,7 +426,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     loaded = "print(*sorted({'torch', 'numpy', 'datasets', 'transformers'} & set(sys.modules)))"
     program = f"import sys\n{code}\n{loaded}"
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=True
     )
 
 

@@ -25,6 +25,7 @@ from checkpoint_files import (
     write_sharded,
     write_sharded_bin,
 )
+from conftest import HANG
 from safetensors.torch import load_file
 
 from magicdec.cli import convert as command
@@ -176,7 +177,7 @@ def test_a_killed_conversion_leaves_no_file_of_that_name(tmp_path: Path) -> None
     write(tmp_path, make_tensors())
     out = tmp_path / "out.safetensors"
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(out)]
-    assert subprocess.run(command, check=False, timeout=120).returncode == 9
+    assert subprocess.run(command, check=False, timeout=HANG).returncode == 9
     assert not out.exists() and not manifest_path(out).exists()
 
 
@@ -218,7 +219,7 @@ def test_memory_is_a_part_of_the_model(tmp_path: Path, name: str) -> None:
     tensors = make_tensors(config)
     write(tmp_path, tensors, config)
     command = [sys.executable, "-c", WATCHED, str(tmp_path), str(tmp_path / name)]
-    done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, timeout=HANG, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert sum(4 * t.numel() for t in tensors.values()) > 2e8
     assert (tmp_path / name).stat().st_size > (6e7 if "int8" in name else 2e8)
@@ -338,5 +339,5 @@ def test_refusals(
 
 def test_the_script_of_the_original_suite() -> None:
     script = [sys.executable, str(ROOT / "convert_hf_checkpoint.py"), "--help"]
-    done = subprocess.run(script, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, check=False, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0 and "--checkpoint_dir" in done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import CONFIG, make_tensors, write_sharded
+from conftest import HANG
 from hub_server import COMMIT, TOKEN, Hub
 
 from magicdec.model.checkpoint import hub as hub_module
@@ -53,7 +54,7 @@ def start(hub: Hub, directory: Path, *args: str, **env: str) -> subprocess.Popen
 
 def fetch(hub: Hub, directory: Path, *args: str, **env: str) -> tuple[int, str, str]:
     process = start(hub, directory, *(args or ("--repo_id", "org/model")), **env)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     assert TOKEN not in out + err
     return process.returncode, out, err
 
@@ -107,7 +108,7 @@ def test_sharded_weights_run_and_bin_is_second_choice(hub: Hub, tmp_path: Path) 
 
 
 def wait_for(path: Path, size: int) -> None:
-    for _ in range(600):
+    for _ in range(10 * HANG):
         if path.exists() and path.stat().st_size >= size:
             return
         time.sleep(0.1)

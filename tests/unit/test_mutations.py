@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import make_tensors, write, write_pth, write_sharded
+from conftest import HANG
 
 MUTATIONS = Path(__file__).with_name("mutations.py")
 
@@ -20,7 +21,7 @@ def test_mutated_headers(kind: str, tmp_path: Path) -> None:
     writer = {"index": write_sharded, "pth": write_pth}.get(kind, write)
     writer(tmp_path, make_tensors())
     command = [sys.executable, str(MUTATIONS), kind, str(tmp_path), "200"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]
     outcomes = json.loads(done.stdout)
     assert sum(outcomes.values()) == 200
