@@ -18,6 +18,11 @@ ATTENTION_BACKENDS = {
     "flash_attn": "magicdec.attention.flash_attn:FlashAttnBackend",
     "flashinfer": "magicdec.attention.flashinfer:FlashInferBackend",
 }
+# What `--attention auto` takes on a CPU: the first of these that can serve the model there. The
+# last serves every model. On CUDA a measurement chooses among all backends.
+AUTO_BACKENDS = ("native", "grouped")
+PORTABLE_BACKEND = "grouped"  # the fastest that needs neither a compiler nor a library
+REFERENCE_BACKEND = "sdpa"  # the plainest; checks and measurements compare with it
 KV_POLICIES = {
     "full": "magicdec.kv.full:FullKV",
     "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
@@ -44,6 +49,10 @@ ELEMENTWISE = {
     "native": "magicdec.model.elementwise.native:NativeElementwise",
     "triton": "magicdec.model.elementwise.triton:TritonElementwise",
 }
+# What `--elementwise auto` takes: on CUDA, on a CPU beside packed linear layers, and elsewhere.
+ELEMENTWISE_ON_CUDA = "triton"
+ELEMENTWISE_BESIDE_PACKED = "native"
+PORTABLE_ELEMENTWISE = "torch"
 # What config.json calls a model: the family that reads it.
 ARCHITECTURES = {
     "LlamaForCausalLM": "magicdec.model.families.llama:LLAMA",

@@ -1,7 +1,8 @@
 """AttentionBackend: the one contract for prefill, decode and verification, which differ only in T.
 
 Owns the protocol and what every backend shares: the causal rule over a view and its window.
-Must not know of policies or models.
+Must not know of policies or models. A backend also says of itself what it can serve and what it
+allocates, so that nothing elsewhere branches on its name.
 
 Shapes: B rows, T new tokens, H query heads, G KV heads (H a multiple of G), D head size, N visible
 keys.
@@ -9,18 +10,61 @@ keys.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from magicdec.config.capabilities import Capabilities
 from magicdec.kv.layout import Layout
 from magicdec.kv.policy import MASS_BLOCK, KVView
+from magicdec.names import ATTENTION_BACKENDS, REFERENCE_BACKEND, load_named
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """The size of one layer's attention on one rank: B rows of T new tokens over S cached ones."""
+
+    B: int
+    T: int
+    S: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of all cached tokens."""
+        return 2 * self.B * self.S * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def mask_bytes(self) -> int:
+        """A mask as booleans, and once more as the numbers that are added to scores."""
+        return self.B * self.T * self.S * (1 + self.dtype_bytes)
 
 
 class AttentionBackend(Protocol):
-    """Built once a model; `plan` is called once a forward, `run` once a layer with the same
-    view."""
+    """One is built for each model. `plan` is called once in a forward, then `run` once in each
+    layer with the same view. Backends derive from this class."""
+
+    capabilities: ClassVar[Capabilities]
+
+    @staticmethod
+    def load(device: str) -> None:
+        """Load what must be loaded before anything else of the run. Most need nothing."""
+        return None
+
+    @staticmethod
+    def working_bytes(size: CallSize) -> int:
+        """An estimate of what `run` allocates for one layer beside its inputs and output."""
+        return 0
+
+    @staticmethod
+    def weights_bytes(size: CallSize) -> int:
+        """What `run_with_mass` allocates beyond `run`."""
+        return 0
 
     def block_size(self, max_tokens: int) -> int:
         """Tokens in a KV block, for rows of at most `max_tokens`: a multiple of what the layout
@@ -67,10 +111,17 @@ def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tenso
     return weights.new_zeros(*weights.shape[:2], num_blocks).scatter_add_(2, blocks, weights)
 
 
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The backend of that name, not yet built. Its library may be missing."""
+    found: type[AttentionBackend] = load_named(ATTENTION_BACKENDS, name)
+    return found
+
+
 def check_mass(backend: str, num_new: int, limit: int) -> None:
-    """Refuse to sum up the attention of `limit` new tokens or more."""
+    """Raise ValueError for `limit` new tokens or more: their attention cannot be added up."""
     if num_new >= limit:
         raise ValueError(
             f"--attention {backend} tells where the attention of at most {limit - 1} new tokens "
-            f"goes, not of {num_new}; choose a smaller --gamma, or --attention sdpa"
+            f"goes, not of {num_new}; choose a smaller --gamma, or --attention "
+            f"{REFERENCE_BACKEND}"
         )

@@ -16,8 +16,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from magicdec.attention.library import LibraryBackend, real_lengths
+from magicdec.attention.library import LibraryBackend, library_capabilities, real_lengths
 from magicdec.attention.sequences import Chosen, gather_keys
+from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.policy import KVView
 
 MODULES = ("flash_attn_interface", "flash_attn")  # versions 3 and 2
@@ -25,9 +26,20 @@ TABLES = ("page_table", "block_table")  # what they call the block table
 BLOCK_SIZE = 256
 
 
+def missing_parts() -> str | None:
+    """What is not installed, if anything."""
+    if any(find_spec(name) is not None for name in MODULES):
+        return None
+    return "flash-attn is not installed; pip install flash-attn (it is built with nvcc)"
+
+
 class FlashAttnBackend(LibraryBackend):
+    capabilities = library_capabilities(
+        "flash_attn", HeadSizes("a multiple of 8, at most 256", range(8, 257, 8)), missing_parts
+    )
+
     def __init__(self) -> None:
-        super().__init__("flash_attn", missing_parts())
+        super().__init__()
         self._attend, self._table_name = find_function()
         self._table: Tensor | None = None  # int32 [B, blocks] where the cache is read in place
         self._lengths: Tensor | None = None
@@ -62,10 +74,3 @@ def find_function() -> tuple[Callable[..., Tensor], str]:
     function = importlib.import_module(module).flash_attn_with_kvcache
     parameters = inspect.signature(function).parameters
     return function, next(name for name in TABLES if name in parameters)
-
-
-def missing_parts() -> str | None:
-    """What is not installed, if anything."""
-    if any(find_spec(name) is not None for name in MODULES):
-        return None
-    return "flash-attn is not installed; pip install flash-attn (it is built with nvcc)"

@@ -15,17 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.attention.library import LibraryBackend
+from magicdec.attention.library import LibraryBackend, library_capabilities
 from magicdec.attention.sequences import Chosen
+from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.policy import KVView
 
 BLOCK_SIZE = 64
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
 
+def missing_parts() -> str | None:
+    """What is not installed, if anything."""
+    if find_spec("flashinfer") is not None:
+        return None
+    return "flashinfer is not installed; pip install flashinfer-python"
+
+
 class FlashInferBackend(LibraryBackend):
+    capabilities = library_capabilities(
+        "flashinfer",
+        HeadSizes("64, 128 or 256", (64, 128, 256)),
+        missing_parts,
+        can_be_recorded=False,
+    )
+
     def __init__(self) -> None:
-        super().__init__("flashinfer", missing_parts())
+        super().__init__()
         self._wrapper: Any = None
         self._is_planned = False
 
@@ -92,10 +107,3 @@ class FlashInferBackend(LibraryBackend):
             causal=True, q_data_type=q.dtype, kv_data_type=q.dtype,
         )  # fmt: skip
         self._is_planned = True
-
-
-def missing_parts() -> str | None:
-    """What is not installed, if anything."""
-    if find_spec("flashinfer") is not None:
-        return None
-    return "flashinfer is not installed; pip install flashinfer-python"

@@ -15,9 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.attention.backend import check_mass, sum_blocks, visible_mask
+from magicdec.attention.backend import (
+    AttentionBackend,
+    CallSize,
+    check_mass,
+    sum_blocks,
+    visible_mask,
+)
+from magicdec.config.capabilities import Capabilities, capabilities_of
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
+from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 
 FUSED_FROM = 32  # new tokens from which the fused kernel is used: it never writes the scores out
 
@@ -38,20 +46,33 @@ class Run:
     mask: Tensor | None  # bool [rows, G or 1, T, num_keys - num_unmasked]; None: all see all
 
 
-class GroupedBackend:
+class GroupedBackend(AttentionBackend):
     """One block holds a row, so that a row's cache is one strided matrix for the GEMM. Rows of
     several blocks (a rolling cache chooses its own block size) are gathered."""
+
+    capabilities = Capabilities("grouped", can_be_recorded=False, rounds_scores=True)
 
     def __init__(self) -> None:
         self._new: Tensor | None = None
         self._runs: list[Run] | None = None  # None where every layer reads keys of its own
+
+    @staticmethod
+    def working_bytes(size: CallSize) -> int:
+        """Scores, weights, and these once more; torch's fused kernel has a mask instead."""
+        if size.T >= FUSED_FROM:
+            return size.mask_bytes
+        return size.B * size.num_heads * size.T * size.S * (2 * size.dtype_bytes + 4)
 
     def block_size(self, max_tokens: int) -> int:
         return max_tokens
 
     def layout(self, dtype: torch.dtype) -> Layout:
         if dtype == torch.int8:
-            raise ValueError("--attention grouped reads no int8 KV; choose from native, sdpa")
+            known = (*AUTO_BACKENDS, REFERENCE_BACKEND)
+            fitting = [name for name in known if capabilities_of(name).int8_kv_dtypes]
+            raise ValueError(
+                f"--attention grouped reads no int8 KV; choose from {', '.join(fitting)}"
+            )
         return PLAIN
 
     def plan(self, view: KVView) -> None:

@@ -9,27 +9,54 @@ place and how it is called.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from magicdec.attention.backend import AttentionBackend, CallSize
 from magicdec.attention.sequences import Chosen, choose_keys, join_heads, split_heads
+from magicdec.config.capabilities import Capabilities, HeadSizes, list_backends
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
 
 
-class LibraryBackend(ABC):
-    """A full view is read in place where the library can, a sequence a row; of any other view every
-    row and KV head is a sequence of its own. Keeps to no window."""
+def library_capabilities(
+    name: str,
+    head_sizes: HeadSizes,
+    missing_parts: Callable[[], str | None],
+    can_be_recorded: bool = True,
+) -> Capabilities:
+    """What the libraries have in common: CUDA and bfloat16 alone, no window, no weights."""
+    return Capabilities(
+        name,
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        missing_parts=missing_parts,
+        head_sizes=head_sizes,
+        keeps_window=False,
+        returns_weights=False,
+        can_be_recorded=can_be_recorded,
+    )
 
-    def __init__(self, name: str, missing: str | None) -> None:
-        """Raises ValueError for what is `missing`."""
+
+class LibraryBackend(AttentionBackend, ABC):
+    """A full view is read in place where the library can, one sequence for each row. Of any other
+    view every row and KV head is a sequence of its own."""
+
+    def __init__(self) -> None:
+        """Raises ValueError for what is not installed."""
+        missing = self.capabilities.missing_parts()
         if missing:
-            raise ValueError(f"--attention {name}: {missing}")
-        self._name = name
+            raise ValueError(f"--attention {self.capabilities.name}: {missing}")
         self._new: Tensor | None = None
         self._in_place = False
         self._chosen: Chosen | None = None  # what all layers read, where it is the same
+
+    @staticmethod
+    def working_bytes(size: CallSize) -> int:
+        """What a view that is not full gathers."""
+        return size.kv_bytes
 
     @abstractmethod
     def block_size(self, max_tokens: int) -> int: ...
@@ -69,9 +96,10 @@ class LibraryBackend(ABC):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """The libraries keep their weights to themselves."""
+        fitting = ", ".join(list_backends(lambda c: c.returns_weights))
         raise ValueError(
-            f"--attention {self._name} does not tell where the attention goes; "
-            "choose from sdpa, grouped, native, triton"
+            f"--attention {self.capabilities.name} does not tell where the attention goes; "
+            f"choose from {fitting}"
         )
 
 

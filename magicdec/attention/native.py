@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend, check_mass
+from magicdec.attention.backend import AttentionBackend, CallSize, backend_class, check_mass
+from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.policy import KVView
-from magicdec.names import ATTENTION_BACKENDS, load_named
+from magicdec.names import PORTABLE_BACKEND
 
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (
@@ -36,14 +37,30 @@ STORAGE = (torch.float32, torch.bfloat16, torch.int8)  # of the pools, as native
 Shape = ctypes.c_int64 * 17
 
 
-class NativeBackend:
+class NativeBackend(AttentionBackend):
     """float32 and bfloat16 storage, int8 beside bfloat16 where the CPU has dot products for it;
-    float32 arithmetic, any head size that is a multiple of 16."""
+    float32 arithmetic."""
+
+    capabilities = Capabilities(
+        "native",
+        devices=("cpu",),
+        needs_compiler=True,
+        head_sizes=HeadSizes("a multiple of 16", range(16, 1024, 16)),
+        int8_kv_dtypes=("bfloat16",),
+        int8_kv_needs_avx512_bf16=True,
+        can_be_recorded=False,
+    )
 
     def __init__(self, portable: bool = False) -> None:
         """`portable` keeps to the arithmetic that every CPU has, for tests and comparisons."""
         self._portable = portable
-        self._prefill: AttentionBackend = load_named(ATTENTION_BACKENDS, "grouped")()
+        self._prefill: AttentionBackend = backend_class(PORTABLE_BACKEND)()
+
+    @staticmethod
+    def working_bytes(size: CallSize) -> int:
+        """Nothing, but where the portable backend takes a chunk of a prompt in float32."""
+        is_delegated = size.T >= PREFILL_FROM and size.dtype_bytes > 2
+        return backend_class(PORTABLE_BACKEND).working_bytes(size) if is_delegated else 0
 
     def block_size(self, max_tokens: int) -> int:
         return -(-self._prefill.block_size(max_tokens) // TILE) * TILE

@@ -7,20 +7,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.attention.backend import sum_blocks, visible_mask
+from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
+from magicdec.config.capabilities import Capabilities
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.policy import KVView
+from magicdec.names import DTYPES
 
 
-class SDPABackend:
-    """Copies what is visible every layer; right for any block size, raggedness, policy and
+class SDPABackend(AttentionBackend):
+    """Copies what is visible in every layer. Right for any block size, row lengths, policy and
     dtype."""
+
+    capabilities = Capabilities("sdpa", int8_kv_dtypes=DTYPES)
 
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
         self._new: Tensor | None = None
         self._chosen: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @staticmethod
+    def working_bytes(size: CallSize) -> int:
+        """The gathered keys and values, and the mask."""
+        return size.kv_bytes + size.mask_bytes
+
+    @staticmethod
+    def weights_bytes(size: CallSize) -> int:
+        """The softmax is computed a second time, in float32."""
+        scores = size.B * size.num_heads * size.T * size.S
+        return 4 * (size.B * size.S * size.num_kv_heads * size.head_dim + 3 * scores)
 
     def block_size(self, max_tokens: int) -> int:
         return self._block_size

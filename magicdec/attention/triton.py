@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magicdec.attention.backend import AttentionBackend
+from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels import triton_modules
 from magicdec.kernels.triton_modules import next_power
 from magicdec.kv.layout import PLAIN, Layout
@@ -27,8 +29,30 @@ INTERPRETED_PROGRAMS = 4  # that a CPU is asked for at least, so that tests spli
 STORAGE = (torch.float32, torch.bfloat16)
 
 
-class TritonBackend:
-    """float32 and bfloat16 storage, float32 accumulation, head sizes up to 256."""
+def missing_parts() -> str | None:
+    """What is not installed, if anything."""
+    if find_spec("triton") is not None:
+        return None
+    return "triton is not installed; pip install triton"
+
+
+class TritonBackend(AttentionBackend):
+    """float32 and bfloat16 storage, float32 accumulation. What merging splits allocates is a few
+    megabytes and not estimated."""
+
+    capabilities = Capabilities(
+        "triton",
+        missing_parts=missing_parts,
+        is_interpreted_on_cpu=True,
+        head_sizes=HeadSizes("at most 256", range(1, 257)),
+    )
+
+    @staticmethod
+    def load(device: str) -> None:
+        """Where the kernels are to be interpreted, Triton must be told so when it is first
+        imported."""
+        if device == "cpu":
+            load_kernels(device)
 
     def __init__(self, split_keys: int | None = None) -> None:
         """`split_keys` is how many keys a split takes; default: as the device is filled."""
@@ -194,13 +218,6 @@ def load_kernels(device: str) -> ModuleType:
     return triton_modules.load_kernels(
         "magicdec.attention.triton_kernels", "--attention triton", device
     )
-
-
-def missing_parts() -> str | None:
-    """What is not installed, if anything."""
-    if find_spec("triton") is not None:
-        return None
-    return "triton is not installed; pip install triton"
 
 
 def _check_heads(*tensors: Tensor) -> None:

@@ -14,17 +14,37 @@ import inspect
 import torch
 from torch import Tensor
 
-from magicdec.attention.library import LibraryBackend, real_lengths
+from magicdec.attention.library import LibraryBackend, library_capabilities, real_lengths
 from magicdec.attention.sequences import Chosen, gather_keys
+from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.policy import KVView
 
 NEEDED = ("window_size", "enable_gqa", "seqused_k")  # parameters that came one by one
 CAUSAL = (-1, 0)  # window_size: all before, none after; aligned at the end
 
 
+def missing_parts() -> str | None:
+    """What this torch lacks, if anything."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn; install torch 2.11 or later"
+    lacks = [name for name in NEEDED if name not in inspect.signature(varlen_attn).parameters]
+    if lacks:
+        listed = ", ".join(lacks)
+        return (
+            f"varlen_attn of torch {torch.__version__} lacks {listed}; install torch 2.11 or later"
+        )
+    return None
+
+
 class VarlenBackend(LibraryBackend):
+    capabilities = library_capabilities(
+        "varlen", HeadSizes("a multiple of 8, at most 256", range(8, 257, 8)), missing_parts
+    )
+
     def __init__(self) -> None:
-        super().__init__("varlen", missing_parts())
+        super().__init__()
         from torch.nn.attention.varlen import varlen_attn
 
         self._attend = varlen_attn
@@ -71,18 +91,3 @@ def as_one_text(pool: Tensor) -> Tensor:
     blocks, heads, size, head_dim = pool.shape
     tokens = ((blocks - 1) * heads + 1) * size
     return pool.as_strided((tokens, heads, head_dim), (head_dim, size * head_dim, 1))
-
-
-def missing_parts() -> str | None:
-    """What this torch lacks, if anything."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return f"torch {torch.__version__} has no varlen_attn; install torch 2.11 or later"
-    lacks = [name for name in NEEDED if name not in inspect.signature(varlen_attn).parameters]
-    if lacks:
-        listed = ", ".join(lacks)
-        return (
-            f"varlen_attn of torch {torch.__version__} lacks {listed}; install torch 2.11 or later"
-        )
-    return None

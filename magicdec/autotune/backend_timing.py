@@ -15,7 +15,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.autotune.attention_step import Read, Step
-from magicdec.config.machine import WITHOUT_GRAPHS
+from magicdec.config.capabilities import capabilities_of
 from magicdec.decoding.heaviest_reader import Chosen
 from magicdec.decoding.strategy import Recorder
 from magicdec.hardware.timing import synchronize
@@ -48,7 +48,7 @@ def measure(
     backend."""
     seconds, outputs = 0.0, []
     for read in step.reads:
-        kept = None if name in WITHOUT_GRAPHS else recorder
+        kept = recorder if capabilities_of(name).can_be_recorded else None
         once, output = measure_read(make_backend(name), read, step, device, kept)
         seconds += read.times * once
         outputs.append(output)

@@ -17,24 +17,16 @@ from torch import Tensor
 
 from magicdec.autotune.attention_step import Step, draft_step, target_step
 from magicdec.autotune.backend_timing import Measured, measure
-from magicdec.config.machine import (
-    CUDA_ONLY,
-    TO_BE_MEASURED,
-    WITHOUT_GRAPHS,
-    WITHOUT_MASS,
-    WITHOUT_WINDOW,
-    Machine,
-    backend_obstacle,
-)
+from magicdec.config.capabilities import Capabilities, capabilities_of
+from magicdec.config.machine import TO_BE_MEASURED, Machine
 from magicdec.config.run_config import RunConfig
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.distributed.groups import Group
 from magicdec.hardware.environment import missing_backends
 from magicdec.memory.working_memory import max_tokens
 from magicdec.model.config import ModelConfig
-from magicdec.names import ATTENTION_BACKENDS
+from magicdec.names import ATTENTION_BACKENDS, REFERENCE_BACKEND
 
-REFERENCE = "sdpa"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest output, or of 1
 
 
@@ -74,32 +66,46 @@ def _agreed(
 
 
 def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
-    """(names to measure, why others are left out)."""
-    device, dtype = config.parallel.device, config.model.dtype
-    missing = missing_backends(("triton", *CUDA_ONLY))
+    """(names to measure, why others are left out). Backends for other devices are in neither."""
+    device = config.parallel.device
+    missing = missing_backends(tuple(ATTENTION_BACKENDS))
     machine = Machine(num_cpus=1, has_compiler=True, missing_backends=missing)
-    needs_mass = config.decoding.drafter == "self" and config.kv.policy == "verified"
-    longest = max_tokens(config)
     candidates, left_out = [], {}
     for name in ATTENTION_BACKENDS:
-        obstacle = backend_obstacle(name, device, machine, model.cached_head_dim, dtype)
-        if needs_mass and name in WITHOUT_MASS:
-            obstacle = obstacle or "it does not tell where the attention goes"
-        if name in WITHOUT_WINDOW and (model.sliding_window or longest) < longest:
-            obstacle = obstacle or "it does not keep to a sliding window"
-        if name == "grouped" and (model.positions, dtype) == ("alibi", "bfloat16"):
-            obstacle = "it rounds scores to bfloat16, too coarse for ALiBi"
+        capabilities = capabilities_of(name)
+        obstacle = _obstacle(capabilities, machine, config, model)
         if obstacle is None:
             candidates.append(name)
-        elif name != "native":
+        elif device in capabilities.devices:
             left_out[name] = obstacle
-    recordable = [name for name in candidates if name not in WITHOUT_GRAPHS]
+    recordable = [name for name in candidates if capabilities_of(name).can_be_recorded]
     graphs = config.decoding.cuda_graphs == "on"
     if graphs and (config.decoding.cuda_graphs_reason == "asked for" or len(recordable) > 1):
         why = "it needs lengths on the host, and no CUDA graph could hold it"
-        left_out |= {name: why for name in candidates if name in WITHOUT_GRAPHS}
+        left_out |= {name: why for name in candidates if name not in recordable}
         candidates = recordable
     return candidates, left_out
+
+
+def _obstacle(
+    capabilities: Capabilities, machine: Machine, config: RunConfig, model: ModelConfig
+) -> str | None:
+    """Why a backend cannot serve this run; None where it can."""
+    dtype, longest = config.model.dtype, max_tokens(config)
+    needs_weights = config.decoding.drafter == "self" and config.kv.policy == "verified"
+    obstacles = {
+        "it rounds scores to bfloat16, too coarse for ALiBi": (
+            capabilities.rounds_scores and (model.positions, dtype) == ("alibi", "bfloat16")
+        ),
+        "it does not tell where the attention goes": (
+            needs_weights and not capabilities.returns_weights
+        ),
+        "it does not keep to a sliding window": (
+            not capabilities.keeps_window and (model.sliding_window or longest) < longest
+        ),
+    }
+    here = capabilities.obstacle(machine, config.parallel.device, model.cached_head_dim, dtype)
+    return here or next((reason for reason, applies in obstacles.items() if applies), None)
 
 
 def choose_fastest(
@@ -110,10 +116,10 @@ def choose_fastest(
 ) -> tuple[str, str]:
     """(name, why) of the fastest candidate over what `step_name` says, whose outputs are the
     reference's. What fails to load or to run is left out like `left_out`, and said."""
-    reference = measure_one(REFERENCE)
-    seconds, out = {REFERENCE: reference.seconds}, dict(left_out)
+    reference = measure_one(REFERENCE_BACKEND)
+    seconds, out = {REFERENCE_BACKEND: reference.seconds}, dict(left_out)
     for name in candidates:
-        if name == REFERENCE:
+        if name == REFERENCE_BACKEND:
             continue
         try:
             found = measure_one(name)
@@ -137,5 +143,5 @@ def _difference(found: Sequence[Tensor], reference: Sequence[Tensor]) -> str | N
         off = float((ours.float() - theirs.float()).abs().max())
         largest = max(1.0, float(theirs.abs().max()))  # above 1 where few keys are averaged
         if not off < TOLERANCE[theirs.dtype] * largest:  # not a number is no agreement either
-            return f"its output is {off:.1e} away from that of {REFERENCE}"
+            return f"its output is {off:.1e} away from that of {REFERENCE_BACKEND}"
     return None

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from magicdec.config.run_config import RunConfig
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
+from magicdec.names import PORTABLE_BACKEND, PORTABLE_ELEMENTWISE
 
 LEADER_FIRST_S = 20.0
 
@@ -134,7 +135,7 @@ def announce_backend(config: RunConfig, launch: Launch) -> None:
         ("--elementwise", model.elementwise, model.elementwise_reason or ""),
     )
     for flag, name, reason in chosen if launch.rank == 0 else ():
-        if reason.startswith(("auto: grouped", "auto: torch;")):
+        if reason.startswith((f"auto: {PORTABLE_BACKEND}", f"auto: {PORTABLE_ELEMENTWISE};")):
             print(f"{flag} {reason}", file=sys.stderr, flush=True)
         if "interpreted" in reason:
             print(f"{flag} {name}: {reason}", file=sys.stderr, flush=True)

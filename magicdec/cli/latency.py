@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.flags import Parser, add_section, announce_backend, read_sections, refuse
+from magicdec.config.backend_choice import check_tells_mass, settled
 from magicdec.config.checks import MOST_WATCHED, check_budget
-from magicdec.config.machine import check_tells_mass, settled
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Launch, read_launch

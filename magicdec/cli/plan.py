@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from magicdec.cli.flags import Parser, refuse
-from magicdec.config.machine import choose_weights
+from magicdec.config.layer_choice import choose_weights
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.curves import DEFAULT_POLICY, find_curves, longest
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from magicdec.config.machine import Machine, choose_backend, choose_weights
+from magicdec.config.backend_choice import choose_backend
+from magicdec.config.layer_choice import choose_weights
+from magicdec.config.machine import Machine
 from magicdec.config.options import option
 from magicdec.names import WEIGHT_DTYPES
 

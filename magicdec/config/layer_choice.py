@@ -1,16 +1,44 @@
-"""What `auto` means for a model's layers: how they multiply, and what computes what lies between.
-Imports no torch.
+"""What `auto` means for a model's layers: the dtypes, how matrices are multiplied, and what
+computes norms, rotation and gates. Imports no torch itself.
 
 Must not know how a machine is probed nor how a choice is implemented.
 """
 
 from __future__ import annotations
 
+from magicdec.config.capabilities import requirements_of
 from magicdec.config.machine import INTERPRETED, Machine
+from magicdec.names import (
+    ELEMENTWISE_BESIDE_PACKED,
+    ELEMENTWISE_ON_CUDA,
+    PORTABLE_ELEMENTWISE,
+)
+
+
+def choose_dtype(asked: str, weights: str, is_fast_bfloat16: bool) -> str:
+    """The dtype of activations and KV cache, where `weights` was asked for the target's weights."""
+    if asked != "auto":
+        return asked
+    if weights not in ("auto", "int8"):
+        return weights
+    return "bfloat16" if is_fast_bfloat16 else "float32"
+
+
+def choose_weights(flag: str, asked: str, dtype: str) -> str:
+    """The dtype of a model's matrices in a run of `dtype`. Raises ValueError if another
+    floating-point type was asked for."""
+    if asked in ("auto", dtype):
+        return dtype
+    if asked == "int8":
+        return asked
+    raise ValueError(
+        f"{flag} {asked}: weights that are not int8 have the --dtype of the run, {dtype}; "
+        f"choose from auto, {dtype}, int8"
+    )
 
 
 def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
-    """How linear layers are computed. Raises ValueError if `packed` was asked for and cannot be."""
+    """How linear layers multiply. Raises ValueError if `packed` was asked for and cannot be."""
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
@@ -29,25 +57,21 @@ def choose_elementwise(
     asked: str, device: str, dtype: str, linear: str, machine: Machine
 ) -> tuple[str, str]:
     """(name, why) of what computes norms, rotation and gates beside linear layers of that kind.
-    Raises ValueError if one was asked for that cannot be."""
-    missing = machine.missing_backends.get("triton")
+    Raises ValueError if one was asked for that cannot serve."""
     if asked == "auto" and device == "cuda":
-        return ("torch", f"auto: torch; {missing}") if missing else ("triton", "auto: CUDA")
+        missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
+        if missing:
+            return PORTABLE_ELEMENTWISE, f"auto: {PORTABLE_ELEMENTWISE}; {missing}"
+        return ELEMENTWISE_ON_CUDA, "auto: CUDA"
     if asked == "auto":
-        name = "native" if linear == "packed" else "torch"
+        name = ELEMENTWISE_BESIDE_PACKED if linear == "packed" else PORTABLE_ELEMENTWISE
         return name, f"auto: --linear {linear}"
-    obstacles = {
-        "native": {
-            "it is for --device cpu": device != "cpu",
-            f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
-            "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
-        },
-        "triton": {str(missing): missing is not None},
-    }
-    found = obstacles.get(asked, {}).items()
-    obstacle = next((reason for reason, applies in found if applies), None)
+    requirements = requirements_of(asked)
+    obstacle = requirements.unmet(machine, device, dtype, subject="it")
     if obstacle:
-        raise ValueError(f"--elementwise {asked}: {obstacle}; choose from auto, torch")
-    if (asked, device) == ("triton", "cpu"):
+        raise ValueError(
+            f"--elementwise {asked}: {obstacle}; choose from auto, {PORTABLE_ELEMENTWISE}"
+        )
+    if requirements.is_interpreted_on_cpu and device == "cpu":
         return asked, INTERPRETED
     return asked, "asked for"

@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from magicdec.config.options import option
-from magicdec.names import DTYPES, ELEMENTWISE, LINEARS, WEIGHT_DTYPES
+from magicdec.names import (
+    DTYPES,
+    ELEMENTWISE,
+    ELEMENTWISE_BESIDE_PACKED,
+    ELEMENTWISE_ON_CUDA,
+    LINEARS,
+    PORTABLE_ELEMENTWISE,
+    WEIGHT_DTYPES,
+)
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,9 @@ class ModelSection:
     )
     elementwise: str = option(
         "auto",
-        "norms, rotation and gates between them; auto: native (C++) beside packed layers, triton "
-        "on CUDA where it is installed, else torch",
+        f"norms, rotation and gates between them; auto: {ELEMENTWISE_BESIDE_PACKED} (C++) beside "
+        f"packed layers, {ELEMENTWISE_ON_CUDA} on CUDA where it is installed, else "
+        f"{PORTABLE_ELEMENTWISE}",
         "--elementwise",
         choices=("auto", *ELEMENTWISE),
     )

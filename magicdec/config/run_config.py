@@ -9,6 +9,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from magicdec.config.backend_choice import (
+    check_tells_mass,
+    choose_backend,
+    choose_draft_kv,
+    choose_graphs,
+    settled,
+)
 from magicdec.config.checks import (
     check_budget,
     check_draft_kv,
@@ -17,19 +24,15 @@ from magicdec.config.checks import (
     check_rank_group,
     check_sampling,
 )
+from magicdec.config.collectives_choice import choose_collectives
 from magicdec.config.draft_section import DraftSection
-from magicdec.config.layer_choice import choose_elementwise, choose_linear
-from magicdec.config.machine import (
-    Machine,
-    check_tells_mass,
-    choose_backend,
-    choose_collectives,
-    choose_draft_kv,
+from magicdec.config.layer_choice import (
     choose_dtype,
-    choose_graphs,
+    choose_elementwise,
+    choose_linear,
     choose_weights,
-    settled,
 )
+from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection
 from magicdec.config.sections import (
     AttentionSection,
@@ -148,7 +151,7 @@ class RunConfig:
                 draft_kv_dtype=choose_draft_kv(
                     self.kv.draft_kv_dtype,
                     dtype,
-                    backend if draft is None else draft.backend,
+                    draft.backend if draft and draft.backend else backend,
                     machine,
                     head_dim if draft is None else draft_head_dim,
                 ),

@@ -1,10 +1,9 @@
-"""What a record says of the machine and the software, and what `RunConfig.resolve` needs to know.
+"""What a record says of the machine and the software, and the facts that decide what `auto` means.
 Host names are left out."""
 
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import platform
 import sys
@@ -13,11 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from magicdec.config.machine import CUDA_ONLY, Machine
+from magicdec.config.capabilities import capabilities_of, list_backends
+from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.gpu_state import GpuState
 from magicdec.kernels.build import find_compiler
-from magicdec.names import ATTENTION_BACKENDS
 
 
 def probe_machine(launch: Launch) -> Machine:
@@ -42,15 +41,17 @@ def probe_machine(launch: Launch) -> Machine:
         has_shared_memory=Path("/dev/shm").is_dir(),
         has_avx512_bf16="avx512_bf16" in flags,
         has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
-        missing_backends=missing_backends(("triton", *CUDA_ONLY) if has_cuda else ("triton",)),
+        missing_backends=missing_backends(
+            list_backends(lambda c: has_cuda or "cpu" in c.devices),
+        ),
     )
 
 
 def missing_backends(names: Sequence[str]) -> dict[str, str]:
-    """What those attention backends need and do not find here. Loads none of their libraries."""
-    modules = [importlib.import_module(ATTENTION_BACKENDS[n].partition(":")[0]) for n in names]
-    found = zip(names, (module.missing_parts() for module in modules), strict=True)
-    return {name: missing for name, missing in found if missing}
+    """What those attention backends need and do not find here, by name. Loads none of their
+    libraries."""
+    found = {name: capabilities_of(name).missing_parts() for name in names}
+    return {name: missing for name, missing in found.items() if missing}
 
 
 def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.backend import backend_class
 from magicdec.config.run_config import RunConfig
 from magicdec.cost_model.costs import int8_kv_bytes_per_token, kv_bytes_per_token, weight_bytes
 from magicdec.distributed.tensor_parallel import Shard
@@ -19,7 +19,6 @@ from magicdec.kv.policy import MASS_BLOCK, make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.memory.working_memory import DTYPE_BYTES, max_tokens, working_bytes
 from magicdec.model.config import ModelConfig
-from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.rolling_runner import BLOCK_SIZE, blocks_held
 
 
@@ -89,8 +88,7 @@ def _rows(config: RunConfig) -> int:
 
 def _rounded(backend: str, tokens: int) -> int:
     """To whole blocks of that backend."""
-    chosen: AttentionBackend = load_named(ATTENTION_BACKENDS, backend)()
-    block = chosen.block_size(tokens)
+    block = backend_class(backend)().block_size(tokens)
     return -(-tokens // block) * block
 
 

@@ -4,7 +4,7 @@ of the tensors that are then alive. Arithmetic; allocates nothing.
 
 from __future__ import annotations
 
-from magicdec.config.machine import CUDA_ONLY
+from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.run_config import RunConfig
 from magicdec.cost_model.costs import kv_bytes_per_token
 from magicdec.decoding.heaviest_reader import REPLAYED
@@ -87,35 +87,25 @@ def _layer_bytes(model: ModelConfig, shard: Shard, num_tokens: int, size: int) -
 def _attention_bytes(
     config: RunConfig, model: ModelConfig, shard: Shard, B: int, T: int, S: int
 ) -> int:
-    """What a backend makes for one layer: B rows, T new tokens, S cached ones."""
-    size, backend = DTYPE_BYTES[config.model.dtype], config.attention.backend
-    per_layer = kv_bytes_per_token(model, shard, size) // model.num_layers
-    first, last = shard.heads(model.num_heads, model.num_kv_heads)[0]
-    if backend == "sdpa":  # the keys and values gathered, the mask as it is and as it is added
-        return B * S * per_layer + B * T * S * (1 + size)
-    if backend == "native" and (T == 1 or size == 2):
-        return 0
-    if backend == "triton":  # splits are only made until the processors are busy: a few megabytes
-        return 0
-    if backend in CUDA_ONLY:  # what a view that is not full gathers
-        return B * S * per_layer
-    if T >= 32:  # grouped, or what native hands to it: torch's fused kernel with a mask
-        return B * T * S * (1 + size)
-    if backend == "native":
-        return 0
-    return B * (last - first) * T * S * (2 * size + 4)  # scores, weights, and these once more
+    """What the backend allocates for one layer: B rows, T new tokens, S cached ones."""
+    size = _call_size(config, model, shard, B, T, S)
+    return backend_class(config.attention.backend).working_bytes(size)
 
 
 def _watching_bytes(
     config: RunConfig, model: ModelConfig, shard: Shard, B: int, T: int, S: int
 ) -> int:
-    """What telling where the attention goes adds: `sdpa` computes the softmax a second time, in
-    float32; the others have it."""
-    if config.attention.backend != "sdpa":
-        return 0
+    """What the backend allocates on top of that to return its attention weights."""
+    size = _call_size(config, model, shard, B, T, S)
+    return backend_class(config.attention.backend).weights_bytes(size)
+
+
+def _call_size(
+    config: RunConfig, model: ModelConfig, shard: Shard, B: int, T: int, S: int
+) -> CallSize:
     queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
-    scores = B * (queries[1] - queries[0]) * T * S
-    return 4 * (B * S * (keys[1] - keys[0]) * model.cached_head_dim + 3 * scores)
+    heads = queries[1] - queries[0], keys[1] - keys[0]
+    return CallSize(B, T, S, *heads, model.cached_head_dim, DTYPE_BYTES[config.model.dtype])
 
 
 def _loading_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:

@@ -30,6 +30,7 @@ from magicdec.hardware.timing import (
 )
 from magicdec.memory.watch import MemoryWatch
 from magicdec.memory.working_memory import max_tokens
+from magicdec.names import REFERENCE_BACKEND
 from magicdec.records.metrics import PassSamples, prefill_metrics
 from magicdec.records.record import Correctness, RunRecord
 from magicdec.request import Request
@@ -40,8 +41,6 @@ from magicdec.runner import ModelRunner
 from magicdec.setup.loading import Kinds, kinds_of, load_model, make_backend, make_draft
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession
-
-REFERENCE_BACKEND = "sdpa"  # settles differences, whatever backend made them
 
 
 @dataclass

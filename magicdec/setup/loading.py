@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.backend import AttentionBackend, backend_class
 from magicdec.config.model_section import ModelSection
 from magicdec.console import Progress
 from magicdec.decoding.reader import standalone_kv_dtype
@@ -20,7 +20,7 @@ from magicdec.kv.policy import make_policy
 from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
-from magicdec.names import ATTENTION_BACKENDS, ELEMENTWISE, load_named
+from magicdec.names import ELEMENTWISE, load_named
 from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 from magicdec.setup.prepare import Prepared
@@ -64,8 +64,7 @@ def load_kind(source: ModelSource, shard: Shard, kinds: Kinds, device: torch.dev
 
 
 def make_backend(name: str) -> AttentionBackend:
-    backend: AttentionBackend = load_named(ATTENTION_BACKENDS, name)()
-    return backend
+    return backend_class(name)()
 
 
 def make_draft(

@@ -9,8 +9,9 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from magicdec.attention.triton import load_kernels
-from magicdec.config.machine import WITHOUT_WINDOW, settled
+from magicdec.attention.backend import backend_class
+from magicdec.config.backend_choice import settled
+from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.options import flag_of
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
@@ -23,6 +24,7 @@ from magicdec.memory.working_memory import max_tokens
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 from magicdec.setup.draft_checks import check_choice, check_draft
 from magicdec.workload.workload import Workload, build_workload
 
@@ -149,10 +151,12 @@ def check_int8(flag: str, asked: str, named: str) -> None:
 
 
 def check_interpreter(config: RunConfig) -> None:
-    """Load Triton where it is to be interpreted, before anything else does: it decides then."""
-    backends = {config.attention.backend, config.draft and config.draft.backend}
-    if "triton" in backends and config.parallel.device == "cpu":
-        load_kernels("cpu")
+    """Load what a backend must load before anything else does. Triton, where it is to be
+    interpreted, decides on that when it is first imported."""
+    drafts = [] if config.draft is None else [config.draft.backend]
+    for name in [config.attention.backend, *drafts]:
+        if name is not None:
+            backend_class(name).load(config.parallel.device)
 
 
 def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
@@ -185,20 +189,27 @@ def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
 def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
     """Refuse ALiBi where scores are rounded to bfloat16: they grow with the position, and the
     difference between neighbours would be lost."""
-    if source.config.positions == "alibi" and (backend, dtype) == ("grouped", "bfloat16"):
+    if backend is None or (source.config.positions, dtype) != ("alibi", "bfloat16"):
+        return
+    if capabilities_of(backend).rounds_scores:
+        known = (*AUTO_BACKENDS, REFERENCE_BACKEND)
+        fitting = [name for name in known if not capabilities_of(name).rounds_scores]
         raise ValueError(
-            f"--attention grouped rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
-            f"{source.name}; choose native, sdpa, or --dtype float32"
+            f"--attention {backend} rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
+            f"{source.name}; choose {', '.join(fitting)}, or --dtype float32"
         )
 
 
 def check_window(backend: str | None, length: int, flag: str, source: ModelSource) -> None:
     """Refuse texts of `length` tokens past a sliding window that the backend would not keep to."""
     window = source.config.sliding_window
-    if backend in WITHOUT_WINDOW and window is not None and window < length:
+    if backend is None or window is None or window >= length:
+        return
+    if not capabilities_of(backend).keeps_window:
+        fitting = ", ".join(list_backends(lambda c: c.keeps_window))
         raise ValueError(
             f"--attention {backend} does not keep to the window of {window} tokens of {flag} "
-            f"{source.name}; choose from auto, sdpa, grouped, native, triton"
+            f"{source.name}; choose from auto, {fitting}"
         )
 
 

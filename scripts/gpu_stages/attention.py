@@ -13,7 +13,8 @@ from torch import Tensor
 from gpu_stages.device_clock import copy_bandwidth, median_seconds
 from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
-from magicdec.config.machine import CUDA_ONLY, WITHOUT_GRAPHS, Machine, backend_obstacle
+from magicdec.config.capabilities import capabilities_of
+from magicdec.config.machine import Machine
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import CacheShape, KVCache
@@ -42,9 +43,9 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
     hold it) and of `plan` apart, and the share of the copy's bandwidth. Raises RuntimeError for
     what cannot be served here."""
     device, tokens = suite.device, suite.scale.attention_tokens
-    missing = missing_backends(("triton", *CUDA_ONLY))
-    machine = Machine(1, has_compiler=True, missing_backends=missing)
-    obstacle = backend_obstacle(name, device.type, machine, heads.D, "bfloat16")
+    capabilities = capabilities_of(name)
+    machine = Machine(1, has_compiler=True, missing_backends=missing_backends((name,)))
+    obstacle = capabilities.obstacle(machine, device.type, heads.D, "bfloat16")
     if obstacle:
         raise RuntimeError(obstacle)
     needed = 2 * B * (S + max(tokens)) * heads.G * heads.D * DTYPE.itemsize
@@ -59,7 +60,7 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
     for T in tokens:
         call, plan, _ = prepare_call(backend, cache, heads, B, T)
         again: Callable[[], Tensor] = call
-        if device.type == "cuda" and name not in WITHOUT_GRAPHS:
+        if device.type == "cuda" and capabilities.can_be_recorded:
             call()
             again = CudaGraphs(device).record(call)
         seconds, num_bytes = median_seconds(device, again, calls=3), 2 * B * heads.G * heads.D

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Launch
 
-from magicdec.config.machine import Machine, choose_collectives
+from magicdec.config.collectives_choice import choose_collectives
+from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
 
 HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)

@@ -24,7 +24,8 @@ from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.attention.varlen import VarlenBackend
-from magicdec.config.machine import CUDA_ONLY, WITHOUT_WINDOW, Machine, backend_obstacle
+from magicdec.config.capabilities import capabilities_of, list_backends
+from magicdec.config.machine import Machine
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVPolicy, make_view
@@ -62,7 +63,7 @@ def cases(*axes: Sequence[object], without: Sequence[str] = ()) -> list[object]:
         kept = [chosen for chosen in itertools.product(*axes) if is_served(kind, chosen)]
         if kind == "triton" and not HAS_CUDA:
             kept = kept[::5]  # of both dtypes: their number is even
-        marks = [pytest.mark.cuda] if kind in CUDA_ONLY else []
+        marks = [] if "cpu" in capabilities_of(kind).devices else [pytest.mark.cuda]
         if kind == "triton" and find_spec("triton") is None:
             marks = [pytest.mark.skip(reason="triton is not installed")]
         found += [pytest.param(name, *chosen, marks=marks) for chosen in kept]
@@ -73,8 +74,9 @@ def is_served(kind: str, chosen: Sequence[object]) -> bool:
     """Whether the backend takes the heads and the dtype among `chosen`."""
     size = next((c[2] for c in chosen if isinstance(c, tuple)), 64)
     dtype = next((c for c in chosen if isinstance(c, torch.dtype)), torch.bfloat16)
-    device, machine = "cuda" if kind in CUDA_ONLY else "cpu", Machine(1, has_compiler=True)
-    return backend_obstacle(kind, device, machine, size, str(dtype)[6:]) is None
+    capabilities, machine = capabilities_of(kind), Machine(1, has_compiler=True)
+    device = "cpu" if "cpu" in capabilities.devices else "cuda"
+    return capabilities.obstacle(machine, device, size, str(dtype)[6:]) is None
 
 
 def device_of(backend: AttentionBackend) -> torch.device:
@@ -155,7 +157,7 @@ def test_backend_equals_attention_written_out(
 
 @pytest.mark.parametrize(
     ("name", "policy", "window", "dtype"),
-    cases(WINDOWED, [1, 5, 36, 100], DTYPES, without=WITHOUT_WINDOW),
+    cases(WINDOWED, [1, 5, 36, 100], DTYPES, without=list_backends(lambda c: not c.keeps_window)),
     ids=str,
 )
 def test_a_token_sees_its_window(

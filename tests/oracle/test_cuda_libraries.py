@@ -34,13 +34,12 @@ from magicdec.attention.flashinfer import missing_parts as flashinfer_missing
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.varlen import VarlenBackend, as_one_text
 from magicdec.attention.varlen import missing_parts as varlen_missing
-from magicdec.config.machine import CUDA_ONLY, WITHOUT_GRAPHS, WITHOUT_MASS
+from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.names import ATTENTION_BACKENDS
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
 LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3", "flashinfer"]
@@ -134,7 +133,7 @@ READ_ON_DEVICE = ["sdpa", "triton", "varlen", "flash_attn 2", "flash_attn 3"]
 
 def test_every_backend_that_may_be_recorded_is_tried_with_bounds() -> None:
     names = {name.split()[0] for name in READ_ON_DEVICE}
-    assert names == set(ATTENTION_BACKENDS) - set(WITHOUT_GRAPHS)
+    assert names == set(list_backends(lambda c: c.can_be_recorded))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins compute on the CPU")
@@ -161,7 +160,7 @@ def test_lengths_on_the_host_may_be_bounds(
     for layer in (0, 1):
         out = built.run(layer, *inputs, loose)
         assert (out - expected.run(layer, *inputs, view)).abs().max() < 1e-5, layer
-    if backend in WITHOUT_MASS:
+    if not capabilities_of(backend).returns_weights:
         return
     _, mass = built.run_with_mass(1, *inputs, loose)
     _, of_all = expected.run_with_mass(1, *inputs, view)
@@ -226,7 +225,9 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     assert "has no varlen_attn; install torch 2.11 or later" in str(varlen_missing())
     for name, build in zip(
-        CUDA_ONLY, (VarlenBackend, FlashAttnBackend, FlashInferBackend), strict=True
+        list_backends(lambda c: "cpu" not in c.devices),
+        (VarlenBackend, FlashAttnBackend, FlashInferBackend),
+        strict=True,
     ):
         with pytest.raises(ValueError, match=f"--attention {name}: "):
             build()

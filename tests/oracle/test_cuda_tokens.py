@@ -10,7 +10,7 @@ import torch
 from conftest import decode_both, make_draft, make_requests, random_prompts, served_pairs
 from recorder import Recorder
 
-from magicdec.config.machine import CUDA_ONLY, WITHOUT_GRAPHS
+from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
 from magicdec.console import make_progress
 from magicdec.decoding.cuda_graphs import CudaGraphs
@@ -18,12 +18,11 @@ from magicdec.decoding.strategy import Recorder as AnyRecorder
 from magicdec.distributed.groups import Group
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.transformer import Transformer
-from magicdec.names import ATTENTION_BACKENDS
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import Kinds, load_model, make_backend
 
 PAIRS = sorted(served_pairs(), key=str)
-FLOAT32_BACKENDS = sorted(set(ATTENTION_BACKENDS) - set(CUDA_ONLY) - {"native"})
+FLOAT32_BACKENDS = sorted(list_backends(lambda c: "cuda" in c.devices and "float32" in c.dtypes))
 PROMPTS = [300, 70, 1, 190]
 NUM_NEW = 40
 
@@ -68,7 +67,12 @@ def on_cpu(drafter: str, policy: str | None) -> list[list[int]]:
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("backend", "graphs"),
-    [(b, g) for b in FLOAT32_BACKENDS for g in (False, True) if not g or b not in WITHOUT_GRAPHS],
+    [
+        (backend, graphs)
+        for backend in FLOAT32_BACKENDS
+        for graphs in (False, True)
+        if not graphs or capabilities_of(backend).can_be_recorded
+    ],
 )
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
 def test_tokens_on_a_gpu_are_the_cpus(

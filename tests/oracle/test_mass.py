@@ -13,13 +13,14 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.capabilities import list_backends
 from magicdec.config.checks import MOST_WATCHED
-from magicdec.config.machine import WITHOUT_MASS
 from magicdec.kv.cache import CacheShape, KVCache
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
 from magicdec.kv.streaming_llm import StreamingLLM
 
+WITHOUT_WEIGHTS = list_backends(lambda c: not c.returns_weights)
 LENGTHS, COMMITTED = [37, 3, 70, 0], [35, 3, 66, 0]
 FORWARDS = [(1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (17, [3, 2])]
 
@@ -130,7 +131,7 @@ def test_every_head_reads_its_own_ranges(
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "dtype"), cases(HEADS, DTYPES, without=WITHOUT_MASS), ids=str
+    ("name", "heads", "dtype"), cases(HEADS, DTYPES, without=WITHOUT_WEIGHTS), ids=str
 )
 def test_mass_is_what_the_softmax_gives_each_block(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
@@ -156,7 +157,7 @@ def test_mass_is_what_the_softmax_gives_each_block(
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "dtype"), cases([2, 21], DTYPES, without=WITHOUT_MASS), ids=str
+    ("name", "window", "dtype"), cases([2, 21], DTYPES, without=WITHOUT_WEIGHTS), ids=str
 )
 def test_mass_and_heads_of_their_own_under_a_window(
     name: str, window: int, dtype: torch.dtype

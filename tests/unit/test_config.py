@@ -17,8 +17,9 @@ from conftest import HANG
 from magicdec import names as module
 from magicdec.cli import flags as cli
 from magicdec.cli.flags import build_parser, parse
+from magicdec.config.backend_choice import choose_backend, settled
 from magicdec.config.draft_section import DraftSection
-from magicdec.config.machine import TO_BE_MEASURED, Machine, choose_backend, settled
+from magicdec.config.machine import TO_BE_MEASURED, Machine
 from magicdec.config.model_section import TargetSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection

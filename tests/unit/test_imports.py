@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "magicdec"
 # Rooms, from the ground up. A room may import from rooms of lower layers and from itself.
 LAYERS = (
     {"names", "console", "kernels"},
-    {"config", "distributed", "model.linear", "model.elementwise"},
+    {"config", "distributed", "model.linear"},
+    {"model.elementwise"},
     {"model", "request", "hardware", "kv"},
     {"model.families", "scheduler", "records", "workload", "attention"},
     {"model.presets", "runner"},

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.config.machine import Machine, choose_collectives
+from magicdec.config.collectives_choice import choose_collectives
+from magicdec.config.machine import Machine
 from magicdec.distributed import symmetric_memory as module
 from magicdec.distributed.symmetric_memory import (
     BUFFER_BYTES,

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from magicdec.config.capabilities import Requirements
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.model.elementwise.operators import Elementwise
 
@@ -42,6 +43,10 @@ def serves(x: Tensor) -> bool:
 
 class NativeElementwise(Elementwise):
     """bfloat16 on a CPU, float32 arithmetic and one rounding; rotation in place."""
+
+    requirements = Requirements(
+        "native", devices=("cpu",), dtypes=("bfloat16",), needs_compiler=True
+    )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not serves(x):

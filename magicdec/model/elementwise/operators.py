@@ -9,13 +9,19 @@ Shapes: B rows, T new tokens, D head size, R of its dimensions rotated, F units 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from magicdec.config.capabilities import Requirements
+
 
 class Elementwise:
     """By torch's operators. A subclass replaces what it computes in another way."""
+
+    requirements: ClassVar[Requirements] = Requirements("torch")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., W] / sqrt(mean of squares + eps) * weight [W]."""

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from magicdec.config.capabilities import Requirements
 from magicdec.kernels.triton_modules import load_kernels, next_power
 from magicdec.model.elementwise.operators import Elementwise
 
@@ -37,6 +38,8 @@ def is_interpreted(x: Tensor) -> bool:
 class TritonElementwise(Elementwise):
     """float32 and bfloat16 storage, float32 arithmetic; rotation in place. Last dimensions are
     adjacent; what lies before them may be strided."""
+
+    requirements = Requirements("triton", is_interpreted_on_cpu=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)

@@ -1,0 +1,98 @@
+"""What `--attention auto` means on a machine, and what follows from the backend: the dtype of a
+draft's KV cache and CUDA graphs. Imports no torch itself; asking a backend what it can do does.
+
+Must not know any backend but through its `Capabilities`, nor how a machine is probed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from magicdec.config.capabilities import capabilities_of, list_backends
+from magicdec.config.machine import INTERPRETED, TO_BE_MEASURED, Machine
+from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
+
+INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
+
+
+def choose_backend(
+    asked: str, device: str, machine: Machine, head_dim: int, dtype: str = "float32"
+) -> tuple[str, str]:
+    """(name, why) of the attention backend to use. Raises ValueError if one was asked for that
+    cannot serve. On CUDA `auto` is the portable backend until a measurement has chosen."""
+    if asked == "auto" and device == "cuda":
+        return PORTABLE_BACKEND, TO_BE_MEASURED
+    if asked == "auto":
+        return _choose_on_cpu(device, machine, head_dim, dtype)
+    capabilities = capabilities_of(asked)
+    obstacle = capabilities.obstacle(machine, device, head_dim, dtype)
+    if obstacle:
+        raise ValueError(
+            f"--attention {asked}: {obstacle}; choose from auto, {REFERENCE_BACKEND}, "
+            f"{PORTABLE_BACKEND}"
+        )
+    if capabilities.is_interpreted_on_cpu and device == "cpu":
+        return asked, INTERPRETED
+    return asked, "asked for"
+
+
+def _choose_on_cpu(device: str, machine: Machine, head_dim: int, dtype: str) -> tuple[str, str]:
+    """The first of AUTO_BACKENDS that can serve, and why none before it."""
+    obstacles: list[str] = []
+    for name in AUTO_BACKENDS:
+        obstacle = capabilities_of(name).obstacle(machine, device, head_dim, dtype)
+        if obstacle is None:
+            return name, "; ".join([f"auto: {name}", *obstacles])
+        obstacles.append(obstacle)
+    raise AssertionError("the last of AUTO_BACKENDS serves every model")
+
+
+def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head_dim: int) -> str:
+    """The dtype of a draft's own KV cache in a run of `dtype`, where `backend` serves the draft.
+    Raises ValueError for an int8 cache that cannot be read."""
+    if asked != "int8":
+        return dtype
+    if head_dim % INT8_TILE:
+        raise ValueError(
+            f"--draft_kv_dtype int8: head size {head_dim} is not a multiple of {INT8_TILE}; "
+            "choose auto"
+        )
+    obstacle = capabilities_of(backend).int8_kv_obstacle(machine, dtype)
+    if obstacle:
+        raise ValueError(
+            f"--draft_kv_dtype int8: {obstacle}; choose auto, or --attention {REFERENCE_BACKEND}"
+        )
+    return asked
+
+
+def settled(backend: str | None, reason: str | None) -> str | None:
+    """The backend, or None where a measurement will name it."""
+    return None if reason == TO_BE_MEASURED else backend
+
+
+def check_tells_mass(backend: str, policy: str) -> None:
+    """Refuse the `verified` policy, which asks the target's attention where it went, beside a
+    backend that does not return its weights."""
+    if policy == "verified" and not capabilities_of(backend).returns_weights:
+        fitting = ", ".join(list_backends(lambda c: c.returns_weights))
+        raise ValueError(
+            f"--attention {backend} does not tell where the attention goes, which --kv_policy "
+            f"verified needs; choose from auto, {fitting}"
+        )
+
+
+def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> tuple[str, str]:
+    """(on or off, why) of CUDA graphs. `backends` are the target's and a draft's, None for
+    one that a measurement will name. Raises ValueError if graphs were asked for and cannot be."""
+    named = [name for name in backends if name is not None]
+    unfit = next((name for name in named if not capabilities_of(name).can_be_recorded), None)
+    obstacles = {
+        f"--device {device} has none": device != "cuda",
+        f"--attention {unfit} needs lengths on the host": unfit is not None,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if asked == "on" and obstacle:
+        raise ValueError(f"--cuda_graphs on: {obstacle}; choose from auto, off")
+    if asked == "auto":
+        return ("off", f"auto: off, {obstacle}") if obstacle else ("on", "auto: on")
+    return asked, "asked for"

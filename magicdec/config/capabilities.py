@@ -1,0 +1,103 @@
+"""What an attention backend, or a way to compute norms, rotation and gates, declares of itself:
+where it can run, what it needs and what it can do. Imports no torch.
+
+Owns the form of these declarations. Each is made beside its class, in the class's own file. Must
+not know any backend by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from magicdec.config.machine import Machine
+from magicdec.names import ATTENTION_BACKENDS, DEVICES, DTYPES, ELEMENTWISE, load_named
+
+
+def nothing_missing() -> None:
+    """For what needs no library beside torch."""
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What an implementation needs of the machine and of the run. `name` is its name in
+    `magicdec.names`; `missing_parts` says what is not installed, or None, and loads no library."""
+
+    name: str
+    devices: tuple[str, ...] = DEVICES
+    dtypes: tuple[str, ...] = DTYPES
+    needs_compiler: bool = False  # a C++ compiler
+    missing_parts: Callable[[], str | None] = nothing_missing
+    is_interpreted_on_cpu: bool = False  # Triton: right there, and far too slow
+
+    def unmet(
+        self, machine: Machine, device: str, dtype: str, subject: str | None = None
+    ) -> str | None:
+        """What keeps it from running, in words about `subject`; None where nothing does."""
+        it = subject or self.name
+        obstacles = {
+            f"{it} is for --device {self.devices[0]}": device not in self.devices,
+            machine.missing_backends.get(self.name, ""): self.name in machine.missing_backends,
+            f"{it} is for --dtype {self.dtypes[0]}, not {dtype}": dtype not in self.dtypes,
+            f"{it} needs a C++ compiler (on Debian: apt install g++)": (
+                self.needs_compiler and not machine.has_compiler
+            ),
+        }
+        return next((reason for reason, applies in obstacles.items() if applies), None)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The head sizes that a kernel serves; `name` completes "head size 72 is not"."""
+
+    name: str
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Capabilities(Requirements):
+    """What an attention backend can serve (`AttentionBackend.capabilities`)."""
+
+    head_sizes: HeadSizes | None = None  # None: all
+    int8_kv_dtypes: tuple[str, ...] = ()  # dtypes of a run in which it reads an int8 KV cache
+    int8_kv_needs_avx512_bf16: bool = False
+    keeps_window: bool = True  # a model's sliding window
+    returns_weights: bool = True  # tells how much attention each block of keys gets
+    can_be_recorded: bool = True  # in a CUDA graph; False: it needs exact lengths on the host
+    rounds_scores: bool = False  # to the run's dtype, too coarse for ALiBi in bfloat16
+
+    def obstacle(self, machine: Machine, device: str, head_dim: int, dtype: str) -> str | None:
+        """Why it cannot serve a model of these heads here; None where it can."""
+        unmet = self.unmet(machine, device, dtype)
+        if unmet or self.head_sizes is None or head_dim in self.head_sizes.sizes:
+            return unmet
+        return f"head size {head_dim} is not {self.head_sizes.name}"
+
+    def int8_kv_obstacle(self, machine: Machine, dtype: str) -> str | None:
+        """Why it cannot read an int8 KV cache in a run of `dtype`; None where it can."""
+        flag, dtypes = f"--attention {self.name}", self.int8_kv_dtypes
+        if not dtypes:
+            return f"{flag} reads none"
+        if dtype not in dtypes:
+            return f"{flag} reads it in --dtype {', '.join(dtypes)}, not {dtype}"
+        if self.int8_kv_needs_avx512_bf16 and not machine.has_avx512_bf16:
+            return f"{flag} reads it on CPUs with AVX512-BF16"
+        return None
+
+
+def capabilities_of(name: str) -> Capabilities:
+    """Of the attention backend of that name. Imports its file, and torch with it."""
+    capabilities: Capabilities = load_named(ATTENTION_BACKENDS, name).capabilities
+    return capabilities
+
+
+def requirements_of(name: str) -> Requirements:
+    """Of the way to compute norms, rotation and gates of that name. Imports torch."""
+    requirements: Requirements = load_named(ELEMENTWISE, name).requirements
+    return requirements
+
+
+def list_backends(fits: Callable[[Capabilities], Any]) -> list[str]:
+    """The names of the attention backends that `fits` accepts, in the order of the name table."""
+    return [name for name in ATTENTION_BACKENDS if fits(capabilities_of(name))]

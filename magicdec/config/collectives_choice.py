@@ -1,0 +1,62 @@
+"""What `--collectives auto` means on a machine, and which collectives cannot serve there. Imports
+no torch.
+
+Must not know how a machine is probed nor how ranks exchange anything.
+"""
+
+from __future__ import annotations
+
+from magicdec.config.machine import Machine
+
+GPU_COLLECTIVES = ("nccl", "symmetric_memory")
+
+
+def choose_collectives(
+    asked: str | None, device: str, machine: Machine
+) -> tuple[str | None, str | None]:
+    """(name, why) of the collectives to use; (None, None) for one rank. Raises ValueError for what
+    the device, the hosts or the machine cannot do."""
+    if machine.world_size == 1:
+        return None, None
+    if device == "cuda":
+        return choose_gpu_collectives(asked, machine)
+    obstacles = {
+        "several hosts": machine.local_world_size != machine.world_size,
+        "no C++ compiler": not machine.has_compiler,
+        "no /dev/shm": not machine.has_shared_memory,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
+    if asked == "auto":
+        return ("gloo", f"auto: {obstacle}") if obstacle else ("shared_memory", "auto: one host")
+    if asked in GPU_COLLECTIVES:
+        raise ValueError(
+            f"--collectives {asked} cannot serve --device {device}; choose from gloo, shared_memory"
+        )
+    if asked == "shared_memory" and obstacle:
+        raise ValueError(f"--collectives shared_memory: {obstacle} here; choose from auto, gloo")
+    return asked, "asked for"
+
+
+def choose_gpu_collectives(asked: str | None, machine: Machine) -> tuple[str, str]:
+    """As `choose_collectives`, between several ranks with a GPU each: `auto` is symmetric memory
+    where ENABLE_INTRA_NODE_COMM=1 asks for it and it is there, else NCCL. Raises ValueError."""
+    ranks, gpus = machine.local_world_size, machine.num_gpus
+    if asked not in ("auto", *GPU_COLLECTIVES):
+        fitting = ", ".join(GPU_COLLECTIVES)
+        raise ValueError(f"--collectives {asked} cannot serve --device cuda; choose from {fitting}")
+    if ranks > gpus:
+        raise ValueError(
+            f"--collectives {asked} --device cuda: NCCL wants a GPU for each of the {ranks} ranks "
+            f"of a host, and this one has {gpus}; start at most {gpus}, or choose --device cpu "
+            "--collectives gloo"
+        )
+    obstacle = machine.missing_symmetric_memory
+    if machine.local_world_size != machine.world_size:
+        obstacle = "several hosts"
+    if asked == "symmetric_memory" and obstacle:
+        raise ValueError(f"--collectives symmetric_memory: {obstacle}; choose from auto, nccl")
+    if asked == "auto" and machine.wants_symmetric_memory:
+        if obstacle:
+            return "nccl", f"auto: ENABLE_INTRA_NODE_COMM=1, but {obstacle}"
+        return "symmetric_memory", "auto: ENABLE_INTRA_NODE_COMM=1"
+    return ("nccl", "auto: CUDA") if asked == "auto" else (str(asked), "asked for")
