@@ -109,3 +109,10 @@ def test_commands_have_their_flags(
 
 def test_the_readme_shows_every_command() -> None:
     assert {name for name, _ in commands("README.md")} == set(COMMANDS)
+
+
+def test_the_page_of_flags_is_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import flags_page
+
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run scripts/flags_page.py --write"
