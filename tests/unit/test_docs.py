@@ -20,7 +20,7 @@ HISTORY = ("docs/log.md",)  # what it names was there on the day of the entry
 # Written with a folder and as source or text, or within what is committed of the repository.
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
 DRIVERS = {f"tests/{name}_benchmark.py": name for name in COMMANDS} | {"tests/probe.py": "probe"}
-MOST_README_LINES, WIDEST_README_LINE = 220, 130
+MOST_README_LINES, WIDEST_README_LINE = 220, 122
 
 
 def prose(page: str) -> str:
