@@ -1,4 +1,4 @@
-"""`magicdec download`: a model's files from the Hugging Face hub, so that `--model DIR` runs them.
+"""`magicdec download`: fetch a model from the Hugging Face hub, so that `--model DIR` runs it.
 
     magicdec download --repo_id meta-llama/Llama-3.2-1B --out_dir checkpoints/Llama-3.2-1B
 
@@ -21,7 +21,7 @@ ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 def main() -> NoReturn:
-    """Download; exit code 2, with one line, for whatever kept it from it."""
+    """Download. Exit code 2, with one line that says why, if it cannot be done."""
     code = 0
     try:
         run(parse(sys.argv[1:]))
@@ -30,7 +30,7 @@ def main() -> NoReturn:
     except OSError as error:
         refuse(ValueError(f"{error.filename or '--out_dir'}: {error.strerror or error}"), ALONE)
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
+        print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
         code = 130
     sys.exit(code)
 
@@ -38,8 +38,9 @@ def main() -> NoReturn:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Raises ValueError, one line naming the flag."""
     parser = Parser(
-        description="Download what running a model needs (safetensors, else .bin; config and "
-        "tokenizer) and check it. The same command continues a download that was cut off.",
+        description="Download the files that running a model needs (safetensors, else .bin; "
+        "config and tokenizer) and compare their checksums. After an interruption, the same "
+        "command fetches the files that are missing.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -52,6 +53,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     repository = find_repository(args.repo_id, args.revision, args.hf_token)
     print(f"{args.repo_id} at commit {repository.commit}", flush=True)
     files = download(repository, args.out_dir, args.hf_token, announce)
@@ -63,5 +68,5 @@ def run(args: argparse.Namespace) -> None:
 
 
 def announce(file: RemoteFile) -> None:
-    """A line where the library's bars, on a terminal alone, are not seen."""
+    """Print a line for each file, which also a log shows; progress bars are for terminals."""
     print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)

@@ -1,5 +1,5 @@
-"""A stand-in for the Hugging Face hub on the loopback: the two endpoints that a download uses, and
-the ways in which the hub refuses. Holds no tests itself."""
+"""A stand-in for the Hugging Face hub on the loopback: the three endpoints that a download uses,
+and the ways in which the hub refuses. Holds no tests itself."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secretOfTheTests"
+LARGE = (".safetensors", ".bin")  # files that have a sha256
 
 
 @dataclass
 class Hub:
-    """`files` of every repository `org/...`; what was asked for is kept in `requests`: (path,
-    Range, Authorization)."""
+    """`files` are those of every repository `org/...`. `requests` are those that were received, as
+    (path, Range, Authorization); `ranges_of` has the Range of each GET of a file."""
 
     files: dict[str, bytes]
-    stall_after: int | None = None  # bytes of a large file, then nothing more
-    cut_after: int | None = None  # bytes of a large file, then the connection ends; once
-    damaged: str | None = None  # a file whose bytes are not those of its checksum
+    stall_after: int | None = None  # a larger file stops after so many bytes
+    cut_after: int | None = None  # a larger file's connection ends after so many bytes, once
+    damaged: str | None = None  # this file's bytes do not have its checksum
     address: str = ""
     requests: list[tuple[str, str | None, str | None]] = field(default_factory=list)
+    ranges_of: dict[str, list[str | None]] = field(default_factory=dict)
 
     def start(self) -> None:
         """Serve at `address` until `stop`."""
@@ -52,8 +54,8 @@ class Hub:
         self.server.server_close()
 
     def ranges(self, name: str) -> list[str | None]:
-        """The Range of every request for that file."""
-        return [r for path, r, _ in self.requests if path.endswith("/" + name)]
+        """The Range of every GET of that file."""
+        return self.ranges_of.get(name, [])
 
     def answer(self, http: BaseHTTPRequestHandler) -> None:
         path, sent = unquote(urlsplit(http.path).path), http.headers.get("Authorization")
@@ -67,26 +69,48 @@ class Hub:
             return self.refuse(http, 503)
         if sent is not None and not token_is_right:
             return self.refuse(http, 401, message="Invalid credentials in Authorization header")
+        if path.endswith(f"/tree/{COMMIT}"):
+            return self.send(http, self.list_tree())
         if path.startswith("/api/models/"):
             if not path.endswith(("/revision/main", f"/revision/{COMMIT}")):
                 return self.refuse(http, 404, "RevisionNotFound")
-            return self.send(http, json.dumps(self.describe()).encode())
+            return self.send(http, self.describe())
         _, _, repo, resolve, commit, name = path.split("/", 5)
         assert (resolve, commit) == ("resolve", COMMIT), path
         if repo == "gated" and not token_is_right:
             return self.refuse(http, 403 if sent else 401, "GatedRepo")
         return self.send_file(http, name)
 
+    def checksums(self, name: str) -> tuple[str, str | None]:
+        """git's sha1 of a file, and the sha256 of a large one."""
+        data = self.files[name]
+        blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+        return blob, hashlib.sha256(data).hexdigest() if name.endswith(LARGE) else None
+
     def describe(self) -> dict[str, object]:
         siblings = []
         for name, data in self.files.items():
-            blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+            blob, sha256 = self.checksums(name)
             entry: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": blob}
-            if name.endswith((".safetensors", ".bin")):
-                digest = hashlib.sha256(data).hexdigest()
-                entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 100}
+            if sha256 is not None:
+                entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 100}
             siblings.append(entry)
         return {"id": "org/model", "sha": COMMIT, "siblings": siblings}
+
+    def list_tree(self) -> list[dict[str, object]]:
+        entries = []
+        for name, data in self.files.items():
+            blob, sha256 = self.checksums(name)
+            entry: dict[str, object] = {
+                "type": "file",
+                "path": name,
+                "size": len(data),
+                "oid": blob,
+            }
+            if sha256 is not None:
+                entry["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 100}
+            entries.append(entry)
+        return entries
 
     def send_file(self, http: BaseHTTPRequestHandler, name: str) -> None:
         data, first = self.files[name], 0
@@ -98,13 +122,18 @@ class Hub:
         http.send_response(206 if first else 200)
         if first:
             http.send_header("Content-Range", f"bytes {first}-{whole - 1}/{whole}")
+        blob, sha256 = self.checksums(name)
+        http.send_header("ETag", f'"{sha256 or blob}"')
+        http.send_header("X-Repo-Commit", COMMIT)
         http.send_header("Content-Length", str(whole - first))
         http.end_headers()
-        is_large = name.endswith((".safetensors", ".bin"))
-        if is_large and self.cut_after is not None:
+        if http.command == "HEAD":
+            return
+        self.ranges_of.setdefault(name, []).append(asked)
+        if self.cut_after is not None and whole > self.cut_after:
             http.wfile.write(data[first : first + self.cut_after])
             self.cut_after, http.close_connection = None, True
-        elif is_large and self.stall_after is not None:
+        elif self.stall_after is not None and whole > self.stall_after:
             http.wfile.write(data[first : first + self.stall_after])
             http.wfile.flush()
             time.sleep(60)
@@ -120,7 +149,8 @@ class Hub:
         http.send_header("Content-Length", "0")
         http.end_headers()
 
-    def send(self, http: BaseHTTPRequestHandler, data: bytes) -> None:
+    def send(self, http: BaseHTTPRequestHandler, answer: object) -> None:
+        data = json.dumps(answer).encode()
         http.send_response(200)
         http.send_header("Content-Type", "application/json")
         http.send_header("Content-Length", str(len(data)))

@@ -1,41 +1,40 @@
-"""A model's files from the Hugging Face hub: which ones are needed, fetched in a way that can be
-continued, each held against its checksum.
+"""A model's files from the Hugging Face hub: which are needed, and whether they arrived intact.
 
-Owns the choice of files and their checks. Must not know of command lines;
-never prints or raises a token. `huggingface_hub` finds the token (environment, stored login) and
-moves the bytes; that a download whose process was killed goes on where it stopped is done here,
-since the library throws its unfinished files away.
+Owns the choice of files and the check of their contents. `huggingface_hub` lists and transfers
+them, tries again when a connection is lost, and finds the token (environment, stored login); it
+compares sizes only, so the checksums are compared here. Must not know of command lines; never
+prints or raises a token.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from magicdec.model.checkpoint.hub_errors import explained
 from magicdec.model.families.hf_config import load_model_config
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-# The first is what runs; the others only what other programs want with it.
+# The first one found is needed to run; the extras are for other programs.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json")
-# Preferred first: (single file, index of several).
+# The preferred format first: (single file, index of the shards).
 WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-SOURCE_FILE = "download.json"  # where the files came from
+SOURCE_FILE = "download.json"  # the repository, the commit and the checksums of the files
 READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of the repository. `sha256` of large files, `blob` (git's sha1) of the others."""
+    """A file of the repository. `sha256` is given for large files, git's sha1 (`blob`) for all."""
 
     name: str
     size: int
@@ -45,7 +44,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """What a revision holds. `commit` pins it: files of one download are all of this commit."""
+    """The files of one revision. All files of a download are of `commit`."""
 
     repo_id: str
     commit: str
@@ -53,7 +52,8 @@ class Repository:
 
 
 def find_repository(repo_id: str, revision: str, token: str | None) -> Repository:
-    """Ask the hub. Raises ValueError, one line naming the flag, for what it refuses."""
+    """Ask the hub what the revision holds. Raises ValueError, in one line that names the flag, when
+    the hub refuses."""
     from huggingface_hub import HfApi
 
     with explained(repo_id, revision, token):
@@ -71,7 +71,7 @@ def find_repository(repo_id: str, revision: str, token: str | None) -> Repositor
 
 
 def choose_small(repository: Repository) -> list[RemoteFile]:
-    """Config, tokenizer, and the index of the weights: what says which files the rest are.
+    """Config, tokenizer and, for weights in shards, the index that names the shards.
 
     Raises ValueError when the repository holds no config or no weights that can be read.
     """
@@ -85,7 +85,7 @@ def choose_small(repository: Repository) -> list[RemoteFile]:
 
 
 def choose_weights(repository: Repository) -> str:
-    """The single file or the index; safetensors before .bin."""
+    """The name of the single file of weights, or of their index. Safetensors come before .bin."""
     for pair in WEIGHTS:
         for name in pair:
             if name in repository.files:
@@ -98,7 +98,7 @@ def choose_weights(repository: Repository) -> str:
 
 
 def choose_large(repository: Repository, directory: Path) -> list[RemoteFile]:
-    """The files of weights; an index is read from `directory`, where it was fetched to."""
+    """The files of weights. The index, if there is one, is already in `directory`."""
     first = choose_weights(repository)
     if not first.endswith(".json"):
         return [repository.files[first]]
@@ -119,25 +119,19 @@ def download(
     repository: Repository,
     directory: Path,
     token: str | None,
-    progress: Callable[[RemoteFile], None] = lambda file: None,
+    announce: Callable[[RemoteFile], None] = lambda file: None,
 ) -> list[RemoteFile]:
-    """Fetch what is needed to run the model into `directory`; the files, all verified.
+    """Fetch what is needed to run the model into `directory`. Returns the files, all verified.
 
-    Files that are there already are kept if their checksum is right, unfinished ones continued.
-    `progress` is told of each large file before it is fetched.
-    Raises ValueError before any large file when the config is of a model that cannot run or the
-    disk is too full.
+    `announce` is told of each file of weights that is about to be fetched. Raises ValueError before
+    any weights are fetched if the model cannot run or the disk is too full.
     """
     small = choose_small(repository)
     directory.mkdir(parents=True, exist_ok=True)
-    for file in small:
-        fetch(repository, file, directory, token)
+    fetch(repository, small, directory, token)
     load_model_config(directory)
     large = choose_large(repository, directory)
-    check_space(large, directory)
-    for file in large:
-        progress(file)
-        fetch(repository, file, directory, token)
+    fetch(repository, large, directory, token, announce)
     files = [*small, *large]
     sums = {file.name: {"size": file.size, "sum": file.sha256 or file.blob} for file in files}
     source = {"repo_id": repository.repo_id, "commit": repository.commit, "files": sums}
@@ -145,13 +139,46 @@ def download(
     return files
 
 
+def fetch(
+    repository: Repository,
+    files: Sequence[RemoteFile],
+    directory: Path,
+    token: str | None,
+    announce: Callable[[RemoteFile], None] = lambda file: None,
+) -> None:
+    """Fetch those of `files` that are not in `directory` yet or are damaged there."""
+    from huggingface_hub import snapshot_download
+
+    missing = [file for file in files if not is_intact(directory, file)]
+    if not missing:
+        return
+    for file in missing:
+        (directory / file.name).unlink(missing_ok=True)  # the library would keep it, by its date
+    for rest in (directory / ".cache" / "huggingface").rglob("*.incomplete"):
+        rest.unlink()  # of a download that was killed; the library does not continue it
+    check_space(missing, directory)
+    for file in missing:
+        announce(file)
+    with explained(repository.repo_id, repository.commit, token):
+        snapshot_download(
+            repository.repo_id,
+            revision=repository.commit,
+            local_dir=directory,
+            token=token,
+            allow_patterns=[glob.escape(file.name) for file in missing],
+        )
+    for file in missing:
+        if not is_intact(directory, file):
+            (directory / file.name).unlink(missing_ok=True)
+            raise ValueError(
+                f"--repo_id {repository.repo_id}: {file.name} did not arrive intact (its checksum "
+                "is not the hub's) and was thrown away; run the command again"
+            )
+
+
 def check_space(files: Sequence[RemoteFile], directory: Path) -> None:
-    """Raises ValueError when what is missing of `files` does not fit the disk."""
-    needed = 0
-    for file in files:
-        held = [directory / file.name, unfinished_path(directory, file)]
-        needed += max(0, file.size - max(p.stat().st_size if p.exists() else 0 for p in held))
-    free = shutil.disk_usage(directory).free
+    """Raises ValueError when the disk has no room for `files`."""
+    needed, free = sum(file.size for file in files), shutil.disk_usage(directory).free
     if needed > free:
         raise ValueError(
             f"--out_dir {directory} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are still "
@@ -159,50 +186,11 @@ def check_space(files: Sequence[RemoteFile], directory: Path) -> None:
         )
 
 
-def unfinished_path(directory: Path, file: RemoteFile) -> Path:
-    """Named after the content: never continued with bytes of another revision."""
-    place = directory / file.name
-    return place.with_name(f".{place.name}.{(file.sha256 or file.blob or '')[:12]}.unfinished")
-
-
-def fetch(repository: Repository, file: RemoteFile, directory: Path, token: str | None) -> None:
-    """One file, unless it is there. It appears under its name once it is complete and right."""
-    place, unfinished = directory / file.name, unfinished_path(directory, file)
-    if place.is_file() and place.stat().st_size == file.size and is_right(place, file):
-        return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if unfinished.exists() and unfinished.stat().st_size > file.size:
-        unfinished.unlink()
-    with explained(repository.repo_id, repository.commit, token), unfinished.open("ab") as handle:
-        _get(repository, file, handle, token)
-    if unfinished.stat().st_size != file.size or not is_right(unfinished, file):
-        unfinished.unlink()
-        raise ValueError(
-            f"--repo_id {repository.repo_id}: {file.name} arrived damaged (its checksum is not the "
-            "hub's) and was thrown away; run the command again"
-        )
-    unfinished.replace(place)
-
-
-def _get(repository: Repository, file: RemoteFile, handle: Any, token: str | None) -> None:
-    """Append what is missing, with the library's progress bar and retries."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
-
-    url = hf_hub_url(repository.repo_id, file.name, revision=repository.commit)
-    http_get(
-        url,
-        handle,
-        resume_size=handle.tell(),
-        headers=build_hf_headers(token=token),
-        expected_size=file.size,
-        displayed_filename=file.name,
-    )
-
-
-def is_right(path: Path, file: RemoteFile) -> bool:
-    """Whether the content is what the hub has; True where it names no checksum."""
+def is_intact(directory: Path, file: RemoteFile) -> bool:
+    """Whether the file is there with the hub's size and checksum, as far as the hub names one."""
+    path = directory / file.name
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
     if file.sha256 is None and file.blob is None:
         return True
     digest = hashlib.sha256() if file.sha256 else hashlib.sha1(f"blob {file.size}\0".encode())

@@ -1,6 +1,7 @@
-"""What is said when the Hugging Face hub refuses: one line, with the flag, that says what to do.
+"""What is said when the Hugging Face hub refuses: one line that names the flag and says what to do.
 
-Owns the library's errors. Never shows a token, nor the library's own words, which may hold one.
+Owns the errors of `huggingface_hub`. Never shows a token, nor the library's own message, which may
+hold one and runs over many lines.
 """
 
 from __future__ import annotations
@@ -8,46 +9,49 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+AGAIN = "run the command again; files that are complete are kept"
+
 
 @contextmanager
 def explained(repo_id: str, revision: str, token: str | None) -> Iterator[None]:
-    """The hub's refusals as one line that says what to do. Errors of the library are not shown as
-    they are: they run over many lines and may hold what was sent."""
+    """Turn the library's errors into a ValueError of one line. Errors of the disk pass through."""
     from huggingface_hub import errors
 
-    named = f"--repo_id {repo_id}"
     try:
         yield
-    except errors.GatedRepoError:
-        state = "this token may not read it" if _has_token(token) else "no token was found"
-        raise ValueError(
-            f"{named} is gated and {state}; accept its terms on its page, then give --hf_token, "
+    # hf_xet, which transfers large files, raises RuntimeError.
+    except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
+        # What kept the library from the hub, if it then looked on the disk instead.
+        is_local = isinstance(error, errors.LocalEntryNotFoundError)
+        cause = (is_local and error.__cause__) or error
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise  # of the disk, not of the connection
+        raise ValueError(f"--repo_id {repo_id}{_reason(cause, revision, token)}") from None
+
+
+def _reason(error: BaseException, revision: str, token: str | None) -> str:
+    """What follows the name of the repository."""
+    from huggingface_hub import errors, get_token
+
+    has_token = bool(token or get_token())
+    # Specific errors before those that they derive from.
+    if isinstance(error, errors.GatedRepoError):
+        state = "this token may not read it" if has_token else "no token was found"
+        return (
+            f" is gated and {state}; accept its terms on its page, then give --hf_token, "
             "set HF_TOKEN or log in"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ValueError(f"{named} has no --revision {revision}") from None
-    except errors.RepositoryNotFoundError:
-        state = "or this token may not see it" if _has_token(token) else "or is private (no token)"
-        raise ValueError(f"{named} does not exist on the hub, {state}") from None
-    except errors.HFValidationError:
-        raise ValueError(f"{named} is not a name on the hub; it looks like owner/model") from None
-    except errors.OfflineModeIsEnabled:
-        raise ValueError(f"{named}: HF_HUB_OFFLINE is set; unset it to download") from None
-    except errors.HfHubHTTPError as error:
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f" has no --revision {revision}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        state = "or this token may not see it" if has_token else "or is private (no token)"
+        return f" does not exist on the hub, {state}"
+    if isinstance(error, errors.HFValidationError):
+        return " is not a name on the hub; it looks like owner/model"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return ": HF_HUB_OFFLINE is set; unset it to download"
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         known = {401: "the token is not valid", 403: "this token may not read it"}
-        what = known.get(status, "run the command again; it continues where it stopped")
-        raise ValueError(f"{named}: the hub answered {status}; {what}") from None
-    except (errors.HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk, not of the connection
-        raise ValueError(
-            f"{named}: the hub cannot be reached ({type(error).__name__}); run the command again, "
-            "it continues where it stopped"
-        ) from None
-
-
-def _has_token(token: str | None) -> bool:
-    from huggingface_hub import get_token
-
-    return bool(token or get_token())
+        return f": the hub answered {status}; {known.get(status, AGAIN)}"
+    return f": the hub cannot be reached ({type(error).__name__}); {AGAIN}"
