@@ -98,7 +98,7 @@ def main() -> None:
         record = measure(case, args.dataset, args.threads)
         append_record(partial, record)
         assert record.metrics is not None
-        rate, took = record.metrics["acceptance_rate"], time.perf_counter() - started
+        rate, took = record.metrics.acceptance_rate, time.perf_counter() - started
         print(f"{case}: {rate:.4f} ({took:.0f} s)", flush=True)
     partial.replace(args.out)
 

@@ -64,7 +64,9 @@ class Way:
             "budget": self.budget,
             "different": self.num_different,
             "rates": self.rates(),
-            **found,
+            "acceptance_rate": found.rate,
+            "acceptance_length": found.length,
+            "acceptance_per_position": found.per_position,
         }
 
 

@@ -18,7 +18,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import stdev
-from typing import Any
 
 from measuring import run_selfspec
 from rich.console import Console
@@ -52,18 +51,21 @@ def measure(
         "--prefix_len", prefix, "--streamingllm_budget", budget, "--gamma", gamma, "--gen_len",
         args.gen_len, "--num_batches", args.num_batches, "--dtype", args.dtype, "--ignore_eos",
     )  # fmt: skip
-    m: dict[str, Any] = record["metrics"]
+    m = record.metrics
+    assert m is not None, "a run that ended well passed its check"
+    assert m.speedup is not None and m.speedup_per_batch is not None
+    assert m.mean_draft_tokens is not None and m.decode_tokens_per_s is not None
     return Cell(
         B,
         prefix,
         budget,
         gamma,
-        m["speedup"],
-        tuple(m["speedup_per_batch"]),
-        m["mean_draft_tokens"],
-        m["acceptance_rate"],
-        m["decode_tokens_per_s"],
-        m["calibration_ms"],
+        m.speedup,
+        tuple(m.speedup_per_batch),
+        m.mean_draft_tokens,
+        m.acceptance_rate,
+        m.decode_tokens_per_s,
+        m.calibration_ms,
     )
 
 

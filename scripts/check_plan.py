@@ -17,7 +17,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from measuring import run_command, run_selfspec
 from rich.console import Console
@@ -27,6 +26,7 @@ from magicdec.cost_model.costs import Deployment, Speculation
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.hardware.ceiling_file import MachineFile, load_machine
 from magicdec.model.presets.named import find_config
+from magicdec.records.record import RunRecord
 
 COLUMNS = ("decode_ms", "draft_ms", "verify_ms", "speedup")
 
@@ -49,7 +49,7 @@ def probe(args: argparse.Namespace, path: Path) -> MachineFile:
     return load_machine(path)
 
 
-def run(args: argparse.Namespace, batch_size: int, prefix_len: int, path: Path) -> dict[str, Any]:
+def run(args: argparse.Namespace, batch_size: int, prefix_len: int, path: Path) -> RunRecord:
     """The record of one cell."""
     threads = [] if args.threads is None else ["--threads", args.threads]
     return run_selfspec(
@@ -65,12 +65,13 @@ def better(one: MachineFile, other: MachineFile) -> MachineFile:
     return max(one, other, key=lambda machine: machine.read_bytes_per_s)
 
 
-def compare(record: dict[str, Any], machine: MachineFile) -> Cell:
-    config, metrics = record["config"], record["metrics"]
-    curve = tuple(metrics["acceptance_per_position"])  # gamma shares
+def compare(record: RunRecord, machine: MachineFile) -> Cell:
+    config, metrics, baseline = record.config, record.metrics, record.baseline_metrics
+    assert metrics is not None and baseline is not None, "a run that ended well passed its check"
+    curve = tuple(metrics.acceptance_per_position or ())  # gamma shares
     w, dtype, gamma = config["workload"], config["model"]["dtype"], len(curve)
     model = find_config("--model", config["model"]["model"])
-    ranks = record["environment"]["world_size"]
+    ranks = record.environment.world_size
     target = Deployment(model, machine.hardware(dtype), DTYPE_BYTES[dtype], ranks)
     # The context grows while it is decoded: its middle stands for it.
     context = w["prefix_len"] + w["gen_len"] // 2
@@ -79,8 +80,8 @@ def compare(record: dict[str, Any], machine: MachineFile) -> Cell:
     assert p.draft_s is not None and p.verify_s is not None, "gamma is at least 1"
     seconds = {"decode_ms": p.decode_s, "draft_ms": p.draft_s, "verify_ms": p.verify_s}
     predicted = {name: 1e3 * s for name, s in seconds.items()} | {"speedup": p.speedup}
-    measured = {name: metrics[name] for name in COLUMNS[1:]}
-    measured["decode_ms"] = record["baseline_metrics"]["decode_ms"]
+    measured = {name: getattr(metrics, name) for name in COLUMNS[1:]}
+    measured["decode_ms"] = baseline.decode_ms
     return Cell(w["batch_size"], w["prefix_len"], gamma, curve, measured, predicted)
 
 

@@ -18,7 +18,8 @@ import torch
 from magicdec.distributed.groups import Group
 from magicdec.hardware.timing import read_bandwidth
 from magicdec.probe.ceilings import gemm_flops
-from magicdec.records.record import load_records
+from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
 
 CONSOLE = "from magicdec.cli.commands import console; console()"
 
@@ -37,7 +38,7 @@ def run_command(ranks: int, *flags: object) -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: {flags[0]} ended with {done.returncode}")
 
 
-def run_selfspec(path: Path, ranks: int, *flags: object) -> dict[str, Any]:
+def run_selfspec(path: Path, ranks: int, *flags: object) -> RunRecord:
     """The record of one `magicdec selfspec` run, appended to `path`."""
     run_command(ranks, "selfspec", *flags, "--results", path)
     return load_records(path)[-1]

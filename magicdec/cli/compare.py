@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from magicdec.records.compare import compare, covers, describe
-from magicdec.records.record import load_records
+from magicdec.records.reading import load_records
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -57,14 +57,14 @@ def main() -> NoReturn:
     if launch.rank == 0:
         print(f"{'memory':<10} {memory}", flush=True)
     from magicdec.latency.forwards import measure
-    from magicdec.latency.report import as_dict, print_table, write_files
+    from magicdec.latency.report import make_latency, print_table, write_files
 
     try:
         config, environment, rows = measure(asked.config, asked.grid, source, launch)
     except KeyboardInterrupt:
         sys.exit(130)
     if launch.rank == 0:
-        found = as_dict(config, asked.grid, source, environment, rows)
+        found = make_latency(config, asked.grid, source, environment, rows)
         print_table(found)
         try:
             write_files(found, asked.json_path, asked.csv_path)

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from magicdec.cli.flags import Parser, refuse
 from magicdec.config.layer_choice import choose_weights
@@ -24,6 +24,7 @@ from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.named import find_config
 from magicdec.names import DTYPES, KV_POLICIES, WEIGHT_DTYPES
+from magicdec.records.writing import write_file
 
 MAX_GAMMA = 8
 # flag, unit in SI, what it is, whether it may be 0
@@ -42,10 +43,10 @@ def main() -> NoReturn:
     try:
         args = build_parser().parse_args(sys.argv[1:])
         plan = make_plan(args)
-        from magicdec.cost_model.plan_report import as_json, print_plan
+        from magicdec.cost_model.plan_report import make_report, print_plan
 
         if args.json is not None:
-            write_json(args.json, as_json(plan))
+            write_file("--json", args.json, "plan", make_report(plan))
     except ValueError as error:
         refuse(error, read_launch())
     print_plan(plan)
@@ -203,12 +204,3 @@ def _check_tp(flag: str, tp: int, model_flag: str, config: ModelConfig) -> None:
             f"{flag} {tp} does not divide the {heads} attention heads of {model_flag} "
             f"{config.name}; choose from {fitting}"
         )
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    import json
-
-    try:
-        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--json {path}: {error.strerror}") from None

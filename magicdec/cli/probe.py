@@ -39,8 +39,8 @@ def main() -> NoReturn:
     if launch.rank == 0:
         try:
             found.save(out)
-        except OSError as error:
-            refuse(ValueError(f"--out {out}: {error.strerror}"), launch)
+        except ValueError as error:
+            refuse(error, launch)
         print_machine(found, out)
     sys.exit(0)
 

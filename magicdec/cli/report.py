@@ -55,7 +55,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> None:
         for request in outcome.requests:
             text = prepared.tokenizer.decode(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
-    print_record(json.loads(outcome.record.to_json()))
+    print_record(outcome.record)
     print(f"record appended to {path}", file=sys.stderr)
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from magicdec.records.record import load_records
+from magicdec.records.reading import load_records
 from magicdec.records.table import print_records
 
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from magicdec.cost_model.costs import Acceptance
-from magicdec.records.record import load_records
+from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
 
 DEFAULT_BUDGET, DEFAULT_POLICY = 257, "streaming_llm"
 CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"
@@ -81,7 +81,7 @@ def _from_records(
     for record in load_records(path):
         budget, curve = _curve(record, drafter, policy)
         if budget is not None and len(curve) >= len(found.get(budget, ())):
-            found[budget], models[budget] = curve, record["config"]["model"]["model"]
+            found[budget], models[budget] = curve, record.config["model"]["model"]
     if not found:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
@@ -97,13 +97,11 @@ def _from_records(
     return {budget: found[budget] for budget in wanted}, f"{path} (measured with {of}, {policy})"
 
 
-def _curve(
-    record: dict[str, Any], drafter: str, policy: str
-) -> tuple[int | None, tuple[float, ...]]:
+def _curve(record: RunRecord, drafter: str, policy: str) -> tuple[int | None, tuple[float, ...]]:
     """Budget and acceptance per position; (None, ()) where the record is of another kind."""
-    kv, metrics = record["config"]["kv"], record["metrics"] or {}
-    curve = tuple(metrics.get("acceptance_per_position") or ())
+    kv, metrics = record.config["kv"], record.metrics
+    curve = tuple((metrics and metrics.acceptance_per_position) or ())
     is_bounded = kv["policy"] == policy and kv["budget"] > 0
-    if not is_bounded or not curve or record["config"]["decoding"]["drafter"] != drafter:
+    if not is_bounded or not curve or record.config["decoding"]["drafter"] != drafter:
         return None, ()
     return kv["budget"], curve

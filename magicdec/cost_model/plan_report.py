@@ -2,49 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
 from magicdec.console import make_console
 from magicdec.cost_model.costs import Acceptance, Deployment, Prediction, expected_tokens
 from magicdec.cost_model.plan import Plan
+from magicdec.hardware.ceiling_file import Hardware
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Milliseconds and tokens of each cell, and what they were predicted from."""
-    return {
-        "predicted": True,
-        "model": plan.target.config.name,
-        "draft_model": None if plan.is_self_speculation else plan.draft.config.name,
-        "dtype": plan.dtype,
-        "target_dtype": "int8" if plan.target.is_int8 else plan.dtype,
-        "draft_dtype": "int8" if plan.draft.is_int8 else plan.dtype,
-        "tp": plan.target.tp,
-        "draft_tp": plan.draft.tp,
-        "nodes": plan.target.nodes,
-        "hardware": asdict(plan.target.hardware),
-        "acceptance": {str(budget): curve for budget, curve in plan.curves.items()},
-        "acceptance_source": plan.acceptance_source,
-        "max_gamma": plan.max_gamma,
-        "cells": [
-            {"batch_size": B, "prefix_len": S, **_cell(plan.predict(B, S))}
-            for B in plan.batch_sizes
-            for S in plan.prefix_lens
+@dataclass(frozen=True)
+class PlanCell:
+    """What is predicted for one batch size and context. None where nothing is drafted."""
+
+    batch_size: int
+    prefix_len: int
+    gamma: int
+    budget: int | None
+    decode_ms: float
+    draft_ms: float | None
+    verify_ms: float | None
+    tokens_per_step: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What the JSON file holds: each cell, and what the cells were predicted from."""
+
+    predicted: bool
+    model: str
+    draft_model: str | None  # None: the model drafts for itself
+    dtype: str
+    target_dtype: str
+    draft_dtype: str
+    tp: int
+    draft_tp: int
+    nodes: int
+    hardware: Hardware
+    acceptance: dict[str, Acceptance]  # by budget
+    acceptance_source: str
+    max_gamma: int
+    cells: list[PlanCell]
+    break_even_prefix_len: dict[str, int | None]  # by batch size
+
+
+def make_report(plan: Plan) -> PlanReport:
+    return PlanReport(
+        predicted=True,
+        model=plan.target.config.name,
+        draft_model=None if plan.is_self_speculation else plan.draft.config.name,
+        dtype=plan.dtype,
+        target_dtype="int8" if plan.target.is_int8 else plan.dtype,
+        draft_dtype="int8" if plan.draft.is_int8 else plan.dtype,
+        tp=plan.target.tp,
+        draft_tp=plan.draft.tp,
+        nodes=plan.target.nodes,
+        hardware=plan.target.hardware,
+        acceptance={str(budget): curve for budget, curve in plan.curves.items()},
+        acceptance_source=plan.acceptance_source,
+        max_gamma=plan.max_gamma,
+        cells=[
+            make_cell(B, S, plan.predict(B, S)) for B in plan.batch_sizes for S in plan.prefix_lens
         ],
-        "break_even_prefix_len": {str(B): plan.break_even(B) for B in plan.batch_sizes},
-    }
+        break_even_prefix_len={str(B): plan.break_even(B) for B in plan.batch_sizes},
+    )
 
 
-def _cell(p: Prediction) -> dict[str, Any]:
-    return {
-        "gamma": p.gamma,
-        "budget": p.budget,
-        "decode_ms": 1e3 * p.decode_s,
-        "draft_ms": None if p.draft_s is None else 1e3 * p.draft_s,
-        "verify_ms": None if p.verify_s is None else 1e3 * p.verify_s,
-        "tokens_per_step": p.tokens_per_step,
-        "speedup": p.speedup,
-    }
+def make_cell(batch_size: int, prefix_len: int, p: Prediction) -> PlanCell:
+    return PlanCell(
+        batch_size=batch_size,
+        prefix_len=prefix_len,
+        gamma=p.gamma,
+        budget=p.budget,
+        decode_ms=1e3 * p.decode_s,
+        draft_ms=None if p.draft_s is None else 1e3 * p.draft_s,
+        verify_ms=None if p.verify_s is None else 1e3 * p.verify_s,
+        tokens_per_step=p.tokens_per_step,
+        speedup=p.speedup,
+    )
 
 
 def print_plan(plan: Plan) -> None:

@@ -7,14 +7,15 @@ got while all of them measured is what counts. Knows nothing of models.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 2
+from magicdec.records.writing import VERSIONS, write_file
+
+SCHEMA_VERSION = VERSIONS["machine"]
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,13 @@ class MachineFile:
             self.token_overhead_s[dtype],
         )
 
-    def save(self, path: Path) -> None:
-        fields = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(fields, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    def save(self, path: Path, flag: str = "--out") -> None:
+        """Raises ValueError, naming the flag, where the file cannot be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{flag} {path}: {error.strerror}") from None
+        write_file(flag, path, "machine", self)
 
 
 def load_machine(path: Path) -> MachineFile:

@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
-from magicdec.hardware.gpu_state import GpuState
 from magicdec.kernels.build import find_compiler
+from magicdec.records.environment import Environment
 
 
 def probe_machine(launch: Launch) -> Machine:
@@ -54,25 +53,24 @@ def missing_backends(names: Sequence[str]) -> dict[str, str]:
     return {name: missing for name, missing in found.items() if missing}
 
 
-def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> dict[str, Any]:
+def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> Environment:
+    """Without what a run measures of the machine: the clocks of its GPU and the read bandwidth."""
     import torch
 
-    return {
-        "time_utc": started.isoformat(timespec="seconds"),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "magicdec": version("magicdec"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_field("model name"),
-        "num_cpus": os.cpu_count(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        **GpuState().describe(),  # a run that reads the GPU fills it in
-        "world_size": launch.world_size,
-        "threads": torch.get_num_threads(),
-        "read_bandwidth_bytes_per_s": None,  # measured in a run, which fills it in
-    }
+    return Environment(
+        time_utc=started.isoformat(timespec="seconds"),
+        argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        magicdec=version("magicdec"),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu_field("model name"),
+        num_cpus=os.cpu_count(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        gpu=torch.cuda.get_device_name() if device == "cuda" else None,
+        world_size=launch.world_size,
+        threads=torch.get_num_threads(),
+    )
 
 
 def _cpu_field(name: str) -> str:

@@ -6,11 +6,13 @@ Owns the readings. They are made between measured passes, never during one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from magicdec.records.environment import Environment
 
 # Bits of NVML's clock event reasons that say that a GPU was held back; idle and set clocks are not.
 SLOWDOWNS = {
@@ -38,17 +40,17 @@ class GpuState:
         self.sm_mhz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
         self.reasons |= self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
 
-    def describe(self) -> dict[str, Any]:
-        """For the record's environment; None where nothing was read."""
+    def add_to(self, environment: Environment) -> Environment:
+        """`environment` with what was read, if anything was."""
         if not self.sm_mhz:
-            return {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
-        return {
-            "gpu_sm_mhz": [min(self.sm_mhz), max(self.sm_mhz)],
-            "gpu_most_sm_mhz": self.nvml.nvmlDeviceGetMaxClockInfo(
-                self.handle, self.nvml.NVML_CLOCK_SM
-            ),
-            "gpu_slowed_by": [name for bit, name in SLOWDOWNS.items() if self.reasons & bit],
-        }
+            return environment
+        most = self.nvml.nvmlDeviceGetMaxClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
+        return replace(
+            environment,
+            gpu_sm_mhz=[min(self.sm_mhz), max(self.sm_mhz)],
+            gpu_most_sm_mhz=most,
+            gpu_slowed_by=[name for bit, name in SLOWDOWNS.items() if self.reasons & bit],
+        )
 
 
 def watch_gpu(device: torch.device) -> GpuState:

@@ -14,7 +14,6 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -28,9 +27,10 @@ from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.kv.cache import KVCache
 from magicdec.latency.forward_kinds import Forward, make_forwards
 from magicdec.latency.grid import Grid
-from magicdec.latency.rows import Timing, summarise
+from magicdec.latency.rows import Row, Timing, summarise
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
+from magicdec.records.environment import Environment
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import kinds_of, load_model, make_backend
@@ -41,7 +41,7 @@ GREEDY = SamplingParams(max_new_tokens=1)
 
 def measure(
     config: RunConfig, grid: Grid, source: ModelSource, launch: Launch
-) -> tuple[RunConfig, dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[RunConfig, Environment, list[Row]]:
     """(config, environment, rows), the same on every rank. `config` is resolved; the one returned
     names the backend that a measurement chose, if it was left to one. All ranks call this in
     lockstep."""
@@ -60,8 +60,7 @@ def measure(
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
         rows = summarise(group.all_gather_object(timings), bandwidth)
-    environment = session.describe_environment(read_bandwidth_bytes_per_s=bandwidth)
-    return config, environment, rows
+    return config, session.describe_environment(bandwidth), rows
 
 
 def largest_step(config: RunConfig, grid: Grid) -> RunConfig:

@@ -6,45 +6,46 @@ Owns the shape of the JSON and the columns of the CSV (docs/latency.md).
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-import json
 import sys
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from magicdec.config.run_config import RunConfig
 from magicdec.console import make_console
 from magicdec.latency.grid import KV_FIELDS, Grid
+from magicdec.latency.rows import Row
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.records.environment import Environment
+from magicdec.records.writing import write_file, write_text
 from magicdec.setup.prepare import describe_model
 
-SCHEMA_VERSION = 1
+
+@dataclass(frozen=True)
+class Latency:
+    """What the JSON file holds."""
+
+    environment: Environment
+    config: dict[str, Any]
+    rows: list[Row]
 
 
-def as_dict(
-    config: RunConfig,
-    grid: Grid,
-    source: ModelSource,
-    environment: dict[str, Any],
-    rows: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """The content of the JSON file; `config` is resolved."""
+def make_latency(
+    config: RunConfig, grid: Grid, source: ModelSource, environment: Environment, rows: list[Row]
+) -> Latency:
+    """`config` is resolved; of it, what a forward depends on is kept."""
     sections = config.to_dict()
     attention, decoding, kv = (sections[name] for name in ("attention", "decoding", "kv"))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "environment": environment,
-        "config": {
-            "model": sections["model"] | describe_model(source),
-            "parallel": sections["parallel"],
-            "attention": {name: attention[name] for name in ("backend", "backend_reason")},
-            "decoding": {name: decoding[name] for name in ("cuda_graphs", "cuda_graphs_reason")},
-            "kv": {name: kv[name] for name in KV_FIELDS if name != "recent_window"},
-            "grid": _describe_grid(grid),
-        },
-        "rows": rows,
+    kept = {
+        "model": sections["model"] | asdict(describe_model(source)),
+        "parallel": sections["parallel"],
+        "attention": {name: attention[name] for name in ("backend", "backend_reason")},
+        "decoding": {name: decoding[name] for name in ("cuda_graphs", "cuda_graphs_reason")},
+        "kv": {name: kv[name] for name in KV_FIELDS if name != "recent_window"},
+        "grid": _describe_grid(grid),
     }
+    return Latency(environment, kept, rows)
 
 
 def _describe_grid(grid: Grid) -> dict[str, Any]:
@@ -56,38 +57,30 @@ def _describe_grid(grid: Grid) -> dict[str, Any]:
         }
         for kv in grid.drafts
     ]
-    return dataclasses.asdict(grid) | {"drafts": drafts}
+    return asdict(grid) | {"drafts": drafts}
 
 
-def write_files(found: dict[str, Any], json_path: Path | None, csv_path: Path | None) -> None:
-    """Each file appears whole or not at all. Raises ValueError, naming the flag, for one that
-    cannot be written."""
+def write_files(found: Latency, json_path: Path | None, csv_path: Path | None) -> None:
+    """Raises ValueError, naming the flag, for a file that cannot be written."""
     if json_path is not None:
-        _write("--json", json_path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        write_file("--json", json_path, "latency", found)
+        print(f"written to {json_path}", file=sys.stderr)
     if csv_path is not None:
-        _write("--csv", csv_path, to_csv(found["rows"]))
+        write_text("--csv", csv_path, to_csv(found.rows))
+        print(f"written to {csv_path}", file=sys.stderr)
 
 
-def to_csv(rows: list[dict[str, Any]]) -> str:
+def to_csv(rows: list[Row]) -> str:
     """A header and a line a row; null is empty."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    names = [item.name for item in fields(Row)]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(map(asdict, rows))
     return text.getvalue()
 
 
-def _write(flag: str, path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
-    print(f"written to {path}", file=sys.stderr)
-
-
-def print_table(found: dict[str, Any]) -> None:
+def print_table(found: Latency) -> None:
     """One section for each (B, context), one line for each forward. Every time is also shown as a
     multiple of the decode step of its section."""
     from rich.table import Table
@@ -98,36 +91,37 @@ def print_table(found: dict[str, Any]) -> None:
         justify: Any = "left" if label == "forward" else "right"
         table.add_column(label, justify=justify, no_wrap=True)
     decode_ms = 0.0
-    for row in found["rows"]:
+    for row in found.rows:
         place = ("", "")
-        if row["phase"] == "decode":  # the first of each section
+        if row.phase == "decode":  # the first of each section
             table.add_section()
-            place, decode_ms = (str(row["B"]), str(row["context"])), row["ms_median"]
-        times = (f"{row[name]:.3f}" for name in ("ms_median", "ms_p10", "ms_p90"))
+            place, decode_ms = (str(row.B), str(row.context)), row.ms_median
+        times = (f"{ms:.3f}" for ms in (row.ms_median, row.ms_p10, row.ms_p90))
         table.add_row(
-            *place, _label(row), str(row["tokens"]), *times,
-            f"{row['ms_median'] / decode_ms:.2f}x", f"{row['bytes'] / 1e6:,.1f}",
-            f"{100 * row['roofline_fraction']:.1f} %",
+            *place, _label(row), str(row.tokens), *times,
+            f"{row.ms_median / decode_ms:.2f}x", f"{row.bytes / 1e6:,.1f}",
+            f"{100 * row.roofline_fraction:.1f} %",
         )  # fmt: skip
     make_console().print(table)
 
 
-def _label(row: dict[str, Any]) -> str:
-    if row["phase"] in ("draft", "first_draft"):
-        name = row["phase"].replace("_", " ")
-        return f"{name}, {row['kv_policy']} {row['budget'] or ''}".rstrip()
-    if row["phase"] == "decode":
+def _label(row: Row) -> str:
+    if row.phase in ("draft", "first_draft"):
+        name = row.phase.replace("_", " ")
+        return f"{name}, {row.kv_policy} {row.budget or ''}".rstrip()
+    if row.phase == "decode":
         return "decode"
-    watched = f", watched for {row['kv_policy']}" if row["kv_policy"] else ""
-    return f"verify, T {row['T']}{watched}"
+    watched = f", watched for {row.kv_policy}" if row.kv_policy else ""
+    return f"verify, T {row.T}{watched}"
 
 
-def _title(found: dict[str, Any]) -> str:
-    c, e = found["config"], found["environment"]
+def _title(found: Latency) -> str:
+    c, e = found.config, found.environment
+    assert e.read_bandwidth_bytes_per_s is not None, "measured with the forwards"
     return (
         f"{c['model']['model']} ({c['model']['dtype']}, weights {c['model']['target_dtype']}): "
         f"forwards at fixed cache lengths, "
-        f"{c['grid']['repeats']} repeats; ranks {e['world_size']} x threads {e['threads']}, "
+        f"{c['grid']['repeats']} repeats; ranks {e.world_size} x threads {e.threads}, "
         f"{c['parallel']['collectives'] or c['parallel']['device']}, "
-        f"{c['attention']['backend']}, {e['read_bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read"
+        f"{c['attention']['backend']}, {e.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s read"
     )

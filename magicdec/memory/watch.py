@@ -5,14 +5,25 @@ Owns the readings of one rank. Knows nothing of what is allocated, nor when.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from magicdec.distributed.groups import Group
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
 from magicdec.memory.plan import MemoryPlan
+from magicdec.records.memory import MemoryRecord
+
+
+@dataclass(frozen=True)
+class MemoryTaken:
+    """Bytes of all ranks together."""
+
+    process: int | None  # taken before anything was loaded
+    peak: int | None  # most of each rank since then
+
+
+NOT_MEASURED = MemoryTaken(None, None)
 
 
 class MemoryWatch:
@@ -27,16 +38,24 @@ class MemoryWatch:
         """Take the peak so far into account. Before each reset of it, and at the end."""
         self.most = max(self.most, peak_memory_bytes(self.device))
 
-    def measured(self, group: Group) -> dict[str, int]:
-        """Of all ranks together, for `describe_memory`."""
+    def measured(self, group: Group) -> MemoryTaken:
+        """Of all ranks together."""
         found = group.all_gather_object((self.before, self.most))
-        return {"process_bytes": sum(f[0] for f in found), "peak_bytes": sum(f[1] for f in found)}
+        return MemoryTaken(sum(f[0] for f in found), sum(f[1] for f in found))
 
 
 def describe_memory(
-    plan: MemoryPlan, free: int | None, measured: dict[str, int] | None = None
-) -> dict[str, Any]:
-    """For the record: a plan of all ranks together, by part, and what was measured of it."""
-    parts = {f"{name}_bytes": size for name, size in asdict(plan).items()}
-    absent = {"process_bytes": None, "peak_bytes": None}
-    return {**parts, "total_bytes": plan.total, "free_bytes": free, **(measured or absent)}
+    plan: MemoryPlan, free: int | None, taken: MemoryTaken = NOT_MEASURED
+) -> MemoryRecord:
+    """For the record: a plan of all ranks together, by part, and what was taken of it."""
+    return MemoryRecord(
+        weights_bytes=plan.weights,
+        kv_bytes=plan.kv,
+        draft_weights_bytes=plan.draft_weights,
+        draft_kv_bytes=plan.draft_kv,
+        working_bytes=plan.working,
+        total_bytes=plan.total,
+        free_bytes=free,
+        process_bytes=taken.process,
+        peak_bytes=taken.peak,
+    )

@@ -6,6 +6,8 @@ measures.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from magicdec.config.layer_choice import choose_elementwise, choose_linear
 from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
@@ -34,7 +36,7 @@ def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
             found[dtype] = ceilings.measure_forwards(
                 group, device, hardware, kinds, config.attention.backend
             )
-    description = session.describe_environment(collectives=collectives)
+    description = asdict(session.describe_environment()) | {"collectives": collectives}
     del description["read_bandwidth_bytes_per_s"]  # a record's, of all ranks together
     # Between ranks of several hosts, the all-reduce was limited by their network.
     spans_nodes = launch.world_size > launch.local_world_size

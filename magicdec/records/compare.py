@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from magicdec.records.record import RunRecord
+
 Key = tuple[tuple[str, Any], ...]
 DEFAULT_TOLERANCE = {"acceptance_rate": 0.03}
 PLAIN = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
@@ -41,36 +43,39 @@ class Comparison:
     problem: str | None
 
 
-def measured_thing(record: dict[str, Any]) -> Key:
+def measured_thing(record: RunRecord) -> Key:
     """What a record measures: two records of the same thing are meant to be compared. A setting
     that its policy does not read is None."""
-    decoding, kv = record["config"]["decoding"], record["config"]["kv"]
+    decoding, kv = record.config["decoding"], record.config["kv"]
+    draft = None if record.workload is None else record.workload.draft
     # Prompt lookup reads no cache, whatever policy the run names.
     policy = None if decoding["drafter"] == "ngram" else kv["policy"]
     settings = POLICY_SETTINGS.get(policy, tuple(SHORT_NAMES))
     return (
         ("strategy", decoding["strategy"]),
         ("drafter", decoding["drafter"]),
-        ("draft", ((record["workload"] or {}).get("draft") or {}).get("model")),
+        ("draft", None if draft is None else draft.model),
         ("policy", policy),
         *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
         ("gamma", decoding["num_draft_tokens"]),
     )
 
 
-def conditions(record: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal for the comparison to mean something."""
+def conditions(record: RunRecord) -> dict[str, Any]:
+    """What must be equal for the comparison to mean something. `record` did not fail."""
+    config, workload = record.config, record.workload
+    assert workload is not None, "only a failed record may lack it"
     return {
-        "model": record["workload"]["model"],
-        "model fingerprint": record["workload"].get("model_sha256"),
-        "draft fingerprint": (record["workload"].get("draft") or {}).get("model_sha256"),
-        "workload sha256": record["workload"]["sha256"],
-        "dtype": record["config"]["model"]["dtype"],
-        "weights": weight_dtypes(record["config"]),
-        "draft KV": draft_kv_dtype(record["config"]),
-        "sampling": sampling(record),
-        "generated tokens": record["config"]["workload"]["gen_len"],
-        "ignore_eos": record["config"]["decoding"]["ignore_eos"],
+        "model": workload.model,
+        "model fingerprint": workload.model_sha256,
+        "draft fingerprint": None if workload.draft is None else workload.draft.model_sha256,
+        "workload sha256": workload.sha256,
+        "dtype": config["model"]["dtype"],
+        "weights": weight_dtypes(config),
+        "draft KV": draft_kv_dtype(config),
+        "sampling": sampling(config),
+        "generated tokens": config["workload"]["gen_len"],
+        "ignore_eos": config["decoding"]["ignore_eos"],
     }
 
 
@@ -87,51 +92,49 @@ def draft_kv_dtype(config: dict[str, Any]) -> str:
     return str(config["kv"].get("draft_kv_dtype", config["model"]["dtype"]))
 
 
-def sampling(record: dict[str, Any]) -> dict[str, Any] | str:
+def sampling(config: dict[str, Any]) -> dict[str, Any] | str:
     """How tokens were chosen; the seed and the rest of the section are idle in plain greedy
     decoding."""
-    section = record["config"].get("sampling") or {}
+    section = config.get("sampling") or {}
     plain = all(section.get(name, value) == value for name, value in PLAIN.items())
     return "greedy" if plain else section
 
 
-def covers(new: dict[str, Any], baseline: dict[str, Any]) -> bool:
+def covers(new: RunRecord, baseline: RunRecord) -> bool:
     """Both passed, and `new` is the same thing under the same conditions."""
-    if new["status"] != "ok" or baseline["status"] != "ok":
+    if new.status != "ok" or baseline.status != "ok":
         return False
     same = measured_thing(new) == measured_thing(baseline)
     return same and conditions(new) == conditions(baseline)
 
 
-def describe(record: dict[str, Any]) -> str:
+def describe(record: RunRecord) -> str:
     """What a record measures, in one line."""
     return " ".join(f"{k}={v}" for k, v in measured_thing(record) if v is not None)
 
 
-def compare(new: dict[str, Any], baselines: list[dict[str, Any]]) -> Comparison:
+def compare(new: RunRecord, baselines: list[RunRecord]) -> Comparison:
     """`new` against the baseline of the same thing under the same conditions; where there is none
     of those, the problem names what differs from the nearest."""
     key, name = measured_thing(new), describe(new)
-    if new["status"] != "ok":
-        return Comparison(
-            name, {}, f"the new run {new['status']}: {new.get('error') or 'outputs differ'}"
-        )
+    if new.status != "ok":
+        return Comparison(name, {}, f"the new run {new.status}: {new.error or 'outputs differ'}")
     ours = conditions(new)
     same = [b for b in baselines if measured_thing(b) == key]
-    alike = [b for b in same if b["status"] == "ok" and conditions(b) == ours]
+    alike = [b for b in same if b.status == "ok" and conditions(b) == ours]
     baseline = next(iter(alike + same), None)
     if baseline is None:
         return Comparison(name, {}, "not comparable: the baseline has no such record")
-    if baseline["status"] != "ok":
-        return Comparison(name, {}, f"not comparable: the baseline's run {baseline['status']}")
+    if baseline.status != "ok":
+        return Comparison(name, {}, f"not comparable: the baseline's run {baseline.status}")
     for condition, value in conditions(baseline).items():
         if ours[condition] != value:
             return Comparison(
                 name, {}, f"not comparable: {condition} is {ours[condition]}, was {value}"
             )
     differences, problem = {}, None
-    for metric, tolerance in (baseline.get("tolerance") or DEFAULT_TOLERANCE).items():
-        before, after = baseline["metrics"].get(metric), new["metrics"].get(metric)
+    for metric, tolerance in (baseline.tolerance or DEFAULT_TOLERANCE).items():
+        before, after = (getattr(r.metrics, metric, None) for r in (baseline, new))
         if before is None or after is None:
             where = "new record" if after is None else "baseline"
             return Comparison(name, {}, f"not comparable: the {where} has no {metric}")

@@ -13,8 +13,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from magicdec.records.performance import Metrics
 from magicdec.request import Request, StepOutput
 
 
@@ -58,38 +58,59 @@ class PassSamples:
         return sum(map(len, self.step_s))
 
 
-def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> dict[str, Any]:
-    """Metrics of one pass; `is_drafting` where its strategy may draft."""
+@dataclass(frozen=True)
+class PrefillMetrics:
+    """Both passes of a run share one prefill, so they share these."""
+
+    tokens_per_s: float | None
+    mean_ttft_ms: float | None
+
+
+@dataclass(frozen=True)
+class AcceptanceMetrics:
+    """None where nothing was drafted."""
+
+    rate: float | None = None
+    length: float | None = None
+    per_position: list[float] | None = None
+
+
+def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> Metrics:
+    """Metrics of one pass; `is_drafting` where its strategy may draft. Whoever has the prefill, the
+    answers or another pass to compare with adds what follows from them."""
     tokens, seconds, prefills = sum(samples.num_tokens), samples.seconds, samples.draft_prefill_s
     num_steps, calibration_s = samples.num_steps, samples.calibration_s
     step_ms = 1e3 * seconds / num_steps if num_steps else None
     phases = {name: times for name, times in samples.phase_s.items() if times}
     timed_ms = 1e3 * sum(map(sum, phases.values()))
     drafted = sum(map(sum, samples.num_drafted))
-    return {
-        "decode_tokens_per_s": tokens / seconds if seconds else None,
-        "mean_step_ms": step_ms,
-        "draft_prefill_ms": 1e3 * statistics.fmean(prefills) if prefills else None,
-        "calibration_ms": None if calibration_s is None else 1e3 * calibration_s,
-        "draft_ms": _mean_ms(phases.get("draft")),
-        "verify_ms": _mean_ms(phases.get("verify")),
-        "decode_ms": _mean_ms(phases.get("decode")),
-        "other_ms": step_ms - timed_ms / num_steps if step_ms is not None and phases else None,
-        "mean_draft_tokens": drafted / num_steps if num_steps and is_drafting else None,
-        "bytes_read": samples.bytes_read,
-        "roofline_fraction": samples.bytes_read / bandwidth / seconds if seconds else None,
-        "peak_memory_bytes": samples.peak_memory_bytes or None,
-        "answer_score": None,  # needs the answers: whoever has them fills it in
-        "speedup": None,  # needs another pass: likewise
-        "speedup_per_batch": None,
-        **_tpot(samples.tpot_s),
-        **acceptance(samples.num_accepted, samples.num_drafted),
-    }
+    accepted = acceptance(samples.num_accepted, samples.num_drafted)
+    return Metrics(
+        decode_tokens_per_s=tokens / seconds if seconds else None,
+        mean_step_ms=step_ms,
+        draft_prefill_ms=mean_ms(prefills),
+        calibration_ms=None if calibration_s is None else 1e3 * calibration_s,
+        draft_ms=mean_ms(phases.get("draft")),
+        verify_ms=mean_ms(phases.get("verify")),
+        decode_ms=mean_ms(phases.get("decode")),
+        other_ms=step_ms - timed_ms / num_steps if step_ms is not None and phases else None,
+        mean_draft_tokens=drafted / num_steps if num_steps and is_drafting else None,
+        bytes_read=samples.bytes_read,
+        roofline_fraction=samples.bytes_read / bandwidth / seconds if seconds else None,
+        peak_memory_bytes=samples.peak_memory_bytes or None,
+        mean_tpot_ms=mean_ms(samples.tpot_s),
+        p50_tpot_ms=percentile_ms(samples.tpot_s, 50),
+        p90_tpot_ms=percentile_ms(samples.tpot_s, 90),
+        p99_tpot_ms=percentile_ms(samples.tpot_s, 99),
+        acceptance_rate=accepted.rate,
+        acceptance_length=accepted.length,
+        acceptance_per_position=accepted.per_position,
+    )
 
 
 def acceptance(
     num_accepted: list[list[list[int]]], num_drafted: list[list[int]]
-) -> dict[str, list[float] | float | None]:
+) -> AcceptanceMetrics:
     """Of accepted counts by batch, step and row, and tokens drafted a row by batch and step."""
     steps = [
         (drafted, count)
@@ -99,25 +120,22 @@ def acceptance(
         if drafted
     ]
     if not steps:
-        return {"acceptance_rate": None, "acceptance_length": None, "acceptance_per_position": None}
+        return AcceptanceMetrics()
     survived: list[float] = []
     for k in range(1, max(drafted for drafted, _ in steps) + 1):
         judged = [count for drafted, count in steps if drafted >= k and count >= k - 1]
         share = sum(count >= k for count in judged) / len(judged) if judged else 0.0
         survived.append(share * (survived[-1] if survived else 1.0))
-    return {
-        "acceptance_rate": sum(c for _, c in steps) / sum(drafted for drafted, _ in steps),
-        "acceptance_length": 1 + statistics.fmean(count for _, count in steps),
-        "acceptance_per_position": survived,
-    }
+    return AcceptanceMetrics(
+        rate=sum(c for _, c in steps) / sum(drafted for drafted, _ in steps),
+        length=1 + statistics.fmean(count for _, count in steps),
+        per_position=survived,
+    )
 
 
-def prefill_metrics(ttft_s: Sequence[float], num_tokens: int, seconds: float) -> dict[str, Any]:
-    """Both passes of a run share one prefill, so they share these."""
-    return {
-        "prefill_tokens_per_s": num_tokens / seconds if seconds else None,
-        "mean_ttft_ms": 1e3 * statistics.fmean(ttft_s) if ttft_s else None,
-    }
+def prefill_metrics(ttft_s: Sequence[float], num_tokens: int, seconds: float) -> PrefillMetrics:
+    """Of all prefills: the TTFT of each request, the prompt tokens, and the time that they took."""
+    return PrefillMetrics(num_tokens / seconds if seconds else None, mean_ms(ttft_s))
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -142,14 +160,10 @@ def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
     ]
 
 
-def _mean_ms(seconds: Sequence[float] | None) -> float | None:
+def mean_ms(seconds: Sequence[float] | None) -> float | None:
     return 1e3 * statistics.fmean(seconds) if seconds else None
 
 
-def _tpot(values: Sequence[float]) -> dict[str, float | None]:
-    def ms(value: float | None) -> float | None:
-        return None if value is None else 1e3 * value
-
-    mean = statistics.fmean(values) if values else None
-    named = {f"p{p}_tpot_ms": ms(percentile(values, p)) for p in (50, 90, 99)}
-    return {"mean_tpot_ms": ms(mean), **named}
+def percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
+    value = percentile(seconds, percent)
+    return None if value is None else 1e3 * value

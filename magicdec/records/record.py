@@ -1,5 +1,5 @@
 """RunRecord: one JSON line a run, appended and never rewritten. Imports no torch. The schema is in
-docs/record.md.
+docs/record.md, which is made from these classes.
 
 A record with metrics but without a passed check (or a stated absence of one) cannot be made;
 failures are records too.
@@ -7,111 +7,94 @@ failures are records too.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from magicdec.records.correctness import Correctness
+from magicdec.records.environment import Environment
+from magicdec.records.fields import recorded
+from magicdec.records.memory import MemoryRecord
+from magicdec.records.performance import Metrics
+from magicdec.records.samples import SamplesRecord
+from magicdec.records.workload import WorkloadRecord
+from magicdec.records.writing import append_line, to_json
 
 SCHEMA_VERSION = 1
-ADDED = ("tolerance", "memory")  # keys that older records lack
 STATUSES = ("ok", "diverged", "failed")
 
 
 @dataclass(frozen=True)
-class Correctness:
-    """How the emitted tokens compare with the reference's. `reference` is None when nothing was
-    compared."""
-
-    reference: str | None
-    identical: bool | None = None
-    num_tokens: int | None = None
-    first_divergence: dict[str, Any] | None = None
-    num_excused: int | None = None
-    num_diverged: int | None = None
-    margin_bound: float | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Nothing to compare with, identical, or every difference settled as a tie."""
-        return self.reference is None or bool(self.identical) or self.num_diverged == 0
-
-
-@dataclass(frozen=True)
 class RunRecord:
-    status: str
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    error: str | None = None
-    workload: dict[str, Any] | None = None
-    correctness: Correctness | None = None
-    metrics: dict[str, Any] | None = None
-    baseline_metrics: dict[str, Any] | None = None
-    samples: dict[str, Any] | None = None
-    memory: dict[str, Any] | None = None
-    tolerance: dict[str, float] | None = None  # committed baselines: metric -> allowed drop
-    schema_version: int = SCHEMA_VERSION
+    """One run: what was asked for and where, whether its tokens were right, how fast it was."""
+
+    status: str = recorded(
+        "`ok`: done and correct; `diverged`: done, and the outputs differ by more than ties; "
+        "`failed`: an error ended the run",
+        choices=STATUSES,
+    )
+    config: dict[str, Any] = recorded("the resolved configuration: what ran, with no `auto` left")
+    environment: Environment = recorded("machine, software and launch")
+    error: str | None = recorded(
+        "type and message of the error that ended the run", null="unless `failed`"
+    )
+    workload: WorkloadRecord | None = recorded("what was decoded", null="never in a run's record")
+    correctness: Correctness | None = recorded(
+        "the comparison with the baseline's tokens", null="if `failed`"
+    )
+    metrics: Metrics | None = recorded(
+        "performance of the strategy that was asked for", null="unless `ok`"
+    )
+    baseline_metrics: Metrics | None = recorded(
+        "performance of autoregressive decoding in the same run, on the same prompts, from the "
+        "same prefill",
+        null="unless `ok`; if the strategy is itself the baseline; with `--no_baseline`",
+    )
+    samples: dict[str, SamplesRecord] | None = recorded(
+        "raw times and counts of each pass that ran, by its name (`autoregressive`, "
+        "`speculative`), the baseline first",
+        null="if `failed`; in committed baselines (`results/baselines/`)",
+    )
+    memory: MemoryRecord | None = recorded(
+        "what all ranks together were planned to hold, and what they took",
+        null="never in a run's record",
+        is_later=True,
+    )
+    tolerance: dict[str, float] | None = recorded(
+        "metric: how far it may fall before `magicdec compare` calls it a regression",
+        null="except in committed baselines (`results/baselines/`)",
+        is_later=True,
+    )
+    schema_version: int = recorded(
+        f"{SCHEMA_VERSION}; a program refuses records of another version", default=SCHEMA_VERSION
+    )
 
     def __post_init__(self) -> None:
-        assert self.status in STATUSES, self.status
-        assert (self.error is not None) == (self.status == "failed"), "failed records say why"
-        passed = self.correctness is not None and self.correctness.passed
-        assert (self.status == "ok") == passed or self.status == "failed"
-        assert self.status == "ok" or (self.metrics is None and self.baseline_metrics is None), (
-            "performance may exist only where correctness passed"
-        )
+        has_metrics = (self.metrics, self.baseline_metrics) != (None, None)
+        problem = contradiction(self.status, self.error, self.correctness, has_metrics)
+        assert problem is None, problem
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), allow_nan=False, sort_keys=False)
+        return to_json(self)
+
+
+def contradiction(
+    status: str, error: str | None, correctness: Correctness | None, has_metrics: bool
+) -> str | None:
+    """What keeps these from being one record; None if nothing does. No record has metrics unless
+    its tokens were checked, or it says that nothing was compared."""
+    if status not in STATUSES:
+        return f"status is {status}; choose from {', '.join(STATUSES)}"
+    if (error is not None) != (status == "failed"):
+        return "an error belongs to status failed, and only to it"
+    passed = correctness is not None and correctness.passed
+    if status != "failed" and (status == "ok") != passed:
+        return f"status is {status}, which its correctness contradicts"
+    if status != "ok" and has_metrics:
+        return "it has metrics, which exist only where correctness passed"
+    return None
 
 
 def append_record(path: Path, record: RunRecord) -> None:
-    """Append one line in one write, and make sure that it is on disk. A cut-off last line of an
-    earlier crash is closed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = record.to_json() + "\n"
-    if path.exists() and path.stat().st_size:
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                line = "\n" + line
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def load_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a file. Raises ValueError naming file and line for what is not a record of
-    this schema."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
-    required = [f.name for f in dataclasses.fields(RunRecord) if f.name not in ADDED]
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a JSON record ({error})") from None
-        version = record.get("schema_version") if isinstance(record, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(
-                f"{path}:{number}: schema_version is {version}, this program reads {SCHEMA_VERSION}"
-            )
-        missing = [name for name in required if name not in record]
-        if missing:
-            raise ValueError(f"{path}:{number}: not a record; it has no {missing[0]}")
-        records.append(record)
-    return records
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    """Append one line, and make sure that it is on disk."""
+    append_line(path, record.to_json())

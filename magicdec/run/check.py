@@ -7,13 +7,12 @@ beyond it is a divergence. Nothing is excused unseen.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from magicdec.records.record import Correctness
+from magicdec.records.correctness import Correctness, Divergence
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
@@ -73,8 +72,10 @@ def check_outputs(
     bound = MARGIN_BOUND[dtype]
     diverged = [i for i, value in enumerate(margins) if value > bound]
     at = diverged[0] if diverged else 0
-    shown = dataclasses.asdict(differences[at])
-    shown["margin"] = None if margins[at] == float("inf") else margins[at]
+    d, value = differences[at], margins[at]
+    shown = Divergence(
+        d.sequence, d.index, d.expected, d.found, None if value == float("inf") else value
+    )
     return Correctness(
         reference,
         identical=False,

@@ -28,14 +28,15 @@ from magicdec.hardware.timing import (
     reset_peak_memory,
     synchronize,
 )
-from magicdec.memory.watch import MemoryWatch
+from magicdec.memory.watch import MemoryTaken, MemoryWatch
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import REFERENCE_BACKEND
-from magicdec.records.metrics import PassSamples, prefill_metrics
-from magicdec.records.record import Correctness, RunRecord
+from magicdec.records.correctness import Correctness
+from magicdec.records.metrics import PassSamples, PrefillMetrics, prefill_metrics
+from magicdec.records.record import RunRecord
 from magicdec.request import Request
 from magicdec.run.check import WIDER, check_outputs
-from magicdec.run.run_record import BASELINE, make_record
+from magicdec.run.run_record import BASELINE, Measured, make_record
 from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import Kinds, kinds_of, load_model, make_backend, make_draft
@@ -112,7 +113,7 @@ class Run:
             for i, prompt in enumerate(prompts)
         ]
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> PrefillMetrics:
         """Measure every batch: one prefill, then every pass from the same state. Returns the
         metrics of the prefill."""
         w, ttft, seconds = self.config.workload, [], 0.0
@@ -173,6 +174,13 @@ class Run:
         samples.bytes_read += sum(t[0] for t in totals)
         samples.peak_memory_bytes = max(samples.peak_memory_bytes, sum(t[1] for t in totals))
 
+    def measured(self, prefill: PrefillMetrics, memory: MemoryTaken) -> Measured:
+        """What the record is made of."""
+        for name, samples in self.samples.items():
+            samples.phase_s = dict(self.timers[name].seconds)
+        self.samples[self.passes[-1]].calibration_s = self.draft_length.calibration_s
+        return Measured(self.samples, self.finished, prefill, memory)
+
     def check(self) -> Correctness:
         """Compare the pass that was asked for with the baseline of the same run."""
         asked, dtype = self.passes[-1], self.config.model.dtype
@@ -206,8 +214,7 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
         bandwidth = max(bandwidth, read_bandwidth(group, device))
         memory = run.memory.measured(group)
         correctness = run.check()
-    environment = session.describe_environment(
-        **run.gpu.describe(), read_bandwidth_bytes_per_s=bandwidth
-    )
-    record = make_record(run, prefill, correctness, environment, memory)
-    return Outcome(record, run.finished[run.passes[-1]])
+    environment = run.gpu.add_to(session.describe_environment(bandwidth))
+    measured = run.measured(prefill, memory)
+    record = make_record(run.prepared, measured, correctness, environment)
+    return Outcome(record, run.finished[measured.asked])

@@ -6,83 +6,92 @@ Owns which numbers of a pass are told. Must not measure anything.
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
-from magicdec.memory.watch import describe_memory
-from magicdec.records.metrics import decode_metrics, speedups
-from magicdec.records.record import Correctness, RunRecord
+from magicdec.memory.watch import NOT_MEASURED, MemoryTaken, describe_memory
+from magicdec.records.correctness import Correctness
+from magicdec.records.environment import Environment
+from magicdec.records.metrics import PassSamples, PrefillMetrics, decode_metrics, speedups
+from magicdec.records.performance import Metrics, without_chance
+from magicdec.records.record import RunRecord
+from magicdec.records.samples import SamplesRecord
+from magicdec.request import Request
+from magicdec.setup.prepare import Prepared
 from magicdec.workload.answers import answer_score
-
-if TYPE_CHECKING:
-    from magicdec.run.run import Run
 
 BASELINE = "autoregressive"
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a run measured, of all ranks together. The pass that was asked for is the last one, and
+    the baseline, if it was decoded too, stands before it."""
+
+    samples: dict[str, PassSamples]  # by pass
+    finished: dict[str, list[Request]]  # by pass: every prompt's request, in prompt order
+    prefill: PrefillMetrics
+    memory: MemoryTaken
+
+    @property
+    def asked(self) -> str:
+        return list(self.samples)[-1]
+
+
 def make_record(
-    run: Run,
-    prefill: dict[str, Any],
-    correctness: Correctness,
-    environment: dict[str, Any],
-    memory: dict[str, int],
+    prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
 ) -> RunRecord:
     """Metrics enter the record only if the check passed."""
-    asked = run.passes[-1]
-    bandwidth = environment["read_bandwidth_bytes_per_s"]
-    run.samples[asked].calibration_s = run.draft_length.calibration_s
-    for name in run.passes:
-        run.samples[name].phase_s = dict(run.timers[name].seconds)
-    metrics: dict[str, dict[str, Any]] = {}
-    for name in run.passes:
-        is_drafting = name != BASELINE
-        metrics[name] = prefill | decode_metrics(run.samples[name], bandwidth, is_drafting)
-        metrics[name]["answer_score"] = score_pass(run, name)
-    if BASELINE in run.passes[:-1]:
-        values = speedups(run.samples[BASELINE], run.samples[asked])
-        metrics[asked] |= {
-            "speedup": statistics.median(values) if values else None,
-            "speedup_per_batch": values or None,
-        }
-    if run.prepared.is_random and asked != BASELINE:
-        withhold_acceptance(metrics[asked])
-    passed = correctness.passed
+    asked, passed = measured.asked, correctness.passed
+    bandwidth = environment.read_bandwidth_bytes_per_s
+    assert bandwidth is not None, "measured in every run"
+    metrics = {name: pass_metrics(prepared, measured, name, bandwidth) for name in measured.samples}
+    memory = measured.memory if passed else NOT_MEASURED
     return RunRecord(
         status="ok" if passed else "diverged",
-        config=run.config.to_dict(),
+        config=prepared.config.to_dict(),
         environment=environment,
-        workload=run.prepared.describe_workload(),
+        workload=prepared.describe_workload(),
         correctness=correctness,
         metrics=metrics[asked] if passed else None,
         baseline_metrics=metrics.get(BASELINE) if passed and asked != BASELINE else None,
-        samples=describe_samples(run),
-        memory=describe_memory(run.prepared.plan, run.prepared.free, memory if passed else None),
+        samples={
+            name: describe_samples(samples, name == BASELINE or prepared.is_random)
+            for name, samples in measured.samples.items()
+        },
+        memory=describe_memory(prepared.plan, prepared.free, memory),
     )
 
 
-def score_pass(run: Run, name: str) -> float | None:
-    """How right the pass's outputs are; None without known answers, and of random weights."""
-    answers = None if run.prepared.source.is_random else run.prepared.workload.answers
-    return answer_score(answers, run.finished[name], run.prepared.tokenizer)
+def pass_metrics(prepared: Prepared, measured: Measured, name: str, bandwidth: float) -> Metrics:
+    """Of one pass, with what it shares with the others and what follows from comparing them."""
+    metrics = replace(
+        decode_metrics(measured.samples[name], bandwidth, is_drafting=name != BASELINE),
+        prefill_tokens_per_s=measured.prefill.tokens_per_s,
+        mean_ttft_ms=measured.prefill.mean_ttft_ms,
+        answer_score=score_pass(prepared, measured.finished[name]),
+    )
+    if name == BASELINE:
+        return metrics
+    if BASELINE in measured.samples:
+        values = speedups(measured.samples[BASELINE], measured.samples[name])
+        if values:
+            median = statistics.median(values)
+            metrics = replace(metrics, speedup=median, speedup_per_batch=values)
+    return without_chance(metrics) if prepared.is_random else metrics
 
 
-def withhold_acceptance(metrics: dict[str, Any]) -> None:
-    """Random weights agree with themselves by chance: times of a step count, acceptance and what
-    follows from it do not."""
-    for key in metrics:
-        chance = ("acceptance", "speedup", "decode_tokens", "mean_draft_tokens")
-        if key.startswith(chance) or key.endswith("_tpot_ms"):
-            metrics[key] = None
+def score_pass(prepared: Prepared, finished: list[Request]) -> float | None:
+    """How right the pass's outputs are; None without known answers, and with random weights."""
+    answers = None if prepared.source.is_random else prepared.workload.answers
+    return answer_score(answers, finished, prepared.tokenizer)
 
 
-def describe_samples(run: Run) -> dict[str, Any]:
-    """Raw step times (ms) and accepted counts of each pass, by batch."""
-    random = run.prepared.is_random
-    return {
-        name: {
-            "step_ms": [[round(1e3 * s, 4) for s in batch] for batch in samples.step_s],
-            "num_tokens": samples.num_tokens,
-            "num_drafted": None if name == BASELINE or random else samples.num_drafted,
-            "num_accepted": None if name == BASELINE or random else samples.num_accepted,
-        }
-        for name, samples in run.samples.items()
-    }
+def describe_samples(samples: PassSamples, is_undrafted: bool) -> SamplesRecord:
+    """Raw step times and accepted counts by batch; without counts where nothing was drafted, or
+    they have no meaning."""
+    return SamplesRecord(
+        step_ms=[[round(1e3 * s, 4) for s in batch] for batch in samples.step_s],
+        num_tokens=samples.num_tokens,
+        num_drafted=None if is_undrafted else samples.num_drafted,
+        num_accepted=None if is_undrafted else samples.num_accepted,
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.backend_choice import settled
@@ -25,6 +24,7 @@ from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
+from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.setup.draft_checks import check_choice, check_draft
 from magicdec.workload.workload import Workload, build_workload
 
@@ -50,22 +50,30 @@ class Prepared:
         weights."""
         return self.source.is_random or bool(self.draft_source and self.draft_source.is_random)
 
-    def describe_workload(self) -> dict[str, Any]:
+    def describe_workload(self) -> WorkloadRecord:
         """For the record: what was decoded, by which model, from which tokenizer."""
-        return {
-            **describe_model(self.source),
-            "draft": None if self.draft_source is None else describe_model(self.draft_source),
-            "tokenizer": self.tokenizer_name,
-            **self.workload.describe(),
-        }
+        model, w = describe_model(self.source), self.workload
+        return WorkloadRecord(
+            model=model.model,
+            random_weights=model.random_weights,
+            model_sha256=model.model_sha256,
+            draft=None if self.draft_source is None else describe_model(self.draft_source),
+            tokenizer=self.tokenizer_name,
+            dataset=w.dataset,
+            num_prompts=len(w.prompts),
+            prefix_len=len(w.prompts[0]),
+            num_available=w.num_available,
+            skip_tokens=w.skip_tokens,
+            seed=w.seed,
+            sources=None if w.sources is None else [list(source) for source in w.sources],
+            sha256=w.sha256,
+        )
 
 
-def describe_model(source: ModelSource) -> dict[str, Any]:
-    return {
-        "model": source.name,
-        "random_weights": source.is_random,
-        "model_sha256": fingerprint(source),
-    }
+def describe_model(source: ModelSource) -> ModelRecord:
+    return ModelRecord(
+        model=source.name, random_weights=source.is_random, model_sha256=fingerprint(source)
+    )
 
 
 def fingerprint(source: ModelSource) -> str:

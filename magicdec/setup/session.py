@@ -7,13 +7,14 @@ groups and the description of the machine. Must not know what is measured.
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from magicdec.config.sections import ParallelSection
 from magicdec.distributed.groups import Launch, close_groups, make_groups
 from magicdec.hardware.environment import describe_environment
+from magicdec.records.environment import Environment
 
 
 class RankSession:
@@ -47,6 +48,7 @@ class RankSession:
         if error is None:
             close_groups()
 
-    def describe_environment(self, **measured: Any) -> dict[str, Any]:
-        """A record's `environment`. `measured` replaces entries that the session does not know."""
-        return describe_environment(self.launch, self.parallel.device, self.started) | measured
+    def describe_environment(self, bandwidth: float | None = None) -> Environment:
+        """A record's `environment`, with the read bandwidth of all ranks where it was measured."""
+        found = describe_environment(self.launch, self.parallel.device, self.started)
+        return replace(found, read_bandwidth_bytes_per_s=bandwidth)

@@ -12,7 +12,6 @@ import struct
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.workload import recall, ruler
@@ -40,19 +39,6 @@ class Workload:
     seed: int
     sha256: str
     answers: tuple[Answer, ...] | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """Everything but the token ids and the answers, for a JSON record."""
-        return {
-            "dataset": self.dataset,
-            "num_prompts": len(self.prompts),
-            "prefix_len": len(self.prompts[0]),
-            "num_available": self.num_available,
-            "skip_tokens": self.skip_tokens,
-            "seed": self.seed,
-            "sources": self.sources and [list(source) for source in self.sources],
-            "sha256": self.sha256,
-        }
 
 
 def build_workload(

@@ -6,13 +6,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu_stages.latency import run_recorded
 from gpu_stages.scale import Suite
-from magicdec.records.record import load_records
+from magicdec.records.reading import load_records
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,5 +61,5 @@ def run_selfspec(suite: Suite, dtype: str, backend: str) -> dict[str, Any]:
             *("--gamma", 3, "--draft_budget", 65, "--results", path),
         ]
         refusal = run_recorded("selfspec", flags, suite)
-        record: dict[str, Any] = load_records(path)[-1]
-    return record | refusal
+        record = load_records(path)[-1]
+    return asdict(record) | refusal

@@ -11,7 +11,7 @@ from magicdec.decoding.steps import EagerSteps
 from magicdec.decoding.strategy import untimed
 from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
-from magicdec.records.record import Correctness
+from magicdec.records.correctness import Correctness
 from magicdec.request import Request
 from magicdec.run.check import check_outputs, first_difference
 
@@ -62,8 +62,8 @@ def test_a_wrong_token_is_a_divergence(index: int) -> None:
     result = check(model, expected, found)
     assert not result.identical and not result.passed and result.num_excused == 0
     assert result.first_divergence is not None
-    assert result.first_divergence["sequence"] == 1 and result.first_divergence["index"] == index
-    assert result.first_divergence["margin"] > 1e-2
+    assert result.first_divergence.sequence == 1 and result.first_divergence.index == index
+    assert result.first_divergence.margin > 1e-2
 
 
 def test_a_missing_token_is_a_divergence() -> None:
@@ -82,7 +82,7 @@ def test_a_tie_is_settled_and_counted() -> None:
     found[0].output_ids[at] = 96
     result = check(model, expected, found)
     assert not result.identical and result.passed and result.num_excused == 1
-    assert result.first_divergence is not None and result.first_divergence["margin"] < 1e-9
+    assert result.first_divergence is not None and result.first_divergence.margin < 1e-9
 
 
 def test_a_tie_does_not_excuse_what_follows_it() -> None:

@@ -4,11 +4,9 @@ every drafter and policy."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, served_pairs
@@ -27,7 +25,8 @@ from magicdec.config.sections import (
 )
 from magicdec.distributed.groups import Launch
 from magicdec.records.compare import compare, measured_thing
-from magicdec.records.record import load_records
+from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
 from magicdec.run.run import execute
 from magicdec.setup.prepare import prepare
 
@@ -48,19 +47,18 @@ SECTIONS = {
 }
 
 
-def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> dict[str, Any]:
+def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> RunRecord:
     key = {"drafter": drafter, "policy": policy, "budget": budget, "gamma": gamma}
     return next(r for r in BASELINES if key.items() <= dict(measured_thing(r)).items())
 
 
-def run_again(baseline: dict[str, Any]) -> dict[str, Any]:
+def run_again(baseline: RunRecord) -> RunRecord:
     """The very run that the record's own config describes, on one thread."""
-    saved = baseline["config"]
+    saved = baseline.config
     sections = {name: kind(**saved[name]) for name, kind in SECTIONS.items() if saved[name]}
     sections["parallel"] = ParallelSection(rank_group=(0,), threads=1)
     config = RunConfig(**sections)
-    outcome = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False)
-    return json.loads(outcome.record.to_json())
+    return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
 
 
 def test_the_baselines_cover_every_drafter_and_policy() -> None:
@@ -72,10 +70,10 @@ def test_the_baselines_cover_every_drafter_and_policy() -> None:
 def test_the_table_that_renews_them_is_the_file() -> None:
     """A case of `scripts/acceptance.py` without a record, or the other way round, fails."""
     assert [make_config(case, "demo", None).kv.resolve() for case in CASES] == [
-        KVSection(**baseline["config"]["kv"]) for baseline in BASELINES
+        KVSection(**baseline.config["kv"]) for baseline in BASELINES
     ]
     assert [(case.drafter, case.gamma) for case in CASES] == [
-        (b["config"]["decoding"]["drafter"], b["config"]["decoding"]["num_draft_tokens"])
+        (b.config["decoding"]["drafter"], b.config["decoding"]["num_draft_tokens"])
         for b in BASELINES
     ]
 
@@ -95,7 +93,7 @@ def test_baselines_cover_every_budget_and_rise_with_it() -> None:
     for gamma in (2, 4):
         budgets = (33, 65, 129, 257, 513, None)
         records = [find("self", "streaming_llm" if b else "full", b, gamma) for b in budgets]
-        rates = [record["metrics"]["acceptance_rate"] for record in records]
+        rates = [record.metrics.acceptance_rate for record in records if record.metrics]
         assert rates[-1] == 1.0
         assert all(a < b + 0.03 for a, b in pairwise(rates)), rates
         assert rates[0] < rates[3]
@@ -114,12 +112,13 @@ def test_a_full_budget_in_bfloat16_accepts_nearly_everything() -> None:
     )
     record = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
     assert record.status == "ok" and record.metrics is not None, record.correctness
-    assert record.metrics["acceptance_rate"] >= 0.99
+    assert (record.metrics.acceptance_rate or 0) >= 0.99
 
 
 def test_records_of_other_models_are_not_compared(tmp_path: Path) -> None:
     baseline = find("self", "streaming_llm", 257)
-    other = json.loads(json.dumps(baseline))
-    other["workload"]["model_sha256"] = "0" * 64
+    assert baseline.workload is not None
+    weights = dataclasses.replace(baseline.workload, model_sha256="0" * 64)
+    other = dataclasses.replace(baseline, workload=weights)
     problem = compare(other, [baseline]).problem
     assert problem is not None and "not comparable: model fingerprint" in problem

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,38 @@ from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import compare, table
-from magicdec.records.metrics import PassSamples, decode_metrics, prefill_metrics
-from magicdec.records.record import Correctness, RunRecord, append_record, load_records
+from magicdec.records.correctness import Correctness, Divergence
+from magicdec.records.environment import Environment
+from magicdec.records.metrics import PassSamples, decode_metrics
+from magicdec.records.reading import load_records, parse_record
+from magicdec.records.record import RunRecord, append_record
+from magicdec.records.workload import WorkloadRecord
 
 Record = dict[str, Any]
 RATE = 0.8
-TIMES = {"decode_tokens_per_s": 1234567.8, "speedup": 1.5}
+ENVIRONMENT = Environment(
+    time_utc="2026-11-22T05:00:00+00:00", argv=["magicdec"], magicdec="0", python="3", torch="2",
+    system="Linux", cpu="", cpu_capability="AVX2", world_size=1, threads=2,
+    read_bandwidth_bytes_per_s=1e9,
+)  # fmt: skip
+WORKLOAD = WorkloadRecord(
+    model="demo", random_weights=False, model_sha256="m", tokenizer="demo", dataset="demo",
+    num_prompts=1, prefix_len=8, seed=0, sha256="w",
+)  # fmt: skip
 
 
 def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
     config = RunConfig(
         kv=KVSection(budget=budget), decoding=DecodingSection("speculative", "self")
     ).resolve(Machine(2))
-    metrics = prefill_metrics([0.1], 8, 0.2) | decode_metrics(PassSamples([[0.1]]), 1e9, None)
+    metrics = decode_metrics(PassSamples([[0.1]]), 1e9, False)
     record = RunRecord(
         status="ok",
         config=config.to_dict(),
-        environment={"world_size": 1, "threads": 2, "read_bandwidth_bytes_per_s": 1e9},
-        workload={"model": "demo", "model_sha256": "m", "dataset": "demo", "sha256": "w"},
-        correctness=Correctness("autoregressive", True, 99, None, 0, 1e-4),
-        metrics=metrics | TIMES | {"acceptance_rate": rate},
+        environment=ENVIRONMENT,
+        workload=WORKLOAD,
+        correctness=Correctness("autoregressive", True, 99, None, 0, 0, 1e-4),
+        metrics=replace(metrics, decode_tokens_per_s=1234567.8, speedup=1.5, acceptance_rate=rate),
         baseline_metrics=metrics,
     )
     return json.loads(record.to_json()) | top
@@ -49,9 +60,8 @@ def failed() -> Record:
 
 
 def diverged(margin: float | None = 2.5) -> Record:
-    first = {"sequence": 3, "index": 5, "expected": 1, "found": None, "margin": margin}
-    correctness = {"reference": "autoregressive", "identical": False, "num_tokens": 99}
-    correctness |= {"first_divergence": first, "num_excused": 0, "margin_bound": 1e-4}
+    first = Divergence(3, 5, 1, None, margin)
+    correctness = asdict(Correctness("autoregressive", False, 99, first, 0, 1, 1e-4))
     none = dict.fromkeys(("metrics", "baseline_metrics"))
     return make(status="diverged", correctness=correctness, **none)
 
@@ -262,7 +272,7 @@ def test_the_table_has_a_line_a_run(
     """Also for runs without numbers; and no number is cut, nor a name read as markup."""
     odd = make()
     odd["config"]["model"]["model"] = "/m/[bold]:fire:"
-    odd["metrics"] = dict.fromkeys(odd["metrics"])
+    odd["metrics"] = dict.fromkeys(odd["metrics"]) | {"bytes_read": 0}
     first, second = tmp_path / "a", tmp_path / "b"
     write(first, [make(), odd])
     write(second, [failed(), diverged()])
@@ -278,7 +288,7 @@ def test_the_table_has_a_line_a_run(
 
 
 def printed(record: Record, capsys: pytest.CaptureFixture[str]) -> str:
-    table.print_record(record)
+    table.print_record(parse_record(record))
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -292,10 +302,10 @@ def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str])
     scored = make()
     scored["metrics"]["answer_score"] = 0.125
     assert "answer score" in (out := printed(scored, capsys)) and "0.125" in out
-    tie = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2})
+    tie = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2, "num_diverged": 0})
     out = printed(tie, capsys)
     assert "equal up to 2 settled tie(s)" in out and "sequence 3, token 5 (margin 1e-05)" in out
-    alone = make(correctness={"reference": None, "num_tokens": 99}, baseline_metrics=None)
+    alone = make(correctness=asdict(Correctness(None, num_tokens=99)), baseline_metrics=None)
     assert "99 tokens; not compared" in printed(alone, capsys)
 
 
@@ -305,7 +315,7 @@ def test_runs_without_performance_are_printed_too(capsys: pytest.CaptureFixture[
     assert out.startswith("DIVERGED: 99 tokens") and "margin 2.5" in out and "tokens/s" not in out
     assert "DIVERGED" in printed(diverged(None), capsys)
     nothing = make()
-    nothing["metrics"] = dict.fromkeys(nothing["metrics"])
+    nothing["metrics"] = dict.fromkeys(nothing["metrics"]) | {"bytes_read": 0}
     nothing["baseline_metrics"] = dict(nothing["metrics"])
     assert "identical" in printed(nothing, capsys)
 
@@ -313,9 +323,9 @@ def test_runs_without_performance_are_printed_too(capsys: pytest.CaptureFixture[
 def test_what_is_compared_was_appended_by_a_run(tmp_path: Path, gate: Gate) -> None:
     """The helper above writes by hand what `append_record` writes."""
     record = make()
-    fields = copy.deepcopy(record)
-    fields["correctness"] = Correctness(**fields["correctness"])
-    append_record(tmp_path / "runs", RunRecord(**fields))
+    append_record(tmp_path / "runs", parse_record(record))
     loaded = load_records(tmp_path / "runs")
-    assert loaded == [record] and math.isclose(loaded[0]["metrics"]["acceptance_rate"], RATE)
-    assert gate(loaded, loaded)[0] == 0
+    written = [json.loads(r.to_json()) for r in loaded]
+    assert written == [record] and loaded[0].metrics is not None
+    assert loaded[0].metrics.acceptance_rate == RATE
+    assert gate(written, written)[0] == 0

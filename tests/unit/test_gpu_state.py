@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from magicdec.hardware.gpu_state import watch_gpu
+from magicdec.distributed.groups import Launch
+from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.gpu_state import GpuState, watch_gpu
 
 NOTHING = {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
 
@@ -43,6 +47,13 @@ class Nvml(ModuleType):
         return self.reasons.pop(0)
 
 
+def read_by(state: GpuState) -> dict[str, Any]:
+    """What `state` adds to a record's environment."""
+    started = datetime.datetime.now(datetime.timezone.utc)
+    found = state.add_to(describe_environment(Launch(0, 1, 0, 1), "cpu", started))
+    return {name: getattr(found, name) for name in NOTHING}
+
+
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     module = Nvml()
@@ -54,10 +65,10 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 def test_the_range_of_clocks_and_every_slowdown_is_kept(nvml: Nvml) -> None:
     state = watch_gpu(torch.device("cuda", 0))
-    assert state.describe() == NOTHING, "nothing was read"
+    assert read_by(state) == NOTHING, "nothing was read"
     for _ in range(3):
         state.read()
-    assert state.describe() == {
+    assert read_by(state) == {
         "gpu_sm_mhz": [1755, 1980],
         "gpu_most_sm_mhz": 2100,
         "gpu_slowed_by": ["software power cap", "software thermal slowdown"],
@@ -67,7 +78,7 @@ def test_the_range_of_clocks_and_every_slowdown_is_kept(nvml: Nvml) -> None:
 def test_a_gpu_that_only_idles_is_not_slowed(nvml: Nvml) -> None:
     state = watch_gpu(torch.device("cuda", 0))
     state.read()
-    assert state.describe()["gpu_slowed_by"] == []
+    assert read_by(state)["gpu_slowed_by"] == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -78,4 +89,4 @@ def test_without_nvml_or_a_gpu_there_is_nothing(
         monkeypatch.setitem(sys.modules, "pynvml", None)
     state = watch_gpu(torch.device(device))
     state.read()
-    assert state.describe() == NOTHING
+    assert read_by(state) == NOTHING

@@ -200,6 +200,6 @@ def test_a_repeat_lasts_as_long_as_its_slowest_rank() -> None:
     cell = Cell("draft", 4, 100, 1, 24, "snapkv")
     ranks = [[(cell, [1.0, 4.0, 2.0], 600)], [(cell, [3.0, 1.0, 2.0], 400)]]
     (row,) = summarise(ranks, bandwidth=1000.0)
-    assert (row["ms_median"], row["ms_p10"], row["ms_p90"]) == pytest.approx((3e3, 2.2e3, 3.8e3))
-    assert (row["bytes"], row["tokens"]) == (1000, 4)
-    assert row["roofline_fraction"] == pytest.approx(1000 / 1000.0 / 3.0)
+    assert (row.ms_median, row.ms_p10, row.ms_p90) == pytest.approx((3e3, 2.2e3, 3.8e3))
+    assert (row.bytes, row.tokens) == (1000, 4)
+    assert row.roofline_fraction == pytest.approx(1000 / 1000.0 / 3.0)

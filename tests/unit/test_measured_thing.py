@@ -12,6 +12,7 @@ from magicdec.config.sections import KVSection
 from magicdec.kv.policy import make_policy
 from magicdec.names import KV_POLICIES
 from magicdec.records.compare import compare, measured_thing
+from magicdec.records.reading import parse_record
 
 
 def of(policy: str, drafter: str = "self", **settings: Any) -> Record:
@@ -41,22 +42,28 @@ def test_settings_tell_records_apart_where_the_policy_reads_them(policy: str) ->
         changed = replace(section, **{name: value})
         matters = make_policy(changed) != make_policy(section)
         records = [of(**asdict(kv)) for kv in (section, changed)]
-        things = [measured_thing(record) for record in records]
+        things = [measured_thing(parse_record(record)) for record in records]
         assert (things[0] != things[1]) == matters, name
 
 
 def test_drafters_and_policies_are_told_apart() -> None:
-    things = [measured_thing(of(p, d)) for d in ("self", "model") for p in KV_POLICIES]
+    things = [
+        measured_thing(parse_record(of(p, d))) for d in ("self", "model") for p in KV_POLICIES
+    ]
     assert len(set(things)) == 2 * len(KV_POLICIES)
-    lookups = {measured_thing(of(p, "ngram", budget=b)) for p in KV_POLICIES for b in (9, 8)}
+    records = (of(p, "ngram", budget=b) for p in KV_POLICIES for b in (9, 8))
+    lookups = {measured_thing(parse_record(record)) for record in records}
     assert len(lookups) == 1 and not lookups & set(things), "prompt lookup reads no cache"
 
 
 def test_another_draft_model_is_another_thing() -> None:
     """Other weights under the same name are not comparable."""
-    records = [of("full", "model") for _ in range(3)]
-    for record, name, weights in zip(records, ("a", "b", "a"), ("1", "1", "2"), strict=True):
-        record["workload"]["draft"] = {"model": name, "model_sha256": weights}
+    records = []
+    for name, weights in (("a", "1"), ("b", "1"), ("a", "2")):
+        record = of("full", "model")
+        draft = {"model": name, "random_weights": False, "model_sha256": weights}
+        record["workload"]["draft"] = draft
+        records.append(parse_record(record))
     found = [compare(record, records[:1]) for record in records]
     assert found[0].problem is None and "draft=b policy=full gamma=4" in found[1].name
     assert found[1].problem == "not comparable: the baseline has no such record"
@@ -76,5 +83,5 @@ def test_sampling_is_a_condition(name: str, value: float, comparable: bool) -> N
     new, old = make(), make()
     new["config"]["sampling"][name] = value
     del old["config"]["sampling"]  # records from before there was any
-    problem = compare(new, [old]).problem
+    problem = compare(parse_record(new), [parse_record(old)]).problem
     assert problem is None if comparable else "not comparable: sampling is" in (problem or "")

@@ -52,6 +52,7 @@ def test_the_demo_on_a_probed_machine(run: Run) -> None:
     assert out.count("predicted") == 3 and "demo on 1 rank, bfloat16" in out
     assert "demo reaches 20480 tokens; a run refuses 32768" in out
     found = json.loads(Path("plan.json").read_text())
+    assert list(found)[:2] == ["schema_version", "kind"] and found["kind"] == "plan"
     assert found["predicted"] is True and len(found["cells"]) == 9
     asked = make("--machine machine.json --acceptance 0.8")
     for cell in found["cells"]:

@@ -7,7 +7,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,22 +23,25 @@ from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.plan import MemoryPlan
-from magicdec.memory.watch import describe_memory
+from magicdec.memory.watch import MemoryTaken, describe_memory
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.metrics import PassSamples, prefill_metrics
-from magicdec.records.record import Correctness, RunRecord, append_record, load_records
+from magicdec.records.performance import Metrics
+from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord, append_record
 from magicdec.request import Request, SamplingParams
-from magicdec.run.run import Run
-from magicdec.run.run_record import make_record
+from magicdec.run.run_record import Measured, make_record
 from magicdec.setup.prepare import Prepared
 from magicdec.workload.answers import Answer, Continuation
 from magicdec.workload.workload import Workload
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
-PASSED = Correctness("autoregressive", True, 12, None, 0, 1e-4)
-WORST = {"sequence": 1, "index": 3, "expected": 5, "found": 9, "margin": 0.5}
+PASSED = Correctness("autoregressive", True, 12, None, 0, 0, 1e-4)
+WORST = Divergence(1, 3, 5, 9, 0.5)
 DIVERGED = Correctness("autoregressive", False, 12, WORST, 0, 1, 1e-4)
 UNCOMPARED = Correctness(None, num_tokens=12)
+NO_METRICS = Metrics(bytes_read=0)
 
 
 def sample_pass(num_accepted: list[list[list[int]]]) -> PassSamples:
@@ -81,21 +84,18 @@ def run_record(
     samples = {name: sample_pass(accepted[name]) for name in passes}
     if has_draft:
         samples[strategy].draft_prefill_s = [0.2, 0.4]
-    run = SimpleNamespace(
-        prepared=prepared,
-        config=config,
-        passes=list(passes),
-        finished={name: finished(name) for name in passes},
-        samples=samples,
-        timers={name: SimpleNamespace(seconds={"verify": [0.001]}) for name in passes},
-        draft_length=SimpleNamespace(calibration_s=None),
+    for name in passes:
+        samples[name].phase_s = {"verify": [0.001]}
+    measured = Measured(
+        samples,
+        {name: finished(name) for name in passes},
+        prefill_metrics([0.1, 0.2], 4, 0.3),
+        MemoryTaken(10**8, 3 * 10**8),
     )
     started = datetime.datetime.now(datetime.timezone.utc)
     environment = describe_environment(launch, "cpu", started)
-    environment["read_bandwidth_bytes_per_s"] = 1e10
-    prefill = prefill_metrics([0.1, 0.2], 4, 0.3)
-    measured = {"process_bytes": 10**8, "peak_bytes": 3 * 10**8}
-    return make_record(cast(Run, run), prefill, correctness, environment, measured)
+    environment = replace(environment, read_bandwidth_bytes_per_s=1e10)
+    return make_record(prepared, measured, correctness, environment)
 
 
 def failed_record() -> RunRecord:
@@ -170,6 +170,13 @@ def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names["speedups"] == [1.0]
 
 
+def test_the_workload_is_described_without_its_prompts() -> None:
+    workload = RECORDS["speculative"]().workload
+    assert workload is not None
+    assert (workload.num_prompts, workload.prefix_len, workload.num_available) == (2, 2, 9)
+    assert workload.sources == [[0, 1], [2, 3]]
+
+
 def test_only_correct_runs_have_performance() -> None:
     for kind, make in RECORDS.items():
         record = make()
@@ -183,20 +190,20 @@ def test_only_correct_runs_have_performance() -> None:
 def test_each_pass_has_the_score_of_its_own_answers() -> None:
     record = RECORDS["answered"]()
     assert record.metrics is not None and record.baseline_metrics is not None
-    assert record.metrics["answer_score"] == 0.75
-    assert record.baseline_metrics["answer_score"] == 1.0
+    assert record.metrics.answer_score == 0.75
+    assert record.baseline_metrics.answer_score == 1.0
     for strategy, is_random, answers in (
         ("speculative", True, ANSWERS),
         ("speculative", False, None),
         ("autoregressive", True, ANSWERS),
     ):
         metrics = run_record(strategy, UNCOMPARED, is_random, answers).metrics
-        assert metrics is not None and metrics["answer_score"] is None
+        assert metrics is not None and metrics.answer_score is None
 
 
 def test_random_weights_have_times_but_no_acceptance() -> None:
-    metrics, trained = RECORDS["random"]().metrics, RECORDS["speculative"]().metrics
-    assert metrics is not None and trained is not None
+    found = [RECORDS[kind]().metrics for kind in ("random", "speculative")]
+    metrics, trained = (asdict(m) for m in found if m is not None)
     withheld = {key for key in metrics if metrics[key] is None} - {
         key for key in trained if trained[key] is None
     }
@@ -215,11 +222,11 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"status": "diverged", "correctness": DIVERGED, "metrics": {}},
-        {"status": "diverged", "correctness": DIVERGED, "baseline_metrics": {}},
-        {"status": "failed", "error": "E: no", "metrics": {}},
-        {"status": "failed", "error": "E: no", "baseline_metrics": {}},
-        {"status": "failed", "error": "E: no", "correctness": PASSED, "metrics": {}},
+        {"status": "diverged", "correctness": DIVERGED, "metrics": NO_METRICS},
+        {"status": "diverged", "correctness": DIVERGED, "baseline_metrics": NO_METRICS},
+        {"status": "failed", "error": "E: no", "metrics": NO_METRICS},
+        {"status": "failed", "error": "E: no", "baseline_metrics": NO_METRICS},
+        {"status": "failed", "error": "E: no", "correctness": PASSED, "metrics": NO_METRICS},
         {"status": "failed"},
         {"status": "ok", "correctness": PASSED, "error": "E: no"},
         {"status": "ok"},
@@ -232,7 +239,7 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
 )
 def test_contradictions_cannot_be_made(fields: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
-        RunRecord(**({"config": {}, "environment": {}} | fields))
+        small(**({"correctness": None, "metrics": None} | fields))
 
 
 def test_what_passes() -> None:
@@ -247,20 +254,23 @@ def test_what_passes() -> None:
 
 
 def small(**fields: Any) -> RunRecord:
-    values: dict[str, Any] = {"status": "ok", "config": {}, "environment": {}}
-    return RunRecord(**(values | {"correctness": PASSED, "metrics": {"speedup": 1.5}} | fields))
+    """A record that passed, the same each time, with these fields."""
+    record = RECORDS["baseline"]()
+    environment = replace(record.environment, time_utc="2026-11-22T05:00:00+00:00")
+    return replace(record, **({"environment": environment, "correctness": PASSED} | fields))
 
 
 def test_a_record_is_one_line_that_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "runs.jsonl"
-    texts = small(environment={"argv": ["a\nb", "\u2028", "é"]}), small(tolerance={"speedup": 0.1})
-    for record in texts:
+    odd = replace(small().environment, argv=["a\nb", "\u2028", "é"])
+    records = [small(environment=odd), small(tolerance={"speedup": 0.1})]
+    for record in records:
         append_record(path, record)
     assert path.read_bytes().count(b"\n") == 2 and path.read_bytes().endswith(b"\n")
     loaded = load_records(path)
-    assert loaded == [json.loads(record.to_json()) for record in texts]
-    assert loaded[0]["environment"]["argv"] == ["a\nb", "\u2028", "é"]
-    assert [record["tolerance"] for record in loaded] == [None, {"speedup": 0.1}]
+    assert [json.loads(r.to_json()) for r in loaded] == [json.loads(r.to_json()) for r in records]
+    assert loaded[0].environment.argv == ["a\nb", "\u2028", "é"]
+    assert [record.tolerance for record in loaded] == [None, {"speedup": 0.1}]
 
 
 @pytest.mark.parametrize("before", [b"", b"\n", b'{"cut of', b'{"whole": 1}\n', b"\xff\n\nx"])
@@ -278,7 +288,7 @@ def test_what_is_not_a_number_is_neither_written_nor_read(tmp_path: Path, value:
     append_record(path, small())
     written = path.read_bytes()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        append_record(path, small(metrics={"speedup": value}))
+        append_record(path, small(metrics=replace(NO_METRICS, speedup=value)))
     assert path.read_bytes() == written
     path.write_text(json.dumps({"schema_version": 1, "speedup": value}))
     with pytest.raises(ValueError, match=f"{path}:1: not a JSON record .*is not JSON"):
@@ -305,10 +315,13 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: s
 
 @pytest.mark.parametrize("key", ["tolerance", "memory"])
 def test_a_record_without_a_later_key_is_read(key: str, tmp_path: Path) -> None:
-    record = json.loads(small().to_json())
-    del record[key]
-    (tmp_path / "old.jsonl").write_text(json.dumps(record))
-    assert load_records(tmp_path / "old.jsonl") == [record]
+    record = small()
+    raw = json.loads(record.to_json())
+    del raw[key]
+    (tmp_path / "old.jsonl").write_text(json.dumps(raw))
+    (loaded,) = load_records(tmp_path / "old.jsonl")
+    assert getattr(loaded, key) is None
+    assert json.loads(loaded.to_json()) == raw | {key: None}
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

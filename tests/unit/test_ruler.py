@@ -165,12 +165,11 @@ def test_no_word_is_found_inside_another() -> None:
         assert [(a, b) for a in words for b in words if a != b and inside(a, b)] == []
 
 
-def test_describe_has_no_books() -> None:
-    described = build("vt", 1000).describe()
-    assert described["dataset"] == "ruler:vt" and described["num_prompts"] == 3
-    assert {k for k, v in described.items() if v is None} == {
-        "num_available", "skip_tokens", "sources",
-    }  # fmt: skip
+def test_generated_prompts_have_no_books() -> None:
+    work = build("vt", 1000)
+    assert work.dataset == "ruler:vt" and len(work.prompts) == 3
+    absent = {name for name, value in vars(work).items() if value is None}
+    assert absent == {"num_available", "skip_tokens", "sources"}
 
 
 def test_bos_is_one_of_the_tokens_or_absent() -> None:

@@ -41,10 +41,10 @@ def test_groups_are_not_left_after_an_error(closed: list[str]) -> None:
 def test_what_was_measured_is_in_the_environment() -> None:
     with RankSession(ALONE, PARALLEL) as session:
         pass
-    assert session.describe_environment()["read_bandwidth_bytes_per_s"] is None
-    found = session.describe_environment(read_bandwidth_bytes_per_s=7.0)
-    assert found["read_bandwidth_bytes_per_s"] == 7.0 and found["threads"] == 1
-    assert found["time_utc"] == session.started.isoformat(timespec="seconds")
+    assert session.describe_environment().read_bandwidth_bytes_per_s is None
+    found = session.describe_environment(7.0)
+    assert found.read_bandwidth_bytes_per_s == 7.0 and found.threads == 1
+    assert found.time_utc == session.started.isoformat(timespec="seconds")
 
 
 def test_on_cuda_the_device_is_that_of_the_local_rank() -> None:

@@ -106,13 +106,6 @@ def test_hash_sees_tokens_and_boundaries_on_any_platform() -> None:
     assert hashes[0] == "1cbecf025d1c00029ea15f0e5d6ade68509f064ea9572f2593f4eeb7d78cd0e7"
 
 
-def test_describe_is_json_without_the_prompts(long_books: str) -> None:
-    record = json.loads(json.dumps(build(long_books).describe()))
-    kept = {"dataset", "num_available", "skip_tokens", "seed", "sources", "sha256"}
-    assert set(record) == kept | {"num_prompts", "prefix_len"}
-    assert (record["num_prompts"], record["prefix_len"], len(record["sources"])) == (4, 10, 4)
-
-
 def test_too_few_prefixes(long_books: str) -> None:
     message = "--dataset long.jsonl holds 7 prefixes of --prefix_len 10 tokens; 8 are needed (--B"
     with pytest.raises(ValueError, match=re.escape(message)):

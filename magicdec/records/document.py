@@ -1,0 +1,79 @@
+"""Writes what the documents say of the fields of a record, so that it is said once, in the code.
+
+    python -m magicdec.records.document
+
+renews the tables of `docs/record.md` and `docs/latency.md`, and `docs/record.schema.json`. A table
+stands between `<!-- fields: MODULE:CLASS -->` and `<!-- end of fields -->`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import typing
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from magicdec.records.fields import Recorded, described_fields
+from magicdec.records.json_schema import schema_of
+from magicdec.records.record import RunRecord
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES, SCHEMA = ("record.md", "latency.md"), "record.schema.json"
+END = "<!-- end of fields -->"
+TABLE = re.compile(rf"(<!-- fields: ([\w.]+):(\w+) -->\n).*?({END})", re.DOTALL)
+SINGULAR = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def main() -> None:
+    """Write all of them."""
+    for name in PAGES:
+        path = DOCS / name
+        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (DOCS / SCHEMA).write_text(schema_text(), encoding="utf-8")
+
+
+def schema_text() -> str:
+    return json.dumps(schema_of(RunRecord), indent=1, ensure_ascii=False) + "\n"
+
+
+def renewed(text: str) -> str:
+    """A page with the tables that the code makes today."""
+    return TABLE.sub(lambda found: f"{found[1]}{table_of(_class(found[2], found[3]))}{END}", text)
+
+
+def table_of(kind: type) -> str:
+    """A row a field: key, type and unit, meaning, when it is null."""
+    lines = ["| Key | Type, unit | Meaning | Null |", "|---|---|---|---|"]
+    for key, hint, description in described_fields(kind):
+        null = "never" if description.null is None else description.null
+        shape = type_text(hint, description)
+        lines.append(f"| `{key}` | {shape} | {description.meaning} | {null} |")
+    return "\n".join(lines) + "\n"
+
+
+def type_text(hint: Any, description: Recorded) -> str:
+    """`list of numbers, ms`."""
+    shape = _shape(hint)
+    return f"{shape}, {description.unit}" if description.unit else shape
+
+
+def _shape(hint: Any, is_plural: bool = False) -> str:
+    origin = typing.get_origin(hint)
+    if origin is list:
+        inner = _shape(typing.get_args(hint)[0], is_plural=True)
+        return f"list{'s' * is_plural} of {inner}"
+    shape = "object" if is_dataclass(hint) or origin is dict else SINGULAR[hint]
+    return f"{shape}{'s' * is_plural}"
+
+
+def _class(module: str, name: str) -> type:
+    found = getattr(importlib.import_module(module), name)
+    assert isinstance(found, type)
+    return found
+
+
+if __name__ == "__main__":
+    main()

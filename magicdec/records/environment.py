@@ -1,0 +1,50 @@
+"""Environment: what a record says of the machine, the software and the launch. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from magicdec.records.fields import recorded
+
+GPU_NULL = "on CPU; without `nvidia-ml-py`; if `failed`; in `probe` and `latency`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Host names are left out."""
+
+    time_utc: str = recorded("start of the run, ISO 8601, UTC")
+    argv: list[str] = recorded("the command line, the program without its folder")
+    magicdec: str = recorded("version of this package")
+    python: str = recorded("version of Python")
+    torch: str = recorded("version of PyTorch, with its build")
+    system: str = recorded("operating system and processor architecture")
+    cpu: str = recorded("model name of the CPU; empty where the system does not tell")
+    num_cpus: int | None = recorded(
+        "logical CPUs of the machine, whether this run may use them or not", null="if unknown"
+    )
+    cpu_capability: str = recorded("vector instructions that PyTorch uses, such as `AVX2`")
+    gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")
+    gpu_sm_mhz: list[int] | None = recorded(
+        "lowest and highest clock of that GPU's processors, read after each measured pass",
+        "MHz",
+        null=GPU_NULL,
+        is_later=True,
+    )
+    gpu_most_sm_mhz: int | None = recorded(
+        "highest clock that the GPU supports", "MHz", null="as `gpu_sm_mhz`", is_later=True
+    )
+    gpu_slowed_by: list[str] | None = recorded(
+        "reasons, in NVML's words, why the clock was held back at any of these readings; empty if "
+        "there were none",
+        null="as `gpu_sm_mhz`",
+        is_later=True,
+    )
+    world_size: int = recorded("number of ranks that were launched")
+    threads: int = recorded("CPU threads of the leading rank, as PyTorch reports them")
+    read_bandwidth_bytes_per_s: float | None = recorded(
+        "bytes a second that all ranks together read from memory, measured in this run before and "
+        "after decoding; the best of fourteen measurements",
+        "bytes/s",
+        null="if `failed`",
+    )

@@ -1,0 +1,215 @@
+"""Metrics: the performance of one pass, as a record holds it. Imports no torch.
+
+The definitions are in docs/record.md; `metrics.py` computes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from magicdec.records.fields import description_of, recorded
+
+NO_STEP = "if no step was needed"
+CHANCE = "; with random weights"
+NOT_DRAFTED = "if nothing was drafted" + CHANCE
+NO_TPOT = "if no sequence decoded a second token; with random weights, where drafted"
+NO_BASELINE = "in `baseline_metrics`; without a baseline" + CHANCE + "; " + NO_STEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """One pass over all measured batches; warm-up is left out. None where a metric does not apply,
+    never 0."""
+
+    prefill_tokens_per_s: float | None = recorded(
+        "prompt tokens over the time of all prefills; both passes share one prefill",
+        "tokens/s",
+        null="never in a run's record",
+        label="prefill, tokens/s",
+    )
+    mean_ttft_ms: float | None = recorded(
+        "mean TTFT; both passes share it too",
+        "ms",
+        null="never in a run's record",
+        label="TTFT mean, ms (shared prefill)",
+    )
+    decode_tokens_per_s: float | None = recorded(
+        "tokens kept, over all rows, over the time of all decode steps",
+        "tokens/s",
+        null=NO_STEP + "; with random weights, where drafted",
+        label="decode, tokens/s",
+        digits=1,
+        by_chance=True,
+    )
+    mean_step_ms: float | None = recorded(
+        "mean time of a decode step: one forward, or one draft and verification",
+        "ms",
+        null=NO_STEP,
+        label="step, ms",
+        digits=2,
+    )
+    draft_prefill_ms: float | None = recorded(
+        "mean time a batch that a standalone draft takes for its own prefill, which is outside the "
+        "decode steps and outside TTFT",
+        "ms",
+        null="without a standalone draft; in `baseline_metrics`",
+        label="draft's own prefill, ms/batch",
+        is_later=True,
+    )
+    calibration_ms: float | None = recorded(
+        "time spent on measuring steps under `--gamma auto`, over all batches and the warm-up; "
+        "outside the decode steps and outside TTFT",
+        "ms",
+        null="without `--gamma auto`; in `baseline_metrics`",
+        label="calibration for gamma, ms",
+        is_later=True,
+    )
+    draft_ms: float | None = recorded(
+        "mean time of drafting, over the steps that draft",
+        "ms",
+        null="if nothing is drafted; on CUDA without `--benchmark`",
+        label="  draft, ms/step",
+        digits=2,
+    )
+    verify_ms: float | None = recorded(
+        "mean time of verifying, over the same steps",
+        "ms",
+        null="if nothing is drafted; on CUDA without `--benchmark`",
+        label="  verify, ms/step",
+        digits=2,
+    )
+    decode_ms: float | None = recorded(
+        "mean time of the forward and the choice of the token, over the steps without drafts",
+        "ms",
+        null="if every step drafts; on CUDA without `--benchmark`",
+        label="  decode, ms/step",
+        digits=2,
+    )
+    other_ms: float | None = recorded(
+        "what remains of `mean_step_ms` without these phases",
+        "ms",
+        null="if no phase is known",
+        label="  other, ms/step",
+        digits=2,
+    )
+    mean_draft_tokens: float | None = recorded(
+        "draft tokens a row, mean over all steps, those without drafts included",
+        "tokens",
+        null="in `baseline_metrics`; " + NO_STEP + CHANCE,
+        label="draft tokens a step",
+        digits=2,
+        is_later=True,
+        by_chance=True,
+    )
+    bytes_read: int = recorded(
+        "least bytes that the decode steps had to read from memory, over all ranks: weights once a "
+        "forward, KV cache as far as each forward sees it; drafting included",
+        "bytes",
+        label="bytes to read, GB",
+        digits=2,
+        scale=1e-9,
+    )
+    roofline_fraction: float | None = recorded(
+        "share of the memory roofline that was reached; above 1 if caches held part of what was "
+        "read, or the host read faster than when it was measured",
+        "ratio",
+        null=NO_STEP,
+        label="of the memory roofline",
+        digits=1,
+        scale=100,
+        suffix=" %",
+    )
+    peak_memory_bytes: int | None = recorded(
+        "largest memory use of a batch, summed over ranks: allocated device memory on CUDA, "
+        "resident memory on CPU",
+        "bytes",
+        null="if unknown",
+        label="peak memory, all ranks, MB",
+        scale=1e-6,
+    )
+    answer_score: float | None = recorded(
+        "see *Definitions*; mean over prompts",
+        "0 to 1",
+        null="if the workload has no known answers" + CHANCE,
+        label="answer score",
+        digits=3,
+        is_later=True,
+    )
+    speedup: float | None = recorded(
+        "against the baseline of the same run: median of `speedup_per_batch`",
+        "ratio",
+        null=NO_BASELINE,
+        label="speedup (median of batches)",
+        digits=2,
+        suffix="x",
+        by_chance=True,
+    )
+    speedup_per_batch: list[float] | None = recorded(
+        "the speedup of each batch, in order", "ratio", null=NO_BASELINE, by_chance=True
+    )
+    mean_tpot_ms: float | None = recorded(
+        "mean TPOT over sequences",
+        "ms",
+        null=NO_TPOT,
+        label="TPOT mean, ms",
+        digits=2,
+        by_chance=True,
+    )
+    p50_tpot_ms: float | None = recorded(
+        "median TPOT over sequences",
+        "ms",
+        null=NO_TPOT,
+        label="TPOT p50, ms",
+        digits=2,
+        by_chance=True,
+    )
+    p90_tpot_ms: float | None = recorded(
+        "90th percentile, linear between the two nearest ranks",
+        "ms",
+        null=NO_TPOT,
+        label="TPOT p90, ms",
+        digits=2,
+        by_chance=True,
+    )
+    p99_tpot_ms: float | None = recorded(
+        "99th percentile, computed likewise",
+        "ms",
+        null=NO_TPOT,
+        label="TPOT p99, ms",
+        digits=2,
+        by_chance=True,
+    )
+    acceptance_rate: float | None = recorded(
+        "see *Definitions*",
+        "0 to 1",
+        null=NOT_DRAFTED,
+        label="acceptance rate",
+        digits=3,
+        by_chance=True,
+    )
+    acceptance_length: float | None = recorded(
+        "see *Definitions*",
+        "tokens",
+        null=NOT_DRAFTED,
+        label="acceptance length",
+        digits=2,
+        by_chance=True,
+    )
+    acceptance_per_position: list[float] | None = recorded(
+        "see *Definitions*; one for each draft position",
+        "0 to 1",
+        null=NOT_DRAFTED,
+        label="acceptance per position",
+        digits=2,
+        by_chance=True,
+    )
+
+
+def without_chance(metrics: Metrics) -> Metrics:
+    """Random weights agree with themselves by chance: the times of a step have a meaning, but
+    acceptance and what follows from it have none, and become null."""
+    absent: dict[str, Any] = {
+        item.name: None for item in fields(Metrics) if description_of(item).by_chance
+    }
+    return replace(metrics, **absent)

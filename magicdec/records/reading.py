@@ -1,0 +1,126 @@
+"""Reads records back: every line becomes a `RunRecord` or an error that names its file and line.
+Imports no torch.
+
+Keys that a record does not know are ignored: older programs wrote some that are gone. Keys that
+older records lack (`is_later`) are read as null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import typing
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from magicdec.records.fields import described_fields
+from magicdec.records.record import SCHEMA_VERSION, RunRecord, contradiction
+
+# What tables and comparisons read of every record's `config`.
+CONFIG_KEYS = {
+    "model": ("model", "dtype"),
+    "parallel": ("device",),
+    "kv": ("policy", "budget"),
+    "decoding": ("strategy", "drafter", "num_draft_tokens", "ignore_eos"),
+    "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
+}
+
+
+def load_records(path: Path) -> list[RunRecord]:
+    """All records of a file. Raises ValueError naming file and line for what is not a record of
+    this schema."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                records.append(parse_line(line))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    return records
+
+
+def parse_line(line: str) -> RunRecord:
+    """Raises ValueError, one line, for what is not a record of this schema."""
+    try:
+        raw = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a JSON record ({error})") from None
+    return parse_record(raw)
+
+
+def parse_record(raw: Any) -> RunRecord:
+    """A record from its JSON value. Raises ValueError as `parse_line`."""
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version is {version}, this program reads {SCHEMA_VERSION}")
+    try:
+        fields = _parse_fields(RunRecord, raw, "")
+        _check_config(fields["config"])
+        has_metrics = (fields["metrics"], fields["baseline_metrics"]) != (None, None)
+        status, correctness = fields["status"], fields["correctness"]
+        problem = contradiction(status, fields["error"], correctness, has_metrics)
+        if problem is None and fields["workload"] is None and status != "failed":
+            problem = "it has no workload"
+    except ValueError as error:
+        problem = str(error)
+    if problem is not None:
+        raise ValueError(f"not a record; {problem}")
+    return RunRecord(**fields)
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Raises ValueError for a key that is not there."""
+    for section, keys in CONFIG_KEYS.items():
+        values = config.get(section)
+        if not isinstance(values, dict):
+            raise ValueError(f"it has no config.{section}")
+        for key in keys:
+            if key not in values:
+                raise ValueError(f"it has no config.{section}.{key}")
+
+
+def _parse_fields(kind: type, raw: Any, path: str) -> dict[str, Any]:
+    """The fields of a dataclass; `path` is where it is, with a dot behind it."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path.rstrip('.')} is not an object")
+    values = {}
+    for key, hint, description in described_fields(kind):
+        if key not in raw and not description.is_later:
+            raise ValueError(f"it has no {path}{key}")
+        value = raw.get(key)
+        if value is not None or description.null is None:
+            value = _parse(hint, value, path + key)
+        values[key] = value
+    return values
+
+
+def _parse(hint: Any, raw: Any, path: str) -> Any:
+    """A value of that type: a dataclass, a list, an object by names, or a plain value."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return hint(**_parse_fields(hint, raw, f"{path}."))
+    if origin is list and isinstance(raw, list):
+        return [_parse(inner[0], value, f"{path}[{i}]") for i, value in enumerate(raw)]
+    if origin is dict and isinstance(raw, dict):
+        return {key: _parse(inner[1], value, f"{path}.{key}") for key, value in raw.items()}
+    if hint is Any or type(raw) is hint or (hint is float and type(raw) is int):
+        return raw
+    raise ValueError(f"{path} has another type")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,54 @@
+"""WorkloadRecord: what a run decoded, by which model. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from magicdec.records.fields import recorded
+
+GENERATED = "if prompts are generated (`ruler:`)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """Which weights a model had."""
+
+    model: str = recorded("name of the model that was loaded, without its folder")
+    random_weights: bool = recorded(
+        "the weights are random: times have a meaning, acceptance has none (for that it is enough "
+        "that the target or the draft is random)"
+    )
+    model_sha256: str = recorded(
+        "fingerprint of the weights: a hash over the names and shapes of all tensors and the "
+        "values of the small ones (norms, biases)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadRecord(ModelRecord):
+    """The prompts, and the models that decoded them."""
+
+    draft: ModelRecord | None = recorded(
+        "the model of a standalone draft", null="without one", is_later=True
+    )
+    tokenizer: str = recorded("the model whose tokenizer made the prompts")
+    dataset: str = recorded(
+        "name of the dataset, without its folder; `recall:` stands in front of it where a cue was "
+        "added to its prefixes"
+    )
+    num_prompts: int = recorded("prompts that were decoded, over all batches")
+    prefix_len: int = recorded("length of a prompt", "tokens")
+    num_available: int | None = recorded(
+        "number of prefixes that the prompts were drawn from", null=GENERATED
+    )
+    skip_tokens: int | None = recorded(
+        "tokens skipped at the start of each book (its front matter)", "tokens", null=GENERATED
+    )
+    seed: int = recorded("as in `config.workload`")
+    sources: list[list[int]] | None = recorded(
+        "book index and chunk index of each prompt, in the order of the prompts", null=GENERATED
+    )
+    sha256: str = recorded(
+        "hash over all prompts' token ids and boundaries; runs with equal hashes had the same "
+        "prompts"
+    )

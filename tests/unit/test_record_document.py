@@ -1,0 +1,193 @@
+"""What the documents, the table and the JSON Schema say of a record's fields comes from its
+dataclasses; real records are as the schema says; what is malformed is refused by its line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from test_record import RECORDS, small
+
+from magicdec.latency.report import Latency, write_files
+from magicdec.latency.rows import Row
+from magicdec.records.document import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
+from magicdec.records.fields import described_fields, description_of, is_optional, without_none
+from magicdec.records.performance import Metrics
+from magicdec.records.reading import load_records, parse_record
+from magicdec.records.record import RunRecord
+from magicdec.records.table import SHOWN
+
+BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
+
+
+def kinds(kind: type) -> Iterator[type]:
+    """A dataclass, and those that its fields hold."""
+    yield kind
+    for _, hint, _ in described_fields(kind):
+        for inner in (hint, *typing.get_args(hint)):
+            if is_dataclass(inner):
+                assert isinstance(inner, type)
+                yield from kinds(inner)
+
+
+def test_the_committed_documents_are_what_the_code_makes() -> None:
+    """Else run `python -m magicdec.records.document`."""
+    for name in PAGES:
+        text = (DOCS / name).read_text(encoding="utf-8")
+        assert renewed(text) == text, name
+    assert (DOCS / SCHEMA).read_text(encoding="utf-8") == schema_text()
+
+
+def test_every_part_of_a_record_has_its_table() -> None:
+    text = "".join((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
+    shown = {f"{found[2]}:{found[3]}" for found in TABLE.finditer(text)}
+    expected = {kind for top in (RunRecord, Row) for kind in kinds(top)}
+    assert shown == {f"{kind.__module__}:{kind.__name__}" for kind in expected}
+
+
+@pytest.mark.parametrize("kind", {*kinds(RunRecord), Row}, ids=lambda kind: kind.__name__)
+def test_a_field_can_be_none_where_its_null_rule_says_so(kind: type) -> None:
+    hints = typing.get_type_hints(kind)
+    for item in fields(kind):
+        description = description_of(item)
+        assert is_optional(hints[item.name]) == (description.null is not None), item.name
+        assert description.meaning and "|" not in description.meaning, "it stands in a table"
+
+
+def test_every_labelled_metric_has_a_row() -> None:
+    labelled = [item.name for item in fields(Metrics) if description_of(item).label]
+    assert sorted(SHOWN) == sorted(labelled)
+
+
+def problems(schema: dict[str, Any], value: Any, path: str = "") -> list[str]:
+    """Where `value` is not as a schema of the words that ours uses says."""
+    known = {"$schema", "title", "description", "unit", "null", "type", "enum", "anyOf"}
+    assert set(schema) <= known | {"properties", "required", "items", "additionalProperties"}
+    if "anyOf" in schema:
+        options = [problems(option, value, path) for option in schema["anyOf"]]
+        return [] if [] in options else options[0]
+    names = {
+        "null": lambda v: v is None,
+        "string": lambda v: isinstance(v, str),
+        "boolean": lambda v: isinstance(v, bool),
+        "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
+        "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+        "array": lambda v: isinstance(v, list),
+        "object": lambda v: isinstance(v, dict),
+    }
+    if "type" in schema and not names[schema["type"]](value):
+        return [f"{path}: not {schema['type']}"]
+    if "enum" in schema and value not in schema["enum"]:
+        return [f"{path}: not one of {schema['enum']}"]
+    found = []
+    if isinstance(value, dict):
+        found += [f"{path}.{k}: missing" for k in schema.get("required", ()) if k not in value]
+        properties = schema.get("properties", {})
+        for key, inner in value.items():
+            rule = properties.get(key, schema.get("additionalProperties", {}))
+            found += problems(rule, inner, f"{path}.{key}")
+    if isinstance(value, list):
+        for i, inner in enumerate(value):
+            found += problems(schema.get("items", {}), inner, f"{path}[{i}]")
+    return found
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_real_records_are_as_the_schema_says(kind: str) -> None:
+    assert problems(json.loads(schema_text()), json.loads(RECORDS[kind]().to_json())) == []
+
+
+def test_committed_records_are_read_and_as_the_schema_says() -> None:
+    lines = BASELINES.read_text(encoding="utf-8").splitlines()
+    records = load_records(BASELINES)
+    assert len(records) == len(lines) > 0
+    for line, record in zip(lines, records, strict=True):
+        raw = json.loads(line)
+        assert problems(json.loads(schema_text()), raw) == []
+        written = json.loads(record.to_json())
+        for key, value in raw.items():
+            kept = {k: written[key][k] for k in value} if isinstance(value, dict) else written[key]
+            assert kept == value, key
+
+
+BROKEN: list[tuple[str, Any, str]] = [
+    ("metrics.bytes_read", None, "metrics.bytes_read has another type"),
+    ("metrics.bytes_read", 1.5, "metrics.bytes_read has another type"),
+    ("metrics.speedup", "fast", "metrics.speedup has another type"),
+    ("metrics.speedup", True, "metrics.speedup has another type"),
+    ("metrics.acceptance_per_position", [0.5, "x"], "metrics.acceptance_per_position[1] has"),
+    ("metrics", [], "metrics is not an object"),
+    ("samples.speculative.step_ms", [1.0], "samples.speculative.step_ms[0] has another type"),
+    ("environment", None, "environment is not an object"),
+    ("workload", None, "it has no workload"),
+    ("config.kv", None, "it has no config.kv"),
+    ("config.decoding", {"strategy": "speculative"}, "it has no config.decoding.drafter"),
+    ("status", "diverged", "status is diverged, which its correctness contradicts"),
+    ("status", "passed", "status is passed; choose from ok, diverged, failed"),
+    ("correctness", None, "status is ok, which its correctness contradicts"),
+    ("error", "E: no", "an error belongs to status failed, and only to it"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BROKEN)
+def test_a_malformed_record_is_named_with_its_line(
+    tmp_path: Path, path: str, value: Any, message: str
+) -> None:
+    raw = json.loads(RECORDS["speculative"]().to_json())
+    *parents, last = path.split(".")
+    inner = raw
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    file = tmp_path / "runs.jsonl"
+    file.write_text(f"{small().to_json()}\n{json.dumps(raw)}\n")
+    with pytest.raises(ValueError) as refused:
+        load_records(file)
+    text = str(refused.value)
+    assert text.startswith(f"{file}:2: not a record; {message}") and "\n" not in text
+
+
+def test_metrics_of_a_run_that_diverged_are_refused() -> None:
+    raw = json.loads(RECORDS["diverged"]().to_json())
+    raw["metrics"] = json.loads(RECORDS["speculative"]().to_json())["metrics"]
+    with pytest.raises(ValueError, match="it has metrics, which exist only where correctness"):
+        parse_record(raw)
+
+
+def test_a_key_is_needed_unless_it_came_later() -> None:
+    whole = json.loads(RECORDS["drafted"]().to_json())
+    for top in ("environment", "workload", "metrics", "memory", "correctness"):
+        kind = without_none(typing.get_type_hints(RunRecord)[top])
+        for item in fields(kind):
+            raw = json.loads(json.dumps(whole))
+            del raw[top][item.name]
+            if description_of(item).is_later:
+                assert getattr(getattr(parse_record(raw), top), item.name) is None
+                assert problems(json.loads(schema_text()), raw) == []
+                continue
+            with pytest.raises(ValueError, match=f"it has no {top}.{item.name}"):
+                parse_record(raw)
+            assert problems(json.loads(schema_text()), raw) == [f".{top}.{item.name}: missing"]
+
+
+def test_latency_is_written_in_the_envelope(tmp_path: Path) -> None:
+    row = Row(
+        "decode", 2, 64, 1, tokens=2, ms_median=1.0, ms_p10=0.5, ms_p90=2.0, bytes=9,
+        roofline_fraction=0.5,
+    )  # fmt: skip
+    found = Latency(small().environment, {"grid": {}}, [row])
+    write_files(found, tmp_path / "l.json", tmp_path / "l.csv")
+    raw = json.loads((tmp_path / "l.json").read_text())
+    assert list(raw) == ["schema_version", "kind", "environment", "config", "rows"]
+    assert (raw["schema_version"], raw["kind"]) == (1, "latency")
+    with (tmp_path / "l.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert lines == [{k: "" if v is None else str(v) for k, v in raw["rows"][0].items()}]
+    assert list(lines[0]) == [item.name for item in fields(Row)]
