@@ -1,9 +1,9 @@
-# make demo | test | check. Everything installs into .venv on the way; nothing else on the machine is touched.
+# make demo | test | test-all | check. Everything installs into .venv on the way; nothing else on the machine is touched.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check install clean
+.PHONY: demo test test-all check install clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,6 +20,9 @@ demo: $(VENV)/.installed
 		--rank_group 0 1 --results results/demo.jsonl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not wide"
+
+test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed-test

@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
 from safetensors.torch import save_file
+from tiers import mark_wide
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
@@ -72,7 +73,9 @@ def pytest_runtest_call() -> None:
     seed_all()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_wide(items)
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:

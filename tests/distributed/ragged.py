@@ -22,30 +22,37 @@ launch, device = read_launch(), torch.device("cpu")
 order = tuple(reversed(range(launch.world_size)))
 collectives = "shared_memory" if launch.world_size > 1 else None
 group = make_groups(launch, order, device, collectives).target
-source = find_model("--model", sys.argv[1])
-shard = Shard(group.index, group.size)
-model = load_transformer(source.config, source.weights, shard, None, torch.float32, device)
-outputs = []
-for kv in (
-    KVSection("full"),
-    KVSection("streaming_llm", 17, 16),
-    KVSection("streaming_llm", 60, 4),
-    KVSection("snapkv", 20, window_size=6),
-    KVSection("verified", 60, 4),
-):
-    runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
-    requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
-    baseline, ours, _ = decode_both(runner, requests, kv, 4)
-    assert ours == baseline, kv
-    outputs.append(baseline)
-    if kv.policy in ("snapkv", "verified"):
-        # Sampled tokens depend on the draft, and its choice of entries on the rank's own query
-        # heads (where ranks share a KV head) and on the last bit.
-        continue
-    # Sampled tokens are not the baseline's, but each rank count draws the same ones.
-    section = SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
-    sampled = make_requests(random_prompts([5, 70, 1, 33], 97), 20, sampling=section)
-    outputs.append(decode_both(runner, sampled, kv, 4)[1])
+
+
+def decode(path: str) -> list[list[list[int]]]:
+    """For every policy the greedy tokens and, where ranks agree on them, the sampled ones."""
+    source, shard = find_model("--model", path), Shard(group.index, group.size)
+    model = load_transformer(source.config, source.weights, shard, None, torch.float32, device)
+    outputs = []
+    for kv in (
+        KVSection("full"),
+        KVSection("streaming_llm", 17, 16),
+        KVSection("streaming_llm", 60, 4),
+        KVSection("snapkv", 20, window_size=6),
+        KVSection("verified", 60, 4),
+    ):
+        runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
+        requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
+        baseline, ours, _ = decode_both(runner, requests, kv, 4)
+        assert ours == baseline, kv
+        outputs.append(baseline)
+        if kv.policy in ("snapkv", "verified"):
+            # Sampled tokens depend on the draft, and its choice of entries on the rank's own query
+            # heads (where ranks share a KV head) and on the last bit.
+            continue
+        # Sampled tokens are not the baseline's, but each rank count draws the same ones.
+        section = SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+        sampled = make_requests(random_prompts([5, 70, 1, 33], 97), 20, sampling=section)
+        outputs.append(decode_both(runner, sampled, kv, 4)[1])
+    return outputs
+
+
+outputs = [decode(path) for path in sys.argv[1:]]
 if launch.rank == 0:
     print(json.dumps(outputs), flush=True)
 close_groups()

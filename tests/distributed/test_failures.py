@@ -54,8 +54,8 @@ def test_bad_input_is_refused_in_one_line(
     ("args", "expected"),
     [
         (["--gamma", 0], "--gamma 0"),
-        (["--rank_group", 0], "--rank_group 0 leaves out"),
-        (["--rank_group", 0, 2], "names rank 2"),
+        pytest.param(["--rank_group", 0], "--rank_group 0 leaves out", marks=pytest.mark.wide),
+        pytest.param(["--rank_group", 0, 2], "names rank 2", marks=pytest.mark.wide),
         (["--model", "nope"], "--model 'nope'"),
     ],
 )

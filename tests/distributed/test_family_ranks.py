@@ -28,7 +28,9 @@ TOKENS = {"vocab_size": 2051, "bos_token_id": 1, "eos_token_id": 2}
 TOKENIZER = ROOT / "magicdec" / "demo" / "target" / "tokenizer.model"
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize(
+    "name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.wide) for n in UNEVEN]
+)
 def test_two_ranks_emit_the_tokens_of_one(
     name: str, launch: Launch, text_file: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def run(launch: Launch, path: Path, driver: str, *args: object, num_ranks: int =
     return record, [json.loads(line)["output_ids"] for line in lines]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_emit_the_tokens_of_one(
@@ -67,6 +68,7 @@ def test_ranks_emit_the_tokens_of_one(
         assert read[0] < 0.75 * read[1]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("target", ["float32", "int8"])
 def test_an_int8_draft(target: str, num_ranks: int, launch: Launch, tmp_path: Path) -> None:

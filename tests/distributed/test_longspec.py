@@ -26,7 +26,12 @@ def tokens_of_one_rank() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "collectives"), [(1, "gloo"), (2, "shared_memory"), (3, "gloo")]
+    ("num_ranks", "collectives"),
+    [
+        pytest.param(1, "gloo", marks=pytest.mark.wide),
+        pytest.param(2, "shared_memory", marks=pytest.mark.wide),
+        (3, "gloo"),
+    ],
 )
 def test_drafts_of_every_subgroup_change_nothing(
     num_ranks: int,
@@ -51,11 +56,16 @@ def test_drafts_of_every_subgroup_change_nothing(
 @pytest.mark.parametrize(
     ("args", "draft_ranks", "heads"),
     [
-        (["--rank_group", 0, 1], [0], (2,)),
-        (["--rank_group", 1, 0], [1], (2,)),
-        (["--rank_group", 0, 1, "--draft_ranks", 1], [1], (2,)),
+        pytest.param(["--rank_group", 0, 1], [0], (2,), marks=pytest.mark.wide),
+        pytest.param(["--rank_group", 1, 0], [1], (2,), marks=pytest.mark.wide),
+        pytest.param(["--rank_group", 0, 1, "--draft_ranks", 1], [1], (2,), marks=pytest.mark.wide),
         (["--rank_group", 0, 1, "--draft_group", 1, 0, "--kv_policy", "full"], [1, 0], (1, 1)),
-        (["--draft_rank_group", 0, 1, "--draft_budget", -1], [0, 1], (1, 1)),
+        pytest.param(
+            ["--draft_rank_group", 0, 1, "--draft_budget", -1],
+            [0, 1],
+            (1, 1),
+            marks=pytest.mark.wide,
+        ),
         (["--kv_policy", "snapkv", "--draft_budget", 80], [0], (2,)),
     ],
     ids=str,

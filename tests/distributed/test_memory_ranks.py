@@ -17,6 +17,7 @@ PLACE = ("--dtype", "float32", "--threads", 1, "--linear", "torch")
 GRID = ("--B", 1, 2, "--context", 40, 80, "--budget", 24, "--num_sink_tokens", 4)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("command", ["selfspec", "latency"])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_rank_without_memory_ends_all_in_its_words(

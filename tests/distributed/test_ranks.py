@@ -31,10 +31,10 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]
     ("ranks", "collectives"),
     [
         ("0", "auto"),
-        ("0 1", "shared_memory"),
-        ("0 1", "gloo"),
+        pytest.param("0 1", "shared_memory", marks=pytest.mark.wide),
+        pytest.param("0 1", "gloo", marks=pytest.mark.wide),
         ("1 0", "auto"),
-        ("0 1 2", "gloo"),
+        pytest.param("0 1 2", "gloo", marks=pytest.mark.wide),
         ("2 0 1", "shared_memory"),
     ],
 )
@@ -67,7 +67,7 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     assert outputs == single.setdefault("tokens", outputs)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_the_draft_length_that_pays(
     num_ranks: int, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -92,7 +92,7 @@ def test_the_draft_length_that_pays(
     assert record["baseline_metrics"]["calibration_ms"] is None
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 3])
 def test_bfloat16_agrees_with_its_own_baseline(
     num_ranks: int, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +126,7 @@ def test_without_a_compiler_auto_says_what_it_takes(
     assert record["config"]["model"]["linear"] == "torch"
 
 
+@pytest.mark.wide
 def test_kv_heads_are_replicated_when_there_are_more_ranks(
     launch: Launch, text_file: Path, tmp_path: Path
 ) -> None:

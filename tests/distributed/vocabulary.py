@@ -11,13 +11,15 @@ from magicdec.distributed.tensor_parallel import split_evenly
 
 launch = read_launch()
 order = (1, 2, 0) if launch.world_size == 3 else (1, 0)
-group = make_groups(launch, order, torch.device("cpu"), sys.argv[1]).target
-for vocab_size in (97, 98, 99, 20_001):
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
-        first, last = split_evenly(vocab_size, group.size, group.index)
-        places = group.all_gather_range((first, last), torch.device("cpu"))
-        assert torch.equal(gather_vocab(whole[..., first:last], places, group), whole)
+for collectives in sys.argv[1:]:
+    group = make_groups(launch, order, torch.device("cpu"), collectives).target
+    for vocab_size in (97, 98, 99, 20_001):
+        for dtype in (torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(0)
+            whole = torch.randn(2, 3, vocab_size, generator=generator).to(dtype)
+            first, last = split_evenly(vocab_size, group.size, group.index)
+            places = group.all_gather_range((first, last), torch.device("cpu"))
+            assert torch.equal(gather_vocab(whole[..., first:last], places, group), whole)
 if launch.rank == 0:
     print("OK", flush=True)
 close_groups()

@@ -1,9 +1,9 @@
 """Every attention backend against attention written out in float64. A new backend is one row in
 BACKENDS.
 
-Triton's kernels run where they can: on a GPU if there is one, else interpreted, which is slow, so
-that every fifth case has to do. The libraries for GPUs need one; `test_cuda_libraries.py` tests
-without it what can be tested of them.
+Triton's kernels run on a GPU if there is one, else interpreted. That is slow, so only every fifth
+case is run, and one of a test in `make test`. The libraries for GPUs need one;
+`test_cuda_libraries.py` tests without it what can be tested of them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 HAS_CUDA = torch.cuda.is_available()
 
 
-def cases(*axes: Sequence[object], without: Sequence[str] = ()) -> list[object]:
+def cases(
+    *axes: Sequence[object], without: Sequence[str] = (), interpreted: int = 1
+) -> list[object]:
     """(backend's name, one of each axis): all that the backend serves, or every fifth where it is
-    interpreted; none of `without`. Axes hold heads and dtypes, and what any backend serves."""
+    interpreted, of which the first `interpreted` run in `make test`; none of `without`. Axes hold
+    heads and dtypes, and what any backend serves."""
     found: list[object] = []
     for name in BACKENDS:
         kind, _, _ = name.partition(",")
@@ -66,7 +69,10 @@ def cases(*axes: Sequence[object], without: Sequence[str] = ()) -> list[object]:
         marks = [] if "cpu" in capabilities_of(kind).devices else [pytest.mark.cuda]
         if kind == "triton" and find_spec("triton") is None:
             marks = [pytest.mark.skip(reason="triton is not installed")]
-        found += [pytest.param(name, *chosen, marks=marks) for chosen in kept]
+        is_slow = kind == "triton" and not HAS_CUDA
+        for index, chosen in enumerate(kept):
+            wide = [pytest.mark.wide] if is_slow and index >= interpreted else []
+            found.append(pytest.param(name, *chosen, marks=[*marks, *wide]))
     return found
 
 
@@ -130,6 +136,7 @@ def fill(
     return cache, k, v
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("name", "heads", "policy", "dtype"), cases(HEADS, POLICIES, DTYPES), ids=str
 )
@@ -155,6 +162,7 @@ def test_backend_equals_attention_written_out(
             assert (out[i].double() - expected).abs().max() < TOLERANCE[dtype], (num_new, r)
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("name", "policy", "window", "dtype"),
     cases(WINDOWED, [1, 5, 36, 100], DTYPES, without=list_backends(lambda c: not c.keeps_window)),

@@ -77,6 +77,7 @@ class TestContract:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("policy", POLICIES, ids=repr)
     @pytest.mark.parametrize("heads", HEADS, ids=str)
+    @pytest.mark.narrow("pairs")
     def test_backend_equals_attention_written_out(
         self, backend: str, heads: tuple[int, int, int], policy: object, dtype: torch.dtype
     ) -> None:

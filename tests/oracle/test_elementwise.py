@@ -21,7 +21,13 @@ BOUND, FLOOR = {BF16: 2.0**-8 * 1.01, F32: 2e-6}, {BF16: 1e-3, F32: 0.1}
 Kind = tuple[Elementwise, torch.dtype, torch.device]
 
 
-@pytest.fixture(params=["torch float32", "native bfloat16", "triton bfloat16", "triton float32"])
+INTERPRETED = [
+    pytest.param(f"triton {dtype}", marks=pytest.mark.interpreted)
+    for dtype in ("bfloat16", "float32")
+]
+
+
+@pytest.fixture(params=["torch float32", "native bfloat16", *INTERPRETED])
 def kind(request: pytest.FixtureRequest) -> Kind:
     name, dtype = request.param.split()
     if name == "triton" and find_spec("triton") is None:
@@ -36,6 +42,7 @@ def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
     assert ((found.double() - exact).abs() / scale).max() < BOUND[found.dtype]
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("width", [16, 40, 384, 1023])
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_rms_norm(kind: Kind, rows: int, width: int) -> None:
@@ -63,6 +70,7 @@ def test_norms_of_heads_and_of_last_positions(kind: Kind) -> None:
         assert torch.equal(found, chosen.rms_norm(view.contiguous(), weight, 1e-6))
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("width", [40, 1023])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
@@ -81,6 +89,7 @@ def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
     assert torch.equal(twice, x * 2) and torch.equal(found, chosen.rms_norm(twice, weight, 1e-5))
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("size", "pairs"), [(64, 32), (64, 8), (80, 40), (16, 3), (256, 128)])
 @pytest.mark.parametrize("tokens", [1, 7, 200])
@@ -101,6 +110,7 @@ def test_rotation(kind: Kind, tokens: int, size: int, pairs: int, interleaved: b
     assert torch.equal(alone, found[1:, -1:]), "a token does not depend on the others"
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("width", [16, 50, 1024])
 @pytest.mark.parametrize("rows", [1, 9, 100])
 def test_gate(kind: Kind, rows: int, width: int) -> None:

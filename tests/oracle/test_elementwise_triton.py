@@ -95,6 +95,7 @@ def test_any_rows_are_normed_and_gated(
     assert torch.equal(whole, before), "nothing is written to what is read"
 
 
+@pytest.mark.wide
 def test_a_long_chunk() -> None:
     """A prefill's: the last token has the bits it has alone."""
     torch.manual_seed(0)
@@ -130,7 +131,11 @@ def logits(model: Transformer, T: int) -> Tensor:
     return runner.forward(ids[:, 20:], [0, 1]).float()
 
 
-@pytest.mark.parametrize("config", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize(
+    "config",
+    [c if c is TINY else pytest.param(c, marks=pytest.mark.wide) for c in SEVERAL.values()],
+    ids=SEVERAL,
+)
 def test_a_model_is_the_same_model(config: ModelConfig) -> None:
     """In float32 to its last digits; in bfloat16 no further from float32 than torch's operators."""
     found: dict[Any, Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, VOCAB, Reference, make_checkpoint
 from torch import Tensor
 
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
+from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection
 from magicdec.cost_model import costs, roofline
 from magicdec.distributed.tensor_parallel import Shard
@@ -27,6 +32,7 @@ from magicdec.model.checkpoint.source import (
 from magicdec.model.transformer import Transformer
 
 NAMES = list(MODELS)
+BACKENDS = [GroupedBackend, SDPABackend, NativeBackend]
 LENGTHS = [40, 7, 61]
 KV_SECTIONS = [
     KVSection("full"),
@@ -75,12 +81,19 @@ def test_greedy_tokens_are_the_references(name: str, stored: Callable[[str], Sto
     assert max(len(set(text)) for text in expected) > 8, "they say something"
 
 
-@pytest.mark.parametrize("kv", KV_SECTIONS, ids=lambda kv: kv.policy)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kv", "backend"),
+    [
+        pytest.param(name, kv, backend, id=f"{name}-{kv.policy}-{backend.__name__}")
+        for (i, name), (j, kv) in product(enumerate(NAMES), enumerate(KV_SECTIONS))
+        for backend in [BACKENDS[(i + j) % len(BACKENDS)]]
+    ],
+)
 def test_self_speculation_changes_nothing(
-    name: str, kv: KVSection, stored: Callable[[str], Stored]
+    name: str, kv: KVSection, backend: type[AttentionBackend], stored: Callable[[str], Stored]
 ) -> None:
-    runner = make_runner(stored(name).load(), len(LENGTHS), max(LENGTHS) + 40 + 4)
+    """Every family under every policy, and each of the two over every backend."""
+    runner = make_runner(stored(name).load(), len(LENGTHS), max(LENGTHS) + 40 + 4, backend())
     requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=1), 40)
     baseline, ours, accepted = decode_both(runner, requests, kv, 4)
     assert ours == baseline and all(len(tokens) == 40 for tokens in ours)

@@ -79,7 +79,12 @@ def test_the_table_that_renews_them_is_the_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "policy"), sorted(served_pairs(), key=str), ids=lambda x: str(x)
+    ("drafter", "policy"),
+    [
+        pair if pair == ("self", "streaming_llm") else pytest.param(*pair, marks=pytest.mark.wide)
+        for pair in sorted(served_pairs(), key=str)
+    ],
+    ids=str,
 )
 def test_acceptance_has_not_fallen(drafter: str, policy: str | None) -> None:
     baseline = find(drafter, policy, None if policy in (None, "full") else 257)

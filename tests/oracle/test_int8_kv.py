@@ -77,6 +77,7 @@ def written_out(
     return out, mass
 
 
+@pytest.mark.narrow("pairs")
 @needs_kernel
 @pytest.mark.parametrize("window", [None, 9], ids=["all", "window"])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)

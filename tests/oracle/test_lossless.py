@@ -70,6 +70,7 @@ KV_SECTIONS = [
 ]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=repr)
 def test_speculation_emits_the_baseline_tokens(shape: str, kv: KVSection) -> None:
@@ -84,6 +85,7 @@ def test_speculation_emits_the_baseline_tokens(shape: str, kv: KVSection) -> Non
     assert all(a == 4 for step in accepted for a in step) == everything_visible
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 7])
 @pytest.mark.parametrize("backend", [GroupedBackend, SDPABackend, NativeBackend])
 @pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
@@ -99,6 +101,7 @@ def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type, policy
     assert 0 in counts and len(counts) > 1, "some drafts were refused, some were not"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("drafter", "kv"),
     # Prompt lookup reads no cache, whatever the policy.

@@ -62,6 +62,7 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
     assert packeds < 1.2 * torchs < 0.02 * logits[0].abs().max()
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("heads", [6, 3, 1])
 @pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
 @pytest.mark.parametrize("budget", [17, 33, 60, 5000])

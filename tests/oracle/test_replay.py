@@ -98,6 +98,7 @@ def test_replayed_steps_emit_the_same_tokens(drafter: str | None, policy: str | 
     assert read.kv_bytes_read == counts.kv_bytes_read
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
 def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | None) -> None:
     """Steps without drafts too, and the measurement that `--gamma auto` begins with."""
@@ -158,7 +159,13 @@ def test_a_row_that_ended_at_the_end_of_its_blocks_is_computed_on(policy: str) -
 
 @pytest.mark.parametrize(
     ("policy", "reselect_every"),
-    [("full", 0), ("streaming_llm", 0), ("snapkv", 0), ("snapkv", 9), ("verified", 0)],
+    [
+        pytest.param("full", 0, marks=pytest.mark.wide),
+        ("streaming_llm", 0),
+        pytest.param("snapkv", 0, marks=pytest.mark.wide),
+        ("snapkv", 9),
+        pytest.param("verified", 0, marks=pytest.mark.wide),
+    ],
 )
 def test_windows_and_new_choices_are_replayed(policy: str, reselect_every: int) -> None:
     """A model whose texts get past its sliding window; SnapKV chooses anew between replays."""

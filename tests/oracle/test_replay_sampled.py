@@ -89,7 +89,10 @@ def check_accepted(steps: Sequence[Sequence[int]], most: int) -> None:
     assert 0 < sum(accepted) < most * len(accepted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.narrow("values")
+@pytest.mark.parametrize(
+    "kind", ["mixed", *(pytest.param(k, marks=pytest.mark.wide) for k in KINDS if k != "mixed")]
+)
 @pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
 def test_replayed_steps_sample_the_same_tokens(
     drafter: str | None, policy: str | None, kind: str
@@ -118,7 +121,10 @@ def test_graphs_on_a_gpu_sample_the_same_tokens(
     check_same((drafter, policy), kind, eager, ours)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "greedy with penalties"])
+@pytest.mark.narrow("values")
+@pytest.mark.parametrize(
+    "kind", ["mixed", pytest.param("greedy with penalties", marks=pytest.mark.wide)]
+)
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
 def test_any_sequence_of_draft_lengths_samples_the_same(
     drafter: str, policy: str | None, kind: str
@@ -134,7 +140,7 @@ def test_any_sequence_of_draft_lengths_samples_the_same(
     check_same((drafter, policy), kind, *outputs)
 
 
-@pytest.mark.parametrize("policy", ["full", "streaming_llm"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("streaming_llm", marks=pytest.mark.wide)])
 def test_a_draft_of_a_larger_vocabulary_samples_the_same(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +156,7 @@ def test_a_draft_of_a_larger_vocabulary_samples_the_same(
     assert run(engine, snapshots, "model", section_of(policy), 4, Recorder())[:2] == expected
 
 
+@pytest.mark.wide
 def test_replayed_steps_keep_the_targets_distribution() -> None:
     """Where they are not held to the tokens of those that the host starts."""
     kv = KVSection("snapkv", 4, window_size=2)

@@ -98,13 +98,13 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
 @pytest.mark.parametrize(
     ("drafter", "kv", "num_draft_tokens"),
     [
-        ("self", KVSection("full"), 2),
+        pytest.param("self", KVSection("full"), 2, marks=pytest.mark.wide),
         ("self", KVSection("streaming_llm", 3, 1), 1),
-        ("self", KVSection("streaming_llm", 3, 1), 5),
-        ("self", KVSection("snapkv", 4, window_size=2), 3),
+        pytest.param("self", KVSection("streaming_llm", 3, 1), 5, marks=pytest.mark.wide),
+        pytest.param("self", KVSection("snapkv", 4, window_size=2), 3, marks=pytest.mark.wide),
         ("ngram", KVSection("full"), 4),
-        ("model", KVSection("full"), 3),
-        ("model", KVSection("streaming_llm", 5, 2), 2),
+        pytest.param("model", KVSection("full"), 3, marks=pytest.mark.wide),
+        pytest.param("model", KVSection("streaming_llm", 5, 2), 2, marks=pytest.mark.wide),
     ],
     ids=str,
 )

@@ -44,6 +44,7 @@ KV_SECTIONS = [
 ]
 
 
+@pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("backend", [GroupedBackend, SDPABackend, NativeBackend])
 @pytest.mark.parametrize("weights", ["another model", "the target's"])
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=repr)
@@ -61,6 +62,7 @@ def test_a_draft_model_emits_the_baseline_tokens(
     assert all(a == 4 for step in accepted for a in step) == everything
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
 @pytest.mark.parametrize("backend", [GroupedBackend, NativeBackend])
 def test_300_tokens_roll_the_draft(num_draft_tokens: int, backend: type[AttentionBackend]) -> None:

@@ -67,6 +67,7 @@ def written_lse(q: Tensor, view: KVView) -> Tensor:
     return scores.masked_fill(~seen.unsqueeze(1), float("-inf")).logsumexp(3).transpose(1, 2)
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("split", "num_new", "dtype"),
     [(64, 3, torch.bfloat16), (48, 1, torch.float32), (50, 20, torch.float32)],
@@ -138,7 +139,7 @@ def test_mass_blocks_are_the_policys() -> None:
     "kv",
     [
         KVSection("streaming_llm", 12, 4),
-        KVSection("verified", 24, 4),
+        pytest.param(KVSection("verified", 24, 4), marks=pytest.mark.wide),
     ],
     ids=repr,
 )

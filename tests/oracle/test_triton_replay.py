@@ -40,7 +40,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "window"), [*((policy, None) for policy in POLICIES), ("streaming_llm", 18)]
+    ("policy", "window"),
+    [
+        ("verified", None),
+        *(pytest.param(p, None, marks=pytest.mark.wide) for p in POLICIES if p != "verified"),
+        pytest.param("streaming_llm", 18, marks=pytest.mark.wide),
+    ],
 )
 def test_replayed_steps_emit_the_eager_tokens(
     policy: str, window: int | None, launches: list[str]

@@ -93,6 +93,7 @@ CASES = [
 COUNTS = [3, 0, 5, *[0] * 20, 1, 2, 0, 0, 4]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
 @pytest.mark.parametrize("backend", [NativeBackend, GroupedBackend])
 def test_any_draft_length_gives_the_same_tokens(

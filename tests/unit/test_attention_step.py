@@ -102,7 +102,9 @@ READS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["grouped", "native", "triton"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "native", pytest.param("triton", marks=pytest.mark.wide)]
+)
 def test_backends_agree_on_what_is_measured(name: str) -> None:
     if name == "triton":
         pytest.importorskip("triton")

@@ -209,7 +209,11 @@ print(len(seen), max(seen) - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux's")
-@pytest.mark.parametrize("name", ["out.safetensors", "out.pth", "int8.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    ["out.safetensors"]
+    + [pytest.param(n, marks=pytest.mark.wide) for n in ("out.pth", "int8.safetensors")],
+)
 def test_memory_is_a_part_of_the_model(tmp_path: Path, name: str) -> None:
     """200 MB of weights, the largest tensor 16 MB, in 64 MB beyond what the imports took."""
     config = replace(

@@ -42,6 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.wide
 def test_every_stage_leaves_its_file(tiny: Path) -> None:
     files = {path.name for path in tiny.iterdir()}
     measured = set(gpu_suite.STAGES) - {"summary"}
@@ -52,6 +53,7 @@ def test_every_stage_leaves_its_file(tiny: Path) -> None:
         assert found["made_with"]["tiny"] and found["made_with"]["device"] == "cpu"
 
 
+@pytest.mark.wide
 def test_what_the_stages_hold(tiny: Path) -> None:
     attention = load_cells(tiny / "attention.json")
     copied = attention.pop("copy_bandwidth")["bytes_per_s"]
@@ -73,6 +75,7 @@ def test_what_the_stages_hold(tiny: Path) -> None:
     assert "not measured" in page and "predicted, not measured" in page and "transformers" in page
 
 
+@pytest.mark.wide
 def test_a_stage_called_again_measures_what_is_missing(tiny: Path) -> None:
     path = tiny / "peers.json"
     before = path.read_text()
@@ -108,8 +111,14 @@ def test_a_failed_cell_costs_no_other(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nothing"], "STAGE nothing is not known; choose from tests attention"),
-        (["--device", "cpu"], "--device cpu is for --tiny shapes"),
-        (["--device", "cpu", "--tiny", "--seconds", "0"], "--seconds 0 is too small"),
+        pytest.param(
+            ["--device", "cpu"], "--device cpu is for --tiny shapes", marks=pytest.mark.wide
+        ),
+        pytest.param(
+            ["--device", "cpu", "--tiny", "--seconds", "0"],
+            "--seconds 0 is too small",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ SECTIONS = {
 }
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_and_pairs_have_the_target_s_distribution(drafter: str, num_drafts: int) -> None:
@@ -149,6 +150,7 @@ def test_tokens_and_pairs_have_the_target_s_distribution(drafter: str, num_draft
         assert p > ACCEPTED
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("drafter", ["good", "bad", "without chance"])
 @pytest.mark.parametrize("section", ["filters", "penalties"])
 def test_filters_and_penalties_keep_it_too(section: str, drafter: str) -> None:
@@ -178,6 +180,7 @@ def reuse_one_number(
     return verify(d, q, p, a, torch.cat([a, r[:, -1:]], dim=1))
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("drafter", ["bad", "good"])
 @pytest.mark.parametrize("rule", [accept_always, resample_from_the_target, reuse_one_number])
 def test_wrong_rules_fail(rule: Rule, drafter: str) -> None:

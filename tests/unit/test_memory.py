@@ -93,6 +93,7 @@ class FakeLibrary:
     magicdec_pack_int8 = magicdec_pack
 
 
+NARROW = ("baseline", "snapkv", "int8 snapkv draft", "rolling draft")
 RUNS = {
     "baseline": RunConfig(decoding=DecodingSection("autoregressive")),
     "sdpa": RunConfig(
@@ -135,7 +136,9 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [n if n in NARROW else pytest.param(n, marks=pytest.mark.wide) for n in RUNS]
+)
 def test_caches_are_those_of_a_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from conftest import HANG
 MUTATIONS = Path(__file__).with_name("mutations.py")
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is Linux's")
 @pytest.mark.parametrize("kind", ["safetensors", "index", "config", "pth"])
 def test_mutated_headers(kind: str, tmp_path: Path) -> None:

@@ -99,11 +99,12 @@ def starts(model: Path) -> list[Start]:
     return [started_here(name, model) for name in ("magicdec", "transformers")]
 
 
+@pytest.mark.wide
 def test_peers_emit_and_verify_the_same_tokens(starts: list[Start]) -> None:
     assert list(check_tokens(starts, threads=1)) == ["magicdec", "transformers"]
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_verification_is_right_and_leaves_no_trace(starts: list[Start], place: int) -> None:
     """Drafts that are what is emitted later come back one place on; others change nothing."""
     prompts = make_prompts(40)

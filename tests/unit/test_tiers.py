@@ -1,0 +1,71 @@
+"""Which cases `make test` runs: that they have every pair, and that nothing the project offers is
+left to `make test-all` alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import combinations, product
+
+import pytest
+from conftest import HANG, ROOT
+from tiers import covering
+from tiny_families import CLASSES, MODELS
+
+from magicdec.names import ARCHITECTURES, ATTENTION_BACKENDS, DRAFTERS, KV_POLICIES, STRATEGIES
+
+FILES = (
+    "tests/distributed/test_matrix.py",
+    "tests/distributed/test_ragged.py",
+    "tests/oracle/test_attention.py",
+    "tests/oracle/test_families.py",
+    "tests/oracle/test_logits.py",
+)
+
+
+def test_the_kept_cases_have_every_pair_and_are_few() -> None:
+    axes = {"a": range(5), "b": "xyz", "c": (True, False), "d": range(4)}
+    cases = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
+    kept = [cases[index] for index in sorted(covering(cases, 2))]
+    for one, other in combinations(axes, 2):
+        assert {(c[one], c[other]) for c in kept} == set(product(axes[one], axes[other]))
+    assert len(kept) < len(cases) / 4
+    assert len(covering(cases, 1)) == 5
+
+
+@pytest.fixture(scope="module")
+def collected() -> set[str]:
+    """What `make test` runs of FILES, as FILE::TEST[CASE]."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not wide", *FILES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stdout
+    return {line.rpartition("/")[2] for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_make_test_runs_every_policy_with_every_family(collected: set[str]) -> None:
+    for family, policy in product(MODELS, KV_POLICIES):
+        name = f"test_families.py::test_self_speculation_changes_nothing[{family}-{policy}-"
+        assert any(case.startswith(name) for case in collected), (family, policy)
+    for family in MODELS:
+        assert f"test_families.py::test_greedy_tokens_are_the_references[{family}]" in collected
+        assert f"test_logits.py::test_whole_sharded_and_staged[{family}]" in collected
+
+
+def test_make_test_runs_every_attention_backend(collected: set[str]) -> None:
+    found = {case.partition("[")[2] for case in collected if "test_backend_equals_att" in case}
+    for backend in ATTENTION_BACKENDS:
+        assert any(case.startswith((f"{backend}-", f"{backend},")) for case in found), backend
+
+
+def test_make_test_runs_every_drafter_and_policy_over_ranks(collected: set[str]) -> None:
+    """test_matrix.py holds its own table to the names of drafters and policies."""
+    test = "test_matrix.py::test_every_drafter_and_policy_emits_the_baselines_tokens"
+    assert {f"{test}[1]", f"{test}[2]", "test_matrix.py::test_the_table_is_complete"} <= collected
+    assert "test_ragged.py::test_ragged_batches_over_ranks[kv_heads0]" in collected, "on 3 ranks"
+    assert set(STRATEGIES) == {"autoregressive", "speculative"}, "the two that matrix.py compares"
+    assert set(DRAFTERS) == {"self", "model", "ngram"}
+
+
+def test_every_architecture_has_a_tiny_family() -> None:
+    names = {CLASSES.get(family, f"{family}ForCausalLM") for family, _ in MODELS.values()}
+    assert names == set(ARCHITECTURES)
