@@ -1,14 +1,15 @@
-"""What one forward and one step of speculation cost, from a ModelConfig and the hardware's ceilings
-alone. Pure arithmetic: imports no torch, runs nothing.
+"""The predicted cost of a forward and of a speculative step, from a ModelConfig and the hardware's
+ceilings. Pure arithmetic: imports no torch, runs nothing.
 
-The time of a forward is what its linear layers take, plus what its attention takes, each the slower
-of reading and computing (they run one after the other, so one cannot hide the other), plus the
-all-reduces, plus an overhead a layer: fixed, and for each new token (norms, activations, rotation).
-Sampling beyond the choice of the likeliest token and the scheduler are left out.
-Source: MagicDec (Chen et al. 2024), section 3; expected tokens: Leviathan et al. 2023, equation 1.
+The time of a forward is the sum of its linear layers, its attention, its all-reduces and an
+overhead per layer. Linear layers and attention each take the longer of their memory time and their
+compute time. They run one after the other, so the two times are added. The overhead has a fixed
+part and a part per new token (norms, activations, RoPE). Scheduling and all sampling except the
+argmax are left out. Source: MagicDec (Chen et al. 2024), section 3; expected tokens: Leviathan et
+al. 2023, equation 1.
 
-B rows, T new tokens a row, S visible tokens a row before the forward. Bytes and FLOPs are one
-rank's; `roofline.py` counts the same bytes from a loaded model.
+B rows, T new tokens per row, S visible tokens per row before the forward. Bytes and FLOPs are per
+rank; `roofline.py` counts the same bytes from a loaded model.
 """
 
 from __future__ import annotations
@@ -21,37 +22,38 @@ from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ModelConfig
 
 Acceptance = float | tuple[float, ...]
-"""Either one rate, the same for every draft token whose predecessors were accepted, or the share of
-verifications that accept at least 1, 2, ... draft tokens (a record's `acceptance_per_position`)."""
+"""Either one rate, the probability that a draft token is accepted if all before it were, or the
+shares of verifications that accept at least 1, 2, ... draft tokens (a record's
+`acceptance_per_position`)."""
 
-SCALE_BYTES = 4  # of an output of an int8 matrix, of a token of one head in an int8 cache
-ARGMAX_BYTES = 16  # a token's best logit and its id, from each rank
+SCALE_BYTES = 4  # per output channel of an int8 matrix, or per token and head of an int8 KV cache
+ARGMAX_BYTES = 16  # per token and rank: the best logit and its token id
 
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """Of one forward on one rank."""
+    """Bytes, FLOPs and all-reduces of one forward on one rank."""
 
     weight_bytes: int
     kv_bytes: int
     linear_flops: int
     attention_flops: int
-    all_reduces: tuple[tuple[int, int], ...]  # (how many, bytes of each)
+    all_reduces: tuple[tuple[int, int], ...]  # (number, bytes of each)
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on hardware: `tp` ranks hold a share each, spread evenly over `nodes`."""
+    """A model on hardware, with tensor parallelism over `tp` ranks, spread evenly over `nodes`."""
 
     config: ModelConfig
     hardware: Hardware
     dtype_bytes: int
     tp: int = 1
     nodes: int = 1
-    is_int8: bool = False  # the matrices
+    is_int8: bool = False  # int8 weights
 
     def forward(self, B: int, T: int, S: int) -> ForwardCost:
-        """Of the rank with most heads, which the others wait for."""
+        """The cost on the rank with the most query heads, for which the other ranks wait."""
         c, shard = self.config, slowest_shard(self.config, self.tp)
         seen = S if c.sliding_window is None else min(S, c.sliding_window - 1)
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
@@ -65,7 +67,7 @@ class Deployment:
         )
 
     def seconds(self, B: int, T: int, S: int) -> float:
-        """Time of one forward."""
+        """Seconds of one forward."""
         cost, h = self.forward(B, T, S), self.hardware
         linear = max(cost.weight_bytes / h.read_bytes_per_s, cost.linear_flops / h.flops_per_s)
         kv_rate = h.kv_bytes_per_s or h.read_bytes_per_s
@@ -77,7 +79,7 @@ class Deployment:
 
 
 def slowest_shard(config: ModelConfig, size: int) -> Shard:
-    """The rank with most query heads. Raises ValueError when there are more ranks than heads."""
+    """The shard with the most query heads. Raises ValueError if there are more ranks than heads."""
 
     def num_heads(shard: Shard) -> int:
         first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
@@ -87,7 +89,7 @@ def slowest_shard(config: ModelConfig, size: int) -> Shard:
 
 
 def _widths(config: ModelConfig, shard: Shard) -> tuple[int, int, int, int]:
-    """This rank's columns: of all query heads, of all KV heads, FFN units, vocabulary rows."""
+    """This rank's sizes: query heads x head size, KV heads x head size, MLP units, vocabulary."""
     queries, keys = shard.heads(config.num_heads, config.num_kv_heads)
     ffn, head = shard.split(config.intermediate_size), shard.split(config.vocab_size)
     size = config.head_dim
@@ -100,7 +102,7 @@ def _widths(config: ModelConfig, shard: Shard) -> tuple[int, int, int, int]:
 
 
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
-    """Entries of all matrices that a forward multiplies with: of every layer, and the head."""
+    """Number of weights in this rank's linear layers, including the head."""
     q, kv, ffn, head = _widths(config, shard)
     mlp = (3 if config.gated_mlp else 2) * ffn
     layer = config.hidden_size * (q + 2 * kv + q + mlp)
@@ -108,8 +110,8 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int, is_int8: bool = False) -> int:
-    """Of this rank's weights that one forward reads; of the embedding a few rows (0). `is_int8`:
-    the matrices have a byte an entry and a float32 scale an output."""
+    """Bytes of this rank's weights that one forward reads. The few rows read from the embedding are
+    counted as 0. `is_int8`: one byte per weight and a float32 scale per output channel."""
     q, kv, ffn, head = _widths(config, shard)
     hidden, up = config.hidden_size, (2 if config.gated_mlp else 1) * ffn
     biases = (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
@@ -119,20 +121,20 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int, is_int8: b
     matrices = linear_parameters(config, shard)
     if not is_int8:
         return (matrices + vectors) * dtype_bytes
-    if config.tie_word_embeddings:  # then it has a head of its own, without a bias
+    if config.tie_word_embeddings:  # an int8 model has an untied head, without a bias
         vectors -= head * config.head_bias
     outputs = config.num_layers * (q + 2 * kv + up + 2 * hidden) + head
     return matrices + outputs * SCALE_BYTES + vectors * dtype_bytes
 
 
 def int8_kv_bytes_per_token(config: ModelConfig, shard: Shard) -> int:
-    """As `kv_bytes_per_token`, of a cache in int8: a scale for K and one for V of each head."""
+    """`kv_bytes_per_token` for an int8 cache, which has one scale for K and one for V per head."""
     entry = kv_bytes_per_token(config, shard, 1)
     return entry + entry // config.cached_head_dim * SCALE_BYTES
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:
-    """K and V of one cached token in all layers."""
+    """Bytes of K and V of one cached token in all layers."""
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
     return 2 * config.num_layers * (last - first) * config.cached_head_dim * dtype_bytes
 
@@ -142,7 +144,7 @@ def linear_flops_per_token(config: ModelConfig, shard: Shard) -> int:
 
 
 def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
-    """Of one row: both products, over what each of the T causal queries sees."""
+    """FLOPs of one row: q k^T and weights x V, over the tokens visible to each of the T queries."""
     window = config.sliding_window or S + T
     seen = sum(min(S + t, window) for t in range(1, T + 1))
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
@@ -152,20 +154,20 @@ def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
 def survival(acceptance: Acceptance, position: int) -> float:
     """Probability that at least `position` (1, 2, ...) draft tokens of a step are accepted."""
     if isinstance(acceptance, tuple):
-        assert 1 <= position <= len(acceptance), "the plan keeps gamma within the curve"
+        assert 1 <= position <= len(acceptance), "gamma is at most the curve's length"
         return acceptance[position - 1]
     return acceptance**position
 
 
 def expected_tokens(acceptance: Acceptance, gamma: int) -> float:
-    """Tokens a verification yields a row, bonus included: between 1 and gamma + 1."""
+    """Expected tokens per row and verification, including the bonus token: 1 to gamma + 1."""
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step, in seconds; what does not apply to gamma 0 is None. `draft_s` is of all gamma
-    forwards together."""
+    """Predicted times of one step in seconds. `draft_s` is the sum of all gamma draft forwards. For
+    gamma 0, fields that do not apply are None."""
 
     gamma: int
     budget: int | None
@@ -173,13 +175,13 @@ class Prediction:
     draft_s: float | None
     verify_s: float | None
     tokens_per_step: float
-    speedup: float  # tokens a second against autoregressive decoding
+    speedup: float  # tokens per second relative to autoregressive decoding
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """`draft` (the target itself in self-speculation) reads at most `budget` committed tokens a row
-    and is accepted as `acceptance` says, at whatever context."""
+    """Speculative decoding with one KV budget. The draft (in self-speculation the target itself)
+    reads at most `budget` committed tokens per row. The acceptance is the same at every context."""
 
     target: Deployment
     draft: Deployment
@@ -199,28 +201,31 @@ class Speculation:
         return Prediction(gamma, self.budget, decode, draft, verify, tokens, speedup)
 
 
-def best_gamma(ways: Sequence[Speculation], B: int, S: int, max_gamma: int) -> Prediction:
-    """The fastest of `ways` (several budgets) and of gamma 0 to `max_gamma`; gamma 0 where
-    speculation does not pay."""
-    predictions = [ways[0].predict(B, S, 0)]
-    predictions += [way.predict(B, S, gamma) for way in ways for gamma in range(1, max_gamma + 1)]
+def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int) -> Prediction:
+    """The fastest prediction over `candidates` (one per KV budget) and gamma 0 to `max_gamma`. Gamma is 0
+    if speculation is not faster than autoregressive decoding."""
+    predictions = [candidates[0].predict(B, S, 0)]
+    predictions += [
+        way.predict(B, S, gamma) for way in candidates for gamma in range(1, max_gamma + 1)
+    ]
     return max(predictions, key=lambda p: p.speedup)
 
 
 def break_even_context(
-    ways: Sequence[Speculation], B: int, max_gamma: int, limit: int = 1 << 20
+    candidates: Sequence[Speculation], B: int, max_gamma: int, limit: int = 1 << 20
 ) -> int | None:
-    """Fewest cached tokens a row at which speculation pays; None if it does not up to `limit`."""
+    """The fewest cached tokens per row at which speculation is faster than autoregressive decoding;
+    None if there is no such number up to `limit`."""
 
     def pays(S: int) -> bool:
-        return best_gamma(ways, B, S, max_gamma).gamma > 0
+        return best_gamma(candidates, B, S, max_gamma).gamma > 0
 
     high = 1
     while not pays(high):
         high *= 2
         if high > limit:
             return None
-    low = high // 2  # does not pay, or is nothing
+    low = high // 2  # does not pay, or is 0
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)

@@ -1,8 +1,8 @@
-"""Acceptance as a user gives it to `magicdec plan`: a rate, a curve, or a file of records. Imports
+"""The `--acceptance` of `magicdec plan`: a rate, an acceptance curve, or a file of records. Imports
 no torch.
 
-Owns the meaning of `--acceptance` and its checks. Acceptance depends on the budget, hardly on the
-context length; so there is one curve a budget, and it is taken to hold at every length.
+Owns the meaning of `--acceptance` and its checks. Acceptance depends on the KV budget and hardly on
+the context length. So there is one curve per budget, which is used for all context lengths.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or
 def find_curves(
     values: Sequence[str], budgets: Sequence[int] | None, drafter: str, policy: str | None = None
 ) -> tuple[dict[int, Acceptance], str]:
-    """(budget -> acceptance, where it came from). `values` is what followed `--acceptance`: one for
-    all budgets, one a budget, or one file, of which records with that `drafter` count (`self` or
-    `model`) under that KV policy (default: `DEFAULT_POLICY`); `budgets` None means those of the
-    file, or the default.
+    """Returns budget -> acceptance, and a text that says where the acceptance comes from.
 
-    Raises ValueError, one line, for what is none of these.
+    `values` of `--acceptance` are one value for all budgets, one value per budget, or one file. Of
+    a file, records with this `drafter` (`self` or `model`) and this KV policy (None:
+    `DEFAULT_POLICY`) are used. `budgets` None: all budgets in the file, or the default budget.
+    Raises ValueError for anything else.
     """
     if len(values) == 1 and _is_file(values[0]):
         return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_POLICY)
     if policy is not None:
-        raise ValueError(f"--kv_policy {policy} chooses records; --acceptance names no file here")
+        raise ValueError(
+            f"--kv_policy {policy} selects records from a file, but --acceptance {values[0]} is "
+            "not a file"
+        )
     budgets = (DEFAULT_BUDGET,) if budgets is None else budgets
     if len(values) not in (1, len(budgets)):
         raise ValueError(
             f"--acceptance has {len(values)} values for {len(budgets)} of --budget; "
-            "give one, or one a budget"
+            "give one value, or one per budget"
         )
     parsed = [parse_acceptance(value) for value in values]
     parsed *= len(budgets) // len(parsed)
@@ -46,7 +49,8 @@ def find_curves(
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """`0.8` is a rate; `0.8,0.7` the shares of verifications that accept at least 1, 2 tokens."""
+    """`0.8` is a rate; `0.8,0.7` are the shares of verifications that accept at least 1 and at
+    least 2 draft tokens."""
     try:
         shares = [float(part) for part in text.split(",")]
     except ValueError:
@@ -64,7 +68,7 @@ def parse_acceptance(text: str) -> Acceptance:
 
 
 def longest(curves: dict[int, Acceptance]) -> int | None:
-    """Largest gamma that every curve reaches; None where all are rates."""
+    """The largest gamma for which all curves have a value; None if all are rates."""
     return min((len(c) for c in curves.values() if isinstance(c, tuple)), default=None)
 
 
@@ -75,7 +79,7 @@ def _is_file(text: str) -> bool:
 def _from_records(
     path: Path, budgets: Sequence[int] | None, drafter: str, policy: str
 ) -> tuple[dict[int, Acceptance], str]:
-    """The longest curve of each budget; of equally long ones the newest."""
+    """The longest curve of each budget; among curves of equal length the newest."""
     found: dict[int, tuple[float, ...]] = {}
     models: dict[int, str] = {}
     for record in load_records(path):
@@ -98,7 +102,8 @@ def _from_records(
 
 
 def _curve(record: RunRecord, drafter: str, policy: str) -> tuple[int | None, tuple[float, ...]]:
-    """Budget and acceptance per position; (None, ()) where the record is of another kind."""
+    """Budget and acceptance per position; (None, ()) if the record has another drafter or policy,
+    no budget, or no acceptance."""
     kv, metrics = record.config["kv"], record.metrics
     curve = tuple((metrics and metrics.acceptance_per_position) or ())
     is_bounded = kv["policy"] == policy and kv["budget"] > 0

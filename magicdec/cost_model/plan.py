@@ -1,5 +1,5 @@
-"""Plan: a checked question of `magicdec plan`, and the cells that answer it. Predicted from shapes
-and rates; nothing is run. Imports no torch."""
+"""Plan: the checked arguments of `magicdec plan`, and the predictions for them. Everything is
+predicted from shapes and rates; nothing is run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked question: what is served on what, and which cells are asked for."""
+    """Models, hardware and acceptance, and the batch sizes and prefix lengths to predict."""
 
     target: Deployment
     draft: Deployment  # the target itself in self-speculation
     dtype: str
-    curves: dict[int, Acceptance]  # a KV budget each
+    curves: dict[int, Acceptance]  # by KV budget
     acceptance_source: str
     machine_source: str
     batch_sizes: tuple[int, ...]
@@ -35,11 +35,11 @@ class Plan:
     def is_self_speculation(self) -> bool:
         return self.draft is self.target
 
-    def ways(self) -> list[Speculation]:
+    def candidates(self) -> list[Speculation]:
         return [Speculation(self.target, self.draft, b, c) for b, c in self.curves.items()]
 
     def predict(self, batch_size: int, prefix_len: int) -> Prediction:
-        return best_gamma(self.ways(), batch_size, prefix_len, self.max_gamma)
+        return best_gamma(self.candidates(), batch_size, prefix_len, self.max_gamma)
 
     def break_even(self, batch_size: int) -> int | None:
-        return break_even_context(self.ways(), batch_size, self.max_gamma)
+        return break_even_context(self.candidates(), batch_size, self.max_gamma)

@@ -1,4 +1,4 @@
-"""A plan as tables for people and as JSON: every number in it is predicted, and says so."""
+"""Prints a plan as tables and converts it to JSON. All numbers are marked as predicted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from magicdec.hardware.ceiling_file import Hardware
 
 @dataclass(frozen=True)
 class PlanCell:
-    """What is predicted for one batch size and context. None where nothing is drafted."""
+    """The prediction for one batch size and context. Fields are None if nothing is drafted."""
 
     batch_size: int
     prefix_len: int
@@ -28,11 +28,11 @@ class PlanCell:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What the JSON file holds: each cell, and what the cells were predicted from."""
+    """The content of the JSON file: the cells, and the inputs of the prediction."""
 
     predicted: bool
     model: str
-    draft_model: str | None  # None: the model drafts for itself
+    draft_model: str | None  # None: self-speculation
     dtype: str
     target_dtype: str
     draft_dtype: str
@@ -84,8 +84,8 @@ def make_cell(batch_size: int, prefix_len: int, p: Prediction) -> PlanCell:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print what the plan was predicted from, one line for each cell, and the map of batch size
-    against context."""
+    """Print the inputs, a table with one line per batch size and prefix length, and a table of the
+    speedups."""
     console = make_console()
     for line in _header(plan):
         console.print(line, soft_wrap=True)
@@ -103,13 +103,14 @@ def _header(plan: Plan) -> list[str]:
         f"machine     {plan.machine_source}: a rank reads {h.read_bytes_per_s / 1e9:,.1f} GB/s"
         f" (KV {(h.kv_bytes_per_s or h.read_bytes_per_s) / 1e9:,.1f}), "
         f"computes {h.flops_per_s / 1e12:,.2f} TFLOP/s, "
-        f"{h.layer_overhead_s * c.num_layers * 1e6:,.0f} us fixed a forward",
+        f"{h.layer_overhead_s * c.num_layers * 1e6:,.0f} us fixed per forward",
         f"acceptance  {plan.acceptance_source}, the same at every context; {curves}",
     ]
     beyond = [S for S in plan.prefix_lens if c.max_length < S]
     if beyond:
         shown = ", ".join(map(str, beyond))
-        lines.append(f"note        {c.name} reaches {c.max_length} tokens; a run refuses {shown}")
+        limit = f"{c.name} supports {c.max_length} tokens"
+        lines.append(f"note        {limit}; a run refuses prefixes of {shown}")
     return lines
 
 
@@ -123,13 +124,13 @@ def _name(deployment: Deployment) -> str:
 def _curve(acceptance: Acceptance) -> str:
     if isinstance(acceptance, tuple):
         return " ".join(f"{share:.2f}" for share in acceptance)
-    return f"rate {acceptance:g} ({expected_tokens(acceptance, 4):.2f} tokens a step at gamma 4)"
+    return f"rate {acceptance:g} ({expected_tokens(acceptance, 4):.2f} tokens per step at gamma 4)"
 
 
 def _cells(plan: Plan) -> Any:
     from rich.table import Table
 
-    table = Table(title="predicted, of the best gamma and budget", title_justify="left")
+    table = Table(title="predicted, with the best gamma and budget", title_justify="left")
     labels = ("B", "prefix", "decode, ms", "gamma", "budget", "draft, ms", "verify, ms")
     for label in (*labels, "tokens/step", "speedup"):
         table.add_column(label, justify="right", no_wrap=True)

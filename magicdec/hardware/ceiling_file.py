@@ -1,8 +1,8 @@
-"""What a machine can do, as the cost model takes it, and the file that `magicdec probe`
-writes and `magicdec plan` reads. Imports no torch.
+"""The hardware ceilings that the cost model uses, and the machine file that `magicdec probe` writes
+and `magicdec plan` reads. Imports no torch.
 
-Every rate is of one rank: a CPU's bandwidth is shared by the ranks of a host, so what each of them
-got while all of them measured is what counts. Knows nothing of models.
+Every rate is per rank, measured while all ranks ran, because the ranks of a host share its memory
+bandwidth. Must not know of models.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ SCHEMA_VERSION = VERSIONS["machine"]
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network that ranks exchange over."""
+    """One level of the network between ranks."""
 
-    latency_s: float  # of an all-reduce too small for the bandwidth to matter
+    latency_s: float  # time of a small all-reduce, for which bandwidth does not matter
     bytes_per_s: float
 
     def all_reduce_s(self, num_bytes: float, num_ends: int) -> float:
-        """Seconds of a ring all-reduce: each end sends and receives nearly twice the message."""
+        """Seconds of a ring all-reduce. Each of the `num_ends` sends and receives nearly twice the
+        message."""
         return self.latency_s + 2 * (num_ends - 1) / num_ends * num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Ceilings of one rank in one dtype. `link` joins the ranks of a node, `node_link` whole nodes;
-    None where nobody said what it costs."""
+    """Ceilings of one rank in one dtype. `link` connects the ranks of a node and `node_link`
+    connects nodes; None if unknown."""
 
     read_bytes_per_s: float
     flops_per_s: float
-    layer_overhead_s: float = 0.0  # fixed cost of a layer of one forward: launches, Python
-    kv_bytes_per_s: float | None = None  # at which attention reads a long cache; None: the ceiling
+    layer_overhead_s: float = 0.0  # fixed cost of a layer per forward: launches, Python
+    kv_bytes_per_s: float | None = None  # attention over a long cache; None: read_bytes_per_s
     link: Link | None = None
     node_link: Link | None = None
-    attention_flops_per_s: float | None = None  # over a long cache; None: as a matrix product
-    token_overhead_s: float = 0.0  # cost of a layer for each new token beyond the first
+    attention_flops_per_s: float | None = None  # over a long cache; None: flops_per_s
+    token_overhead_s: float = 0.0  # cost of a layer per new token after the first
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
-        """Seconds of an all-reduce over `num_ranks`, first within nodes, then between them."""
+        """Seconds of an all-reduce over `num_ranks`, first within each node, then between nodes."""
         per_node, seconds = num_ranks // num_nodes, 0.0
         if per_node > 1:
             assert self.link is not None, "checked with the flags"
@@ -58,9 +59,9 @@ class Hardware:
 
 @dataclass(frozen=True)
 class MachineFile:
-    """What a probe measured, for each dtype, and where. Written and read as JSON."""
+    """The measurements of a probe, by dtype, and a description of the machine. Stored as JSON."""
 
-    description: dict[str, Any]  # of the machine, the software and the launch; for people
+    description: dict[str, Any]  # machine, software and launch; for readers, not used by `plan`
     read_bytes_per_s: float
     flops_per_s: dict[str, float]
     layer_overhead_s: dict[str, float]
@@ -71,7 +72,7 @@ class MachineFile:
     token_overhead_s: dict[str, float]
 
     def hardware(self, dtype: str) -> Hardware:
-        """Raises ValueError if the probe did not measure that dtype."""
+        """The ceilings in `dtype`. Raises ValueError if the probe did not measure that dtype."""
         if dtype not in self.flops_per_s:
             known = ", ".join(self.flops_per_s)
             raise ValueError(f"--dtype {dtype} is not in the machine file; choose from {known}")
@@ -96,7 +97,7 @@ class MachineFile:
 
 
 def load_machine(path: Path) -> MachineFile:
-    """Raises ValueError naming the file and the field for what is not a machine file."""
+    """The machine file at `path`. Raises ValueError naming the file and the faulty field."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -105,7 +106,7 @@ def load_machine(path: Path) -> MachineFile:
     try:
         return _parse(raw)
     except (KeyError, TypeError, AttributeError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else "a field has another type"
+        what = f"it has no {error}" if isinstance(error, KeyError) else "a field has a wrong type"
         raise ValueError(f"--machine {path}: not a machine file; {what}") from None
     except ValueError as error:
         raise ValueError(f"--machine {path}: {error}") from None

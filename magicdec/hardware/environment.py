@@ -1,5 +1,5 @@
-"""What a record says of the machine and the software, and the facts that decide what `auto` means.
-Host names are left out."""
+"""The description of the machine and the software in a record, without host names, and the facts
+that decide what `auto` means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from magicdec.records.environment import Environment
 
 
 def probe_machine(launch: Launch) -> Machine:
-    """Facts that decide what `auto` means here."""
+    """The facts that decide what `auto` means on this machine."""
     import torch
 
     from magicdec.distributed.symmetric_memory import missing_parts
@@ -47,8 +47,8 @@ def probe_machine(launch: Launch) -> Machine:
 
 
 def missing_backends(names: Sequence[str]) -> dict[str, str]:
-    """What those attention backends need and do not find here, by name. Loads none of their
-    libraries."""
+    """What is missing on this machine for these attention backends, by name. Backends that can run
+    are left out. Imports none of their libraries."""
     found = {name: capabilities_of(name).missing_parts() for name in names}
     return {name: missing for name, missing in found.items() if missing}
 
@@ -74,7 +74,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
 
 
 def _cpu_field(name: str) -> str:
-    """A field of the first CPU in /proc/cpuinfo; empty where there is none."""
+    """A field of the first CPU in /proc/cpuinfo, or an empty string."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return ""

@@ -1,7 +1,7 @@
-"""How fast a GPU's clock ran while a run was measured, and what slowed it: from NVML, where
+"""The GPU's clock frequency during a run and the reasons for lower clocks, read from NVML if
 `nvidia-ml-py` is installed.
 
-Owns the readings. They are made between measured passes, never during one.
+Owns the readings. They are taken between measured passes, never during one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from magicdec.records.environment import Environment
 
-# Bits of NVML's clock event reasons that say that a GPU was held back; idle and set clocks are not.
+# NVML's clock event reasons that mean the GPU was slowed down. Idling and user-set clocks are not
+# among them.
 SLOWDOWNS = {
     0x04: "software power cap",
     0x08: "hardware slowdown",
@@ -26,22 +27,22 @@ SLOWDOWNS = {
 
 @dataclass
 class GpuState:
-    """Readings of one device; none without NVML or a GPU."""
+    """Readings of one device; empty without NVML or without a GPU."""
 
     nvml: Any = None
     handle: Any = None
     sm_mhz: list[int] = field(default_factory=list)
-    reasons: int = 0  # all that were ever seen
+    reasons: int = 0  # bitwise or of all readings
 
     def read(self) -> None:
-        """Take a reading."""
+        """Read the clock and the reasons once."""
         if self.nvml is None:
             return
         self.sm_mhz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
         self.reasons |= self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
 
     def add_to(self, environment: Environment) -> Environment:
-        """`environment` with what was read, if anything was."""
+        """`environment` with the readings; unchanged if nothing was read."""
         if not self.sm_mhz:
             return environment
         most = self.nvml.nvmlDeviceGetMaxClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
@@ -54,8 +55,8 @@ class GpuState:
 
 
 def watch_gpu(device: torch.device) -> GpuState:
-    """Ready to read `device`: found by its UUID, since NVML counts GPUs that are hidden from CUDA
-    too."""
+    """A GpuState for `device`, which is found by its UUID: NVML's indices include GPUs that are
+    hidden from CUDA."""
     if device.type != "cuda" or find_spec("pynvml") is None:
         return GpuState()
     import pynvml

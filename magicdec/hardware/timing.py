@@ -1,5 +1,5 @@
-"""Clocks, memory and bandwidth: what is read from the machine while a run goes on. Knows nothing of
-models or strategies."""
+"""Measurements during a run: times, peak memory and read bandwidth. Must not know of models or
+strategies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ import torch
 
 from magicdec.distributed.groups import Group
 
-BANDWIDTH_BYTES = 1 << 28  # over all ranks of a host: 8 times the last-level cache of a large CPU
-GPU_BANDWIDTH_BYTES = 1 << 31  # so that a read takes many times what starting it takes
+BANDWIDTH_BYTES = 1 << 28  # of all ranks of a host: 8 times the last-level cache of a large CPU
+GPU_BANDWIDTH_BYTES = 1 << 31  # large enough for the launch time not to matter
 
 
 Mark = Callable[[str], AbstractContextManager[object]]
 
 
 class PhaseTimer:
-    """Seconds spent in each named phase. Called with a name it is a context manager: `with
-    timer("draft"): ...`.
+    """Seconds spent in each named phase. Used as a context manager: `with timer("draft"): ...`.
 
-    On CUDA a phase lies between two events on the stream; nothing waits for the device until
-    `seconds` is asked for. `mark` puts every phase into a range of its own, for profilers.
+    On CUDA a phase is timed by two events on the stream, and nothing waits for the device until
+    `seconds` is read. `mark(name)` is a context manager around each phase, for profilers.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """By phase, in the order they were spent."""
+        """Seconds by phase, in order of time."""
         for name, first, last in self._events:
             last.synchronize()
             self._seconds[name].append(first.elapsed_time(last) / 1e3)
@@ -68,7 +67,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Start a new peak; False where the system does not let a process reset its own."""
+    """Reset the peak; False if the system does not let a process reset its own."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -91,8 +90,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> float:
-    """Bytes a second that the group's ranks read together, all at once: the best of `repeats` sums
-    over a buffer too large for any cache."""
+    """Bytes per second that all ranks of the group read together, at the same time: the best of
+    `repeats` sums over a buffer larger than any cache."""
     share = GPU_BANDWIDTH_BYTES if device.type == "cuda" else BANDWIDTH_BYTES // group.size
     buffer = torch.ones(share // 4, device=device)
     rates = []

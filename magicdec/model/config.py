@@ -1,7 +1,7 @@
-"""ModelConfig: what a decoder is. Imports no torch.
+"""ModelConfig: the architecture of a decoder. Imports no torch.
 
-Owns the meaning of every architecture field. Knows nothing of ranks, caches or files (`hf_config`
-reads those).
+Owns the meaning of every architecture field. Must not know of ranks, caches or files
+(`families/hf_config.py` reads the files).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned", "alibi")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 RESIDUALS = ("sequential", "parallel", "parallel_shared_norm")
-ALIBI_DIMS = 2  # a cached key's position, in two digits
-KERNEL_DIMS = 16  # head sizes that the CPU kernel serves are multiples of it
+ALIBI_DIMS = 2  # with ALiBi, a cached key holds its position as two digits in extra dimensions
+KERNEL_DIMS = 16  # the CPU attention kernel supports head sizes that are multiples of this
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class RopeConfig:
     """Rotary position embedding: base and frequency scaling (RoFormer; Llama-3.1 model card for
     `llama3`; Peng et al. 2023 for `yarn`).
 
-    `rotary_dim` of each head's dimensions are rotated (None: all), in pairs half a head apart or,
-    `interleaved`, in neighbouring ones. `dynamic` is the plain table as far as the model was
-    trained, and reaches no further. `attention_factor` multiplies what is rotated of q and k."""
+    The first `rotary_dim` dimensions of each head are rotated (None: all). A pair of dimensions
+    lies half of `rotary_dim` apart, or side by side if `interleaved`. `dynamic` uses the unscaled
+    table and is limited to the trained length. `attention_factor` multiplies the rotated
+    dimensions of q and k."""
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -49,14 +50,14 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder; the defaults are Llama's. Sizes are of the whole model; a rank's share is
-    `distributed.tensor_parallel.Shard`.
+    """A decoder; the defaults are Llama's. Sizes are those of the whole model;
+    `distributed.tensor_parallel.Shard` computes a rank's share.
 
-    `norm`: rms, or layer with a bias. `positions`: rope, a table of learned ones added to the
-    embedding, or ALiBi (Press et al. 2022). `residual`: the MLP follows attention, or both read the
-    block's input, each through a norm of its own (parallel) or one through a shared one. A gated
-    MLP multiplies two products, a plain one has one. `qk_norm`: an RMS norm on every head of q and
-    k."""
+    `norm`: RMS norm, or layer norm with a bias. `positions`: rope, learned position embeddings, or
+    ALiBi (Press et al. 2022). `residual`: in a sequential block the MLP follows attention; in a
+    parallel block both read the block's input, through two norms (parallel) or through one
+    (parallel_shared_norm). `gated_mlp`: the MLP has a gate and an up projection instead of an up
+    projection alone. `qk_norm`: an RMS norm on every head of q and k."""
 
     name: str
     vocab_size: int
@@ -103,20 +104,20 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """Number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def cached_head_dim(self) -> int:
-        """Size of a head as attention and its cache see it: with ALiBi a key carries its position
-        in further dimensions, rounded up to what the CPU kernel serves."""
+        """Head size in attention and in the KV cache. With ALiBi a key holds its position in extra
+        dimensions, and the sum is rounded up to a head size that the CPU kernel supports."""
         if self.positions != "alibi":
             return self.head_dim
         return -(-(self.head_dim + ALIBI_DIMS) // KERNEL_DIMS) * KERNEL_DIMS
 
     @property
     def max_length(self) -> int:
-        """Tokens that a text may have: YaRN reaches `factor` times as far as it was trained."""
+        """The most tokens of a sequence. YaRN extends the trained length by `factor`."""
         if self.rope.rope_type != "yarn":
             return self.max_position_embeddings
         stretched = int(self.rope.factor * self.rope.original_max_position_embeddings)
@@ -124,12 +125,12 @@ class ModelConfig:
 
     @property
     def num_reduces(self) -> int:
-        """Sums over ranks in a layer: a parallel block's two outputs are summed together."""
+        """All-reduces per layer. A parallel block sums both of its outputs in one all-reduce."""
         return 2 if self.residual == "sequential" else 1
 
     @property
     def norm_parameters(self) -> int:
-        """Of all norms but the embedding's, each rank's."""
+        """Parameters of all norms except the embedding's. Every rank holds all of them."""
         each = self.hidden_size * (2 if self.norm == "layer" else 1)
         of_layer = each * (1 if self.residual == "parallel_shared_norm" else 2)
         return self.num_layers * (of_layer + 2 * self.head_dim * self.qk_norm) + each
@@ -147,7 +148,7 @@ class ModelConfig:
         return embedding + head + self.num_layers * self._layer_parameters() + self.norm_parameters
 
     def _layer_parameters(self) -> int:
-        """Matrices and their biases."""
+        """Parameters of one layer's matrices and biases, without its norms."""
         h, q, kv, f = (
             self.hidden_size,
             self.num_heads * self.head_dim,

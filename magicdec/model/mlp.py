@@ -1,7 +1,7 @@
-"""The MLP of a block on one tensor-parallel shard: gated or not, its activation as the config says.
+"""The MLP of a block on one tensor-parallel shard, gated or not.
 
-Owns what lies between the two residual additions' norms and the sum over ranks. Must not know of
-attention nor of the block around it.
+Owns the projections and the activation between the norm and the residual addition, with the
+all-reduce over ranks. Must not know of attention nor of the block around it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MLP(nn.Module):
         first, last = shard.split(config.intermediate_size)
         self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
         self.elementwise = Elementwise()
-        width = (2 if self.is_gated else 1) * (last - first)  # without a gate: up alone
+        width = (2 if self.is_gated else 1) * (last - first)  # gate and up, or up alone
         self.gate_up: Linear = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
         self.down: Linear = PartialLinear(last - first, config.hidden_size, bias=config.mlp_bias)
 
@@ -38,7 +38,7 @@ class MLP(nn.Module):
         return row_parallel(self.hidden(x), self.down, reduce)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What the down projection takes, [B, T, this rank's FFN units]."""
+        """The input of the down projection, [B, T, this rank's share of intermediate_size]."""
         both = self.gate_up(x)
         if not self.is_gated:
             return self.activate(both)

@@ -1,5 +1,5 @@
-"""The norms of a decoder: RMS (Zhang & Sennrich 2019), or layer norm with a bias. A row's result
-does not depend on the rows beside it."""
+"""The norms of a decoder: RMS norm (Zhang & Sennrich 2019), or layer norm with a bias. The result
+for a row does not depend on the other rows of the batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
 
 
 def add_norm(norm: RMSNorm | nn.LayerNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x + y, and the norm of that."""
+    """(x + y, norm(x + y))."""
     if isinstance(norm, RMSNorm):
         return norm.elementwise.add_rms_norm(x, y, norm.weight, norm.eps)
     total = x + y

@@ -1,11 +1,11 @@
-"""Rotary position embedding, in pairs half a head apart (Hugging Face) or neighbouring (GPT-J):
-tables in float32 (`elementwise.operators.apply_rope` applies them).
+"""Rotary position embedding: float32 tables of cos and sin, applied by
+`elementwise.operators.apply_rope`.
 
-Owns the frequency formulas (plain; linear: Chen et al. 2023, position interpolation; llama3:
-Llama-3.1 release; yarn: Peng et al. 2023, section 3.2). `dynamic` changes the frequencies with the
-length past the trained one, which keys rotated before cannot follow: it is the plain table, and
-texts past it are refused before a run (`setup.prepare`). The temperature that goes with YaRN is no
-rotation: `positions` applies it.
+Owns the frequency formulas (default: no scaling; linear: Chen et al. 2023, position interpolation;
+llama3: Llama-3.1 release; yarn: Peng et al. 2023, section 3.2). `dynamic` would change the
+frequencies once the context exceeds the trained length, but cached keys are rotated already.
+`dynamic` therefore uses the unscaled table, and `setup.prepare` refuses longer contexts before the
+run. YaRN's attention temperature is not part of the table: `positions` applies it.
 
 R is the number of rotated dimensions: the head size D, or less.
 """
@@ -21,7 +21,7 @@ from magicdec.model.config import RopeConfig
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Angular frequency of each of the pairs, float32 [R/2], in radians per token."""
+    """Angular frequency of each pair of dimensions, float32 [R/2], in radians per token."""
     size = config.rotary_dim or head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     frequencies = 1.0 / (config.theta**exponents)
@@ -35,7 +35,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Keep short wavelengths, divide long ones by `factor`, blend between the two thresholds."""
+    """Keep high frequencies, divide low ones by `factor`, interpolate between the thresholds."""
     old_length = config.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     blend = (old_length / wavelengths - config.low_freq_factor) / (
@@ -46,8 +46,9 @@ def _llama3_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Keep pairs that turn more than `beta_fast` times within the trained length, divide by
-    `factor` those that turn less than `beta_slow` times, blend by the pair's index between."""
+    """Keep the frequency of pairs that rotate more than `beta_fast` times within the trained
+    length, divide it by `factor` for pairs that rotate fewer than `beta_slow` times, and
+    interpolate by the pair's index in between."""
     size = 2 * len(frequencies)
 
     def pair_that_turns(times: float) -> float:
@@ -64,6 +65,6 @@ def _yarn_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def rope_table(config: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
-    """cos and sin of every position, float32 [max_positions, 2, R/2]."""
+    """cos and sin of every position and pair, float32 [max_positions, 2, R/2]."""
     angles = torch.outer(torch.arange(max_positions).float(), rope_frequencies(config, head_dim))
     return torch.stack([angles.cos(), angles.sin()], dim=1)

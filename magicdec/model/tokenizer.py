@@ -1,8 +1,8 @@
-"""Tokenizers: text to token ids and back, whichever of three file formats a checkpoint carries.
+"""Tokenizers: text to token ids and back, for each of the three file formats a checkpoint may have.
 
-Owns the choice of format by what a directory holds, and the promise that all formats behave alike:
-text is always plain text, nothing is added to it. Must not know of models, devices or datasets,
-and imports no tokenizer library until a file of its kind is opened.
+Owns the choice of the format from the files in a directory. All formats behave alike: the text is
+encoded as plain text and no special tokens are added. Must not know of models, devices or datasets,
+and imports a tokenizer library only when a file of its format is opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-# Llama 3's published split pattern and the names that its 256 special tokens begin with.
+# Llama 3's published split pattern and its 256 special tokens, in the order of their ids.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,8 +36,8 @@ LLAMA3_SPECIAL_TOKENS = (
     "<|eot_id|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
-# The pattern's look-ahead overflows the regex engine's stack on about a million blanks in a row;
-# Llama 3's own code cuts such runs at this length.
+# The pattern's look-ahead overflows the regex engine's stack on about a million consecutive blanks.
+# Llama 3's reference tokenizer splits runs of blanks at this length.
 LONGEST_BLANK_RUN = re.compile(r"\s{25000}(?=\s)")
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(?:\n|\Z)")
 
@@ -63,8 +63,8 @@ class JsonTokenizer:
     """A `tokenizer.json`, run by the `tokenizers` library."""
 
     def __init__(self, backend: tokenizers.Tokenizer, source: str) -> None:
-        # A file may ask for truncation or padding, made for short prompts, and lets the names of
-        # special tokens in the text become these tokens. A book is neither.
+        # The file may ask for truncation or padding, and by default the name of a special token in
+        # the text is encoded as that token. A book must be encoded whole and as plain text.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -78,10 +78,10 @@ class JsonTokenizer:
         return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
-        # The "fast" call skips character offsets: half the time or less on a whole book.
+        # The "fast" call skips character offsets, which at least halves the time for a whole book.
         try:
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # all the library raises: text that no piece stands for
+        except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{self._source}: the text cannot be encoded ({error})") from error
         return list(encoded[0].ids)
 
@@ -115,7 +115,8 @@ class SentencePieceTokenizer:
 
 
 class TiktokenTokenizer:
-    """Llama 3's `tokenizer.model`: a rank file, followed by 256 special tokens that it omits."""
+    """Llama 3's `tokenizer.model`: a rank file. Its 256 special tokens, which are not in the file,
+    have the ids after the last rank."""
 
     def __init__(self, backend: tiktoken.Encoding, ranks: dict[bytes, int], source: str) -> None:
         self._backend = backend
@@ -136,7 +137,8 @@ class TiktokenTokenizer:
         return self._backend.decode([i for i in checked if i < len(self._ranks)])
 
     def vocabulary_hash(self) -> str:
-        # Written in the byte alphabet of `tokenizer.json`, so that the two formats compare equal.
+        # Pieces are written in the byte alphabet of `tokenizer.json`, so that both formats of one
+        # vocabulary have the same hash.
         alphabet = _byte_alphabet()
         pieces = {i: "".join(alphabet[b] for b in piece) for piece, i in self._ranks.items()}
         return _hash_pieces(pieces | dict(enumerate(LLAMA3_SPECIAL_TOKENS, len(self._ranks))))
@@ -145,8 +147,8 @@ class TiktokenTokenizer:
 def load_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a checkpoint directory, from the first file of LOADERS that it holds.
 
-    ValueError when it holds none of them, or when that first one cannot be read or is corrupt
-    (the next one is not tried: it might be another vocabulary).
+    Raises ValueError when the directory holds none of them, or when the first one found cannot be
+    read or is corrupt. The next file is not tried, because it might hold another vocabulary.
     """
     for name, load in LOADERS:
         path = directory / name
@@ -172,7 +174,7 @@ def _load_json(path: Path, data: bytes) -> Tokenizer:
 
 
 def _load_model_file(path: Path, data: bytes) -> Tokenizer:
-    """Two formats share the name `tokenizer.model`; a rank file's first line tells them apart."""
+    """Tell the two formats that are named `tokenizer.model` apart by the first line of the file."""
     if RANK_LINE.match(data):
         return _load_ranks(path, data)
     return _load_sentencepiece(path, data)
@@ -182,7 +184,7 @@ def _load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
     import sentencepiece
 
     try:
-        # The library takes no bytes at all for "nothing to load yet".
+        # Given an empty byte string, the library returns an empty processor instead of raising.
         backend = sentencepiece.SentencePieceProcessor(model_proto=data) if data else None
     except RuntimeError:
         backend = None
@@ -205,7 +207,8 @@ def _load_ranks(path: Path, data: bytes) -> Tokenizer:
 
 
 def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
-    """Piece -> rank of each "base64 rank" line (tiktoken's own reader would cache by path)."""
+    """Piece -> rank from lines "base64 rank". tiktoken's own reader is not used: it caches files by
+    path."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), start=1):
         try:
@@ -231,7 +234,8 @@ LOADERS: tuple[tuple[str, Callable[[Path, bytes], Tokenizer]], ...] = (
 
 
 def _checked_ids(ids: Sequence[int], vocab_size: int, source: str) -> list[int]:
-    """The ids as a list: out of range, one library skips them, one raises and one panics."""
+    """The ids as a list, checked here because the three libraries treat an id out of range
+    differently: one skips it, one raises and one panics."""
     for i in ids:
         if not 0 <= i < vocab_size:
             raise ValueError(f"{source}: token id {i} has no piece; ids are 0 to {vocab_size - 1}")

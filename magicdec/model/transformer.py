@@ -1,9 +1,8 @@
-"""The decoder: one transformer over any contiguous range of layers and any tensor-parallel shard,
-its blocks as the config describes them.
+"""The decoder: a transformer for any contiguous range of layers and any tensor-parallel shard.
 
-Owns the arithmetic between token ids and logits. It must not know of model families nor where
-weights come from (`weight_map`), of caches, policies or backends: attention is a callable,
-`attend(layer, q, k, v) -> output`, that the caller supplies.
+Owns the computation from token ids to logits. It must not know of model families or checkpoints
+(`weight_map` does), nor of caches, policies or attention backends: the caller passes attention as a
+callable, `attend(layer, q, k, v) -> output`.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size, V vocabulary
 rows on this rank.
@@ -32,17 +31,18 @@ from magicdec.model.linear.kinds import (
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.mlp import MLP
 from magicdec.model.norm import RMSNorm, add_norm, make_norm
-from magicdec.model.positions import Place, alibi, alibi_slopes, leave, rotate
+from magicdec.model.positions import PositionEncoding, alibi, alibi_slopes, rotate, split_heads
 from magicdec.model.rope import rope_table
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]; positions are already in q and k,
-and D is the config's `cached_head_dim`."""
+"""(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]. The position encoding is already
+applied to q and k; D is the config's `cached_head_dim`."""
 
 
 class Embedding(nn.Embedding):
-    """A table that a loader fills is made on the meta device, where there is nothing to draw:
-    torch's `normal_` would import its compiler there, 130 MB and a second a process."""
+    """An embedding without random initialization on the meta device. There is nothing to
+    initialize there, but `normal_` would import torch's compiler: 130 MB and a second per
+    process."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -69,19 +69,19 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps) for _ in "qk")
 
     def forward(
-        self, x: Tensor, layer: int, place: Place, attend: Attend, reduce: Reduce
+        self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend, reduce: Reduce
     ) -> Tensor:
-        return row_parallel(self.mix(x, layer, place, attend), self.output, reduce)
+        return row_parallel(self.mix(x, layer, encode, attend), self.output, reduce)
 
-    def mix(self, x: Tensor, layer: int, place: Place, attend: Attend) -> Tensor:
-        """What the output projection takes, [B, T, H * D]."""
+    def mix(self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend) -> Tensor:
+        """The input of the output projection, [B, T, H * D]."""
         rows, num_tokens, _ = x.shape
         heads = self.qkv(x).view(rows, num_tokens, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = leave(heads, self.num_heads, self.num_kv_heads)
+            q, k, v = split_heads(heads, self.num_heads, self.num_kv_heads)
             heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
-        out = attend(layer, *place(heads, self.num_heads, self.num_kv_heads))
-        if out.shape[-1] > self.head_dim:  # ALiBi's further dimensions of V: zeros
+        out = attend(layer, *encode(heads, self.num_heads, self.num_kv_heads))
+        if out.shape[-1] > self.head_dim:  # ALiBi's extra dimensions, zeros
             out = out[..., : self.head_dim]
         return out.reshape(rows, num_tokens, -1)
 
@@ -98,27 +98,27 @@ class Block(nn.Module):
         self.mlp = MLP(config, shard)
 
     def forward(
-        self, x: Tensor, layer: int, place: Place, attend: Attend, reduce: Reduce
+        self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend, reduce: Reduce
     ) -> Tensor:
         normed = self.attention_norm(x)
         if not self.is_parallel:
             assert self.mlp_norm is not None, "the MLP of a sequential block has a norm"
-            y = self.attention(normed, layer, place, attend, reduce)
+            y = self.attention(normed, layer, encode, attend, reduce)
             x, normed = add_norm(self.mlp_norm, x, y)
-            del y  # of a long chunk it is no small thing
+            del y  # frees memory before the MLP: y is large for a long prefill chunk
             return x + self.mlp(normed, reduce)
         attention, mlp = self.attention, self.mlp
         hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))
-        mixed = attention.mix(normed, layer, place, attend)
-        total = reduce(attention.output(mixed) + mlp.down(hidden))  # both in one sum over ranks
+        mixed = attention.mix(normed, layer, encode, attend)
+        total = reduce(attention.output(mixed) + mlp.down(hidden))  # one all-reduce for both
         for bias in (attention.output.bias, mlp.down.bias):
             total = total if bias is None else total + bias
         return x + total
 
 
 class Transformer(nn.Module):
-    """Layers `layers` of the model, with the embedding if they begin it and the norm and head if
-    they end it."""
+    """Layers `layers` of the model, with the embedding if they include the first layer, and with
+    the final norm and the head if they include the last."""
 
     rope: Tensor
     slopes: Tensor
@@ -156,7 +156,8 @@ class Transformer(nn.Module):
                 self.head = None
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
-        """Have the rotary table reach positions 0 .. max_positions - 1 at least."""
+        """Prepare the position encoding on `device`: ALiBi's slopes, or a rotary table for at least
+        the positions 0 .. max_positions - 1."""
         config = self.config
         if config.positions == "alibi":
             first, last = self.shard.heads(config.num_heads, config.num_kv_heads)[0]
@@ -169,16 +170,16 @@ class Transformer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, attend: Attend, reduce: Reduce, last_only: bool = False
     ) -> Tensor:
-        """Token ids [B,T] (or hidden states [B,T,hidden] past the first stage) -> this rank's
-        logits [B,T,V], or hidden states.
+        """Token ids [B,T], or hidden states [B,T,hidden] unless this part has the first layer, to
+        this rank's logits [B,T,V], or to hidden states unless this part has the last layer.
 
-        `last_only` evaluates the head on the last position alone: [B,1,V].
+        `last_only` computes the logits of the last position alone: [B,1,V].
         """
         if self.is_first:
             x = self._embed(x, positions)
-        place = self._place(positions)
+        encode = self._position_encoding(positions)
         for layer, block in zip(self.layers, self.blocks, strict=True):
-            x = block(x, layer, place, attend, reduce)
+            x = block(x, layer, encode, attend, reduce)
         if not self.is_last:
             return x
         x = self.norm(x[:, -1:] if last_only else x)
@@ -187,38 +188,39 @@ class Transformer(nn.Module):
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(token_ids)
         if self.position_embedding is not None:
-            # Drafts may stand past the end of the longest text; what is made of them is not kept.
+            # Draft tokens may lie beyond the last learned position; they are never accepted.
             last = self.config.max_position_embeddings - 1
             x = x + self.position_embedding(positions.clamp(max=last))
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _place(self, positions: Tensor) -> Place:
+    def _position_encoding(self, positions: Tensor) -> PositionEncoding:
         if self.config.positions == "rope":
             rows = self.rope[positions]  # [B, T, 2, R/2]
             return rotate(rows, self.config.rope, self.elementwise)
         if self.config.positions == "alibi":
             return alibi(positions, self.slopes, self.config.cached_head_dim)
-        return leave
+        return split_heads
 
     @property
     def tied_head(self) -> Tensor:
-        """[V, hidden]: this rank's rows of the embedding, where they are the head as well."""
+        """[V, hidden]: this rank's rows of the embedding, which are also the head's weights."""
         return self.embedding.weight[self.head_rows[0] : self.head_rows[1]]
 
     def to_int8(self) -> None:
-        """Make room for int8 weights and their scales in all products, for the loader to fill."""
+        """Replace all linear layers by int8 ones with empty weights and scales, which the loader
+        fills."""
         assert self.head is not None if self.is_last else True, "int8 models have a head"
         exchange(self, to_int8)
 
     def use(self, elementwise: Elementwise) -> None:
-        """Have norms, rotation and gates computed by it: RMS norms, rotary positions and gates of
-        silu. Any others are torch's operators."""
+        """Compute RMS norms, rotary embedding and SiLU gates with `elementwise`. Layer norms and
+        other activations are always torch's operators."""
         for part in self.modules():
             if isinstance(part, RMSNorm | MLP | Transformer):
                 part.elementwise = elementwise
 
     def pack(self) -> None:
-        """Lay the weights of all products out for the kernels of `packed.cpp`. Raises ValueError
+        """Pack the weights of all linear layers for the kernels of `packed.cpp`. Raises ValueError
         unless they are bfloat16 or int8."""
         exchange(self, pack)
         if self.is_last and self.head is None:

@@ -1,8 +1,7 @@
-"""Measures what one rank of this machine can do: read, multiply and exchange at most, read a KV
-cache in attention, and what a forward costs that reads next to nothing. All ranks measure at once,
-since in a run they work at once.
+"""Measures the ceilings of one rank: memory bandwidth, GEMM rate, all-reduce, attention over a long
+KV cache, and the overhead of a forward. All ranks measure at the same time, as they work in a run.
 
-Owns the clocks of `magicdec probe`. Must not know what the figures are used for.
+Owns the measurements of `magicdec probe`. Must not know what the results are used for.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from magicdec.setup.loading import Kinds, load_kind
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
 STRETCHES, ROUNDS = 5, 30
-CACHED, CONTEXT = 32, 8192  # tokens a row: attention costs next to nothing, or nearly all
-MANY = 5  # new tokens a row of a verification
+CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no time, or most of it
+MANY = 5  # new tokens per row in a verification
 
 
 def measure_hardware(group: Group, device: torch.device, dtype: str, bandwidth: float) -> Hardware:
-    """Ceilings in `dtype`, of the slowest rank; `measure_forwards` adds to it."""
+    """Bandwidth and GEMM rate of the slowest rank in `dtype`; `measure_forwards` adds the rest."""
     rate = gemm_flops(getattr(torch, dtype), device)
     return Hardware(bandwidth, min(group.all_gather_object(rate)))
 
 
 def rank_bandwidth(group: Group, device: torch.device) -> float:
-    """Bytes a second that one rank reads while all do."""
+    """Bytes per second that one rank reads while all ranks read."""
     return read_bandwidth(group, device) / group.size
 
 
 def gemm_flops(
     dtype: torch.dtype, device: torch.device = torch.device("cpu"), size: int | None = None
 ) -> float:
-    """Floating-point operations a second of a square matrix product: the best of several."""
+    """FLOP/s of a square GEMM: the best of several."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     best = float("inf")
@@ -60,8 +59,8 @@ def gemm_flops(
 
 
 def measure_link(group: Group, device: torch.device) -> Link | None:
-    """Latency from a small all-reduce; bandwidth from what a large one takes beyond it. None for
-    one rank."""
+    """Latency from a small all-reduce, and bandwidth from the additional time of a large one. None
+    for one rank."""
     if group.size == 1:
         return None
     small, large = (torch.zeros(n // 4, device=device) for n in (SMALL_BYTES, LARGE_BYTES))
@@ -72,8 +71,9 @@ def measure_link(group: Group, device: torch.device) -> Link | None:
 
 
 def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> float:
-    """The slowest rank's median, in the best of several stretches: a busy host slows one of them,
-    not all as likely. The first stretch warms up as well."""
+    """Seconds of a call: the median of several rounds on the slowest rank, and of that the minimum
+    over several stretches, because other load on the host rarely slows all stretches. The first
+    stretch also warms up."""
     medians = []
     for _ in range(STRETCHES):
         samples = []
@@ -90,15 +90,15 @@ def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) 
 def measure_forwards(
     group: Group, device: torch.device, hardware: Hardware, kinds: Kinds, backend: str
 ) -> Hardware:
-    """`hardware` with what whole forwards of the demo model show, on each rank by itself: the rates
-    at which attention reads a long cache and computes over it, and the costs of a layer."""
-    num_rows = 32 if device.type == "cuda" else 4  # larger than a last-level cache
+    """`hardware` with attention's rates of reading and computing over a long KV cache and the
+    overheads of a layer. They are measured in forwards of the demo model, whole on each rank."""
+    num_rows = 32 if device.type == "cuda" else 4  # their KV exceeds the last-level cache
     runner = load_runner(group, device, kinds, backend, num_rows)
     config, size = runner.model.config, runner.cache.k.element_size()
     rows = range(num_rows)
     short, long = (forward_seconds(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
     kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
-    # Noise must not make attention faster than memory.
+    # Noise must not make attention look faster than memory.
     rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
     short, long = (forward_seconds(runner, rows, n, MANY, group) for n in (CACHED, CONTEXT))
     flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
@@ -116,14 +116,14 @@ def measure_forwards(
 def load_runner(
     group: Group, device: torch.device, kinds: Kinds, backend: str, num_rows: int
 ) -> ModelRunner:
-    """The demo model, whole on this rank, with room for CONTEXT tokens a row."""
+    """The demo model, whole on this rank, with a KV cache for CONTEXT + MANY tokens per row."""
     model = load_kind(find_model("--model", "demo"), Shard(), kinds, device)
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
         model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY
     )
     for pool in (runner.cache.k, runner.cache.v):
-        pool.fill_(0.1)  # untouched pages would all be one page of zeros, read from cache
+        pool.fill_(0.1)  # unwritten pages share one page of zeros, which stays cached
     for row in range(num_rows):
         runner.cache.allocate(row, CONTEXT + MANY)
     return runner
@@ -132,8 +132,8 @@ def load_runner(
 def forward_seconds(
     runner: ModelRunner, rows: Sequence[int], cached: int, num_new: int, group: Group
 ) -> float:
-    """`num_new` tokens for each of `rows`, which hold `cached` tokens, and the choice of what
-    follows them."""
+    """Seconds of a forward of `num_new` tokens for each of `rows`, which hold `cached` tokens,
+    including greedy sampling."""
     runner.truncate(rows, [0] * len(rows))
     runner.cache.advance(rows, cached)
     new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)

@@ -1,7 +1,6 @@
-"""The ceilings of one machine, measured on all ranks together, in the form of a machine file.
+"""Measures the ceilings of a machine on all ranks together, for a machine file.
 
-Owns the order of the measurements; `ceilings.py` makes each of them. Imports torch only when it
-measures.
+Owns the order of the measurements, which are in `ceilings.py`. Imports torch only to measure.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from magicdec.names import DTYPES
 
 
 def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
-    """`config` is resolved. All ranks go through it in lockstep."""
+    """Measure all ceilings with a resolved `config`. All ranks must call this together."""
     from magicdec.probe import ceilings
     from magicdec.setup.loading import Kinds
     from magicdec.setup.session import RankSession

@@ -1,6 +1,6 @@
-"""Known answers: what a prompt's output should hold, and how much of it a pass got right.
+"""Known answers: the expected output of a prompt, and the score of an actual output.
 
-Owns the two kinds of answer and their scores, between 0 and 1. Must not know how prompts are made
+Owns the two kinds of answers and their scores, between 0 and 1. Must not know how prompts are made
 or decoded.
 """
 
@@ -16,21 +16,21 @@ from magicdec.request import Request
 
 
 class Answer(Protocol):
-    """What is known of the right output of one prompt."""
+    """The expected output of one prompt."""
 
     def score(self, output_ids: Sequence[int], tokenizer: Tokenizer) -> float:
-        """How much of the answer the output holds, 0 to 1."""
+        """The share of the answer that is in the output, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Strings:
-    """Strings that must all appear in the output's text, in any place and case (RULER's
-    `string_match_all`); the score is the share that does."""
+    """Strings that must all appear in the output's text, anywhere and in any case (RULER's
+    `string_match_all`). The score is the share of strings that appear."""
 
     texts: tuple[str, ...]
 
     def score(self, output_ids: Sequence[int], tokenizer: Tokenizer) -> float:
-        # A model's vocabulary may be padded beyond its tokenizer's; such ids have no text.
+        # A model's vocabulary may be padded beyond the tokenizer's; the padding ids have no text.
         ids = [i for i in output_ids if i < tokenizer.vocab_size]
         output = tokenizer.decode(ids).casefold()
         return sum(text.casefold() in output for text in self.texts) / len(self.texts)
@@ -38,8 +38,8 @@ class Strings:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens that must come, each at its place; the score is the share that did. What is emitted
-    after them is not judged; what an early end left out counts as wrong."""
+    """The token ids that must be emitted, position by position. The score is the share that match.
+    Later tokens are ignored; tokens missing from a shorter output count as wrong."""
 
     token_ids: tuple[int, ...]
 
@@ -51,8 +51,8 @@ class Continuation:
 def answer_score(
     answers: Sequence[Answer] | None, finished: Sequence[Request], tokenizer: Tokenizer
 ) -> float | None:
-    """Mean score over the finished requests of a pass; answers are in prompt order. None where
-    there are no answers."""
+    """Mean score over the finished requests of a pass. `answers` are in prompt order; without
+    answers the score is None."""
     if answers is None:
         return None
     return statistics.fmean(answers[r.request_id].score(r.output_ids, tokenizer) for r in finished)

@@ -1,7 +1,7 @@
-"""Books: text of a named dataset or of a user's file.
+"""Books: the texts of a named dataset or of a user's file.
 
-Owns where books come from and every way in which a file can be bad. Must not know of tokens, nor
-of what is made of the text.
+Owns the sources of books and the errors for faulty files. Must not know of tokens, nor how the text
+is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def check_positive(*sizes: tuple[str, int]) -> None:
 def read_books(dataset: str, max_books: int) -> list[str]:
     """Text of the first `max_books` books of a named dataset or of a file, chosen by its suffix.
 
-    ValueError, in one line, for an unknown name, a file that is missing, empty or malformed, a
-    record without text, and a hub that cannot be reached.
+    Raises ValueError for an unknown name, a file that is missing, empty or malformed, a record
+    without text, and a hub that cannot be reached.
     """
     check_positive(("max_books", max_books))
     read = _reader_of(dataset)
@@ -87,7 +87,7 @@ def _read_json(path: Path, max_books: int) -> list[str]:
 
 
 def _parse_json_books(stream: TextIO, place: str, max_books: int) -> list[str]:
-    """Texts of JSON lines, or of one JSON array; a line after the last book wanted is not read."""
+    """Texts of JSON lines, or of one JSON array. Lines after the last book needed are not read."""
     books: list[str] = []
     for number, line in enumerate(stream, start=1):
         if not line.strip():
@@ -103,7 +103,7 @@ def _parse_json_books(stream: TextIO, place: str, max_books: int) -> list[str]:
 
 def _parse_json(text: str, place: str, first_line: int) -> Any:
     try:
-        return json.loads(text.rstrip())  # a final line end would count as another line
+        return json.loads(text.rstrip())  # else errors at the end name the next line
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise ValueError(f"{place}: line {line} is not JSON ({error.msg})") from error
@@ -150,7 +150,7 @@ def _text_of(record: object, place: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{place}: 'text' is {type(text).__name__}, not a string")
     try:
-        text.encode("utf-8")  # JSON can spell half a character, which tokenizers refuse or replace
+        text.encode("utf-8")  # a lone surrogate, valid in JSON, cannot be tokenized
     except UnicodeEncodeError as error:
         raise ValueError(f"{place}: 'text' is not valid Unicode ({error.reason})") from error
     return text

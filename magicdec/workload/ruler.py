@@ -1,7 +1,7 @@
 """RULER-style prompts of an exact number of tokens (Hsieh et al. 2024).
 
-Owns how a task of `ruler_tasks.py` comes to fill a context: its size is found, and the rest is
-filled with haystack between its head and its body. Must not know what is asked.
+Owns how a task of `ruler_tasks.py` fills a context: finds the largest size that fits and pads with
+haystack sentences between the task's head and body. Must not know the content of the tasks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def make_prompts(
     num_prompts: int,
     seed: int,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Strings, ...]]:
-    """Prompts of `prefix_len` tokens, BOS included, and the strings that answer them. ValueError
-    for an unknown task and a prefix too short for it."""
+    """Prompts of `prefix_len` tokens, including BOS, and the strings that answer them. Raises
+    ValueError for an unknown task and for a prefix that is too short for it."""
     if name not in TASKS:
         choices = ", ".join(f"ruler:{task}" for task in TASKS)
         raise ValueError(f"--dataset {f'ruler:{name}'!r} is not known; choose from {choices}")
@@ -44,8 +44,8 @@ def make_prompts(
 
 @dataclass(frozen=True)
 class Composer:
-    """Makes token ids of samples: `start` (BOS, if any), the head, the haystack that fills the
-    context, and body and question, encoded in one piece."""
+    """Composes a sample's token ids: `start` (BOS, if any), the head, then the haystack, the body
+    and the question, which are encoded together."""
 
     task: Task
     encode: Callable[[str], list[int]]
@@ -55,12 +55,13 @@ class Composer:
         return self.task.make(random.Random(seed), size)
 
     def num_tokens(self, seed: str, size: int) -> int:
-        """With one sentence of haystack, so that nothing but haystack is ever cut."""
+        """Tokens of the prompt with one sentence of haystack, the part that may be cut."""
         sample = self.sample(seed, size)
         return len(self._head(sample)) + len(self._rest(sample, 1))
 
     def largest_size(self, seed: str, prefix_len: int) -> int:
-        """Largest size that fits, or up to 1/64 less: every try encodes the whole text."""
+        """The largest size that fits, to within 1/64. It is not found exactly, because every try
+        encodes the whole text."""
         low, high = self.task.least, 2 * self.task.least
         while self.num_tokens(seed, high) <= prefix_len:
             low, high = high, 2 * high
@@ -73,13 +74,13 @@ class Composer:
         return low
 
     def fitting_size(self, seed: str, size: int, prefix_len: int) -> int:
-        """`size`, or what is needed less: words of other samples may take more tokens."""
+        """`size`, reduced if this sample's words take more tokens than the first sample's."""
         while size > self.task.least and self.num_tokens(seed, size) > prefix_len:
             size -= max(1, size // 64)
         return max(size, self.task.least)
 
     def prompt(self, sample: Sample, prefix_len: int) -> tuple[int, ...]:
-        """Exactly `prefix_len` tokens; the haystack before the body begins where it must."""
+        """Exactly `prefix_len` tokens. The haystack before the body is cut at its beginning."""
         head, sentences = self._head(sample), 1
         room, rest = prefix_len - len(head), self._rest(sample, sentences)
         while len(rest) < room:

@@ -1,7 +1,8 @@
-"""RULER's synthetic tasks (Hsieh et al. 2024, section 3): text of any size, a question and the
+"""RULER's synthetic tasks (Hsieh et al. 2024, section 3): a text of any size, a question and its
 answer.
 
-Owns what is asked, in words of this project. Must not know of tokens: `ruler.py` finds the size.
+Owns the content of the tasks, in this project's own words. Must not know of tokens: `ruler.py`
+finds the size.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The haystack repeats these without end (RULER's "noise").
+# The haystack repeats these sentences (RULER's "noise").
 HAYSTACK = (
     "The road goes on past the mill.",
     "The river is wide and slow.",
@@ -19,7 +20,8 @@ HAYSTACK = (
     "A bell rings in the town.",
     "We walk a little and then we rest.",
 )
-# No adjective ends in another and no noun begins with another: no pair is found inside another.
+# No adjective ends with another one and no noun begins with another one, so that no
+# adjective-noun pair is a substring of another pair.
 ADJECTIVES = """
     able amber ancient bitter blue bold brave brief bright broad calm careful clean clear clever
     cold common cool curious dark deep distant dry dusty eager early empty even faint fair famous
@@ -36,17 +38,17 @@ NOUNS = """
     lemon letter lion market meadow mirror monkey moon mountain needle nest ocean orange owl paper
     pencil piano pillow pocket pond potato queen rabbit ribbon"""
 NUM_KEYS = 4  # needles of niah_multikey
-NUM_VARIABLES = 5  # of vt: one is given a value, four take it over
+NUM_VARIABLES = 5  # of vt: one is assigned a value, each of the others is assigned the one before
 NUM_COMMON = 10  # words that cwe asks for
-MOST_COMMON, MOST_RARE = 30, 3  # occurrences in cwe's list of the words asked for, of the others
+MOST_COMMON, MOST_RARE = 30, 3  # occurrences of a common word and of any other word in cwe's list
 NUM_FREQUENT = 3  # words that fwe asks for
-DOTS = "...."  # fwe's most frequent word, not to be counted
+DOTS = "...."  # fwe's most frequent word, which is not part of the answer
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt's text, in order: `head`, `body`, `question`; the question ends on the beginning
-    of the answer, for models that continue and do not chat."""
+    """One prompt's text, in the order `head`, `body`, `question`. The question ends with the
+    beginning of the answer, for base models, which continue text."""
 
     head: str
     body: str
@@ -56,8 +58,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """`make` fills a body of `size` units (sentences, words); `least` is the smallest that has an
-    answer. Equal generators and sizes give equal samples."""
+    """`make` makes a sample with a body of `size` units (sentences or words). `least` is the
+    smallest size with an answer. Equal generator states and sizes give equal samples."""
 
     make: Callable[[random.Random, int], Sample]
     least: int
@@ -69,12 +71,12 @@ def niah_single(rng: random.Random, size: int) -> Sample:
 
 
 def niah_multikey(rng: random.Random, size: int) -> Sample:
-    """The same with needles of other keys, which are not asked for."""
+    """`niah_single` with further needles, whose keys are not asked for."""
     return _niah(rng, size, num_keys=NUM_KEYS)
 
 
 def vt(rng: random.Random, size: int) -> Sample:
-    """Variable tracking: a value handed on from variable to variable among `size` sentences."""
+    """Variable tracking: a chain of assignments of one value, hidden among `size` sentences."""
     letters = "".join(rng.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 5 * NUM_VARIABLES))
     names = [letters[i : i + 5] for i in range(0, len(letters), 5)]
     value = rng.randrange(10_000, 100_000)
@@ -89,12 +91,12 @@ def vt(rng: random.Random, size: int) -> Sample:
 
 
 def cwe(rng: random.Random, size: int) -> Sample:
-    """Common words extraction: a shuffled, numbered list of `size` words. Up to 600, half of them
-    are the common ones; longer lists are filled with rare ones."""
+    """Common words extraction: a shuffled, numbered list of `size` words. Up to a size of 600, half
+    of the list are common words; longer lists are filled with rare words."""
     num_others = len(_all_words()) - NUM_COMMON
     often = min(MOST_COMMON, size // 20)
     rare = max(1, often * MOST_RARE // MOST_COMMON, -(-size // num_others))
-    often = max(often, rare // MOST_RARE * MOST_COMMON)  # where words run out
+    often = max(often, rare // MOST_RARE * MOST_COMMON)  # if rare words repeat
     num_rare = size - NUM_COMMON * often
     words = _words(rng, NUM_COMMON + -(-num_rare // rare))
     common = words[:NUM_COMMON]
@@ -110,14 +112,14 @@ def cwe(rng: random.Random, size: int) -> Sample:
 
 
 def fwe(rng: random.Random, size: int) -> Sample:
-    """Frequent words extraction: `size` coded words, the k-th most frequent 1 / k^2 as often as
-    the first, which is dots."""
-    share = 6 / math.pi**2  # of the first: the sum of 1 / k^2 over all k is pi^2 / 6
+    """Frequent words extraction: `size` coded words. The k-th most frequent word appears 1 / k^2
+    times as often as the first, which is DOTS."""
+    share = 6 / math.pi**2  # the first word's share, since the sum of 1 / k^2 is pi^2 / 6
     counts = [int(size * share / k**2) for k in range(1, size + 1)]
     counts = [count for count in counts if count > 0]
-    counts += [1] * (size - sum(counts))  # the tail: words that come once
+    counts += [1] * (size - sum(counts))  # the tail: words that appear once
     coded = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in counts[1:]]
-    words = [DOTS, *dict.fromkeys(coded)]  # a code drawn twice is one word
+    words = [DOTS, *dict.fromkeys(coded)]  # without duplicates
     text = [word for word, count in zip(words, counts, strict=False) for _ in range(count)]
     rng.shuffle(text)
     return Sample(
@@ -154,7 +156,7 @@ def _niah(rng: random.Random, size: int, num_keys: int) -> Sample:
 
 
 def _hide(rng: random.Random, statements: Sequence[str], size: int) -> str:
-    """The statements, in order, at random places among `size` sentences of the haystack."""
+    """The statements, in order, at random positions among `size` sentences of haystack."""
     places = sorted(rng.randint(0, size) for _ in statements)
     text = [HAYSTACK[i % len(HAYSTACK)] for i in range(size)]
     for place, statement in zip(reversed(places), reversed(statements), strict=True):

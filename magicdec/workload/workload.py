@@ -1,7 +1,7 @@
-"""Workload: the token prefixes that a benchmark run decodes from, and their answers where known.
+"""Workload: the token prefixes that a benchmark run decodes from, with their known answers, if any.
 
-Owns which prefixes are taken, in which order, and the hash that proves two runs used the same ones.
-Must not know of models, devices or ranks, nor of what is done with the prefixes.
+Owns the choice and order of prefixes, and the hash that shows whether two runs used the same ones.
+Must not know of models, devices or ranks, nor how the prefixes are used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from magicdec.workload import recall, ruler
 from magicdec.workload.answers import Answer
 from magicdec.workload.books import check_positive, read_books
 
-SKIP_TOKENS = 8000  # front matter: title page, contents, preface
-SKIP_TOKENS_BY_NAME = {"demo": 0}  # sampled text has no front matter
+SKIP_TOKENS = 8000  # tokens skipped in each book: title page, contents, preface
+SKIP_TOKENS_BY_NAME = {"demo": 0}  # the demo text is sampled from a model and has no front matter
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prefixes in the order they are run, and what is needed to find the same ones again.
+    """Prefixes in the order they are run, and what identifies them.
 
-    `sources`: (book index, chunk index) of each prompt; `num_available`: how many prefixes they
-    were drawn from; both and `skip_tokens` are None where prompts are generated. `sha256`: over the
-    token ids and the prompt boundaries. `answers`: one a prompt, None where none are known.
+    `sources`: (book index, chunk index) of each prompt. `num_available`: the number of prefixes
+    that they were drawn from. Both and `skip_tokens` are None if prompts are generated. `sha256`:
+    hash of the token ids and the prompt boundaries. `answers`: one per prompt, or None.
     """
 
     dataset: str
@@ -51,11 +51,12 @@ def build_workload(
     max_books: int = 50,
     gen_len: int = 64,
 ) -> Workload:
-    """Distinct prefixes of `prefix_len` tokens, as the dataset says: `ruler:TASK`, `recall` or
-    `recall:BOOKS`, or books. `gen_len`: tokens of a continuation that `recall` expects.
+    """Distinct prefixes of `prefix_len` tokens. `dataset` is `ruler:TASK`, `recall`,
+    `recall:BOOKS`, or a name or file of books. `gen_len`: tokens of the continuation that `recall`
+    expects.
 
-    ValueError when a size is below 1, the dataset is not known or cannot be read (see
-    `read_books`), or holds fewer than `num_prompts` prefixes, or the prefix is too short for it.
+    Raises ValueError when a size is below 1, when the dataset is unknown, cannot be read (see
+    `read_books`) or has fewer than `num_prompts` prefixes, or when the prefix is too short for it.
     """
     check_positive(("--prefix_len", prefix_len), ("--B x --num_batches", num_prompts))
     kind, colon, name = dataset.partition(":")
@@ -81,7 +82,8 @@ def _draw(
     seed: int,
     max_books: int,
 ) -> Workload:
-    """Pieces of each book after its front matter. BOS, if any, overwrites token 0 of each."""
+    """Chunks of the books after their front matter, drawn at random without replacement. BOS, if
+    any, replaces the first token of each chunk."""
     skip = SKIP_TOKENS_BY_NAME.get(dataset, SKIP_TOKENS)
     books = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(dataset, max_books)]
     sources = [(b, c) for b, book in enumerate(books) for c in range(len(book) // prefix_len)]
@@ -120,7 +122,7 @@ def _prefix(book: array[int], chunk: int, prefix_len: int, bos: int | None) -> t
 
 
 def _hash_prompts(prompts: tuple[tuple[int, ...], ...]) -> str:
-    """sha256 of each prompt's length and ids, as little-endian int64 on every platform."""
+    """sha256 over each prompt's length and ids, as little-endian int64 on every platform."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(struct.pack(f"<{len(prompt) + 1}q", len(prompt), *prompt))

@@ -27,7 +27,7 @@ from magicdec.config.sections import KVSection, ParallelSection, WorkloadSection
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import weight_bytes
 from magicdec.distributed.groups import Launch
-from magicdec.model.checkpoint.quantization import channel_scales, own_head, quantize
+from magicdec.model.checkpoint.quantization import channel_scales, quantize, untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import int8 as int8_linear
 from magicdec.model.linear.int8 import Int8Linear, PackedInt8Linear
@@ -143,7 +143,7 @@ def int8_twins(
     config: ModelConfig, dtype: torch.dtype, seed: int = 0
 ) -> tuple[Transformer, Transformer]:
     """(int8, the same weights dequantised, in float32)."""
-    config = own_head(config)
+    config = untie_head(config)
     model, twin = Transformer(config), tiny_transformer(config, seed)
     plain = {n: p.to(dtype) for n, p in twin.named_parameters()}
     model.to(dtype).to_int8()
@@ -175,7 +175,7 @@ def test_logits_are_those_of_the_dequantised_weights(config: ModelConfig) -> Non
     model, twin = int8_twins(config, F32)
     expected = logits(twin)
     assert (logits(model) - expected).abs().max() < 1e-4
-    unquantised = logits(tiny_transformer(own_head(config)))
+    unquantised = logits(tiny_transformer(untie_head(config)))
     assert (unquantised - expected).abs().max() > 1e-3  # quantising did change it
     if has_bfloat16_path():
         narrow, wide = int8_twins(config, BF16)

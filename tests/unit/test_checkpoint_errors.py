@@ -121,7 +121,7 @@ def test_pickles_are_not_run(tmp_path: Path) -> None:
 
 def test_pth_of_another_layout(tmp_path: Path) -> None:
     write_pth(tmp_path, {"layers.0.attention.wqkv.weight": torch.zeros(2, 2)})
-    refuse(tmp_path, "model.pth", "gpt-fast layout", "must be converted")
+    refuse(tmp_path, "model.pth", "gpt-fast layout", "convert the file first")
     write_pth(tmp_path, {"state_dict": make_tensors()})
     refuse(tmp_path, "model.pth", "'state_dict' is a dict")
     write_pth(tmp_path, [torch.zeros(1)])

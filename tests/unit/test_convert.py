@@ -124,11 +124,12 @@ def test_gpt_fast_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         find_checkpoint("--checkpoint_dir", tmp_path)
     assert str(caught.value) == (
-        f"{path}: tensor layers.0.attention.wqkv.weight has 64 rows, expected 48: "
-        "the heads of q, k and v as config.json has them"
+        f"{path}: tensor layers.0.attention.wqkv.weight has 64 rows, expected 48 "
+        "for the heads of q, k and v in config.json"
     )
     torch.save({"tok_embeddings.weight": torch.zeros(2), "extra": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match=r"model\.pth: tensor extra is not of the gpt-fast layout"):
+    expected = r"model\.pth: tensor extra is not part of the gpt-fast layout"
+    with pytest.raises(ValueError, match=expected):
         find_checkpoint("--checkpoint_dir", tmp_path)
     with pytest.raises(ValueError, match=r"--checkpoint_dir .*nothing is not a directory"):
         find_checkpoint("--checkpoint_dir", tmp_path / "nothing")
@@ -160,7 +161,8 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, name: str) -> None:
         convert(source, out, None, fail)
     assert [p.name for p in out.parent.iterdir()] == [name]
     assert out.read_text() == "what was there"
-    with pytest.raises(ValueError, match=r"--out .*model\.safetensors is what is read"):
+    expected = r"--out .*model\.safetensors is a file of the checkpoint to convert"
+    with pytest.raises(ValueError, match=expected):
         convert(source, tmp_path / "in" / "model.safetensors", None)
 
 
@@ -246,7 +248,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
     place = out.read_bytes().index(tensors[Q_PROJ].numpy().tobytes()) + 5
     flip(out, place)
     assert find_damage(out) == (
-        f"{out}: the values of tensor {Q_PROJ} are not those the manifest was made of"
+        f"{out}: the values of tensor {Q_PROJ} differ from those in the manifest"
     )
     flip(out, place)
     assert find_damage(out) is None
@@ -260,7 +262,7 @@ def test_damage_elsewhere_than_in_values(tmp_path: Path) -> None:
     convert(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", make_tensors())), out, None)
     data = out.read_bytes()
     out.write_bytes(data.replace(b'"pt"', b'"tf"'))
-    assert "every tensor is as it was, but other bytes" in (find_damage(out) or "")
+    assert "no tensor differs from the manifest, but other bytes" in (find_damage(out) or "")
     out.write_bytes(data[:7] + b"\xff" + data[8:])
     assert "not a complete safetensors file" in (find_damage(out) or "")
     out.write_bytes(data)

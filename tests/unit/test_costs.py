@@ -16,7 +16,7 @@ from magicdec.cost_model.costs import Deployment, Speculation, best_gamma, break
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
 from magicdec.hardware.ceiling_file import Hardware, Link
-from magicdec.model.checkpoint.quantization import own_head
+from magicdec.model.checkpoint.quantization import untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.named import find_config
 from magicdec.model.presets.presets import PRESETS
@@ -57,7 +57,7 @@ def test_every_shard_has_the_bytes_of_the_roofline(size: int, biases: bool, is_t
         model = Transformer(config, shard)
         assert costs.weight_bytes(config, shard, 4) == roofline.weight_bytes(model)
         assert costs.kv_bytes_per_token(config, shard, 4) == roofline.kv_bytes_per_token(model)
-        int8 = Transformer(own_head(config), shard)
+        int8 = Transformer(untie_head(config), shard)
         int8.to_int8()
         bytes_read = roofline.weight_bytes(int8)
         assert costs.weight_bytes(config, shard, 4, is_int8=True) == bytes_read

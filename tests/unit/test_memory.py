@@ -30,7 +30,7 @@ from magicdec.kv.cache import KVCache
 from magicdec.memory.check import check_memory, largest, needed
 from magicdec.memory.free_memory import free_host_memory
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, stored_bytes
-from magicdec.model.checkpoint.quantization import own_head
+from magicdec.model.checkpoint.quantization import untie_head
 from magicdec.model.linear.int8 import Int8Linear
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.presets.presets import PRESETS
@@ -58,7 +58,7 @@ def test_weights_are_those_of_the_model(tied: bool, shard: Shard, biases: bool) 
     )
     model = Transformer(config, shard)
     assert stored_bytes(config, shard, 4, is_packed=False) == parameter_bytes(model)
-    model = Transformer(own_head(config), shard)
+    model = Transformer(untie_head(config), shard)
     model.to_int8()
     for is_packed in (False, True):
         stored = stored_bytes(config, shard, 4, is_packed, is_int8=True)
@@ -75,7 +75,7 @@ def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.Monke
     assert any(isinstance(m, PackedLinear) for m in model.modules())
     assert stored_bytes(config, Shard(), 2, is_packed=True) == parameter_bytes(model)
     monkeypatch.setattr("magicdec.model.linear.int8.library", lambda: FakeLibrary)
-    model = Transformer(own_head(config)).to(torch.bfloat16)
+    model = Transformer(untie_head(config)).to(torch.bfloat16)
     model.to_int8()
     model.pack()
     assert not any(isinstance(m, PackedLinear | Int8Linear) for m in model.modules())

@@ -50,7 +50,7 @@ def test_the_demo_on_a_probed_machine(run: Run) -> None:
     code, out, err = run("--machine machine.json --acceptance 0.8 --json plan.json")
     assert (code, err) == (0, "") and out.startswith("predicted, not measured")
     assert out.count("predicted") == 3 and "demo on 1 rank, bfloat16" in out
-    assert "demo reaches 20480 tokens; a run refuses 32768" in out
+    assert "demo supports 20480 tokens; a run refuses prefixes of 32768" in out
     found = json.loads(Path("plan.json").read_text())
     assert list(found)[:2] == ["schema_version", "kind"] and found["kind"] == "plan"
     assert found["predicted"] is True and len(found["cells"]) == 9
@@ -216,7 +216,10 @@ def test_some_budgets_of_records() -> None:
         (f"{BY_HAND} --acceptance gone.jsonl", "gone.jsonl: No such file or directory"),
         (f"{BY_HAND} --acceptance 0.8 0.7", "2 values for 1 of --budget"),
         (f"{BY_HAND} --acceptance {BASELINES} --budget 7", "--budget 7 is not in"),
-        (f"{BY_HAND} --acceptance 0.8 --kv_policy snapkv", "--kv_policy snapkv chooses records"),
+        (
+            f"{BY_HAND} --acceptance 0.8 --kv_policy snapkv",
+            "--kv_policy snapkv selects records from a file, but --acceptance 0.8 is not a file",
+        ),
         (f"{BY_HAND} --acceptance 0.8,0.7 --max_gamma 3", "--max_gamma 3: --acceptance has 2"),
         (f"{BY_HAND} --acceptance 0.8 --model llama-9", "--model 'llama-9' is not known"),
         (f"{BY_HAND} --acceptance 0.8 --draft_model x", "--draft_model 'x' is not known"),

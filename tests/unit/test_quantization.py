@@ -23,8 +23,8 @@ from magicdec.model.checkpoint.quantization import (
     channel_scales,
     holds_int8,
     int8_shapes,
-    own_head,
     quantize,
+    untie_head,
 )
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.checkpoint.weight_map import SCALE, Piece, weight_map
@@ -82,7 +82,7 @@ TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
     """What `shard` must hold: every stored matrix quantised whole, plainly, then cut."""
-    config = own_head(source.config)
+    config = untie_head(source.config)
     out = {}
     for parameter, pieces in weight_map(config, shard, range(config.num_layers)).items():
         parts, scales = [], []

@@ -1,8 +1,8 @@
-"""One file of weights out of any checkpoint that can be read, tensor by tensor.
+"""Convert any readable checkpoint to one file of weights, tensor by tensor.
 
-Owns the order of writing and that a crash leaves no half file: everything is written under another
-name and renamed when it is complete. Holds a bounded part of one tensor at a time. Must not know of
-command lines.
+Owns the order of writing. A crash leaves no partial file: everything is written under a temporary
+name and renamed when it is complete. Holds a bounded part of one tensor in memory at a time. Must
+not know of command lines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from magicdec.model.checkpoint.weight_map import SCALE
 from magicdec.model.checkpoint.weight_source import WeightSource
 from magicdec.model.families.hf_config import load_model_config
 
-# What a checkpoint needs beside its weights, copied where they go to another directory.
+# Files that a checkpoint needs besides its weights; copied when the output is in another directory.
 COMPANIONS = (
     *("config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
@@ -54,9 +54,9 @@ SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
 
 
 def find_checkpoint(flag: str, directory: Path) -> ModelSource:
-    """The checkpoint in `directory`: what can be run, or else a `model.pth` of the gpt-fast layout.
+    """The checkpoint in `directory`: one that can be run, or a `model.pth` in the gpt-fast layout.
 
-    Raises ValueError as `find_model` does.
+    Raises ValueError in the same cases as `find_model`.
     """
     if not directory.is_dir():
         raise ValueError(f"{flag} {directory} is not a directory; name one that holds a checkpoint")
@@ -72,7 +72,8 @@ def find_checkpoint(flag: str, directory: Path) -> ModelSource:
 
 
 def _is_gpt_fast(path: Path) -> bool:
-    """A broken file is none; `find_model` says what is wrong with it."""
+    """Whether the file has the gpt-fast layout. False for a broken file, so that `find_model` reads
+    it and reports the error."""
     try:
         names = PthWeights(path, gpt_fast=True).shapes()
     except ValueError:
@@ -81,7 +82,7 @@ def _is_gpt_fast(path: Path) -> bool:
 
 
 def quantized(source: ModelSource) -> ModelSource:
-    """The same model with its matrices in int8; as it is where they are stored so."""
+    """The same model with its matrices in int8; unchanged if they are stored in int8 already."""
     if source.is_int8:
         return source
     return replace(source, weights=QuantizedWeights(source.weights, source.config))
@@ -95,14 +96,14 @@ def convert(
 ) -> Manifest:
     """Write the model's tensors to `out` (`.safetensors` or `.pth`) and the manifest beside it.
 
-    `dtype` None keeps what is stored; int8 matrices and their scales are always kept. `progress` is
-    told of each tensor. Raises ValueError when `out` is what is read or the disk too full, OSError
-    when writing fails; `out` is then as it was.
+    `dtype` None keeps the stored dtypes; int8 matrices and their scales are always kept. `progress`
+    is called with each tensor's name. Raises ValueError when `out` is one of the files to read or
+    the disk has too little space, and OSError when writing fails; `out` is then unchanged.
     """
     shapes = source.stored_shapes
     read = {source.weights.where(name) for name in shapes}
     if out.exists() and any(path is not None and path.samefile(out) for path in read):
-        raise ValueError(f"--out {out} is what is read; name another file")
+        raise ValueError(f"--out {out} is a file of the checkpoint to convert; name another file")
     stored = source.weights.dtypes()
     kept = {name for name in shapes if name.endswith(SCALE) or name + SCALE in shapes}
     dtypes = {name: stored[name] if name in kept else dtype or stored[name] for name in shapes}
@@ -137,7 +138,8 @@ def write_safetensors(
     dtypes: dict[str, str],
     progress: Callable[[str], None],
 ) -> tuple[dict[str, TensorEntry], str, int]:
-    """(entries of the manifest, sha256 of the file, where in the file the tensors begin)."""
+    """Returns the entries of the manifest, the sha256 of the file, and the byte offset of the first
+    tensor."""
     header = safetensors_header(shapes, dtypes)
     whole, entries = hashlib.sha256(header), {}
     with path.open("xb") as handle:
@@ -156,7 +158,7 @@ def write_safetensors(
 
 
 def safetensors_header(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> bytes:
-    """Length and JSON table, padded so that the tensors after it are aligned."""
+    """The header's length and JSON table, padded to align the tensors that follow it."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -169,13 +171,13 @@ def safetensors_header(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str
 
 
 def write_pth(path: Path, flat: Path, start: int, entries: dict[str, TensorEntry]) -> None:
-    """torch.save of a dict of tensors that lie in the file `flat` from byte `start` on: mapped, so
-    that they need no memory of their own."""
+    """torch.save a dict of the tensors that are in the file `flat` from byte `start` on. The file
+    is memory-mapped, so that the tensors are not loaded into memory."""
     tensors: dict[str, Tensor] = {}
     for name, entry in entries.items():
         dtype = _dtype(entry.dtype)
         size = prod(entry.shape) * dtype.itemsize
-        # Writable, since torch warns of arrays that are not, and shared, so that none is copied.
+        # Mapped as writable, because torch warns about read-only arrays; nothing is written.
         mapped = np.memmap(flat, np.uint8, "r+", start, (size,))
         tensors[name] = torch.from_numpy(mapped).view(dtype).view(entry.shape)
         start += size
@@ -185,8 +187,8 @@ def write_pth(path: Path, flat: Path, start: int, entries: dict[str, TensorEntry
 
 
 def publish(partial: Path, out: Path, manifest: Manifest) -> None:
-    """Put file and manifest in place. Between the steps there may be a file without a manifest,
-    never one beside another file's."""
+    """Move the file and its manifest to their final names. After a crash between the steps the file
+    may lack a manifest, but never has the manifest of another file."""
     beside = manifest_path(out)
     written = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
     with _removed(written):
@@ -199,7 +201,7 @@ def publish(partial: Path, out: Path, manifest: Manifest) -> None:
 
 
 def copy_companions(source: ModelSource, directory: Path) -> None:
-    """Config and tokenizer, where `directory` has none yet."""
+    """Copy the config and tokenizer files that `directory` does not have."""
     assert source.tokenizer_directory is not None, "a checkpoint on disk has a directory"
     for name in COMPANIONS:
         theirs, ours = source.tokenizer_directory / name, directory / name
@@ -210,7 +212,7 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
 
 @contextmanager
 def _removed(*paths: Path) -> Iterator[None]:
-    """Whatever happens, these are gone after."""
+    """Delete these files on leaving the block, also after an error."""
     try:
         yield
     finally:

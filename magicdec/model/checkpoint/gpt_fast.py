@@ -1,9 +1,11 @@
-"""Checkpoints of the original suite's converter (gpt-fast's layout) under their Hugging Face names.
+"""Checkpoints in gpt-fast's layout, as the original suite's converter writes them, read under their
+Hugging Face names.
 
-Owns the two tables of names and the order of rotary rows. Must not know how a file is stored
-(`weight_files`) or what becomes of the tensors. Source: `convert_hf_checkpoint.py` of gpt-fast and
-of MagicDec, which write one `model.pth`: q, k and v as one matrix, and the rows of each query and
-key head reordered from halves (0..D/2 first, D size of a head) to pairs (0, D/2, 1, D/2 + 1, ...).
+Owns the tables of names and the order of rotary rows. Must not know how a file is stored
+(`weight_files`) or how the tensors are used. Source: `convert_hf_checkpoint.py` of gpt-fast and of
+MagicDec, which write one `model.pth`. It holds q, k and v as one matrix, and the rows of each query
+and key head of size D are reordered from halves (0, 1, ..., D - 1) to pairs (0, D/2, 1, D/2 + 1,
+...).
 """
 
 from __future__ import annotations
@@ -37,31 +39,32 @@ FUSED = "attention.wqkv"
 
 
 class GptFastWeights:
-    """A `WeightSource` over such a file. Raises ValueError naming the file for tensors that have
-    no place in the layout and for a fused matrix that is not of the config's size."""
+    """A `WeightSource` that reads such a file. Raises ValueError naming the file for tensors that
+    are not part of the layout, and for a fused matrix that does not have the config's size."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.config = config
         self._file = PthWeights(path, gpt_fast=True)
         size, kv_size = config.head_dim * config.num_heads, config.head_dim * config.num_kv_heads
-        # Of q, k and v: rows before it in the fused matrix, its rows, whether they are reordered.
+        # For q, k and v: first row in the fused matrix, number of rows, whether they are reordered.
         self._parts = {
             "q_proj": (0, size, True),
             "k_proj": (size, kv_size, True),
             "v_proj": (size + kv_size, kv_size, False),
         }
-        self._places: dict[str, tuple[str, str | None]] = {}  # name -> (stored name, part)
+        # Hugging Face name -> (stored name, key of `_parts` or None for the whole tensor).
+        self._places: dict[str, tuple[str, str | None]] = {}
         for name in self._file.shapes():
             self._add(path, name)
 
     def _add(self, path: Path, name: str) -> None:
-        """Say which tensors the stored tensor `name` makes."""
+        """Register the Hugging Face tensors that the stored tensor `name` holds."""
         match = NAME.fullmatch(name)
         if name in TOP:
             self._places[TOP[name]] = name, None
             return
         if match is None or (match[2] not in LAYER and match[2] != FUSED):
-            raise ValueError(f"{path}: tensor {name} is not of the gpt-fast layout")
+            raise ValueError(f"{path}: tensor {name} is not part of the gpt-fast layout")
         prefix = f"model.layers.{match[1]}"
         if match[2] != FUSED:
             self._places[f"{prefix}.{LAYER[match[2]]}.{match[3]}"] = name, None
@@ -70,8 +73,8 @@ class GptFastWeights:
         expected = sum(part[1] for part in self._parts.values())
         if rows != expected:
             raise ValueError(
-                f"{path}: tensor {name} has {rows} rows, expected {expected}: the heads of q, k "
-                "and v as config.json has them"
+                f"{path}: tensor {name} has {rows} rows, expected {expected} for the heads of q, k "
+                "and v in config.json"
             )
         for part in self._parts:
             self._places[f"{prefix}.self_attn.{part}.{match[3]}"] = name, part
@@ -90,11 +93,11 @@ class GptFastWeights:
         return {name: stored[place] for name, (place, _) in self._places.items()}
 
     def where(self, name: str) -> Path:
-        """The one file."""
+        """The file, which is the same for all tensors."""
         return self._file.path
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice `piece` in the stored dtype, its rows in the order of Hugging Face."""
+        """The slice `piece` in the stored dtype, with rows in Hugging Face's order."""
         place, part = self._places[piece.name]
         stored = self._file.shapes()[place]
         if part is None:
@@ -108,7 +111,7 @@ class GptFastWeights:
 
 
 def paired_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Where rows (int64, any shape) that count halves stand in a matrix that counts pairs."""
+    """The indices, in a matrix ordered by pairs, of rows (int64, any shape) numbered by halves."""
     head, within = rows // head_dim, rows % head_dim
     half, place = within // (head_dim // 2), within % (head_dim // 2)
     return head * head_dim + 2 * place + half

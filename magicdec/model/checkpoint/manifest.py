@@ -1,8 +1,8 @@
 """The checksums beside a converted checkpoint: FILE.manifest.json.
 
-Owns the manifest's fields and what a file is held against. Must not know how the file was written.
-sha256 of the whole file, and of each tensor's values (little-endian, row by row) with its shape and
-dtype, so that a bit that flipped is laid to a tensor.
+Owns the manifest's fields and the comparison of a file with its manifest. Must not know how the
+file was written. The manifest holds the sha256 of the whole file, and for each tensor the shape,
+the dtype and the sha256 of its values (little-endian, row by row), so that damage can be located.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from magicdec.model.checkpoint.weight_files import open_weights
 from magicdec.model.checkpoint.weight_map import Piece
 
 VERSION = 1
-READ_ELEMENTS = 1 << 22  # held at a time while a tensor is read
+READ_ELEMENTS = 1 << 22  # elements of a tensor in memory at a time
 READ_BYTES = 1 << 22
 
 
@@ -33,7 +33,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of the file `file`, `size` bytes long. `quantized`: "int8" where its matrices are."""
+    """The manifest of the file named `file`, of `size` bytes. `quantized` is "int8" if its matrices
+    are, else None."""
 
     file: str
     size: int
@@ -50,8 +51,8 @@ def manifest_path(file: Path) -> Path:
 
 
 def read_manifest(file: Path) -> Manifest:
-    """The manifest beside `file`. Raises ValueError naming it when it is not there, not readable or
-    of another version."""
+    """The manifest beside `file`. Raises ValueError naming the manifest when it is missing,
+    unreadable or of another version."""
     path = manifest_path(file)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +72,7 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def row_parts(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """A tensor in the order it is stored, a bounded number of elements at a time."""
+    """Pieces of a tensor in stored order, each with a bounded number of elements."""
     width = 1
     for size in shape[1:]:
         width *= size
@@ -81,7 +82,7 @@ def row_parts(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The values of a tensor on the CPU, row by row; copied only if they lie otherwise."""
+    """The values of a CPU tensor, row by row; copied only if they are not contiguous."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data: memoryview = flat.numpy().data
     return data
@@ -96,7 +97,7 @@ def hash_file(path: Path) -> str:
 
 
 def find_damage(file: Path) -> str | None:
-    """What differs between `file` and its manifest, in a line; None when nothing does. Raises
+    """One line that says how `file` differs from its manifest; None if it does not. Raises
     ValueError when there is no manifest."""
     manifest = read_manifest(file)
     try:
@@ -110,14 +111,15 @@ def find_damage(file: Path) -> str | None:
     try:
         weights = open_weights(file)
     except ValueError as error:
-        return f"{error}; its sha256 is not the manifest's"
+        return f"{error}; its sha256 differs from the manifest's"
     shapes, dtypes = weights.shapes(), weights.dtypes()
     for name, entry in manifest.tensors.items():
         if name not in shapes or (shapes[name], dtypes[name]) != (entry.shape, entry.dtype):
-            return f"{file}: tensor {name} is not the {entry.dtype} of shape {entry.shape} it was"
+            shown = f"{entry.dtype} tensor of shape {entry.shape}"
+            return f"{file}: {name} is not the {shown} that the manifest lists"
         digest = hashlib.sha256()
         for piece in row_parts(name, shapes[name]):
             digest.update(raw_bytes(weights.read(piece)))
         if digest.hexdigest() != entry.sha256:
-            return f"{file}: the values of tensor {name} are not those the manifest was made of"
-    return f"{file}: every tensor is as it was, but other bytes of the file are not"
+            return f"{file}: the values of tensor {name} differ from those in the manifest"
+    return f"{file}: no tensor differs from the manifest, but other bytes of the file do"

@@ -1,8 +1,9 @@
-"""nanoGPT checkpoints (`ckpt.pt`, `meta.pkl`) to a GPT-2 directory: config.json, safetensors and,
-for a character model, tokenizer.json.
+"""Converts nanoGPT checkpoints (`ckpt.pt`, `meta.pkl`) to a GPT-2 directory: config.json,
+safetensors and, for a character-level model, tokenizer.json.
 
-Owns nanoGPT's names and what they lack. nanoGPT is GPT-2 with matrices stored [out, in] and, as its
-`bias` says, perhaps no biases: those become zeros, which computes the same. No pickled code is run.
+Owns nanoGPT's names and its differences from GPT-2: matrices are stored [out, in], and models
+trained with `bias=False` have no biases. Missing biases are written as zeros, which computes the
+same. No pickled code is run.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-COMPILED = "_orig_mod."  # what torch.compile puts before every name
+COMPILED = "_orig_mod."  # the prefix that torch.compile adds to every name
 SIZES = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
 
 
 class _PlainData(pickle.Unpickler):
-    """Dicts, lists, strings and numbers; no class is looked up, so nothing can run."""
+    """Unpickles dicts, lists, strings and numbers. It refuses every class, so no code can run."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"holds a pickled {module}.{name}")
 
 
 def convert_nanogpt(checkpoint: Path, out: Path, activation: str = "gelu") -> bool:
-    """Write the directory `out`; whether it got a tokenizer (`meta.pkl` lies beside `checkpoint`).
+    """Write the directory `out`. Returns whether it has a tokenizer, which needs `meta.pkl` beside
+    `checkpoint`.
 
-    `activation`: gelu, or gelu_new for checkpoints of before February 2023. Raises ValueError
-    naming the file for what is not such a checkpoint.
+    `activation`: gelu, or gelu_new for checkpoints from before February 2023. Raises ValueError
+    naming the file that is not part of a nanoGPT checkpoint.
     """
     value = _load(checkpoint)
     try:
@@ -71,7 +73,7 @@ def _load(checkpoint: Path) -> Any:
 
 
 def _tensors(stored: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """GPT-2's tensors, with the missing biases as zeros; the head is the embedding."""
+    """GPT-2's tensors, with zeros for missing biases and without the head, which is tied."""
     layers = [f"transformer.h.{i}." for i in range(num_layers)]
     tensors = {n: stored[n].clone() for n in ("transformer.wte.weight", "transformer.wpe.weight")}
     names = [layer + leaf for layer in layers for leaf in TRANSPOSED]
@@ -85,7 +87,7 @@ def _tensors(stored: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
 
 
 def _characters(meta: Path, vocab_size: int) -> Any:
-    """A tokenizer of one id a character, from nanoGPT's `stoi`."""
+    """A character-level tokenizer, from nanoGPT's table `stoi`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     try:

@@ -1,10 +1,10 @@
-"""int8 weights: one matrix, one scale for each of its outputs, w = int8 * scale.
+"""int8 weight quantization: w = int8 * scale, with one scale per output channel of a matrix.
 
-Owns the arithmetic of quantising, which tensors it is done to (every matrix that a forward
-multiplies with: those of all layers and the head) and how a checkpoint that holds such weights is
-told from others. Symmetric, so that nothing has to be added to a product: -127 .. 127. An output's
-scale is that of its whole row, on whatever rank a part of the row lies. Must not know of modules
-(`int8_linear`) nor how files are read.
+Owns the arithmetic of quantization, the choice of tensors (the matrices of all layers and the head,
+but no embedding, norm or bias) and the detection of int8 checkpoints. Quantization is symmetric,
+-127 .. 127, so a GEMM needs no zero-point correction. A channel's scale is computed from its whole
+row, even if the row is sharded over ranks. Must not know of modules (`linear/int8.py`) nor how
+files are read.
 """
 
 from __future__ import annotations
@@ -22,65 +22,65 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 
 LARGEST = 127
-READ_ELEMENTS = 1 << 24  # of a matrix whose scales are looked for
+READ_ELEMENTS = 1 << 24  # elements read at a time to compute scales
 
 
 def channel_scales(rows: Tensor) -> Tensor:
-    """[out, in] float32 -> [out] float32: what the largest weight of a row is divided by; 1 for a
-    row of zeros."""
+    """[out, in] float32 -> scales [out] float32: the largest magnitude of a row / 127; 1 for a row
+    of zeros."""
     scales = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1)) / LARGEST
     return torch.where(scales == 0, 1.0, scales)
 
 
 def quantize(weights: Tensor, scales: Tensor) -> Tensor:
-    """float32 weights over scales that broadcast with them, to the nearest, ties to even: int8."""
-    # A scale below what float32 can resolve could carry the quotient past the end.
+    """int8 of float32 weights / scales, which broadcast; rounded to nearest, ties to even."""
+    # The quotient can exceed 127 where the scale is a subnormal number, hence the clamp.
     return (weights / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
 
 
-def own_head(config: ModelConfig) -> ModelConfig:
-    """The model with int8 weights: a head that was the embedding is a matrix of its own, since an
-    embedding stays as it is."""
+def untie_head(config: ModelConfig) -> ModelConfig:
+    """The config of the model with int8 weights. A tied head becomes a matrix of its own, because
+    the head is quantised and the embedding is not."""
     if not config.tie_word_embeddings:
         return config
     return replace(config, tie_word_embeddings=False, head_bias=False)
 
 
 def int8_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an int8 checkpoint of this model. A matrix is int8 where a tensor of its name
-    and `SCALE` stands beside it; the others are floating-point."""
-    table = weight_map(own_head(config), Shard(), range(config.num_layers), with_scales=True)
+    """Every tensor of an int8 checkpoint of this model. A tensor is int8 if there is a second one
+    named after it with the suffix `SCALE`; the others are floating-point."""
+    table = weight_map(untie_head(config), Shard(), range(config.num_layers), with_scales=True)
     return {piece.name: piece.full_shape for pieces in table.values() for piece in pieces}
 
 
 def holds_int8(source: WeightSource) -> bool:
-    """Whether these are weights quantised as here; others in int8 have no scales of that name."""
+    """Whether `source` has weights quantised by this project, recognised by its names of scales."""
     dtypes = source.dtypes()
     return any(d == "int8" and name + SCALE in dtypes for name, d in dtypes.items())
 
 
 def check_range(what: str, values: Tensor) -> None:
-    """Raises ValueError for stored int8 weights that no quantisation here makes."""
+    """Raises ValueError for stored int8 weights of -128, which `quantize` never produces."""
     if values.numel() and int(values.min()) < -LARGEST:
         raise ValueError(f"{what} holds -128; int8 weights are -127 .. 127")
 
 
 class QuantizedWeights:
-    """A checkpoint of floating-point weights as if it had been stored in int8: a `WeightSource`
-    that quantises what is read of it. Its answers do not depend on how it is cut.
+    """A `WeightSource` that quantises a floating-point checkpoint while it is read. The values do
+    not depend on how the tensors are divided into pieces.
 
     Raises ValueError on reading a matrix that holds infinities or NaN.
     """
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
         self._source, self._shapes = source, int8_shapes(config)
-        self._scales: dict[str, Tensor] = {}  # NaN where nobody asked yet
+        self._scales: dict[str, Tensor] = {}  # by matrix; NaN: not computed yet
         self._kept: tuple[str, tuple[int, int], Tensor] | None = None  # the rows read last
         names = find_family(config.architecture).names(config)
         tied = {f"{names.head}.weight": f"{names.embedding}.weight"}
         self._stored_as = tied if config.tie_word_embeddings else {}
-        table = weight_map(own_head(config), Shard(), range(config.num_layers))
-        # Each matrix whole, as [out, in].
+        table = weight_map(untie_head(config), Shard(), range(config.num_layers))
+        # The piece that covers all of a matrix as [out, in], by name.
         self._matrices = {
             piece.name: replace(piece, rows=(0, self._shapes[piece.name + SCALE][0]), columns=None)
             for pieces in table.values()
@@ -105,13 +105,13 @@ class QuantizedWeights:
         return self._source.where(self._stored_as.get(name, name))
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice `piece` in the type that `dtypes` says."""
+        """The slice `piece` in the dtype given by `dtypes`."""
         matrix = self._matrices.get(piece.name.removesuffix(SCALE))
         if matrix is None:
             return self._source.read(piece)
         if piece.name.endswith(SCALE):
             return self._scales_of(matrix, piece.rows)
-        if matrix.transposed and not piece.transposed:  # [in, out], as it lies in the file
+        if matrix.transposed and not piece.transposed:  # read as stored: [in, out]
             return quantize(self._read(piece), self._scales_of(matrix, matrix.rows))
         scales = self._scales_of(matrix, piece.rows)
         rows = self._rows(replace(matrix, rows=piece.rows))
@@ -120,7 +120,7 @@ class QuantizedWeights:
         return quantize(rows, scales.unsqueeze(1))
 
     def _scales_of(self, matrix: Piece, span: tuple[int, int]) -> Tensor:
-        """Of these rows, from the whole of each."""
+        """The scales of the rows `span`, each computed from its whole row; cached."""
         unknown = torch.full((matrix.rows[1],), torch.nan)
         known = self._scales.setdefault(matrix.name, unknown)
         step = max(READ_ELEMENTS // matrix.width, 1)
@@ -137,10 +137,10 @@ class QuantizedWeights:
         return known[slice(*span)]
 
     def _rows(self, piece: Piece) -> Tensor:
-        """Whole rows in float32; kept until others are asked for, since scales and weights are
-        asked for one after the other."""
+        """Whole rows in float32. The last result is cached, because the scales and the weights of
+        the same rows are read one after the other."""
         if self._kept is None or self._kept[:2] != (piece.name, piece.rows):
-            self._kept = None  # before its successor is made
+            self._kept = None  # frees the old rows before new ones are read
             self._kept = piece.name, piece.rows, self._read(piece)
         return self._kept[2]
 

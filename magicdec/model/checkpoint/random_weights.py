@@ -1,8 +1,8 @@
 """Random weights for benchmarks without a checkpoint.
 
-Owns how a weight's value follows from its tensor's name and its place in the tensor, so that every
-rank of a group of any size holds a shard of one and the same model. It must not know of configs,
-ranks or devices. Values repeat exactly on one kind of CPU; another may differ in the last bits.
+Owns the rule that a weight's value depends only on the tensor's name and the position in it, so
+that ranks hold shards of the same model for any number of ranks. Must not know of configs, ranks or
+devices. Values are reproducible on one kind of CPU; another kind may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from magicdec.model.checkpoint.weight_map import Piece
 
 STANDARD_DEVIATION = 0.02
 NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
-# Tiles, not rows: a rank that holds some columns of a matrix makes only the tiles these cross.
+# Each tile has its own seed, so that a rank generates only the tiles that its slice overlaps.
 TILE_ROWS, TILE_COLUMNS = 256, 1024
 
 
 class RandomWeights:
-    """Normal weights and biases, norm weights of one, all float32.
+    """Normally distributed weights and biases, and norm weights of one, all float32.
 
-    `shapes` names every tensor with its full shape: `checkpoint.expected_shapes(config)`.
+    `shapes` has the full shape of every tensor (`weight_check.expected_shapes(config)`).
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -43,7 +43,7 @@ class RandomWeights:
         """No file holds these weights."""
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice `piece`, float32; the same values whichever slice is asked for."""
+        """The slice `piece`, float32. A weight's value does not depend on the slice."""
         count = piece.rows[1] - piece.rows[0]
         if NORM.search(piece.name):
             return torch.ones(count)
@@ -73,13 +73,13 @@ class RandomWeights:
             for top in _tile_starts(rows, TILE_ROWS)
             for left in _tile_starts(columns, TILE_COLUMNS)
         ]
-        # A generator makes about 0.2 billion values a second, so tiles are made side by side.
+        # One generator makes about 0.2 billion values per second, so tiles use several threads.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, corners))
         return out
 
     def _tile(self, name: str, shape: tuple[int, int], top: int, left: int) -> Tensor:
-        """The tile whose first element is [top, left], cut at the tensor's edge."""
+        """The tile whose first element is [top, left]; smaller at the tensor's edge."""
         digest = hashlib.blake2b(f"{name}/{top}/{left}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         tile = torch.empty(min(TILE_ROWS, shape[0] - top), min(TILE_COLUMNS, shape[1] - left))

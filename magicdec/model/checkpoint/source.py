@@ -1,8 +1,8 @@
-"""From a model's name on the command line to its loaded shard: finding, checking, placing weights.
+"""From a model's name on the command line to its loaded shard: finds, checks and loads weights.
 
-Owns the names a user may give and the filling of a model. It must not know of process groups or
-caches, nor how a tensor is stored (`weight_files`, `random_weights`). What is wrong with a
-checkpoint shows in `find_model` (`weight_check`), before anything is loaded.
+Owns the model names a user may give and the loading of weights into a model. Must not know of
+process groups or caches, nor how a tensor is stored (`weight_files`, `random_weights`).
+`find_model` reports a faulty checkpoint (`weight_check`) before anything is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from magicdec.model.checkpoint.quantization import (
     QuantizedWeights,
     check_range,
     holds_int8,
-    own_head,
+    untie_head,
 )
 from magicdec.model.checkpoint.random_weights import TILE_ROWS, RandomWeights
 from magicdec.model.checkpoint.weight_check import (
@@ -48,13 +48,14 @@ CHOICES = (
     "demo, demo-draft, random:<preset>, a Hugging Face directory, "
     "or a .safetensors/.pth/.bin file beside its config.json"
 )
-# Elements read at once: what is held besides the final tensors while loading.
+# Elements read at a time, which bounds the extra memory while loading.
 READ_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model found and checked but not loaded; random weights have no `tokenizer_directory`."""
+    """A model that was found and checked, but not loaded. `tokenizer_directory` is None for random
+    weights."""
 
     name: str
     config: ModelConfig
@@ -69,15 +70,15 @@ class ModelSource:
 
     @property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that is part of the model as it is stored."""
+        """Full shape of every stored tensor that is part of the model."""
         return stored_shapes(self.config, self.weights)
 
 
 def find_model(flag: str, name: str) -> ModelSource:
     """The model a user named with `flag` ("--model").
 
-    `demo` and `demo-draft` win over directories of that name. Raises ValueError when the name is
-    unknown or the checkpoint is incomplete, broken or does not fit its config.
+    `demo` and `demo-draft` take precedence over directories of that name. Raises ValueError when
+    the name is unknown or the checkpoint is incomplete, broken or does not fit its config.
     """
     path = Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
@@ -106,17 +107,17 @@ def load_transformer(
     device: torch.device,
     is_int8: bool = False,
 ) -> Transformer:
-    """Layers `layers` (None: all) of rank `shard`, frozen, in eval mode, without a rotary table.
+    """Layers `layers` (None: all) of the shard, frozen, in eval mode, without a rotary table.
 
     Reads only this rank's slices, into tensors of their final `dtype` on `device`. `is_int8`: all
-    matrices in int8, quantised here unless they are stored so; for scales whole rows are read.
-    Raises ValueError for files that became unreadable since they were found.
+    matrices are int8, and quantised here unless they are stored so; the scales need whole rows to
+    be read. Raises ValueError for files that became unreadable after `find_model`.
     """
     layers = range(config.num_layers) if layers is None else layers
-    assert is_int8 or not holds_int8(source), "a run of int8 weights says so"
+    assert is_int8 or not holds_int8(source), "is_int8 is set if the stored weights are int8"
     if is_int8 and not holds_int8(source):
         source = QuantizedWeights(source, config)
-    config = own_head(config) if is_int8 else config
+    config = untie_head(config) if is_int8 else config
     with torch.device("meta"):
         model = Transformer(config, shard, layers)
         if is_int8:
@@ -134,20 +135,21 @@ def load_transformer(
 
 
 def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
-    """Stack the pieces by rows into `tensor`, a bounded number of elements at a time."""
+    """Copy the pieces into `tensor` one below the other, a bounded number of elements at a time."""
     filled = 0
     for piece in (part for whole in pieces for part in _parts(whole)):
         values = source.read(piece)
-        assert values.is_floating_point() == tensor.is_floating_point(), "checked when found"
+        assert values.is_floating_point() == tensor.is_floating_point(), "find_model checks dtypes"
         if values.dtype == torch.int8:
             check_range(f"{source.where(piece.name)}: {piece.name}", values)
         tensor[filled : filled + len(values)].copy_(values)
         filled += len(values)
-    assert filled == len(tensor), "the pieces make the parameter"
+    assert filled == len(tensor), "the pieces fill the parameter"
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Cut at multiples of the random weights' tile height, so that no tile is made twice."""
+    """Divide the piece by rows at multiples of the random weights' tile height, so that no tile is
+    generated twice."""
     step = max(READ_ELEMENTS // piece.width // TILE_ROWS, 1) * TILE_ROWS
     first, end = piece.rows
     while first < end:

@@ -1,7 +1,8 @@
-"""Does a checkpoint hold the model that its config describes? From headers alone.
+"""Checks that a checkpoint holds the model that its config describes, from file headers alone.
 
-Owns the list of tensors that a model needs and the errors that name what is missing, misshapen, not
-of the model or of a type that cannot be run. Must not know how a tensor is stored or loaded.
+Owns the list of tensors that a model needs, and the errors for tensors that are missing, have the
+wrong shape, do not belong to the model or have an unsupported dtype. Must not know how a tensor is
+stored or loaded.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ PROBLEMS_SHOWN = 3
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of this model holds, by its Hugging Face name."""
+    """Full shape of every tensor in a checkpoint of this model, by its Hugging Face name."""
     table = weight_map(config, Shard(), range(config.num_layers))
     return {piece.name: piece.full_shape for pieces in table.values() for piece in pieces}
 
 
 def stored_shapes(config: ModelConfig, source: WeightSource) -> dict[str, tuple[int, ...]]:
-    """`expected_shapes`, or those of an int8 checkpoint where `source` is one."""
+    """`expected_shapes`, or `int8_shapes` if `source` is an int8 checkpoint."""
     return int8_shapes(config) if holds_int8(source) else expected_shapes(config)
 
 
 def check_weights(config: ModelConfig, source: WeightSource) -> None:
-    """Compare names and shapes, from headers alone.
+    """Compare names and shapes of the stored tensors with the config.
 
-    Raises ValueError naming the file and the first tensors that are missing, misshapen or not part
-    of the model.
+    Raises ValueError naming the file and the first tensors that are missing, have the wrong shape
+    or are not part of the model.
     """
     found = source.shapes()
-    if config.num_layers > len(found):  # before a table of as many layers as a broken file says
+    if config.num_layers > len(found):  # a broken config may ask for a huge number of layers
         raise ValueError(
             f"{source.where('') or config.name}: the weights do not fit the config: "
             f"{len(found)} tensors cannot make {config.num_layers} layers"
@@ -49,8 +50,9 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
 
 
 def check_dtypes(config: ModelConfig, source: WeightSource) -> None:
-    """Raises ValueError naming the first tensor of the model that is not stored as floating-point
-    numbers, or as int8 where it has scales: without them quantised weights mean nothing."""
+    """Raises ValueError naming the first tensor of the model that is not floating-point, or that is
+    neither int8 nor float32 as int8 weights and their scales must be. Integer weights without
+    scales are refused, because their values are unknown."""
     dtypes, expected = source.dtypes(), stored_shapes(config, source)
     for name in expected:
         if name + SCALE in expected or name.endswith(SCALE):
@@ -68,7 +70,7 @@ def check_dtypes(config: ModelConfig, source: WeightSource) -> None:
 
 
 def _problems(config: ModelConfig, source: WeightSource) -> list[tuple[str, str]]:
-    """(tensor, what is wrong with it), the missing ones first."""
+    """(tensor, description of the problem) for every faulty tensor, missing ones first."""
     found = source.shapes()
     expected = stored_shapes(config, source)
     missing = [
@@ -90,6 +92,7 @@ def _problems(config: ModelConfig, source: WeightSource) -> list[tuple[str, str]
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store rotary frequencies or masks, and some repeat a tied head."""
+    """Whether the tensor may be ignored: rotary frequencies and masks that old checkpoints store,
+    and a stored copy of a tied head."""
     is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
     return is_tied_head or name.endswith(find_family(config.architecture).buffers)

@@ -1,8 +1,8 @@
-"""Weights from files: safetensors and torch.save's dicts of tensors (`.bin`, `.pth`), one file or
-an indexed set.
+"""Weights from files: safetensors, and dicts of tensors by torch.save (`.bin`, `.pth`), in one file
+or in several with an index.
 
-Owns reading headers and slices, and the errors of broken files. It must not know of configs, ranks
-or devices. It runs no code from a file: pickles are read by torch's restricted loader.
+Owns reading headers and slices, and the errors for broken files. Must not know of configs, ranks or
+devices. Runs no code from a file: pickles are read by torch's restricted loader.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from magicdec.model.checkpoint.weight_map import Piece
 
-# In the order in which a directory is searched: what was published before what was converted.
+# In the order in which a directory is searched: published formats before the converted one.
 WEIGHT_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin.index.json", "pytorch_model.bin", "model.pth"),
 )
 GPT_FAST_NAME = re.compile(r"layers\.\d+\.attention\.wqkv\.weight|tok_embeddings\.weight")
-# What safetensors calls the types that torch has; others are shown under their own names.
+# safetensors' names of the dtypes that torch has. Others are shown under safetensors' names.
 TORCH_NAMES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"},
@@ -37,9 +37,9 @@ TORCH_NAMES = {
 class SafetensorsWeights:
     """Tensors of one `.safetensors` file, or of the files a `model.safetensors.index.json` names.
 
-    Files are opened for each read, so a rank keeps no pages of slices it has copied, and the object
-    can be sent to other processes. Raises ValueError naming the file when one is missing, truncated
-    or not what the index says.
+    Files are opened for each read. A rank therefore keeps no mapped pages of slices that it has
+    copied, and the object can be pickled. Raises ValueError naming the file when one is missing or
+    truncated or lacks a tensor that the index places in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,10 +86,10 @@ class PthWeights:
     """Tensors of a `.pth` or `.bin` file, a dict from Hugging Face names to tensors, or of the
     files that a `pytorch_model.bin.index.json` names; memory-mapped.
 
-    Pages that were read count as resident, but are file cache that the system may drop. Raises
-    ValueError naming the file when one is missing, unreadable, holds anything but tensors or not
-    what the index says, and when it has the gpt-fast layout, unless `gpt_fast` (then these names
-    are what is read).
+    Pages that were read count as resident memory, but they are file cache that the system may drop.
+    Raises ValueError naming the file when one is missing or unreadable, holds anything but tensors,
+    or lacks a tensor that the index places in it. A file in the gpt-fast layout is refused unless
+    `gpt_fast` is set; then the tensors have gpt-fast's names.
     """
 
     def __init__(self, path: Path, gpt_fast: bool = False) -> None:
@@ -108,7 +108,7 @@ class PthWeights:
                 self._tensors[name] = held[name]
 
     def __reduce__(self) -> tuple[type[PthWeights], tuple[Path, bool]]:
-        # Another process maps the file itself; pickling the tensors would copy all of them.
+        # The other process maps the file itself; pickling the tensors would copy them.
         return PthWeights, (self.path, self.gpt_fast)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,8 +129,8 @@ class PthWeights:
 
 
 def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
-    """Weights of a `.safetensors`, `.bin` or `.pth` file, or of a directory with files of the usual
-    names.
+    """Weights of a `.safetensors`, `.bin` or `.pth` file, or of the first of `WEIGHT_FILES` that a
+    directory holds.
 
     Raises ValueError naming the path when a directory holds none of them.
     """
@@ -144,7 +144,7 @@ def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
 
 
 def _cut(tensor: Any, piece: Piece) -> Tensor:
-    """Works on tensors and on safetensors' lazy slices alike."""
+    """The slice `piece` of a tensor or of a lazy safetensors slice."""
     cut: Tensor = tensor[piece.stored]
     return cut.T if piece.transposed else cut
 
@@ -157,7 +157,7 @@ def _open(path: Path) -> Any:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """Tensor name -> file, of an index whose every file is there."""
+    """Tensor name -> file, from an index. Raises ValueError if one of the files does not exist."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): path.parent / file for name, file in table.items()}
@@ -166,7 +166,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     for name, file in files.items():
         try:
             exists = file.is_file()
-        except (ValueError, OSError):  # not a name that a file can have
+        except (ValueError, OSError):  # not a valid file name
             exists = False
         if not exists:
             raise ValueError(
@@ -194,7 +194,7 @@ def _load_tensors(path: Path, gpt_fast: bool = False) -> dict[str, Tensor]:
             f"{path}: holds pickled objects other than tensors, which are not read; "
             "save a plain dict of tensors"
         ) from None
-    except Exception as error:  # whatever a broken pickle makes the loader trip over
+    except Exception as error:  # a broken file may raise anything here
         raise ValueError(
             f"{path}: not a complete torch.save archive ({_one_line(error)})"
         ) from None
@@ -207,8 +207,8 @@ def _load_tensors(path: Path, gpt_fast: bool = False) -> dict[str, Tensor]:
             )
         if GPT_FAST_NAME.fullmatch(str(name)) and not gpt_fast:
             raise ValueError(
-                f"{path}: tensor {name} is of the gpt-fast layout; the file must be converted "
-                f"first: magicdec convert --checkpoint_dir {path.parent} --out FILE"
+                f"{path}: tensor {name} shows the gpt-fast layout; convert the file first: "
+                f"magicdec convert --checkpoint_dir {path.parent} --out FILE"
             )
     return value
 

@@ -1,9 +1,8 @@
-"""Where each parameter of the decoder lies in a checkpoint: the table from our names to slices of
-the stored tensors.
+"""The table from each parameter of the decoder to the slices of checkpoint tensors that make it.
 
-Owns the slicing of every layout: three projections or one packed tensor, stored [out, in] or
-transposed. Names and layout come from the model's family. Imports no torch: it must not know how a
-tensor is stored in a file or loaded.
+Owns the slicing of every layout: q, k and v as three tensors or as one packed tensor, stored
+[out, in] or transposed. Names and layout come from the model's family. Imports no torch. Must not
+know how a tensor is stored in a file or loaded.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import Names, find_family
 
 Span = tuple[int, int]
-SCALE = "_scale"  # ends the name of a quantised tensor's scales
+SCALE = "_scale"  # suffix that names the scales of a quantised tensor
 Part = tuple[str, Span, int]
-"""(checkpoint name without ".weight", rows kept, rows in all)."""
+"""(checkpoint name without ".weight", this rank's rows, number of rows of the whole tensor)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns of one checkpoint tensor seen as [out, in]; `columns` is None for a vector
-    and for all columns. `full_shape` is the stored one: of a `transposed` tensor [in, out]."""
+    """A slice of one checkpoint tensor, with rows and columns counted as [out, in]. `columns` is
+    None for a vector and for all columns. `full_shape` is the stored shape of the whole tensor:
+    [in, out] if it is `transposed`."""
 
     name: str
     rows: Span
@@ -34,18 +34,18 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Columns of the whole tensor, 1 for a vector."""
+        """Number of columns of the whole tensor; 1 for a vector."""
         return 1 if len(self.full_shape) == 1 else self.full_shape[0 if self.transposed else 1]
 
     @property
     def scales(self) -> Piece:
-        """The scales of these rows, where the tensor is quantised: one an output."""
+        """The scales of these rows in a quantised checkpoint, one per output channel."""
         outputs = self.full_shape[1 if self.transposed else 0]
         return Piece(self.name + SCALE, self.rows, None, (outputs,))
 
     @property
     def stored(self) -> tuple[slice, ...]:
-        """The index that cuts the piece out of the tensor as it is stored."""
+        """The index of this piece in the stored tensor."""
         rows = slice(*self.rows)
         if self.transposed:
             return slice(*(self.columns or (0, self.width))), rows
@@ -55,8 +55,8 @@ class Piece:
 def weight_map(
     config: ModelConfig, shard: Shard, layers: range, with_scales: bool = False
 ) -> dict[str, list[Piece]]:
-    """For each parameter of `Transformer(config, shard, layers)`: the checkpoint pieces that,
-    stacked by rows, make it. `with_scales`: of its int8 form, where each product has scales."""
+    """For each parameter of `Transformer(config, shard, layers)`: the pieces that make it when
+    stacked by rows. `with_scales`: includes the scales of an int8 checkpoint."""
     table = _Table(config, shard, with_scales)
     names = table.names
     is_last = layers.stop == config.num_layers
@@ -74,7 +74,7 @@ def weight_map(
         table.norm("norm", names.norm)
         if not config.tie_word_embeddings:
             rows = shard.split(config.vocab_size)
-            table.columns_cut(
+            table.column_parallel(
                 "head", [(names.head, rows, config.vocab_size)], config.head_bias, is_head=True
             )
     return table.pieces
@@ -91,13 +91,13 @@ class _Table:
     def layer(self, ours: str, theirs: str) -> None:
         c, n = self.config, self.names
         self.norm(f"{ours}.attention_norm", theirs + n.attention_norm)
-        self.columns_cut(f"{ours}.attention.qkv", self._qkv(theirs), c.qkv_bias)
+        self.column_parallel(f"{ours}.attention.qkv", self._qkv(theirs), c.qkv_bias)
         if c.qk_norm:
             for name in (n.q_norm, n.k_norm):
                 leaf = "q_norm" if name == n.q_norm else "k_norm"
                 self.vector(f"{ours}.attention.{leaf}.weight", f"{theirs}{name}.weight", c.head_dim)
         heads = shard_heads(c, self.shard)[0]
-        self.rows_cut(
+        self.row_parallel(
             f"{ours}.attention.output", theirs + n.output, scale(heads, c.head_dim),
             c.num_heads * c.head_dim, c.output_bias,
         )  # fmt: skip
@@ -105,13 +105,13 @@ class _Table:
             self.norm(f"{ours}.mlp_norm", theirs + n.mlp_norm)
         ffn = self.shard.split(c.intermediate_size)
         up = [(theirs + name, ffn, c.intermediate_size) for name in n.gate_up]
-        self.columns_cut(f"{ours}.mlp.gate_up", up, c.mlp_bias)
-        self.rows_cut(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
+        self.column_parallel(f"{ours}.mlp.gate_up", up, c.mlp_bias)
+        self.row_parallel(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
 
-    def columns_cut(
+    def column_parallel(
         self, parameter: str, parts: Iterable[Part], bias: bool, is_head: bool = False
     ) -> None:
-        """Column-parallel: this rank's outputs, of all inputs."""
+        """A column-parallel layer: this rank's outputs, all inputs."""
         parts, hidden = list(parts), self.config.hidden_size
         transposed = self.names.transposed and not is_head
         self.pieces[f"{parameter}.weight"] = [
@@ -127,8 +127,8 @@ class _Table:
                 Piece(f"{name}.bias", rows, None, (full,)) for name, rows, full in parts
             ]
 
-    def rows_cut(self, parameter: str, name: str, columns: Span, full: int, bias: bool) -> None:
-        """Row-parallel: all outputs, of this rank's inputs."""
+    def row_parallel(self, parameter: str, name: str, columns: Span, full: int, bias: bool) -> None:
+        """A row-parallel layer: all outputs, this rank's inputs."""
         hidden, transposed = self.config.hidden_size, self.names.transposed
         shape = (full, hidden) if transposed else (hidden, full)
         self.pieces[f"{parameter}.weight"] = [
@@ -157,7 +157,7 @@ class _Table:
         self.pieces[parameter] = [Piece(f"{name}.weight", (0, rows), None, shape)]
 
     def _qkv(self, prefix: str) -> list[Part]:
-        """This rank's rows of q, then k, then v."""
+        """The parts of q, k and v, in this order."""
         c, n = self.config, self.names
         queries, keys = shard_heads(c, self.shard)
         sizes = [c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2]
@@ -173,8 +173,8 @@ class _Table:
 
 
 def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
-    """Rows of a tensor that holds for each KV head its query heads, its K and its V: those of all
-    q heads kept, then of k, then of v."""
+    """This rank's rows in a tensor that holds, for each KV head, its query heads, its K and its V.
+    First the spans of the query heads, then those of K, then those of V."""
     size, group = config.head_dim, config.group_size
     groups = range(*keys)
     starts = {g: g * (group + 2) for g in groups}  # in heads

@@ -1,5 +1,5 @@
-"""What the loader asks of stored weights, wherever they lie. Owns the contract, and the checkpoints
-that lack the head's prefix. Must not know of configs, ranks or devices."""
+"""The interface through which the loader reads stored weights of any format. Also owns the adapter
+for checkpoints whose names lack the model's prefix. Must not know of configs, ranks or devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from magicdec.model.checkpoint.weight_map import Piece
 
 
 class WeightSource(Protocol):
-    """Anything that holds a model's tensors under their Hugging Face names."""
+    """A source of a model's tensors under their Hugging Face names."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shape of every tensor, from headers alone."""
@@ -24,7 +24,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, piece: Piece) -> Tensor:
-        """That slice of one tensor, on the CPU, in the stored dtype."""
+        """A slice of one tensor, on the CPU, in the stored dtype."""
         ...
 
     def where(self, name: str) -> Path | None:
@@ -34,8 +34,8 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class BodyWeights:
-    """A checkpoint of a model without its head: its names lack what the whole model's have in
-    front."""
+    """A checkpoint that was saved from the model without its head. Its names lack the prefix
+    `body`, as in "transformer.", and are returned with it."""
 
     source: WeightSource
     body: str

@@ -1,6 +1,7 @@
-"""The C++ library for bfloat16 on CPUs (`native.cpp`): a call where torch's operators take ten.
+"""Elementwise operations in C++ for bfloat16 on CPUs (`native.cpp`): one call replaces up to ten of
+torch's operators.
 
-Owns the calling of that library.
+Owns the calls into that library.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def library() -> ctypes.CDLL:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the library is called; tracing wants torch's operators."""
+    """Whether to call the library. While torch.compile traces, torch's operators are used."""
     assert x.dtype == torch.bfloat16 and x.device.type == "cpu", "refused before the run"
     return not torch.compiler.is_compiling()
 
 
 class NativeElementwise(Elementwise):
-    """bfloat16 on a CPU, float32 arithmetic and one rounding; rotation in place."""
+    """bfloat16 storage on a CPU; computes in float32 and rounds once. Rotates in place."""
 
     requirements = Requirements(
         "native", devices=("cpu",), dtypes=("bfloat16",), needs_compiler=True

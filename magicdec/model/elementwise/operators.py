@@ -1,10 +1,10 @@
-"""What lies between a layer's matrix products: norms, rotation, gated activation.
+"""The operations between a layer's GEMMs: norms, rotary embedding, gated activation.
 
-Owns the contract, and torch's operators as its reference: any dtype, any device. A faster way is a
-file beside this one and a line in `names.ELEMENTWISE`. Whatever computes them, a row's result does
-not depend on the rows beside it, and nothing here knows of the model around it.
+Owns their interface, and the reference implementation with torch's operators for any dtype and
+device. A faster implementation is a file beside this one and a line in `names.ELEMENTWISE`. In each
+implementation the result of a row is independent of the other rows. Must not know of the model.
 
-Shapes: B rows, T new tokens, D head size, R of its dimensions rotated, F units of the MLP.
+Shapes: B rows, T new tokens, D head size, R rotated dimensions of a head, F MLP units.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from magicdec.config.capabilities import Requirements
 
 
 class Elementwise:
-    """By torch's operators. A subclass replaces what it computes in another way."""
+    """The reference with torch's operators. A subclass overrides the operations it speeds up."""
 
     requirements: ClassVar[Requirements] = Requirements("torch")
 
@@ -35,9 +35,9 @@ class Elementwise:
         return total, self.rms_norm(total, weight, eps)
 
     def rotate(self, heads: Tensor, table: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
-        """The first `num_rotated` of heads [B, T, N, D] with their first R dimensions turned by
-        table [B, T, 2, R/2] float32: [B, T, num_rotated, D]. May be done in place: these heads
-        are not to be read afterwards, the others are left as they are."""
+        """The first `num_rotated` heads of `heads` [B, T, N, D], with their first R dimensions
+        rotated by `table` [B, T, 2, R/2] float32: [B, T, num_rotated, D]. May overwrite these heads
+        in `heads`; the other heads are unchanged."""
         return apply_rope(heads[:, :, :num_rotated], table, interleaved)
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:

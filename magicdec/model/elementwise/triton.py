@@ -1,8 +1,8 @@
-"""Our Triton kernels for GPUs: a launch where torch's operators take up to eight. On a CPU the same
-kernels run in Triton's interpreter: right, and far slower, for tests.
+"""Elementwise operations in Triton for GPUs: one launch replaces up to eight of torch's operators.
+On a CPU the same kernels run in Triton's interpreter, which is correct but slow, for tests.
 
-Owns how a tensor is cut into programs. Grids, strides and what is allocated follow from shapes
-alone and the host reads nothing, so that a CUDA graph can hold a call that was made once before it.
+Owns the launch grids and tile sizes. They, the strides and the allocations depend on shapes alone,
+and nothing is read back to the host, so that a CUDA graph can capture a call after one warm-up.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from magicdec.model.elementwise.operators import Elementwise
 
 STORAGE = (torch.float32, torch.bfloat16)
 WARP = 32  # threads
-ALIGNED = 16  # numbers: 32 bytes of bfloat16, of which Triton makes whole vectors
-VECTOR = 8  # numbers a thread: 16 bytes of bfloat16
-PAIRS = 256  # pairs of numbers that a program rotates
-GATED = 512  # gated units of a program
+ALIGNED = 16  # elements; with strides in multiples of this Triton emits vectorized loads
+VECTOR = 8  # elements per thread: 16 bytes of bfloat16
+PAIRS = 256  # pairs of elements that a program rotates at most
+GATED = 512  # MLP units per program at most
 
 
 @cache
@@ -36,8 +36,8 @@ def is_interpreted(x: Tensor) -> bool:
 
 
 class TritonElementwise(Elementwise):
-    """float32 and bfloat16 storage, float32 arithmetic; rotation in place. Last dimensions are
-    adjacent; what lies before them may be strided."""
+    """float32 or bfloat16 storage, computed in float32. Rotates in place. The last dimension must
+    be contiguous; the others may be strided."""
 
     requirements = Requirements("triton", is_interpreted_on_cpu=True)
 
@@ -82,8 +82,8 @@ class TritonElementwise(Elementwise):
 
 
 def choose_tile(num_heads: int, pairs: int) -> tuple[int, int, int]:
-    """(heads, pairs of a head, warps) of a rotating program: powers of two, and at least as many
-    pairs as threads."""
+    """(heads, pairs of a head, warps) of a `rotate_heads` program: powers of two, with at least as
+    many pairs in all as threads."""
     block_p = next_power(pairs)
     least, most = max(1, WARP // block_p), max(1, PAIRS // block_p)
     block_h = max(least, min(most, next_power(num_heads)))
@@ -93,11 +93,12 @@ def choose_tile(num_heads: int, pairs: int) -> tuple[int, int, int]:
 def _launch_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor
 ) -> None:
-    """x and y [..., N, W]; `total` is written where there is a `y`. It and `out` are contiguous."""
+    """x and y [..., N, W]. `total` is written if there is a `y`; `total` and `out` are
+    contiguous."""
     assert x.dtype in STORAGE and weight.is_contiguous()
     inner, width = x.shape[-2:]
     block, adds = next_power(width), y is not None
-    unit = ALIGNED if width % ALIGNED == 0 else 1  # rows begin where a vector may
+    unit = ALIGNED if width % ALIGNED == 0 else 1  # aligned rows allow vectorized loads
     x = _adjacent(x.reshape(-1, inner, width), unit)
     y = x if y is None else _adjacent(y.reshape(x.shape), unit)
     strides = [stride // unit for t in (x, y) for stride in t.stride()[:2]]
@@ -108,12 +109,13 @@ def _launch_norm(
 
 
 def _warps(numbers: int) -> int:
-    """Of a program that holds so many: a power of two."""
+    """Warps of a program with so many elements (a power of two, so the result is one as well)."""
     return max(1, min(16, numbers // (WARP * VECTOR)))
 
 
 def _adjacent(x: Tensor, unit: int = 1) -> Tensor:
-    """Rows whose numbers follow each other and which begin at whole units; a copy if need be."""
+    """x, or a copy of it, with a contiguous last dimension and rows that begin at multiples of
+    `unit` elements."""
     begins = (x.storage_offset(), *x.stride()[:-1])
     fits = x.stride(-1) == 1 and all(begin % unit == 0 for begin in begins)
     return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -1,10 +1,12 @@
-"""Triton kernels for what lies between the matrix products: norm, rotation, gated activation.
+"""Triton kernels for the operations between a layer's GEMMs: norm, rotary embedding, gated
+activation.
 
-Owns the arithmetic on the device: float32 on values stored as float32 or bfloat16, rounded once.
-Strides and sizes come from `triton.py`. Imported only where Triton is.
+Owns the computation on the device: float32 arithmetic on values stored as float32 or bfloat16,
+rounded once. Strides and sizes come from `triton.py`. Imported only where Triton is installed.
 
-How a row is cut depends on the model's sizes alone, not on how many rows there are nor where they
-lie (so no stride of a norm is specialised): a row has the same bits alone and in a batch.
+How a row is divided depends on the model's sizes alone, not on the number of rows or their strides
+(the strides of a norm are therefore not specialised). So a row has the same bits alone and in a
+batch.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import triton.language as tl
 
 @triton.jit
 def _stored(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 values as they are stored: rounded to the nearest, of two to the even one."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts off where a GPU rounds
+    """float32 values rounded to `dtype`: to nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter would truncate; a GPU rounds
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         values = rounded.to(tl.float32, bitcast=True)
@@ -29,8 +31,9 @@ def norm_rows(
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """out [outer, inner, WIDTH], the norm of x, or, if it `ADDS`, of total = x + y as it is stored.
-    out and total are contiguous, strides count UNIT numbers. Programs: (outer * inner,)."""
+    """out [outer, inner, WIDTH] = the RMS norm of x; with ADDS, total = x + y is stored, and out is
+    the norm of the rounded total. out and total are contiguous; strides are in units of UNIT
+    elements. Grid: (outer * inner,)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -55,9 +58,9 @@ def rotate_heads(
     HEADS: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Turn the first HEADS heads of x in place, by table [rows, num_tokens, 2, PAIRS] (cos, sin).
-    Pairs begin STEP dimensions after one another, their two numbers lie APART. Tiles have at least
-    as many pairs as threads, so that no pair is read by one that does not write it. Programs:
+    """Rotate the first HEADS heads of x in place by table [rows, num_tokens, 2, PAIRS] (cos, sin).
+    Pair i begins at dimension i * STEP, and its two elements lie APART dimensions apart. A tile has
+    at least as many pairs as threads, so that only the thread that writes a pair reads it. Grid:
     (rows * num_tokens, tiles of heads)."""
     token = tl.program_id(0).to(tl.int64)
     head, pair = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_P)
@@ -79,14 +82,14 @@ def rotate_heads(
 def gate_rows(
     x, out, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
-    """out [rows, WIDTH] = silu of the first WIDTH numbers of a row of x times the next WIDTH.
-    Programs: (rows, tiles)."""
+    """out [rows, WIDTH] = silu(first WIDTH elements of a row of x) * (next WIDTH elements).
+    Grid: (rows, tiles)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
     gate = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    e = tl.exp(-tl.abs(gate))  # of no positive number: nothing overflows
+    e = tl.exp(-tl.abs(gate))  # the argument is never positive, so exp cannot overflow
     gated = gate * (tl.where(gate < 0, e, 1.0) / (1.0 + e)) * up
     place = out + row * WIDTH + i
     tl.store(place, _stored(gated, out.dtype.element_ty, INTERPRETED), mask=inside)

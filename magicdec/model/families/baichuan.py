@@ -1,7 +1,7 @@
-"""Baichuan 7B (rotary) and 13B (ALiBi): Llama with q, k and v in one tensor, `W_pack`.
+"""Baichuan 7B (RoPE) and 13B (ALiBi): Llama with q, k and v in one tensor, `W_pack`.
 
-The two share an architecture name up to its case, so the field that only one of them has decides:
-the 13B says `model_max_length` where the 7B says `max_position_embeddings`.
+Their architecture names differ only in case, so a field tells them apart: the 7B config has
+`max_position_embeddings`, the 13B config has `model_max_length` instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BAICHUAN_2_VOCABULARY = 125696
 def read(raw: Raw) -> dict[str, Any]:
     if "z_loss_weight" in raw or raw.get("vocab_size") == BAICHUAN_2_VOCABULARY:
         raise ValueError(
-            f"vocab_size {raw.get('vocab_size')} or z_loss_weight says Baichuan 2, whose "
-            "normalised head is not supported; choose Baichuan 1"
+            f"vocab_size {raw.get('vocab_size')} or z_loss_weight shows that this is Baichuan 2, "
+            "whose normalised head is not supported; choose Baichuan 1"
         )
     if "max_position_embeddings" in raw:
         return llama.read(raw)

@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, a norm after the embedding, each head's q, k and v together in one tensor."""
+"""BLOOM: ALiBi, a norm after the embedding, and one tensor for q, k and v, grouped by head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Falcon 7B (one KV head, one norm) and 40B, 180B (several KV heads, two norms), attention and MLP
-side by side. The variants with ALiBi (falcon-rw) are refused: they scale and round it otherwise."""
+"""Falcon 7B (one KV head, one norm per block), 40B and 180B (several KV heads, two norms), with
+attention and MLP in parallel. The variants with ALiBi (falcon-rw) are refused, because they scale
+and round the bias differently."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Family: how the checkpoints of one kind of model say what `ModelConfig` says. Imports no torch.
+"""Family: the config fields and tensor names of one family of models. Imports no torch.
 
-Owns the contract of `families/` and the look-up by architecture (`names.ARCHITECTURES`). A family
-knows field names and tensor names; it must not know how anything is computed.
+Owns the interface of `families/` and the look-up by architecture (`names.ARCHITECTURES`). A family
+must not know how anything is computed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PACKINGS = ("separate", "stacked", "grouped")
 
 @dataclass(frozen=True)
 class Names:
-    """Checkpoint names, without ".weight" and ".bias". Those from `attention_norm` on follow
-    `layer`, which holds "{}" for the layer's number.
+    """Checkpoint names without ".weight" and ".bias"; the defaults are Llama's. Names from
+    `attention_norm` on are appended to `layer`, in which "{}" stands for the layer's number.
 
-    `packing`: q, k and v are three tensors (separate), one with all q rows, then k, then v
-    (stacked), or one with each KV head's q, k and v together (grouped). `transposed`: the layers'
-    matrices are stored [in, out]. The defaults are Llama's."""
+    `packing`: q, k and v are three tensors (separate), one tensor with the rows of q, then k, then
+    v (stacked), or one tensor with the q, k and v of each KV head together (grouped). `transposed`:
+    the layers' matrices are stored [in, out]."""
 
     embedding: str = "model.embed_tokens"
     position_embedding: str = ""
@@ -50,11 +50,11 @@ class Names:
 
 @dataclass(frozen=True)
 class Family:
-    """`read` turns a config.json into the ModelConfig fields that are the family's own (all but
-    name, architecture, token ids and dtype) and raises ValueError for what is not implemented.
+    """`read` turns a config.json into ModelConfig fields, all but name, architecture, token ids and
+    dtype. It raises ValueError for what is not implemented.
 
-    `body` is what a checkpoint of the model without its head leaves out of every name. `buffers`
-    end the names of tensors that old checkpoints hold and that are no parameters."""
+    `body` is the prefix that is missing from all names in a checkpoint of the model without its
+    head. `buffers` are name endings of tensors in old checkpoints that are not parameters."""
 
     read: Callable[[dict[str, Any]], dict[str, Any]]
     names: Callable[[ModelConfig], Names] = lambda config: Names()
@@ -63,8 +63,8 @@ class Family:
 
 
 def find_family(architecture: str) -> Family:
-    """The family of an architecture, as `config.json` names it. Raises ValueError listing those
-    that are known."""
+    """The family of an architecture named in `config.json`. Raises ValueError listing the supported
+    ones."""
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"architecture {architecture!r} is not supported; "

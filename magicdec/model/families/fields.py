@@ -1,7 +1,8 @@
-"""Reading the fields of a `config.json`: sizes, activations, rotary tables. No torch.
+"""Reading the fields of a `config.json`: sizes, activations, RoPE parameters. Imports no torch.
 
-Owns the checks that every family shares, and the field names of transformers 4 and 5 both. Each
-raises ValueError naming the field, the value and what is allowed, or KeyError for a missing field.
+Owns the checks that all families share, and the field names of both transformers 4 and 5. Each
+function raises ValueError naming the field, the value and the allowed ones, or KeyError for a
+missing field.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tan
 
 
 def size(raw: Raw, *fields: str, default: int | None = None) -> int:
-    """A positive whole number: the first of `fields` that is there; with a default all may be
+    """The first of `fields` that is present, a positive whole number. With a default, all may be
     missing or null."""
     field = next((name for name in fields if raw.get(name) is not None), fields[0])
     value = raw[field] if default is None else raw.get(field)
@@ -27,14 +28,14 @@ def size(raw: Raw, *fields: str, default: int | None = None) -> int:
 
 
 def only(raw: Raw, field: str, supported: Any) -> None:
-    """Refuse a field that is there and says anything but what is supported."""
+    """Raise ValueError if the field is present and its value is not the supported one."""
     value = raw.get(field)
     if value is not None and value != supported:
         raise ValueError(f"{field} {value!r} is not supported; choose from {supported}")
 
 
 def activation(raw: Raw, field: str, default: str) -> str:
-    """ModelConfig's name of a GELU."""
+    """ModelConfig's name of the GELU variant in `field`."""
     value = raw.get(field) or default
     if value not in GELUS:
         raise ValueError(f"{field} {value!r} is not supported; choose from {', '.join(GELUS)}")
@@ -42,7 +43,8 @@ def activation(raw: Raw, field: str, default: str) -> str:
 
 
 def rope(raw: Raw) -> RopeConfig:
-    """Old configs have `rope_theta` + `rope_scaling`; transformers 5 has both in one table."""
+    """RopeConfig from `rope_theta` and `rope_scaling` (transformers 4), or from `rope_parameters`
+    (transformers 5)."""
     table = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope_type = table.get("rope_type") or table.get("type") or "default"
     theta = float(table.get("rope_theta") or raw.get("rope_theta") or 10000.0)
@@ -65,7 +67,7 @@ def rope(raw: Raw) -> RopeConfig:
 def _yarn(raw: Raw, table: Raw, theta: float) -> RopeConfig:
     factor = float(table["factor"])
     scale = table.get("attention_factor")
-    if scale is None:  # `mscale`: DeepSeek's way to say it
+    if scale is None:  # derived from the factor, or from DeepSeek's `mscale` fields
         scale, below = _mscale(factor, 1.0), 1.0
         if table.get("mscale") and table.get("mscale_all_dim"):
             scale = _mscale(factor, float(table["mscale"]))
@@ -87,5 +89,5 @@ def _yarn(raw: Raw, table: Raw, theta: float) -> RopeConfig:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """Growth of the attention's temperature with the stretch (YaRN, equation 22)."""
+    """YaRN's factor on q and k for a context extended by `factor` (YaRN, equation 22)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

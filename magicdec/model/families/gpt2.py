@@ -1,5 +1,5 @@
-"""GPT-2: learned positions, layer norms, matrices stored [in, out]; and StarCoder (gpt_bigcode),
-the same with one KV head and plain matrices."""
+"""GPT-2: learned positions, layer norms, matrices stored [in, out]. StarCoder (gpt_bigcode) is the
+same with one KV head and matrices stored [out, in]."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def names(config: ModelConfig) -> Names:
 
 
 def bigcode_names(config: ModelConfig) -> Names:
-    # Without multi-query attention each head's q, k and v stand together.
+    # Without multi-query attention, the tensor is grouped by head.
     packing = "stacked" if config.num_kv_heads == 1 else "grouped"
     return replace(names(config), packing=packing, transposed=False)
 
 
-MASKS = (".attn.bias", ".attn.masked_bias")  # the causal mask, which old files hold
+MASKS = (".attn.bias", ".attn.masked_bias")  # the causal mask, stored in old files
 GPT2 = Family(read, names, "transformer.", MASKS)
 BIGCODE = Family(read_bigcode, bigcode_names, "transformer.", MASKS)

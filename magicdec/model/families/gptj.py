@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP side by side after one norm, rotary on part of each head in neighbouring
+"""GPT-J: attention and MLP in parallel after one norm, RoPE on a part of each head in interleaved
 pairs, a bias on the head."""
 
 from __future__ import annotations

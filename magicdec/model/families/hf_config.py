@@ -1,7 +1,7 @@
-"""Hugging Face `config.json` and `generation_config.json` to and from ModelConfig; no torch.
+"""Hugging Face `config.json` and `generation_config.json` to and from ModelConfig.
 
-Owns what every family's files have in common: where they lie, token ids, dtype. The rest is read
-by the family that the architecture names (`families/`).
+Owns what all families have in common: the files, token ids and dtype. The family that belongs to
+the architecture reads the other fields. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Families that `to_hf_config` writes."""
+"""The architectures that `to_hf_config` can write, with their `model_type`."""
 ROPE_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
@@ -30,8 +30,8 @@ ROPE_FIELDS = {
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Read `config.json` (and `generation_config.json`, whose token ids win) from a checkpoint
-    directory.
+    """Read `config.json` and `generation_config.json` from a checkpoint directory. Token ids in the
+    latter take precedence.
 
     Raises ValueError naming the file when it is missing, is not JSON, or describes an unknown
     architecture.
@@ -51,7 +51,7 @@ def load_model_config(directory: Path) -> ModelConfig:
 def parse_hf_config(
     raw: dict[str, Any], name: str, generation: dict[str, Any] | None = None
 ) -> ModelConfig:
-    """Translate a Hugging Face config (the published field names, transformers 4 and 5) to a
+    """Translate a Hugging Face config, with the field names of transformers 4 or 5, to a
     ModelConfig."""
     architecture = (raw.get("architectures") or ["unknown"])[0]
     fields = find_family(architecture).read(raw)
@@ -67,8 +67,8 @@ def parse_hf_config(
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `parse_hf_config`, for checkpoints this project writes: those with Llama's
-    tensors (MODEL_TYPES)."""
+    """The inverse of `parse_hf_config`, for the checkpoints that this project writes: those with
+    Llama's tensor names (MODEL_TYPES)."""
     assert config.architecture in MODEL_TYPES, "only Llama-like checkpoints are written"
     rope, scaling = config.rope, None
     if rope.rope_type != "default":

@@ -1,4 +1,5 @@
-"""Llama 1, 2, 3, 3.1 and 3.2, and what has their shape: CodeLlama, TinyLlama, Yi, NanoLlama."""
+"""Llama 1, 2, 3, 3.1, 3.2 and models of the same architecture: CodeLlama, TinyLlama, Yi,
+NanoLlama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama's tensors with a sliding window (4096 if the field is missing, none if null)."""
+"""Mistral: Llama with a sliding window (4096 if the field is missing, none if it is null)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (norms on each head of q and k)."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v. Qwen3: with norms on each head of q and k."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def read_qwen3(raw: Raw) -> dict[str, Any]:
 
 
 def sliding_window(raw: Raw) -> int | None:
-    """A window must be switched on, for all layers from one on."""
+    """The window if `use_sliding_window` is set. Only a window on all layers is supported, so
+    `max_window_layers`, the first layer with the window, must be 0 or the number of layers."""
     num_layers = raw["num_hidden_layers"]
     first = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") else num_layers
     if 0 < first < num_layers:

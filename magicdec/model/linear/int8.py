@@ -1,8 +1,8 @@
-"""Linear layers with int8 weights and a float32 scale for each output: y = (x w) * scale + bias.
+"""Linear layers with int8 weights and a float32 scale per output channel: y = (x w) * scale + bias.
 
-Owns how such a layer is computed, in plain torch in any dtype and on any device, and in bfloat16 by
-the kernel of `packed.cpp`. Activations are never quantised. Must not know where weights and scales
-come from (`quantization`).
+Owns their computation: with torch's operators in any dtype on any device, or in bfloat16 with the
+kernel of `packed.cpp`. Activations are never quantised. Must not know where weights and scales come
+from (`checkpoint/quantization.py`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from magicdec.model.linear.packed import WIDTH, library
 
-# Weights widened at once where torch multiplies: what is held beside the int8 ones, and what should
-# stay in a core's cache until it has been multiplied.
-WIDENED = 1 << 19
+# int8 weights converted to the activations' dtype at a time. It bounds the extra memory, and should
+# be small enough for the converted weights to stay in a core's cache until they are multiplied.
+CONVERTED = 1 << 19
 
 
 class Int8Linear(nn.Module):
-    """x [..., K] -> [..., N], from `weight` [N, K] int8 and `scale` [N] float32, which the loader
-    fills. `bias` is added if `adds_bias`, and only kept otherwise."""
+    """x [..., K] -> [..., N], with `weight` [N, K] int8 and `scale` [N] float32, which the loader
+    fills. Unless `adds_bias`, `bias` is stored here but added by the caller."""
 
     def __init__(self, like: nn.Linear, adds_bias: bool = True) -> None:
         super().__init__()
@@ -34,17 +34,17 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         num_outputs, width = self.weight.shape
         out = x.new_empty(*x.shape[:-1], num_outputs)
-        step = max(1, WIDENED // width)
-        for first in range(0, num_outputs, step):  # int8 is exact in every dtype of x
+        step = max(1, CONVERTED // width)
+        for first in range(0, num_outputs, step):  # every dtype of x represents int8 exactly
             part = slice(first, first + step)
             sums = F.linear(x, self.weight[part].to(x.dtype))
-            out[..., part] = sums * self.scale[part]  # in float32 or wider, rounded once
+            out[..., part] = sums * self.scale[part]  # in float32 or wider, then rounded once
         return out + self.bias if self.adds_bias and self.bias is not None else out
 
 
 class PackedInt8Linear(nn.Module):
-    """An `Int8Linear` whose weights are laid out for the kernel: x must be bfloat16. A row gets the
-    same bits whatever rows come with it."""
+    """An `Int8Linear` with weights packed for the kernel; x must be bfloat16. The result of a row
+    is the same to the bit whatever other rows are in the batch."""
 
     def __init__(self, linear: Int8Linear) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def packed_int8_linear(
     x = x.contiguous()
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=torch.bfloat16)
-    room = torch.empty_like(x)  # for rows in another order
+    room = torch.empty_like(x)  # scratch: the kernel reorders the activations into it
     library().magicdec_linear_int8(
         x.data_ptr(), x.numel() // width, packed.data_ptr(), scale.data_ptr(), out_features, width,
         None if bias is None else bias.data_ptr(), room.data_ptr(), out.data_ptr(),

@@ -1,8 +1,8 @@
-"""Linear layers whose weights are laid out once for the products that decoding makes
-(`packed.cpp`): bfloat16, on CPUs with dot products for it.
+"""Linear layers with bfloat16 weights packed once for the small GEMMs of decoding (`packed.cpp`),
+on CPUs with bfloat16 dot products.
 
-Owns the packed layout. A call reads the weights once whatever the number of rows, and gives a row
-the same bits whatever rows come with it, so that verification computes what decoding computed.
+Owns the packed layout. A call reads the weights once for any number of rows. The result of a row is
+the same to the bit whatever other rows are in the batch, so verification and decoding agree.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
 
 SOURCE = Path(__file__).with_name("packed.cpp")
 HEADERS = (SHARED_HEADERS / "bf16.h", SHARED_HEADERS / "int8.h")
-WIDTH = 64  # outputs of a block of weights
+WIDTH = 64  # output channels per block of packed weights
 
 
 class PackedLinear(nn.Module):
-    """x [..., K] -> [..., N]. `bias` is added if `adds_bias`, and only kept otherwise."""
+    """x [..., K] -> [..., N]. Unless `adds_bias`, `bias` is stored here but added by the caller."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, adds_bias: bool = True) -> None:
         super().__init__()
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"--linear packed needs bfloat16 weights, not {weight.dtype}")
-        self.is_odd = weight.shape[1] % 2 == 1  # pairs want an even width: a shard may have none
+        self.is_odd = weight.shape[1] % 2 == 1  # padded: the kernel multiplies pairs of inputs
         weight = F.pad(weight, (0, 1)) if self.is_odd else weight
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -48,12 +48,13 @@ class PackedLinear(nn.Module):
         if torch.compiler.is_compiling():
             out: Tensor = torch.ops.magicdec.packed_linear(x, self.packed, bias, self.out_features)
             return out
-        return packed_linear(x, self.packed, bias, self.out_features)  # dispatch costs as much
+        # Called directly: torch's dispatcher would take about as long as the kernel.
+        return packed_linear(x, self.packed, bias, self.out_features)
 
 
 @cache
 def library(*flags: str) -> ctypes.CDLL:
-    """Built with `flags` besides."""
+    """The library of `packed.cpp`, compiled with `flags` in addition to the usual ones."""
     share_openmp()
     found = load_library(SOURCE, ("-fopenmp", *flags), HEADERS)
     pointer, size = ctypes.c_void_p, ctypes.c_int64

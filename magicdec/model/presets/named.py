@@ -1,7 +1,7 @@
-"""The shape of a model from its name on the command line, where its weights are not needed: no
-torch, no weight files.
+"""The config of a model from its name on the command line, where weights are not needed: imports no
+torch and reads no weight files.
 
-Owns the names of packaged and random models; `checkpoint.py` finds the weights behind them.
+Owns the names of packaged and random models; `checkpoint/source.py` finds their weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin")
 
 
 def demo_directory(name: str) -> Path:
-    """Where a packaged model lies, if this installation has it."""
+    """The directory of a packaged model. It may be missing in this installation."""
     return Path(str(resources.files("magicdec") / "demo" / DEMO_DIRECTORIES[name]))
 
 
 def find_config(flag: str, name: str) -> ModelConfig:
-    """The config of the model a user named with `flag`: what `find_model` takes, or a bare preset;
-    of a directory only `config.json` is read. Raises ValueError when there is none."""
+    """The config of the model a user named with `flag`: any name that `find_model` accepts, or a
+    preset without its prefix. Of a directory only the config files are read. Raises ValueError for
+    an unknown name."""
     path = Path(name).expanduser()
     if name in DEMO_DIRECTORIES:
         return replace(load_model_config(demo_directory(name)), name=name)

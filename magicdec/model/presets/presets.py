@@ -1,9 +1,9 @@
-"""Published model shapes as data, for `random:<preset>` benchmarks and for cost models.
+"""Published model configs as data, for `random:<preset>` benchmarks and for cost models.
 
-Owns the numbers of each published `config.json` (of families other than these: `published`);
-imports no torch. `checked` says that the text of
-that very file was read (its page on the hub, or a verbatim copy in a public repository). The others
-agree with at least two files re-saved from the same base model, which is weaker evidence.
+Owns the numbers of each published `config.json` of Llama, Qwen 2, Yi and Mistral (`published` has
+the other families). Imports no torch. `checked` means that the published file itself was read: its
+page on the hub, or a verbatim copy in a public repository. The other presets agree with at least
+two configs re-saved from the same base model, which is weaker evidence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _llama3_rope(factor: float) -> RopeConfig:
     return RopeConfig(500000.0, "llama3", factor, 1.0, 4.0, 8192)
 
 
-# What a family shares; the rest are ModelConfig's defaults (eps 1e-5, no biases, untied head).
+# Fields common to a family. Others have ModelConfig's defaults (eps 1e-5, no biases, untied head).
 LLAMA_2: dict[str, Any] = {
     "vocab_size": 32000,
     "bos_token_id": 1,

@@ -1,9 +1,9 @@
-"""Published models of the families past Llama's, as the fields of their `config.json` that describe
-the model; `presets` makes them `random:<preset>`. Imports no torch.
+"""Published models of further families, as the fields of their `config.json` that describe the
+architecture. `presets` makes them available as `random:<preset>`. Imports no torch.
 
-Owns these texts, with the repository on the hub and the published parameter count (a tied head
-counted once). `checked` as in `presets`; the others agree with the published sizes and counts, and
-their files were not read.
+Owns these fields, the repository on the hub and the published parameter count (a tied head is
+counted once). `checked` has the same meaning as in `presets`. The files of unchecked models were
+not read; their numbers agree with the published sizes and parameter counts.
 """
 
 from __future__ import annotations
