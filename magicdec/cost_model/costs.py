@@ -202,8 +202,8 @@ class Speculation:
 
 
 def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int) -> Prediction:
-    """The fastest prediction over `candidates` (one per KV budget) and gamma 0 to `max_gamma`. Gamma is 0
-    if speculation is not faster than autoregressive decoding."""
+    """The fastest prediction over `candidates` (one per KV budget) and gamma 0 to `max_gamma`.
+    Gamma is 0 if speculation is not faster than autoregressive decoding."""
     predictions = [candidates[0].predict(B, S, 0)]
     predictions += [
         way.predict(B, S, gamma) for way in candidates for gamma in range(1, max_gamma + 1)
