@@ -1,12 +1,12 @@
 // Attention of a few new tokens per row over a paged KV cache, for CPUs: decode and verification.
 //
-// One pass over the visible keys of each (row, KV head): the query heads that share the KV head and the new
-// tokens of the row are packed into M queries, so K and V are read once for all of them. Work is cut into pieces of
-// the sequence, spread over threads, and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32
-// or bfloat16, arithmetic float32. Asked for, the same pass adds up where the attention went, by blocks of keys; it
-// changes no bit of the output. This file plans and merges; native_portable.h holds the arithmetic for every CPU,
-// native_bf16.h that of bfloat16 where the CPU has dot products for it, which serves long chunks (prefill) as well.
-// native_int8.h reads a draft's int8 cache with the latter.
+// One pass over the visible keys of each (row, KV head): the query heads that share the KV head and the row's new
+// tokens are packed into M queries, so K and V are read once for all of them. A sequence is divided into pieces, which
+// are distributed over threads and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32 or
+// bfloat16, arithmetic is float32. On request the same pass also sums the attention weights by blocks of keys, without
+// changing a bit of the output. This file plans and merges. native_portable.h has the arithmetic for every CPU.
+// native_bf16.h has the one for CPUs with bfloat16 dot products, which also serves long chunks (prefill), and
+// native_int8.h uses it to read a draft's int8 KV cache.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include <algorithm>
@@ -26,21 +26,21 @@
 
 namespace {
 
-constexpr int TILE = 64;            // keys scored together: their K and V stay in the first-level cache
-constexpr int BLOCK = 16;           // keys whose attention is added up (MASS_BLOCK of policy.py); divides TILE
-constexpr int MAX_QUERIES = 64;     // packed queries of one task
-constexpr int64_t LONG_CHUNK = 32;  // new tokens from which a chunk is prefill (PREFILL_FROM of native.py)
-constexpr int64_t SHARE = 512;      // keys of one task, where a row is cut into pieces
-constexpr float HIDDEN = -1e30f;    // score of a key that a query may not see; -ffinite-math-only has no infinities
+constexpr int TILE = 64;            // keys processed together: their K and V stay in the L1 cache
+constexpr int BLOCK = 16;           // keys whose attention weights are summed (MASS_BLOCK of policy.py); divides TILE
+constexpr int MAX_QUERIES = 64;     // most packed queries of one task
+constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on a chunk counts as prefill (PREFILL_FROM of native.py)
+constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into pieces
+constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
 
-enum { FLOAT32, BFLOAT16, INT8 };   // of the pools
+enum { FLOAT32, BFLOAT16, INT8 };   // storage of the KV pools
 
-struct Segment { int64_t row, first, count, slot; };  // keys first.. of a row, adjacent in the pool from head 0's slot
-// Queries first_query.. of one row and KV head over some of the row's segments.
+struct Segment { int64_t row, first, count, slot; };  // `count` keys of a row from `first` on; `slot`: head 0's in the pool
+// Queries from first_query on of one row and KV head, over some of the row's segments.
 struct Task { int64_t row, head, first_query, num_queries, segment_begin, segment_end, piece; };
 
-// Where one task's attention goes: for each query the sums of weights of `width` (segment, block) pairs, in order and
-// relative to the query's running maximum. `data` is null where nobody asks.
+// One task's attention weights by block: for each query the sums of weights in `width` (segment, block) pairs, in order
+// and relative to the query's running maximum. `data` is null if they are not requested.
 struct Mass {
     float* data;
     int64_t width;
@@ -48,12 +48,12 @@ struct Mass {
     void clear(int64_t num_queries) const {
         if (data) std::fill(data, data + num_queries * width, 0.0f);
     }
-    // The maximum of a query has risen, and the first `count` sums are relative to the one before.
+    // The maximum of a query has risen: scale the first `count` sums, which are relative to the previous maximum.
     void rescale(int64_t query, int64_t count, float scale) const {
         if (scale != 1.0f)
             for (int64_t i = 0; i < count; ++i) of(query)[i] *= scale;
     }
-    // Weights of adjacent keys, the first of them `offset` keys into its block, to the sums from `at` on.
+    // Add the weights of adjacent keys to the sums from `at` on; the first key is `offset` keys into its block.
     void add(int64_t query, int64_t at, int64_t offset, const float* weights, int64_t count) const {
         for (int64_t j = 0, end; j < count; j = end, ++at) {
             end = std::min(count, (offset + j) / BLOCK * BLOCK + BLOCK - offset);
@@ -68,15 +68,15 @@ inline int64_t blocks_touched(int64_t first, int64_t count) { return (first + co
 struct Problem {
     int64_t B, T, H, G, D, block_size;
     const int64_t* seq_lens;
-    int64_t window;  // keys that a query sees at most, its own included; 0: all
+    int64_t window;  // most keys that are visible to a query, including its own; 0: all
     int64_t group() const { return H / G; }
     int64_t num_queries() const { return T * group(); }
-    // Whether all queries of a task come before the token at `position`.
+    // Whether the token at `position` comes after all queries of a task.
     bool is_hidden(const Task& task, int64_t position) const {
         return position - seq_lens[task.row] > (task.first_query + task.num_queries - 1) / group();
     }
     struct Span { int64_t from, to; };
-    // Which of `count` keys from `position` on the task's query m sees.
+    // The range of the `count` keys from `position` on that is visible to the task's query m.
     Span seen(const Task& task, int64_t m, int64_t position, int64_t count) const {
         const int64_t own = seq_lens[task.row] + (task.first_query + m) / group();  // the query's position
         const int64_t first = window ? own + 1 - window - position : 0;
@@ -84,7 +84,7 @@ struct Problem {
     }
 };
 
-// Tiles end at multiples of TILE, wherever a range begins: each key is always met in the same company.
+// Tiles end at multiples of TILE wherever a range begins, so that a key is always in a tile with the same keys.
 inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE; }
 
 #include "native_portable.h"
@@ -95,12 +95,12 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 
 struct Strides { int64_t row, token; };
 
-// Tokens of one forward, cut into what is adjacent in the pool, and those into pieces of about equal work.
-struct Piece { int64_t segment_begin, segment_end, num_keys, num_blocks, mass; };  // mass: where its sums begin
+// The visible tokens of one forward as segments that are adjacent in the pool, grouped into pieces of about equal work.
+struct Piece { int64_t segment_begin, segment_end, num_keys, num_blocks, mass; };  // mass: index of its first sum
 struct Plan {
     std::vector<Segment> segments;
-    std::vector<Piece> pieces;        // of one row and head follow each other
-    std::vector<int64_t> first_piece;  // of each row and head, and the end
+    std::vector<Piece> pieces;        // those of one row and head are adjacent
+    std::vector<int64_t> first_piece;  // by row and head, then the end
     std::vector<Task> tasks;
     int64_t query_block, mass_size;
 };
@@ -125,12 +125,12 @@ void add_pieces(const Problem& p, const Table& table, const int64_t* range, int6
     bool fresh = true;
     for (int64_t r = 0; r < num_ranges;) {
         int64_t at = range[2 * r], stop = range[2 * r + 1];
-        for (++r; r < num_ranges && (range[2 * r] == stop || at == stop); ++r) {  // adjacent, or none so far
+        for (++r; r < num_ranges && (range[2 * r] == stop || at == stop); ++r) {  // merge adjacent ranges, skip empty ones
             if (at == stop) at = range[2 * r];
             stop = range[2 * r + 1];
         }
         while (at < stop) {
-            // Scattered ranges seldom meet a multiple of SHARE: those are cut by their number of keys.
+            // Scattered ranges rarely contain a multiple of SHARE, so they are also divided by their number of keys.
             if (fresh || (cut && (at % SHARE == 0 || plan.pieces.back().num_keys >= SHARE)))
                 plan.pieces.push_back({int64_t(plan.segments.size()), 0, 0, 0, 0});
             fresh = false;
@@ -150,23 +150,23 @@ void make_plan(const Problem& p, const Table& table, const Ranges& ranges, Plan&
     const int64_t M = p.num_queries(), threads = omp_get_max_threads();
     plan.query_block = M <= MAX_QUERIES ? M : MAX_QUERIES / 2;
     const int64_t blocks = (M + plan.query_block - 1) / plan.query_block;
-    // A row is cut where its positions are multiples of SHARE, and always there: what a query gets in decoding and in
-    // verification does not depend, to the bit, on how many others are computed with it. Long chunks are enough tasks
-    // by themselves, and are not cut unless threads would idle.
+    // A row is always divided at positions that are multiples of SHARE. Therefore a query has the same result, to the
+    // bit, in decoding and in verification, whatever other queries are computed with it. Long chunks make enough tasks
+    // without this, and are divided only if threads would idle.
     const bool cut = p.T < LONG_CHUNK || p.B * p.G * blocks < 4 * threads;
     plan.segments.clear();
     plan.pieces.clear();
     plan.first_piece.clear();
     plan.tasks.clear();
     plan.mass_size = 0;
-    // Pieces of one head follow each other: a thread that takes several reads memory front to back, and what it asked
-    // for past the end of one is the beginning of the next.
+    // Pieces of one head are adjacent. A thread that takes several of them reads memory sequentially, and its prefetches
+    // beyond the end of one piece fall into the next.
     for (int64_t b = 0; b < p.B; ++b)
         for (int64_t g = 0; g < p.G; ++g) {
             const int64_t begin = int64_t(plan.pieces.size());
             if (g == 0 || ranges.heads > 1) {
                 add_pieces(p, table, ranges.of(b, g), ranges.count, b, cut, plan);
-            } else {  // the pieces of the head before, over the same segments
+            } else {  // the same segments as for the previous head
                 for (int64_t i = plan.first_piece.back(); i < begin; ++i) plan.pieces.push_back(Piece(plan.pieces[i]));
             }
             plan.first_piece.push_back(begin);
@@ -184,8 +184,8 @@ void make_plan(const Problem& p, const Table& table, const Ranges& ranges, Plan&
 
 std::atomic<int64_t> keys_read{0};
 
-// Sums of one row and head, relative to the maxima of its pieces, to probabilities: added up over the queries (into the
-// first one's sums), then over the segments that share a block.
+// Convert the sums of one row and head, which are relative to the maxima of its pieces, to attention probabilities. They
+// are summed over the queries (into the first query's sums), then over the segments that share a block.
 inline void merge_mass(const Problem& p, const Plan& plan, int64_t b, int64_t g, const float* results, int64_t width,
                        float* sums, const float* lse, float* out, int64_t num_blocks) {
     const int64_t M = p.num_queries(), rep = p.group();
@@ -225,7 +225,7 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
     queries.resize(p.B * p.G * M * query_size);
     results.resize(plan.pieces.size() * width);
     if (mass) sums.resize(plan.mass_size);
-    Query* query_data = queries.data();  // not the thread-local names: each thread of a region has its own
+    Query* query_data = queries.data();  // each OpenMP thread has its own thread-locals, so pass pointers
     float *result_data = results.data(), *sum_data = sums.data();
     const Plan& planned = plan;
 #pragma omp parallel
@@ -285,7 +285,7 @@ void run(const Problem& p, const S* q, Strides qs, const S* k_new, Strides ks, c
 
 }  // namespace
 
-// Whether bfloat16 has a path of its own on this CPU, and with it chunks of any length.
+// Whether this CPU has the bfloat16 path, which also supports chunks of any length.
 extern "C" int magicdec_has_bfloat16_path() {
 #if defined(__AVX512BF16__)
     return 1;
@@ -294,16 +294,17 @@ extern "C" int magicdec_has_bfloat16_path() {
 #endif
 }
 
-// Keys (of one row and KV head, each with its value) read by all calls of this process so far.
+// Number of keys (per row and KV head, each with its value) read by all calls in this process so far.
 extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
-// Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and attends; out [B,T,H,D], lse [B,T,H] float32.
+// Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and computes attention: out [B,T,H,D], lse [B,T,H] float32.
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
-// range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] holds the visible keys, new
-// ones included; range_heads is G, or 1 where all see the same. `mass` [B, G, num_blocks] float32 takes the probability of each block
-// of keys summed over the queries, or is null. `portable` asks for the path of every CPU.
-// `storage` is that of the pools: FLOAT32 or BFLOAT16, of which all other numbers are too, or INT8, beside bfloat16.
-// Compiled for one head size, HEAD_SIZE (a second's work); returns 0, or 1 if D is another or this CPU has no such path.
+// range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
+// new ones; range_heads is G, or 1 if they are the same for all heads. `mass` [B, G, num_blocks] float32 receives the
+// attention probability of each block of keys, summed over the queries, or is null. `portable` selects the portable
+// path. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors, or INT8 with bfloat16 tensors.
+// Compiled for one head size, HEAD_SIZE, in about a second. Returns 0, or 1 if D is another size or this CPU does not
+// support the path.
 extern "C" int magicdec_attention(int storage, int portable, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,

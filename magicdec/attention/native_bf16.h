@@ -1,10 +1,10 @@
-// The bfloat16 path of native.cpp for CPUs with bfloat16 dot products (AVX512-BF16): both products of attention as
-// small GEMMs on tiles of TILE keys, which is what makes M queries cost little more than one.
+// The bfloat16 path of native.cpp for CPUs with bfloat16 dot products (AVX512-BF16). Both products of attention are
+// small GEMMs on tiles of TILE keys, so that M queries cost little more than one.
 //
-// The pools are laid out for these products (Tiled of kv/layout.py): of every TILE tokens of a head, keys stand as
-// [pair of dimensions][token] and values as [pair of tokens][dimension], an entry being the two of a pair. So they go
-// from memory into the dot products with no shuffle between, and a query gets the same bits whatever others come with
-// it. A place in a tile is a lane; a lane is a token's position modulo TILE.
+// The KV pools have a layout for these GEMMs (Tiled of kv/layout.py). For every TILE tokens of a head, keys are stored
+// as [pair of dimensions][token] and values as [pair of tokens][dimension], where an entry holds the two elements of a
+// pair. They are loaded from memory into the dot products without shuffles, and the result for a query is the same to
+// the bit whatever other queries are computed with it. A token's lane in a tile is its position modulo TILE.
 constexpr int PAIRS = HEAD_SIZE / 2;
 constexpr int LANES = 16;
 
@@ -15,11 +15,11 @@ struct Bf16Scratch {
     float scale[MAX_QUERIES];
 };
 
-// Keys of one segment that are met together: vectors of LANES keys from `keys` on, and the pairs of values from `values`
-// on. `low` keys of the first vector and what lies past `high` are not of the segment.
+// Keys of one segment that are processed together: vectors of LANES keys from `keys` on, and pairs of values from
+// `values` on. Lanes before `low` and from `high` on do not belong to the segment.
 struct Tile {
     const uint32_t *keys, *values;
-    int64_t low, high, first_pair, num_pairs;  // pairs count from the first vector's first lane
+    int64_t low, high, first_pair, num_pairs;  // pairs are counted from the first vector's first lane
 };
 
 inline Tile make_tile(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot, int64_t count) {
@@ -30,7 +30,7 @@ inline Tile make_tile(const bfloat16* k_pool, const bfloat16* v_pool, int64_t sl
             low, high, low / 2, (high + 1) / 2 - low / 2};
 }
 
-// Calls body.operator()<C>() where C vectors hold `count` keys.
+// Calls body.operator()<C>() with the number C of vectors that hold `count` keys.
 template <typename Body>
 inline void by_vectors(int64_t count, Body body) {
     switch ((count + LANES - 1) / LANES) {
@@ -41,7 +41,7 @@ inline void by_vectors(int64_t count, Body body) {
     }
 }
 
-// Scores of N queries on C vectors of keys. As keys are read, those `ahead` entries further are asked for.
+// Scores of N queries for C vectors of keys. While keys are read, those `ahead` entries further on are prefetched.
 template <int N, int C>
 inline void score_queries(const uint32_t* q, const uint32_t* keys, int64_t ahead, float* scores) {
     __m512 s[N][C] = {};
@@ -72,7 +72,7 @@ inline void weigh_queries(const uint32_t* weights, const uint32_t* values, int64
     if constexpr (REST > 0) weigh_part<N, REST>(weights, values + d, pairs, ahead, scale, acc + d);
 }
 
-// 2^x for x <= 0: a polynomial (Taylor of 2^f on [-1/2, 1/2], 2e-7 relative) and an exponent.
+// 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two.
 inline __m512 exp2_negative(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, n);
@@ -86,7 +86,8 @@ inline __m512 exp2_negative(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
-// Scores of one query on C vectors to weights `w`, given the lanes it sees; `maximum` and `total` run on (in base 2).
+// Softmax of one query's scores for C vectors: weights `w` of the visible lanes [from, to), relative to the running
+// `maximum`. Updates `maximum` and `total`; `scale` is the factor for earlier sums. All exponents are to base 2.
 template <int C>
 inline void to_weights(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
                        float* scale, __m512 (&w)[4]) {
@@ -112,14 +113,14 @@ inline void to_weights(const float* scores, int64_t from, int64_t to, float fact
     *maximum = highest;
 }
 
-// Weights of C vectors of keys as pairs.
+// Store the weights of C vectors of keys as bfloat16 pairs.
 template <int C>
 inline void store_weights(const __m512 (&w)[4], uint32_t* weights) {
     _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
     if (C > 2) _mm512_store_si512(weights + 16, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
 }
 
-// The sums of four vectors, in order.
+// The sum of each of four vectors, in order.
 inline __m128 sum_each(const __m512 (&w)[4]) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
@@ -129,7 +130,7 @@ inline __m128 sum_each(const __m512 (&w)[4]) {
     return _mm_add_ps(low, _mm_add_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
 }
 
-// What a storage gives to attention: its tiles, and the products over one. This one is bfloat16.
+// The interface between a KV storage and attention: its tiles, and the products over a tile. Here for bfloat16.
 struct Bf16Tiles {
     using Pool = bfloat16;
     Tile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) const {
@@ -147,13 +148,13 @@ struct Bf16Tiles {
     }
 };
 
-// As attend_piece of native_portable.h; q is [queries][PAIRS] bfloat16 pairs, not scaled.
+// Like attend_piece of native_portable.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
 template <typename Tiles>
 inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
                             const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool, const uint32_t* q,
                             Bf16Scratch& x, float* maximum, float* total, float* acc, const Mass& mass) {
     const int64_t M = task.num_queries, head = task.head * p.block_size;
-    int64_t read = 0, met = 0;  // keys, and blocks of them for `mass`
+    int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
     const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
     mass.clear(M);
     std::fill(maximum, maximum + M, HIDDEN);
@@ -164,7 +165,7 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
         for (int64_t at = 0, count; at < segment.count; at += count) {
             const int64_t position = segment.first + at;
             count = std::min(tile_end(position) - segment.first, segment.count) - at;
-            if (p.is_hidden(task, position)) break;  // and so are all that follow
+            if (p.is_hidden(task, position)) break;  // all later keys are hidden as well
             read += count;
             const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
             const bool jumps = at + count == segment.count && i + 1 < task.segment_end;
@@ -181,7 +182,7 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                                   x.scale + m, w);
                     tiles.template store<C>(w, tile, x.weights + m * TILE / 2);
                     if (!mass.data) continue;
-                    mass.rescale(m, met, x.scale[m]);  // a vector's lanes are the positions of a block
+                    mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
                     _mm_mask_storeu_ps(mass.of(m) + met, __mmask8((1 << C) - 1), sum_each(w));
                 }
             });

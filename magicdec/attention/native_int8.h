@@ -1,17 +1,18 @@
-// The int8 storage of native.cpp: keys and values of half the bytes, each token of a head with a scale for its key and one
-// for its value. They are widened to bfloat16 in registers and meet the dot products of native_bf16.h; the key's scale
-// multiplies its score, the value's scale its weight before that becomes bfloat16. Queries and sums are never quantised.
+// The int8 KV storage of native.cpp, with half the bytes. Each token of a head has one scale for its key and one for its
+// value. Keys and values are converted to bfloat16 in registers and multiplied as in native_bf16.h. The key's scale
+// multiplies its score; the value's scale multiplies its weight before that is rounded to bfloat16. Queries and sums are
+// never quantised.
 //
-// A tile of TILE tokens of a head (Int8Tiled of kv/int8_layout.py) is TILE * HEAD_SIZE bytes, then TILE float32 scales.
-// 64 bytes hold 16 columns of two pairs, which `Widen` takes apart: keys stand as [four dimensions][token], values as
-// [four tokens][dimension].
+// A tile of TILE tokens of a head (Int8Tiled of kv/int8_layout.py) has TILE * HEAD_SIZE bytes, then TILE float32 scales.
+// 64 bytes hold two pairs for each of 16 columns, which `Widen` separates: keys are stored as [four dimensions][token],
+// values as [four tokens][dimension].
 constexpr int64_t TILE_NUMBERS = TILE * HEAD_SIZE, TILE_BYTES = TILE_NUMBERS + 4 * TILE;
 
 struct Int8Scratch : Bf16Scratch {
     Widen widen;
 };
 
-// As Tile; scales count from the first vector's first lane.
+// Like Tile; scales are counted from the first vector's first lane.
 struct Int8Tile {
     const uint8_t *keys, *values;
     const float *key_scales, *value_scales;
@@ -20,7 +21,7 @@ struct Int8Tile {
 
 inline void ask_for(const void* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
 
-// As `multiply`, of steps of two pairs; `row` bytes lie between the steps.
+// Like `multiply`, but with two pairs per step; steps are `row` bytes apart.
 template <int N, int C>
 inline void multiply_int8(const Widen& widen, const uint32_t* left, int64_t left_stride, const uint8_t* right, int64_t row,
                           int64_t steps, int64_t ahead, __m512 (&out)[N][C]) {
@@ -96,14 +97,14 @@ struct Int8Tiles {
     }
 };
 
-// The scale by which the largest of a token's numbers becomes 127.
+// The scale that maps a token's largest magnitude to 127.
 inline float int8_scale(const bfloat16* from) {
     float most = 0;
     for (int d = 0; d < HEAD_SIZE; ++d) most = std::max(most, std::fabs(to_float(from[d])));
     return most / 127;
 }
 
-// Numbers over their scale as sign and magnitude.
+// Values divided by the scale, rounded, as sign and magnitude.
 inline void to_int8(const bfloat16* from, float scale, uint8_t* to) {
     const float inverse = scale > 0 ? 1 / scale : 0;
     for (int d = 0; d < HEAD_SIZE; ++d) {
@@ -140,6 +141,6 @@ struct Int8 {
     }
 
 private:
-    // Of the first of a pair in the 64 bytes that hold two of each of 16 columns.
+    // Byte offset of a pair's first element in the 64 bytes that hold two pairs for each of 16 columns.
     static int64_t place(int64_t column, int64_t pair) { return column / 4 * 16 + pair * 8 + column % 4 * 2; }
 };

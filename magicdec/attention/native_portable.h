@@ -1,4 +1,4 @@
-// The portable path of native.cpp: float32 arithmetic on the compiler's own vectors. Nothing here names an instruction set.
+// The portable path of native.cpp: float32 arithmetic on the compiler's vector types, without intrinsics.
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -36,7 +36,7 @@ inline void sum_four(vec a, vec b, vec c, vec d, float* out) {
         __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
 }
 
-// Scores of four keys against N queries (rows of D from q on): s[n * TILE + 0..3].
+// Scores of N queries (rows of D elements from q on) for four keys: s[n * TILE + 0..3].
 template <int D, int N, typename S>
 inline void score_four(const float* q, const S* const* keys, float* s) {
     vec a[N][4] = {};
@@ -51,7 +51,7 @@ inline void score_four(const float* q, const S* const* keys, float* s) {
     for (int n = 0; n < N; ++n) sum_four(a[n][0], a[n][1], a[n][2], a[n][3], s + n * TILE);
 }
 
-// Scores of `count` keys (rows of D) against M queries: s[m * TILE + j].
+// Scores of M queries for `count` keys (rows of D elements): s[m * TILE + j].
 template <int D, typename S>
 void score(const float* q, int64_t M, const S* k, int64_t count, float* s) {
     for (int64_t j = 0; j < count; j += 4) {
@@ -63,7 +63,7 @@ void score(const float* q, int64_t M, const S* k, int64_t count, float* s) {
     }
 }
 
-// acc[m][d] += sum_j p[m * TILE + j] * v[j][d] for N queries from m on: N x 2 vectors stay in registers.
+// acc[n][d] += sum_j p[n * TILE + j] * v[j][d] for N queries; N x 2 vectors of sums stay in registers.
 template <int D, int N, typename S>
 void accumulate(const float* p, const S* v, int64_t count, float* acc) {
     for (int d = 0; d < D; d += 2 * W) {
@@ -82,12 +82,13 @@ void accumulate(const float* p, const S* v, int64_t count, float* acc) {
     }
 }
 
-// One piece for one KV head: running maximum, sum and weighted values of M queries. Returns how many keys it read.
+// Online softmax over one piece of one KV head: maximum, sum and weighted values of M queries. Returns the number of keys
+// read.
 template <int D, typename S>
 int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
                   const float* q, float* scores, float* maximum, float* total, float* acc, const Mass& mass) {
     const int64_t M = task.num_queries;
-    int64_t read = 0, met = 0;  // keys, and blocks of them for `mass`
+    int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
     mass.clear(M);
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);

@@ -1,7 +1,7 @@
-"""ParallelGroups: who is who among the ranks, passed explicitly. The only reader of torchrun's
-environment.
+"""ParallelGroups: this rank and its groups, passed explicitly. Also the only reader of torchrun's
+environment variables.
 
-Imports torch only when a group is made, so that a command line can be refused at once.
+Imports torch only when a group is made, so that a wrong command line is refused without delay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place as torchrun launched it; a plain `python` is rank 0 of 1."""
+    """This process's ranks as set by torchrun. Without torchrun it is rank 0 of 1."""
 
     rank: int
     world_size: int
@@ -38,26 +38,27 @@ def read_launch() -> Launch:
 
 
 def first_refusal(launch: Launch, refusal: str) -> str:
-    """What the first rank that refuses has to say, on every rank; empty where none refuses.
+    """The error message of the lowest rank that has one, returned on every rank; empty if no rank
+    has one. `refusal` is this rank's message, or empty.
 
-    Before any process group: through the store by which the ranks will find each other. Called by
-    all ranks."""
+    Works before any process group exists, through the store of torch's rendezvous. All ranks must
+    call it."""
     if launch.world_size == 1:
         return refusal
-    store = _meeting_place(launch)
+    store = _rendezvous_store(launch)
     store.set(str(launch.rank), refusal)
     said = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
         store.set("all have read", "")
-    if launch.rank == 0:  # the store may be this process's own
+    if launch.rank == 0:  # the store's server may run in this process, so it must not end yet
         store.get("all have read")
     return next((text for text in said if text), "")
 
 
 @cache
-def _meeting_place(launch: Launch) -> Store:
-    """Of all ranks, before there are groups. Kept: without torchrun its server lives in rank 0, and
-    the groups will meet there too."""
+def _rendezvous_store(launch: Launch) -> Store:
+    """The store shared by all ranks. It is cached, because without torchrun its server runs in rank
+    0 and is needed again to make the process groups."""
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
@@ -65,7 +66,7 @@ def _meeting_place(launch: Launch) -> Store:
 
 
 class Exchange(Protocol):
-    """What carries tensors in place of the process group."""
+    """Collectives that replace those of the process group."""
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -74,13 +75,13 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that compute together. `ranks` is in shard order; `handle` is None for a group of
-    one."""
+    """Ranks that share a model by tensor parallelism. `ranks` is in shard order; `index` is this
+    rank's position in it. `handle` is None for a group of one rank."""
 
     ranks: tuple[int, ...]
     index: int
     handle: ProcessGroup | None = None
-    exchange: Exchange | None = None  # None: the process group carries tensors itself
+    exchange: Exchange | None = None  # None: the process group's own collectives
 
     @property
     def size(self) -> int:
@@ -97,7 +98,8 @@ class Group:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, stacked in front: [size, ...], in an order of the group's own."""
+        """Every rank's x, stacked: [size, ...]. The order is the same on all ranks and in all
+        calls, but it need not be shard order."""
         if self.exchange is not None:
             return self.exchange.all_gather(x)
         if self.handle is None:
@@ -112,15 +114,16 @@ class Group:
     def all_gather_range(
         self, span: tuple[int, int], device: torch.device
     ) -> list[tuple[int, int]]:
-        """Every rank's `span`, in the order of `all_gather`. Read by the host."""
+        """Every rank's `span`, in the order of `all_gather`, as Python numbers (synchronises with
+        the device)."""
         import torch
 
         spans = self.all_gather(torch.tensor(span, device=device)).tolist()
         return [(first, last) for first, last in spans]
 
     def broadcast(self, x: Tensor, index: int) -> Tensor:
-        """The x of rank `index` of the group, on every rank; the others give one of its shape and
-        dtype."""
+        """The x of the group's rank `index`, on every rank. The other ranks pass a tensor of the
+        same shape and dtype."""
         if self.exchange is not None:
             return self.exchange.all_gather(x)[index]
         if self.handle is not None:
@@ -131,7 +134,7 @@ class Group:
         return x
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value (small, picklable, from our own ranks)."""
+        """Every rank's value. It is pickled, so it should be small."""
         if self.handle is None:
             return [value]
         import torch.distributed as dist
@@ -149,8 +152,8 @@ class Group:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The layout of a run: this rank, the group that holds the target model, and the one that holds
-    a standalone draft; None where there is no draft, or this rank holds none of it."""
+    """This rank and its groups: the target model's, and the standalone draft's. `draft` is None if
+    there is no draft model or this rank has no shard of it."""
 
     rank: int
     world_size: int
@@ -165,8 +168,9 @@ def make_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """Start torch.distributed if there are several ranks, and build the groups in the same order on
-    every rank. `collectives` is a resolved name of `names.COLLECTIVES`, None for one rank."""
+    """Initialize torch.distributed if there are several ranks, and make the groups in the same
+    order on every rank. `collectives` is a resolved name of `names.COLLECTIVES`, or None for one
+    rank."""
     if launch.world_size > 1:
         import torch.distributed as dist
 
@@ -177,7 +181,7 @@ def make_groups(
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     target = _make_group(launch.rank, rank_group, device, collectives)
-    assert target is not None, "every rank is one of the target's"
+    assert target is not None, "every rank belongs to the target's group"
     draft = None
     if draft_ranks is not None:
         draft = _make_group(launch.rank, draft_ranks, device, collectives)
@@ -187,8 +191,8 @@ def make_groups(
 def _make_group(
     rank: int, ranks: tuple[int, ...], device: torch.device, collectives: str | None
 ) -> Group | None:
-    """A group of `ranks`, and None on the others. Called by all ranks, which must name it alike:
-    a group that adds up to another size is an error here, not a deadlock later."""
+    """The group of `ranks`; None on other ranks. All ranks must call it with the same `ranks`. An
+    all-reduce checks the size, so that a mistake fails here instead of causing a deadlock later."""
     if len(ranks) == 1:
         return Group(ranks, 0) if rank in ranks else None
     import torch
@@ -209,12 +213,12 @@ def _make_group(
         exchange = SymmetricMemoryExchange(handle, device)
     group = Group(ranks, index, handle, exchange)
     total = group.all_reduce(torch.ones(1, device=device))
-    assert int(total.item()) == len(ranks), f"the group of ranks {ranks} has {total.item():g}"
+    assert int(total.item()) == len(ranks), f"the group of ranks {ranks} sums to {total.item():g}"
     return group
 
 
 def close_groups() -> None:
-    """Leave torch.distributed, if it was started."""
+    """Shut down torch.distributed if it was initialized."""
     import torch.distributed as dist
 
     if dist.is_initialized():

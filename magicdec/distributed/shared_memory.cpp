@@ -1,8 +1,9 @@
 // All-reduce and all-gather between the CPU ranks of one host, through a segment of shared memory.
 //
-// Each rank owns two slots, used in turns, and one counter on a cache line of its own. An exchange is: copy into
-// this turn's slot, count up, wait until every rank has counted as far, read all slots. A slot is written again two
-// exchanges later, and by then every rank has posted the one between, so nobody still reads it: one wait is enough.
+// Each rank has two slots, which it uses alternately, and a counter on its own cache line. In an exchange a rank
+// copies its data into the slot of this turn, increments its counter, waits until every rank's counter has reached the
+// same value, and reads all slots. A slot is reused two exchanges later. By then every rank has posted the exchange in
+// between, so no rank still reads the slot, and one wait per exchange is enough.
 #include <sched.h>
 
 #include <atomic>
@@ -40,14 +41,15 @@ extern "C" {
 
 int64_t magicdec_segment_bytes(int64_t size, int64_t slot_bytes) { return size * (LINE + 2 * slot_bytes); }
 
-// Copy `bytes` of x into this rank's slot of `turn` (1, 2, ...) and say so.
+// Copy `bytes` of x into this rank's slot for `turn` (1, 2, ...) and publish it with the counter.
 void magicdec_post(char* segment, int64_t rank, int64_t size, int64_t slot_bytes, uint64_t turn, const void* x,
                    int64_t bytes) {
     std::memcpy(slot(segment, size, slot_bytes, rank, turn), x, bytes);
     reinterpret_cast<Counter*>(segment)[rank].posted.store(turn, std::memory_order_release);
 }
 
-// Wait until every rank has posted `turn`. Returns -1, or after about `patience` yields the first rank missing.
+// Wait until every rank has posted `turn`, then return -1. After about `patience` yields, return the first rank that
+// has not posted.
 int64_t magicdec_wait(char* segment, int64_t size, uint64_t turn, int64_t patience) {
     Counter* counters = reinterpret_cast<Counter*>(segment);
     for (int64_t rank = 0; rank < size; ++rank) {
@@ -61,7 +63,7 @@ int64_t magicdec_wait(char* segment, int64_t size, uint64_t turn, int64_t patien
     return -1;
 }
 
-// x = sum over ranks, in rank order, so that every rank gets the same bits.
+// x = sum over ranks, added in rank order, so that every rank computes the same bits.
 void magicdec_sum_float32(char* segment, int64_t size, int64_t slot_bytes, uint64_t turn, float* x, int64_t count) {
     std::memcpy(x, slot(segment, size, slot_bytes, 0, turn), count * 4);
     for (int64_t rank = 1; rank < size; ++rank) {
@@ -88,7 +90,7 @@ void magicdec_sum_bfloat16(char* segment, int64_t size, int64_t slot_bytes, uint
     }
 }
 
-// out = every rank's `bytes`, one after the other.
+// out = the `bytes` of every rank, in rank order.
 void magicdec_collect(char* segment, int64_t size, int64_t slot_bytes, uint64_t turn, char* out, int64_t bytes) {
     for (int64_t rank = 0; rank < size; ++rank)
         std::memcpy(out + rank * bytes, slot(segment, size, slot_bytes, rank, turn), bytes);

@@ -1,7 +1,8 @@
 """Collectives between the CPU ranks of one host through shared memory (`shared_memory.cpp`).
 
-Owns the segment: created by one rank, mapped by all, unlinked before anything is exchanged, so that
-nothing is left behind however the ranks end. A message larger than a slot goes in parts.
+Owns the shared memory segment. One rank creates it, all ranks map it, and it is unlinked before the
+first message, so that no file is left behind however the ranks end. A message larger than a slot is
+sent in parts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
 DIRECTORY = Path("/dev/shm")
 SLOT_BYTES = 1 << 18
-PATIENCE = 20_000  # yields before Python looks up: signals are handled, missing ranks noticed
+# sched_yield calls before a wait returns to Python, which handles signals and checks whether the
+# missing rank is still alive.
+PATIENCE = 20_000
 SUMS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 
 
 class SharedMemoryExchange:
-    """One rank's end. Made by all ranks of `handle` together; they must be on one host."""
+    """One rank's collectives. All ranks of `handle` must create it together, on one host."""
 
     def __init__(self, handle: ProcessGroup, index: int, size: int) -> None:
         import torch.distributed as dist
@@ -51,7 +54,7 @@ class SharedMemoryExchange:
         self._segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks, in place, to the same bits on each."""
+        """Sum x over the ranks, in place. The result is the same to the bit on each rank."""
         flat = x.view(-1)
         assert x.is_contiguous() and x.dtype in SUMS
         add = getattr(self._library, f"magicdec_sum_{SUMS[x.dtype]}")
@@ -101,7 +104,7 @@ def _create(num_bytes: int) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended but was not yet waited for does not."""
+    """Whether the process runs. A zombie process does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

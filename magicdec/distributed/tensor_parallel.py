@@ -1,9 +1,7 @@
-"""Tensor parallelism as arithmetic: which heads, hidden units and vocabulary rows one rank of a
-group holds.
+"""The shards of tensor parallelism: which heads, MLP units and vocabulary rows a rank holds.
 
-Owns the split rule. Communication lives in `groups.py`; the model asks this file what to load and
-what to compute. Source: Megatron-LM (Shoeybi et al. 2019), section 3, with uneven shards and
-replicated KV heads.
+Owns the rule for splitting. Must not know of communication (`groups.py`). Source: Megatron-LM
+(Shoeybi et al. 2019), section 3, extended by uneven shards and replicated KV heads.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from dataclasses import dataclass
 
 
 def split_evenly(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open range of part `index` when `total` is cut into `parts`, the first ones longer by
-    the remainder."""
+    """Half-open range of part `index` when `total` is split into `parts`. If it does not divide
+    evenly, the first parts are one longer."""
     base, remainder = divmod(total, parts)
     start = index * base + min(index, remainder)
     return start, start + base + (index < remainder)
@@ -21,15 +19,15 @@ def split_evenly(total: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's place in a tensor-parallel group: `rank` of `size`. `Shard()` is the whole
+    """The shard of rank `rank` in a tensor-parallel group of `size` ranks. `Shard()` is the whole
     model."""
 
     rank: int = 0
     size: int = 1
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Half-open ranges (query heads, KV heads). With more ranks than KV heads each KV head is
-        held by several ranks.
+        """Half-open ranges (query heads, KV heads). With more ranks than KV heads, several ranks
+        hold the same KV head and split its query heads.
 
         Raises ValueError when there are more ranks than query heads.
         """
@@ -47,8 +45,8 @@ class Shard:
             if first <= self.rank < last:
                 start, stop = split_evenly(group, last - first, self.rank - first)
                 return (kv_head * group + start, kv_head * group + stop), (kv_head, kv_head + 1)
-        raise AssertionError("every rank falls in one KV head's share")
+        raise AssertionError("every rank belongs to one KV head")
 
     def split(self, total: int) -> tuple[int, int]:
-        """Half-open range of an evenly cut dimension (FFN units, vocabulary rows)."""
+        """This rank's half-open range of an evenly split dimension (MLP units, vocabulary rows)."""
         return split_evenly(total, self.size, self.rank)

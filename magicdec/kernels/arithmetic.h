@@ -1,4 +1,4 @@
-// bfloat16 in memory, float32 in registers, and exp: what every kernel shares. Nothing here names an instruction set.
+// Conversions between bfloat16 in memory and float32 in registers, and exp, for all kernels. Portable C++.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ inline void store(bfloat16* p, float x) {  // round to nearest even
     std::memcpy(&wide, &x, 4);
     p->value = uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
-// exp for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes coefficients), about 1e-7 relative.
+// exp for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes coefficients); relative error about 1e-7.
 inline float exp_negative(float x) {
     x = std::max(x, -87.0f);
     float n = std::floor(x * 1.44269504f + 0.5f);

@@ -1,8 +1,8 @@
 // Small GEMMs on bfloat16 dot products (AVX512-BF16), shared by attention and linear layers.
 //
-// One operand is laid out in pairs: entry [k][i] holds elements 2k and 2k + 1 of column i, so that one instruction
-// multiplies 16 columns by a broadcast pair of the other operand, and no sum across lanes is ever taken. Each output is
-// one chain of sums in the order of k: it does not depend, to the bit, on what else is computed with it.
+// The right operand is stored in pairs: entry [k][i] holds elements 2k and 2k + 1 of column i. One instruction then
+// multiplies 16 columns by a broadcast pair of the left operand, without sums across lanes. Each output is one chain of
+// additions in the order of k, so its bits do not depend on what else is computed in the same call.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace {
 
 inline __mmask16 first_lanes(int64_t n) { return n >= 16 ? __mmask16(0xffff) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1); }
 
-// Columns of a 16 x 16 block of 32-bit entries.
+// Transpose a 16 x 16 block of 32-bit entries.
 inline void transpose(__m512i r[16]) {
     __m512i t[16];
     for (int i = 0; i < 8; ++i) {
@@ -37,14 +37,14 @@ inline void transpose(__m512i r[16]) {
     for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-// What to do as a vector of the right operand is loaded: nothing, or ask for the one `entries` further on.
+// Called when a vector of the right operand is loaded: does nothing, or prefetches the vector `entries` further on.
 struct NotAhead { void operator()(const uint32_t*) const {} };
 struct Ahead {
     int64_t entries;
     void operator()(const uint32_t* loaded) const { _mm_prefetch((const char*)(loaded + entries), _MM_HINT_T0); }
 };
 
-// out[n][i] += sum over `steps` of a broadcast pair left[n][step] times the vector right[step][i].
+// out[n][i] += sum over `steps` of the broadcast pair left[n][step] times the vector right[step][i].
 template <int N, int C, typename Prefetch = NotAhead>
 inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
                      int64_t steps, __m512 (&out)[N][C], Prefetch prefetch = {}) {
@@ -62,7 +62,7 @@ inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* 
     }
 }
 
-// Calls body.operator()<N>(m) on blocks of N queries that cover m = 0 .. M - 1.
+// Calls body.operator()<N>(m) for blocks of N rows that cover m = 0 .. M - 1.
 template <typename Body>
 inline void in_blocks(int64_t M, Body body) {
     for (int64_t m = 0; m < M;) {

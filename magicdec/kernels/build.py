@@ -1,8 +1,8 @@
-"""Building the project's C++ sources with the system's compiler at first use. Imports nothing of
-ours.
+"""Builds the project's C++ sources with the system's compiler at first use. Imports no other module
+of the project.
 
 Owns the cache of built libraries, `~/.cache/magicdec`, keyed by source, flags, compiler and CPU.
-Safe when several ranks start at once: each builds into a file of its own and renames it into place.
+Safe when several ranks start at once: each builds a file of its own and renames it when complete.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 SHARED_HEADERS = Path(__file__).parent  # arithmetic.h, bf16.h, int8.h
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared")
-# What -ffast-math gives the vectoriser, and not -ffast-math itself: linked into a library, that
-# makes the whole process flush subnormal numbers to zero.
+# The parts of -ffast-math that allow vectorization. -ffast-math itself is not used: when a library
+# is linked with it, the whole process flushes subnormal numbers to zero.
 FAST_MATH = (
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
     *("-ffinite-math-only", "-freciprocal-math"),
@@ -36,9 +36,9 @@ def find_compiler() -> str | None:
 def load_library(
     source: Path, flags: tuple[str, ...] = (), headers: tuple[Path, ...] = ()
 ) -> ctypes.CDLL:
-    """The library built from `source`, which includes `headers`, from the cache if it stands there.
+    """The library built from `source`, which includes `headers`; from the cache if it is there.
 
-    Raises ValueError where there is no compiler, RuntimeError with its words where it fails.
+    Raises ValueError if there is no compiler, and RuntimeError with its output if it fails.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -62,8 +62,8 @@ def load_library(
 
 
 def share_openmp() -> None:
-    """Make torch's own OpenMP runtime the one that a library finds: two runtimes would bring two
-    sets of threads to the same cores. Call before `load_library` with -fopenmp."""
+    """Make libraries use torch's OpenMP runtime, because two runtimes would run two sets of threads
+    on the same cores. Call before `load_library` with -fopenmp."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     for path in {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}:
@@ -71,7 +71,7 @@ def share_openmp() -> None:
 
 
 def cpu_identity() -> str:
-    """Model and instruction sets, since -march=native compiles for this CPU alone."""
+    """CPU model and instruction sets, part of the cache key: -march=native is for this CPU only."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [line for line in lines if line.startswith(("model name", "flags"))]

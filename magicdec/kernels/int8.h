@@ -1,5 +1,5 @@
-// int8 to bfloat16, which holds it exactly, in registers: shared by linear layers with int8 weights and by attention over an
-// int8 KV cache. In memory an int8 is a sign bit and a magnitude of seven bits.
+// Converts int8 to bfloat16 in registers, which is exact. Used by linear layers with int8 weights and by attention over an
+// int8 KV cache. In memory an int8 is stored as a sign bit and a magnitude of seven bits.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -8,10 +8,11 @@
 
 namespace {
 
-// 64 bytes make two vectors of bfloat16 pairs, the lower half of each 128-bit lane the first, the upper half the second.
+// Converts 64 bytes to two vectors of bfloat16 pairs: the first from the lower half of each 128-bit lane, the second from
+// the upper half.
 struct Widen {
 #if defined(__AVX512VBMI__)
-    // The two bytes of a bfloat16 by magnitude: tables of 128 bytes, indexed by the lower seven bits.
+    // The two bytes of the bfloat16 for each magnitude: tables of 128 bytes, indexed by the lower seven bits.
     __m512i low[2], high[2];
 
     Widen() {
@@ -40,7 +41,7 @@ struct Widen {
         out[1] = floats(_mm512_srai_epi16(_mm512_unpackhi_epi8(v, v), 8));
     }
 
-    // int16 whose lower 16 bits of a float32 are zeros.
+    // int16 to bfloat16. The values are small, so the lower 16 bits of their float32 are zeros and can be dropped.
     static __m512bh floats(__m512i v) {
         const __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 16), 16));
         const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(v, 16));

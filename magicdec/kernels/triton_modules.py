@@ -1,7 +1,8 @@
-"""Loading modules of Triton kernels: compiled for CUDA, interpreted on a CPU. Imports nothing of
-ours but the module that is asked for.
+"""Loads modules of Triton kernels: compiled for CUDA, interpreted on a CPU. Imports no other module
+of the project.
 
-Triton decides which of the two when it is first imported, so that a process has one or the other.
+Triton chooses between compiler and interpreter when it is first imported, so a process can use only
+one of them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from types import ModuleType
 
 
 def load_kernels(module: str, flag: str, device: str) -> ModuleType:
-    """The kernels in `module`, for a `device` of that type. `flag` is what asked for them, for the
-    message of the ValueError where the process has Triton the other way."""
+    """The kernels in `module` for a device of type `device`. Raises ValueError naming `flag`, the
+    user's option, if Triton was imported in the other mode."""
     interpret = device == "cpu"
     if interpret and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -23,7 +24,7 @@ def load_kernels(module: str, flag: str, device: str) -> ModuleType:
     if ("InterpretedFunction" in kinds) != interpret:
         raise ValueError(
             f"{flag} --device {device}: TRITON_INTERPRET must be "
-            f"{'1' if interpret else 'unset'} when triton is first imported; set it so"
+            f"{'1' if interpret else 'unset'} when triton is first imported; change it and restart"
         )
     return kernels
 

@@ -19,7 +19,7 @@ from magicdec.distributed.symmetric_memory import (
     ONE_SHOT_BYTES,
     Kernels,
     SymmetricMemoryExchange,
-    choose_way,
+    choose_algorithm,
     missing_parts,
 )
 
@@ -76,7 +76,7 @@ def test_a_sum_goes_by_its_size_and_is_in_place(
     exchange, called = make_exchange(monkeypatch)
     x = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
     expected = x * 2
-    assert choose_way(x, 2) == way
+    assert choose_algorithm(x, 2) == way
     assert exchange.all_reduce(x) is x
     assert called == [way]
     assert torch.equal(x, expected)
@@ -93,7 +93,7 @@ def test_nothing_is_offered_without_its_kernels(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "OPERATIONS", ())
     assert missing_parts(2) is None
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (1, 0))
-    assert missing_parts(2) == "GPU 1 does not reach the memory of GPU 0"
+    assert missing_parts(2) == "GPU 1 cannot access the memory of GPU 0"
 
 
 def test_the_original_suites_variable_is_honoured() -> None:
@@ -104,10 +104,10 @@ def test_the_original_suites_variable_is_honoured() -> None:
         "auto: ENABLE_INTRA_NODE_COMM=1",
     )
     assert choose_collectives("nccl", "cuda", asked) == ("nccl", "asked for")
-    bare = replace(asked, missing_symmetric_memory="GPU 0 does not reach the memory of GPU 1")
+    bare = replace(asked, missing_symmetric_memory="GPU 0 cannot access the memory of GPU 1")
     assert choose_collectives("auto", "cuda", bare) == (
         "nccl",
-        "auto: ENABLE_INTRA_NODE_COMM=1, but GPU 0 does not reach the memory of GPU 1",
+        "auto: ENABLE_INTRA_NODE_COMM=1, but GPU 0 cannot access the memory of GPU 1",
     )
     assert choose_collectives("symmetric_memory", "cuda", TWO_GPUS)[0] == "symmetric_memory"
     assert choose_collectives("auto", "cpu", asked)[0] == "gloo", "it says nothing of CPUs"

@@ -1,11 +1,11 @@
-// What lies between a layer's matrix products, in bfloat16 with float32 arithmetic and one rounding at the end: the norm,
-// the rotation of queries and keys, the gated activation. A call costs microseconds where torch's chain of operators
-// costs ten times that, which on a few rows is most of what a draft costs. A row does not depend on the rows beside it.
+// The operations between a layer's GEMMs: RMS norm, rotary embedding of queries and keys, gated activation. Storage is
+// bfloat16; values are computed in float32 and rounded once. A call takes microseconds, where torch's operators take ten
+// times as long, which for a few rows is most of the time of a draft. The result for a row is independent of other rows.
 #include "../../kernels/arithmetic.h"
 
 namespace {
 
-constexpr int64_t WORTH_THREADS = 1 << 15;  // numbers from which several threads pay
+constexpr int64_t WORTH_THREADS = 1 << 15;  // elements from which several threads are faster than one
 inline float sigmoid(float x) {
     const float e = exp_negative(-std::abs(x));
     return (x < 0 ? e : 1.0f) / (1.0f + e);
@@ -13,7 +13,7 @@ inline float sigmoid(float x) {
 
 }  // namespace
 
-// out [rows, width] = x / sqrt(mean(x^2) + eps) * weight [width]; rows of x are `stride` numbers apart.
+// out [rows, width] = x / sqrt(mean(x^2) + eps) * weight [width]; rows of x are `stride` elements apart.
 extern "C" void magicdec_rms_norm(const bfloat16* x, int64_t stride, const bfloat16* weight, float eps, int64_t rows,
                                   int64_t width, bfloat16* out) {
 #pragma omp parallel for if (rows * width >= WORTH_THREADS)
@@ -26,8 +26,8 @@ extern "C" void magicdec_rms_norm(const bfloat16* x, int64_t stride, const bfloa
     }
 }
 
-// Turn, in place, the first `heads` of each token's heads x [tokens, all_heads, size] by table [tokens, 2, pairs] (cos and
-// sin): pairs half the rotated dimensions apart, or neighbours.
+// Rotate in place the first `heads` heads of x [tokens, all_heads, size] by table [tokens, 2, pairs] (cos, sin). The two
+// dimensions of a pair are half the rotated dimensions apart, or neighbours if `interleaved`.
 extern "C" void magicdec_rotate(bfloat16* x, const float* table, int64_t tokens, int64_t all_heads, int64_t size,
                                 int64_t heads, int64_t pairs, int interleaved) {
     const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;

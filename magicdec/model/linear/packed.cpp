@@ -1,8 +1,8 @@
-// Linear layers in bfloat16 for CPUs with bfloat16 dot products: weights laid out once, read once a call, whatever the
-// number of rows. A few rows are bound by the bandwidth of the weights, many by the dot products.
+// Linear layers in bfloat16 for CPUs with bfloat16 dot products. Weights are packed once and read once per call, for any
+// number of rows. With few rows a call is limited by the memory bandwidth, with many by the dot products.
 //
-// int8 weights have half the bytes. They are widened to bfloat16, which holds them exactly, in registers (a few rows) or
-// into a tile that stays in the cache (many), and meet the same dot products; an output's scale multiplies its sum.
+// int8 weights have half the bytes. They are converted to bfloat16, which is exact, in registers, and multiplied by the
+// same dot products. The sum of an output channel is multiplied by its scale.
 #include <omp.h>
 
 #if defined(__AVX512BF16__)
@@ -11,10 +11,10 @@
 
 namespace {
 
-constexpr int WIDTH = 64;        // outputs of one block: four vectors
-constexpr int64_t CHUNK = 48;    // rows that meet a block of weights together
+constexpr int WIDTH = 64;        // output channels per block: four vectors
+constexpr int64_t CHUNK = 48;    // rows that are multiplied by a block of weights together
 
-// Rows of sums, times `scale` [width] and plus `bias` [width] where there are any, to bfloat16.
+// out = sums * scale [width] + bias [width] as bfloat16; scale and bias may be null.
 template <int N, int C>
 inline void finish(const __m512 (&sums)[N][C], const float* scale, const uint16_t* bias, int64_t width, uint16_t* out,
                    int64_t out_stride) {
@@ -40,18 +40,18 @@ void product(const uint32_t* x, int64_t x_stride, const uint32_t* block, int64_t
     finish<N, 4>(sums, nullptr, bias, width, out, out_stride);
 }
 
-constexpr int HALF = WIDTH / 2;      // outputs of 64 bytes of int8 weights, one pair of inputs of each
-constexpr int64_t MOST_INT8 = 12;    // rows that the registers hold sums of, for one half
-constexpr int64_t FEW = 6;           // for both halves: more chains of sums at a time
-constexpr int64_t AHEAD = 4096;     // bytes of weights asked for in advance
+constexpr int HALF = WIDTH / 2;      // output channels in 64 bytes of int8 weights, with a pair of inputs each
+constexpr int64_t MOST_INT8 = 12;    // most rows whose sums for half a block fit into registers
+constexpr int64_t FEW = 6;           // most rows whose sums for a whole block fit: more independent sums
+constexpr int64_t AHEAD = 4096;     // prefetch distance in bytes of weights
 
-// Pairs of inputs of some rows: `row` apart from one row to the next, `pair` from one pair to the next.
+// Pairs of inputs of several rows, with the stride between rows and the stride between pairs.
 struct Rows {
     const uint32_t* x;
     int64_t row, pair;
 };
 
-// C halves (1 or 2) of a block meet N rows. `half` bytes lie between the halves.
+// Multiply N rows by C halves (1 or 2) of a block, which are `half` bytes apart.
 template <int N, int C>
 inline void product_int8(const Widen& widen, Rows rows, const uint8_t* weights, int64_t half, int64_t pairs,
                          __m512 (&sums)[N][2 * C]) {
@@ -67,7 +67,7 @@ inline void product_int8(const Widen& widen, Rows rows, const uint8_t* weights, 
         }
 }
 
-// N rows of a block of outputs, `width` of which exist.
+// N rows of a block of output channels, of which `width` exist.
 template <int N>
 void rows_int8(const Widen& widen, Rows rows, const uint8_t* block, int64_t pairs, const float* scale,
                const uint16_t* bias, int64_t width, uint16_t* out, int64_t out_stride) {
@@ -86,10 +86,11 @@ void rows_int8(const Widen& widen, Rows rows, const uint8_t* block, int64_t pair
     }
 }
 
-// Where group g of `groups` of R rows begins.
+// First row of group g when R rows are divided into `groups`.
 inline int64_t group_start(int64_t R, int64_t groups, int64_t g) { return R * g / groups; }
 
-// x [R, pairs] to a [pairs, rows] for each group of rows, one after the other: rows a page apart would crowd the cache.
+// Transpose x [R, pairs] to [pairs, rows] for each group of rows. Otherwise rows whose distance is a multiple of the page
+// size would compete for the same cache sets.
 inline void interleave(const uint32_t* x, int64_t R, int64_t pairs, int64_t groups, uint32_t* out) {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t g = 0; g < groups; ++g)
@@ -112,7 +113,7 @@ inline void with_count(int64_t count, Body body) {
     body.template operator()<MOST>();
 }
 
-// Calls body(first row, rows, block) for chunks of R rows and blocks of N outputs, spread over the threads.
+// Calls body(first row, rows, block) for chunks of R rows and blocks of N output channels, distributed over threads.
 template <typename Body>
 inline void for_blocks(int64_t R, int64_t N, Body body) {
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + CHUNK - 1) / CHUNK;
@@ -159,14 +160,14 @@ extern "C" void magicdec_linear(const uint16_t* x, int64_t R, const uint32_t* pa
 }
 
 // weight [N, K] (K even, -127 .. 127) to packed [ceil(N / 64), 2, K / 2, 64] bytes of sign and magnitude, in the order
-// that `Widen` takes; rows past N are zeros.
+// that `Widen` expects; rows past N are zeros.
 extern "C" void magicdec_pack_int8(const int8_t* weight, int64_t N, int64_t K, uint8_t* packed) {
     const int64_t pairs = K / 2;
 #pragma omp parallel for
     for (int64_t block = 0; block < (N + WIDTH - 1) / WIDTH; ++block)
         for (int64_t j = 0; j < WIDTH; ++j) {
             const int64_t row = block * WIDTH + j, vector = j / 16, lane = j % 16 / 4;
-            // A vector's lane is half a lane of the 64 bytes that hold it and its neighbour.
+            // 64 bytes hold two vectors; each 128-bit lane holds 8 bytes of the first and 8 bytes of the second.
             uint8_t* place = packed + (2 * block + vector / 2) * pairs * 64 + lane * 16 + vector % 2 * 8 + j % 4 * 2;
             for (int64_t pair = 0; pair < pairs; ++pair)
                 for (int i = 0; i < 2; ++i) {
@@ -176,7 +177,8 @@ extern "C" void magicdec_pack_int8(const int8_t* weight, int64_t N, int64_t K, u
         }
 }
 
-// out [R, N] = x [R, K] times the packed int8 weight, times scale [N], plus bias [N] or null. `room` holds R * K / 2 pairs.
+// out [R, N] = x [R, K] times the packed int8 weight, times scale [N], plus bias [N] or null. `room` is scratch memory for
+// R * K / 2 pairs.
 extern "C" void magicdec_linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, const float* scale, int64_t N,
                                      int64_t K, const uint16_t* bias, uint32_t* room, uint16_t* out) {
     const int64_t pairs = K / 2, groups = (R + MOST_INT8 - 1) / MOST_INT8;
