@@ -1,9 +1,9 @@
-"""Renew the acceptance baselines that the gate reads: the demo models, every drafter and policy.
+"""Measure the acceptance baselines of the gate again: demo models, every drafter and KV policy.
 
     python scripts/acceptance.py --out results/baselines/acceptance.jsonl
 
-One rank, float32. Raw samples are left out of the committed records; the tolerance says how far a
-rate may fall on another machine before `magicdec compare` calls it a regression.
+Runs on one rank in float32. The records are written without raw samples. Their tolerance is how far
+an acceptance rate may fall on another machine before `magicdec compare` reports a regression.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from magicdec.records.record import RunRecord, append_record
 from magicdec.run.run import execute
 from magicdec.setup.prepare import prepare
 
-# Rounding differs between CPUs; where it turns one near-tie, the text that follows is another.
+# Rounding differs between CPUs. If it changes the argmax of a near-tie, the text after it differs.
 TOLERANCE, FULL_TOLERANCE = 0.03, 0.0
 
 
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def is_certain(self) -> bool:
-        """The draft is the target itself and reads everything: nothing can be refused."""
+        """Whether all drafts are accepted, because the draft is the target with the full KV."""
         return self.drafter == "self" and self.kv.policy == "full"
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def make_config(case: Case, dataset: str, threads: int | None) -> RunConfig:
 def measure(case: Case, dataset: str, threads: int | None) -> RunRecord:
     config = make_config(case, dataset, threads)
     record = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=True).record
-    assert record.metrics is not None, "a baseline is a run that passed its check"
+    assert record.metrics is not None, "a baseline run passes its check"
     tolerance = {"acceptance_rate": FULL_TOLERANCE if case.is_certain else TOLERANCE}
     return dataclasses.replace(record, samples=None, tolerance=tolerance)
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("results/baselines/acceptance.jsonl"))
     parser.add_argument("--dataset", default="demo")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: cores")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads [number of cores]")
     args = parser.parse_args()
     partial = args.out.with_suffix(".partial")
     partial.unlink(missing_ok=True)

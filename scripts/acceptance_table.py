@@ -1,13 +1,13 @@
-"""What each draft of a run is worth: acceptance by KV policy and budget, all from one prefill.
+"""Acceptance by KV policy and budget, all measured from one prefill.
 
     python scripts/acceptance_table.py --dataset books.jsonl --prefix_len 16384
     python scripts/acceptance_table.py --dataset recall --budget 129 257 513 --json table.json
 
-Self-speculation under every policy that takes a budget, and prompt lookup, on the same prompts; the
-tokens of each are compared with the baseline's. Nothing is timed. Behind each rate stands its
-difference from streaming_llm at that budget, with the standard error over sequences, which are
-paired. The last table says how much of the target's attention a budget can see at all: what the
-last verification of each batch looked at, by block, mean over layers, heads and sequences.
+Runs self-speculation with every KV policy that has a budget, and prompt lookup, on the same
+prompts. The tokens of each are compared with the baseline's. Nothing is timed. Each rate is
+followed by its difference from streaming_llm with the same budget, and the standard error over the
+sequences, which are paired. The last table shows the share of the target's attention weights within
+each budget: for the last tokens of the prompts, by block, mean over layers, heads and sequences.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 
 @dataclass
 class Way:
-    """One way of drafting, and what became of its drafts over all batches."""
+    """One drafter with one KV policy, and its acceptance over all batches."""
 
     name: str
     budget: int | None
     drafter: str
     kv: KVSection
     samples: PassSamples
-    num_different: int = 0  # sequences that are not the baseline's
+    num_different: int = 0  # sequences that differ from the baseline's
     drafted: Counter[int] = field(default_factory=Counter)  # by request
     accepted: Counter[int] = field(default_factory=Counter)
 
     def rates(self) -> list[float]:
-        """Of each sequence that drafted."""
+        """Acceptance rate of each sequence with drafts."""
         return [self.accepted[r] / n for r, n in sorted(self.drafted.items())]
 
     def as_json(self) -> dict[str, object]:
@@ -71,7 +71,7 @@ class Way:
 
 
 class Noting:
-    """A strategy whose drafts are counted by request."""
+    """Wraps a strategy and counts its draft tokens by request."""
 
     def __init__(self, strategy: DecodingStrategy, way: Way) -> None:
         self.strategy, self.way = strategy, way
@@ -115,7 +115,7 @@ def decode(run: Run, snapshots: list[Request], name: str, way: Way) -> list[Requ
 
 
 def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[float]]]:
-    """Fill `ways`; returns `attention_seen` of each batch."""
+    """Fill in the counts of `ways`, and return `attention_seen` of each batch."""
     seen = []
     for batch in range(run.config.workload.num_batches):
         requests = run.make_requests(batch)
@@ -133,8 +133,8 @@ def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[flo
 
 
 def attention_seen(run: Run, snapshots: list[Request], budgets: list[int]) -> list[list[float]]:
-    """Share of the attention of one verification of 5 tokens within [sinks and newest tokens, the
-    heaviest blocks of each head] of each budget, sinks and a window included."""
+    """For each budget, two shares of the attention weights of a verification of 5 tokens: within
+    the sinks and the newest tokens, and within the top-k blocks of each head."""
     runner, masses = run.runner, []
     run.engine.rewind(snapshots)
     rows = [r.row for r in snapshots if r.row is not None]
@@ -160,16 +160,14 @@ def print_seen(shares: list[list[list[float]]], budgets: list[int]) -> None:
     table.add_column("within the budget")
     for budget in budgets:
         table.add_column(f"{budget}", justify="right")
-    for index, name in enumerate(
-        ("sinks and the newest tokens", "the heaviest blocks, afterwards")
-    ):
+    for index, name in enumerate(("sinks and the newest tokens", "top-k blocks, in hindsight")):
         means = [statistics.fmean(batch[b][index] for batch in shares) for b in range(len(budgets))]
         table.add_row(name, *(f"{mean:.3f}" for mean in means))
     Console(width=140).print(table)
 
 
 def difference(way: Way, reference: Way) -> str:
-    """Mean and standard error over sequences of the difference in acceptance rate."""
+    """Mean and standard error, over sequences, of the difference in acceptance rate."""
     pairs = [a - b for a, b in zip(way.rates(), reference.rates(), strict=True)]
     error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
     return f"{statistics.fmean(pairs):+.3f}±{error:.3f}"
@@ -194,7 +192,7 @@ def print_ways(ways: list[Way], budgets: list[int], title: str) -> None:
         table.add_row(name, *cells)
     Console(width=160).print(table)
     different = [f"{way.name} {way.budget}: {way.num_different}" for way in ways]
-    print("sequences unlike the baseline:", sum(way.num_different for way in ways))
+    print("sequences that differ from the baseline:", sum(way.num_different for way in ways))
     if any(way.num_different for way in ways):
         print("; ".join(different))
 
@@ -212,7 +210,7 @@ def main() -> None:
     parser.add_argument("--gen_len", type=int, default=64)
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--budget", nargs="+", type=int, default=[65, 129, 257, 513, 1025])
-    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--json", type=Path, help="write the tables to this file")
     args = parser.parse_args()
     config = RunConfig(
         model=ModelSection(args.model, args.dtype),

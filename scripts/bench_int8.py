@@ -1,11 +1,12 @@
-"""Time linear layers with bfloat16 and with int8 weights against each other.
+"""Compare the times of linear layers with bfloat16 and with int8 weights.
 
     python scripts/bench_int8.py --threads 2            # about a minute and a half on 2 cores
     python scripts/bench_int8.py --json int8.json
 
-Activations are bfloat16 in the first table's ways, which are timed in turn within one cell, outputs
-compared first. Of the large shapes there are so many layers that none is found in a cache. The
-second table has the layer that torch computes, for CPUs and dtypes that the kernel does not serve.
+In the first table activations are bfloat16. The kinds of layers are timed in turn for each shape,
+after their outputs are compared. For large shapes there are enough layers that their weights are
+never in the CPU cache. The second table times the int8 layer that torch computes, which is used for
+CPUs and dtypes without the kernel.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from magicdec.model.linear.packed import PackedLinear
 
 SHAPES = ((512, 1024), (2048, 2048), (4096, 4096), (14336, 4096))  # outputs, inputs
 ROWS = (1, 2, 4, 8, 20)
-COLD_BYTES = 256 << 20  # of bfloat16 weights, in layers of one shape
+COLD_BYTES = 256 << 20  # bfloat16 weights of all layers of one shape
 TOLERANCE = 2e-2
 Layer = Callable[[Tensor], Tensor]
 
 
 def make_layers(num_outputs: int, width: int, copies: int) -> dict[str, list[Layer]]:
-    """The same weights each way, but for rounding."""
+    """Layers of each kind, with the same weights except for rounding."""
     layers: dict[str, list[Layer]] = {"bfloat16": [], "packed bfloat16": [], "packed int8": []}
     for _ in range(copies):
         weight = torch.randn(num_outputs, width) * width**-0.5
@@ -63,7 +64,7 @@ def multiply(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def in_turn(layers: Sequence[Layer], x: Tensor) -> Callable[[], Tensor]:
-    """The next layer each time."""
+    """A function that applies the next layer on each call."""
     order = cycle(layers)
     return lambda: next(order)(x)
 
@@ -87,7 +88,7 @@ def measure(seconds: float) -> list[dict[str, Any]]:
 
 
 def measure_torch(seconds: float) -> list[dict[str, Any]]:
-    """`Int8Linear` beside torch's own layer, in both dtypes."""
+    """Times of `Int8Linear` and of torch's own layer, in both dtypes."""
     rows: list[dict[str, Any]] = []
     size = 4096
     weights = [torch.randn(size, size) * size**-0.5 for _ in range(COLD_BYTES // (4 * size**2))]
@@ -135,11 +136,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3.0, help="a cell of shape and rows [3]")
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per shape and rows [3]")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
     args = parser.parse_args()
     if not has_bfloat16_path():
-        parser.error("this CPU has no AVX512-BF16, for which weights are packed")
+        parser.error("this CPU has no AVX512-BF16, which packed weights need")
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
         measured: dict[str, Any] = {

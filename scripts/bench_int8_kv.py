@@ -1,11 +1,12 @@
-"""Time attention over int8 and bfloat16 caches, and self-speculation whose drafts read either.
+"""Compare int8 and bfloat16 draft KV caches: times of attention, and of self-speculation.
 
     python scripts/bench_int8_kv.py --threads 1          # about 5 minutes
 
-First single attention calls, a call of each in turn: cold, over more layers than any cache holds,
-and over a few that stay in the last-level cache. Then steps of self-speculation under SnapKV on the
-demo model: from the same place in the same text, all ways draft, are verified and are taken back,
-in random order, so that their acceptance and times are paired; then one of them goes on.
+The first table times single attention calls, alternately with each cache: cold, over more layers
+than fit into the CPU cache, and over a few layers that stay in the last-level cache. The second
+table times steps of self-speculation with SnapKV on the demo model. From the same position in the
+same text, every combination of budget and cache drafts and is verified, in random order, and its
+step is undone. So their acceptance and times are paired. Then one of them advances the text.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from magicdec.setup.prepare import Prepared, prepare
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.int8)
-COLD_BYTES, WARM_BYTES = 256 << 20, 8 << 20  # of the bfloat16 caches of all layers
-WINDOW = 32  # of SnapKV
-Way = tuple[int, torch.dtype]  # budget, dtype of what drafts read
+COLD_BYTES, WARM_BYTES = 256 << 20, 8 << 20  # bfloat16 KV of all layers together
+WINDOW = 32  # SnapKV's observation window, in tokens
+Way = tuple[int, torch.dtype]  # KV budget and dtype of the draft KV cache
 
 
 @dataclass
 class Samples:
-    """Seconds of the drafts and of whole steps, and accepted drafts of each row and step."""
+    """Seconds of drafting and of whole steps, and accepted draft tokens of each row and step."""
 
     draft: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Samples:
 
 
 class Clock:
-    """Seconds of the newest phase of each name."""
+    """Seconds of the last phase of each name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -71,7 +72,7 @@ class Clock:
 
 
 def filled(dtype: torch.dtype, B: int, heads: int, size: int, tokens: int, layers: int) -> KVCache:
-    """The same random tokens in every layer."""
+    """A KV cache with the same random K and V in every layer."""
     torch.manual_seed(0)
     room = -(-tokens // 64) * 64
     shape = CacheShape(layers, heads, size, room, B, NativeBackend().layout(dtype))
@@ -99,7 +100,7 @@ def time_kernel(
     while time.perf_counter() < end:
         for way in random.sample((0, 1), 2):
             cache = caches[way]
-            for turn in range(1 if is_cold else 4):  # the first brings its layers into the cache
+            for turn in range(1 if is_cold else 4):  # the first turn only warms the cache
                 for i in range(layers):
                     started = time.perf_counter()
                     attention(q, k, v, cache.k[i], cache.v[i], cache.block_table, rows, lens,
@@ -163,7 +164,7 @@ def one_step(
     batch: Batch, runner: ModelRunner, ways: dict[Way, Speculative], found: dict[Way, Samples],
     ahead: Way, rounds: int,
 ) -> None:  # fmt: skip
-    """`rounds` times every way, taken back; then `ahead`, whose tokens stay."""
+    """Run and undo a step of every way `rounds` times; then a step of `ahead`, which is kept."""
     rows = batch.rows
     before = [runner.cache.lengths[row] for row in rows]
     order = [way for _ in range(rounds) for way in random.sample(list(ways), len(ways))]
@@ -214,7 +215,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"[{default}]")
     parser.add_argument("--budget", type=int, nargs="+", default=[257, 1025, 2049])
     parser.add_argument(
-        "--seconds", type=float, default=1.5, help="a cell of the first table; 0: none"
+        "--seconds", type=float, default=1.5, help="per row of the first table; 0: skip it [1.5]"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,11 +1,11 @@
-"""Time attention, linear layers and collectives against what this machine can do at most.
+"""Time attention, linear layers and collectives, and compare them with this machine's ceilings.
 
     python scripts/bench_kernels.py            # about 5 minutes on 2 cores
     python scripts/bench_kernels.py --quick    # under one
     python scripts/bench_kernels.py --json kernels.json
 
-Ways are timed in turn within one cell, and their outputs compared first. Tensors are larger than
-the caches: a decode step finds none of the KV cache there.
+For each problem the implementations are timed in turn, after their outputs are compared. Tensors
+are larger than the CPU caches, so a decode step reads the KV cache from memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ COLUMNS = (
     ("linear", "call", "dtype", "out", "in", "rows"),
     ("collectives", "backend", "collective", "ranks", "bytes"),
 )
-COLD_BYTES = 256 << 20  # layers are added until their K and V are as large
-TOLERANCE = 2e-2  # between ways, in bfloat16, on outputs of means over thousands of tokens
+COLD_BYTES = 256 << 20  # K and V of all layers together
+TOLERANCE = 2e-2  # between implementations, in bfloat16, for means over thousands of tokens
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "grouped": GroupedBackend,
     "native": NativeBackend,
@@ -57,7 +57,7 @@ LINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One attention problem: decode at T = 1, verification above, prefill at hundreds."""
+    """One attention problem: T is 1 for decoding, a few for verification, hundreds for prefill."""
 
     dtype: str
     batch: int
@@ -69,13 +69,13 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """Of K and V that it has to read."""
+        """Bytes of K and V that must be read."""
         size = 2 if self.dtype == "bfloat16" else 4
         return 2 * self.batch * self.kv_heads * self.head_size * (self.seq_len + self.T) * size
 
     @property
     def flops(self) -> int:
-        """Of both products, over what is visible."""
+        """FLOPs of both products over the visible tokens."""
         seen = self.T * self.seq_len + self.T * (self.T + 1) // 2
         return 4 * self.batch * self.heads * self.head_size * seen
 
@@ -102,7 +102,7 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def attention_cell(cell: Cell, seconds: float) -> list[dict[str, Any]]:
-    """One row a backend. `torch_sdpa` is the stock call on plain tensors, without the cache."""
+    """One row per backend. `torch_sdpa` is torch's own call on dense tensors, without the cache."""
     torch.manual_seed(0)
     dtype = getattr(torch, cell.dtype)
     layers = max(1, -(-COLD_BYTES // cell.bytes))
@@ -142,7 +142,7 @@ def filled_view(backend: AttentionBackend, cell: Cell, layers: int, dtype: torch
         cache.allocate(row, cell.seq_len + cell.T)
     generator = torch.Generator().manual_seed(1)
     size = (1, cell.seq_len, cell.kv_heads, cell.head_size)
-    for row in rows:  # one row at a time: the float32 numbers need not all exist
+    for row in rows:  # one row at a time to save memory
         slots = cache.slots(torch.tensor([row]), torch.arange(cell.seq_len).view(1, -1))
         k, v = (torch.randn(size, generator=generator).to(dtype) for _ in "kv")
         for layer in range(layers):
@@ -173,7 +173,7 @@ def call_sdpa(
 
 
 def linear_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
-    """Weights [out, in] times a few rows, as the model calls it and the other way about."""
+    """Weights [out, in] times a few rows: as the model calls it, transposed, and packed."""
     shapes = [(2048, 256), (4096, 4096)] if quick else [(2048, 256), (1152, 384), (4096, 4096)]
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -200,7 +200,7 @@ def apply_packed(x: Tensor, linear: PackedLinear) -> Tensor:
 
 
 def over(weights: Sequence[Any], call: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
-    """`call` with the next of `weights` each time."""
+    """A function that calls `call` with the next of `weights` each time."""
     order = cycle(weights)
 
     def next_call() -> Tensor:
@@ -210,7 +210,7 @@ def over(weights: Sequence[Any], call: Callable[[Any], Tensor]) -> Callable[[], 
 
 
 def collective_rows(seconds: float) -> list[dict[str, Any]]:
-    """All-reduce and all-gather between 2 ranks of one thread, in processes of their own."""
+    """All-reduce and all-gather between 2 ranks with one thread each, in separate processes."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -222,7 +222,7 @@ def collective_rows(seconds: float) -> list[dict[str, Any]]:
 
 
 def collective_rank(path: Path, seconds: float) -> None:
-    """One rank of `collective_rows`; the first writes what it measured."""
+    """One rank of `collective_rows`. Rank 0 writes its measurements to `path`."""
     torch.set_num_threads(1)
     launch, rows = read_launch(), []
     rounds = max(20, int(400 * seconds))
@@ -230,7 +230,7 @@ def collective_rank(path: Path, seconds: float) -> None:
         everyone = tuple(range(launch.world_size))
         group = make_groups(launch, everyone, torch.device("cpu"), name).target
         for num_bytes in (256, 4 * 256 * 4, 20 * 4096 * 4):
-            x = torch.zeros(num_bytes // 4)  # zero stays zero, however often it is summed
+            x = torch.zeros(num_bytes // 4)  # repeated sums of zeros do not overflow
             ways: dict[str, Callable[[], Any]] = {
                 "all_reduce": partial(group.all_reduce, x),
                 "all_gather": partial(group.all_gather, x),
@@ -266,7 +266,7 @@ def print_tables(measured: dict[str, Any]) -> None:
 
 
 def share_of_peak(kind: str, row: dict[str, Any], machine: dict[str, Any]) -> str:
-    """Of the read bandwidth, or of the FLOP/s where those bind."""
+    """The share of the read bandwidth, or of the FLOP/s if those are the limit."""
     if kind == "collectives":
         return ""
     dtype = row["dtype"]
@@ -281,9 +281,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer cells, under a minute")
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, help="a cell (default 4, with --quick 1)")
+    parser.add_argument("--seconds", type=float, help="per cell (default 4, with --quick 1)")
     parser.add_argument("--collectives_to", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     seconds = args.seconds or (1.0 if args.quick else 4.0)

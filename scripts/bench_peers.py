@@ -1,19 +1,20 @@
-"""Time decode steps, verifications and prefill of this project beside other decoders: same weights,
-same token ids, same threads, taken in turn.
+"""Compare decode steps, verifications and prefill of this project with other decoders: with the
+same weights, token ids and threads, in turn.
 
     python scripts/bench_peers.py
     python scripts/bench_peers.py --openvino_python VENV/bin/python \\
         --llama_cpp_python OTHER_VENV/bin/python --json peers.json
 
-Then whole generations with the packaged demo model on its demo text: this project with and without
-self-speculation, transformers' `generate` with and without its assisted generation.
+Then compares whole generations with the packaged demo model on its demo text: this project with and
+without self-speculation, and transformers' `generate` with and without its assisted generation.
 
-`transformers` is measured always. The others are where a virtual environment of their own is named:
-OpenVINO GenAI's needs `openvino-genai` and `optimum-intel`, llama.cpp's `llama-cpp-python` (built
-with CMAKE_ARGS=-DGGML_NATIVE=ON) and `gguf`. Every peer first emits the same float32 tokens from
-the same prompts; only then is anything timed, in bfloat16 where this CPU computes in it (llama.cpp
-with a float16 KV cache, which it reads faster). A verification takes 4 tokens a row. The model is
-random: 6 layers, width 384, 6 heads of 64, FFN 1024, vocabulary 4096.
+`transformers` is always measured. The others are measured if their own virtual environment is
+given. That of OpenVINO GenAI needs `openvino-genai` and `optimum-intel`; that of llama.cpp needs
+`gguf` and `llama-cpp-python`, built with CMAKE_ARGS=-DGGML_NATIVE=ON. Before anything is timed, all
+peers must emit the same float32 tokens from the same prompts. Times are for bfloat16 if this CPU
+has fast bfloat16 (llama.cpp with a float16 KV cache, which is faster for it). A verification has 4
+tokens per row. The model is random: 6 layers, hidden size 384, 6 heads of 64, FFN 1024, vocabulary
+4096.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ GENERATED_PREFIX = 4096
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, checked; `pythons` is by peer. Raises ValueError."""
+    """The checked command line, with `pythons` by peer. Raises ValueError for a wrong value."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own = {name: entry.modules for name, entry in PEERS.items() if entry.modules}
     for name, modules in own.items():
@@ -66,23 +67,23 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         metavar="KV_HEADS:PREFIX",
         default=[f"{case.kv_heads}:{case.prefix}" for case in CASES],
-        help="of the random model (default: %(default)s)",
+        help="KV heads and prefix lengths for the random model (default: %(default)s)",
     )
     parser.add_argument(
         "--generated_prefix",
         type=int,
         default=GENERATED_PREFIX,
-        help="tokens before whole generations, 0: leave them out (default: %(default)s)",
+        help="prefix length in tokens for whole generations; 0: skip them (default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
     options = parser.parse_args(arguments)
     if options.threads < 1:
         raise ValueError(f"--threads {options.threads}: must be at least 1")
     if options.generated_prefix < 0:
         raise ValueError(f"--generated_prefix {options.generated_prefix}: must be at least 0")
     if options.json and not options.json.parent.is_dir():
-        raise ValueError(f"--json {options.json}: no directory {options.json.parent}")
+        raise ValueError(f"--json {options.json}: directory {options.json.parent} does not exist")
     options.cases = [read_case(text) for text in options.cases]
     given = {name: getattr(options, f"{name}_python") for name in own}
     options.pythons = {name: python for name, python in given.items() if python}
@@ -92,12 +93,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def read_case(text: str) -> Case:
-    """Of "KV_HEADS:PREFIX". Raises ValueError."""
+    """The case of "KV_HEADS:PREFIX". Raises ValueError for a wrong value."""
     most = POSITIONS - ROOM
     try:
         case = Case(*map(int, text.split(":")))
     except (ValueError, TypeError):
-        raise ValueError(f"--cases {text}: wanted is KV_HEADS:PREFIX, such as 6:4096") from None
+        raise ValueError(f"--cases {text}: must be KV_HEADS:PREFIX, such as 6:4096") from None
     if case.kv_heads < 1 or HEADS % case.kv_heads:
         raise ValueError(f"--cases {text}: KV heads must divide {HEADS}")
     if not VERIFIED <= case.prefix <= most:
@@ -108,7 +109,7 @@ def read_case(text: str) -> Case:
 def measure_decode(
     cases: Sequence[Case], pythons: dict[str, str], dtype: str, threads: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows of `measure` for all cases, and the versions of the peers."""
+    """The rows of `measure` for all cases, and the versions of the peers."""
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -149,7 +150,7 @@ def decode_table(measured: dict[str, Any]) -> Table:
 
 
 def spread(row: dict[str, Any], prefix: str) -> tuple[str, str]:
-    """Median and 10th to 90th percentile, or "-" of what the peer cannot do."""
+    """Median, and 10th to 90th percentile; "-" if the peer cannot do it."""
     median, low, high = (row[f"{prefix}{name}"] for name in ("ms", "ms_p10", "ms_p90"))
     return ("-", "-") if median is None else (f"{median:.2f}", f"{low:.2f}-{high:.2f}")
 
@@ -192,7 +193,7 @@ def main() -> None:
         sys.exit(2)
     try:
         run(options)
-    except RuntimeError as error:  # a peer failed, or emits other tokens
+    except RuntimeError as error:  # a peer failed or emits different tokens
         sys.exit(f"{program}: {error}")
 
 

@@ -1,13 +1,13 @@
-"""Is `--gamma auto` ever slower than not speculating? Runs it over a grid of batch, prefix and KV
-budget, each cell against the baseline of its own run, and prints the speedups.
+"""Is `--gamma auto` ever slower than autoregressive decoding? Runs a grid of batch sizes, prefix
+lengths and KV budgets, and prints each run's speedup over its own baseline.
 
     python scripts/check_gamma.py
     python scripts/check_gamma.py --B 4 --prefix_len 4096 --kv_policy verified --fixed 1 2 4
 
-Every run is a process of its own whose tokens are checked against its baseline as always. With
-`--fixed`, the same cell under those numbers of draft tokens too, so that what auto chose can be
-judged. Batches of short prefixes take a fraction of a second, so that many are needed before a few
-per cent can be told from a busy host: 0.97 is asked of the median, its standard error is beside it.
+Every run is a process of its own and checks its tokens against its baseline. `--fixed` also runs
+each cell with those numbers of draft tokens, to judge what auto chose. Batches with short prefixes
+take a fraction of a second, so many batches are needed to tell a few per cent from noise. The
+median speedup should be at least 0.97; its standard error is printed beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BAR = 0.97
 
 @dataclass(frozen=True)
 class Cell:
-    """What one run measured; `gamma` as it was asked for."""
+    """The results of one run; `gamma` is the value of its flag."""
 
     batch_size: int
     prefix_len: int
@@ -70,7 +70,9 @@ def measure(
 
 
 def print_cells(cells: list[Cell]) -> None:
-    table = Table(title="against autoregressive decoding in the same run", title_justify="left")
+    table = Table(
+        title="compared with autoregressive decoding in the same run", title_justify="left"
+    )
     for label in ("B", "prefix", "budget", "gamma", "drafted", "acceptance", "tokens/s"):
         table.add_column(label, justify="right", no_wrap=True)
     table.add_column("speedup", justify="right", no_wrap=True)
@@ -106,11 +108,11 @@ def main() -> None:
     parser.add_argument("--B", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--prefix_len", nargs="+", type=int, default=[512, 4096, 16384])
     parser.add_argument("--budget", nargs="+", type=int, default=[65, 257])
-    parser.add_argument("--fixed", nargs="*", default=[], help="draft tokens, beside auto")
+    parser.add_argument("--fixed", nargs="*", default=[], help="gammas to run besides auto")
     parser.add_argument("--gen_len", type=int, default=128)
     parser.add_argument("--num_batches", type=int, default=5, help="at least 2")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write what was measured here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     cells = []
     with tempfile.TemporaryDirectory() as name:

@@ -1,12 +1,13 @@
-"""Measured against predicted: runs self-speculation over a small grid, predicts each cell from a
-probe of the same machine, and prints how far off the prediction was.
+"""Compare predicted with measured times: runs self-speculation over a small grid, predicts each
+cell from a probe of the same machine, and prints the error of the prediction.
 
     python scripts/check_plan.py
     python scripts/check_plan.py --B 1 4 8 --prefix_len 4096 16384 --ranks 2 --json check.json
 
-Every run is a process of its own, checked against its baseline as always. The prediction is given
-the run's own acceptance per position, so what is judged is the times. Probes before and after; the
-better of the two counts, since a busy host only makes rates worse.
+Every run is a process of its own and checks its tokens against its baseline. The prediction uses
+the run's own acceptance per position, so only the times are judged. The machine is probed before
+and after the runs, and the better probe is used, because other load on the host only lowers the
+rates.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COLUMNS = ("decode_ms", "draft_ms", "verify_ms", "speedup")
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: what was measured and what had been predicted, by the names in COLUMNS."""
+    """The measured and the predicted values of one run, by the names in COLUMNS."""
 
     batch_size: int
     prefix_len: int
@@ -50,7 +51,7 @@ def probe(args: argparse.Namespace, path: Path) -> MachineFile:
 
 
 def run(args: argparse.Namespace, batch_size: int, prefix_len: int, path: Path) -> RunRecord:
-    """The record of one cell."""
+    """Run one cell and return its record."""
     threads = [] if args.threads is None else ["--threads", args.threads]
     return run_selfspec(
         path, args.ranks, "--model", args.model, "--B", batch_size, "--gamma", args.gamma,
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, batch_size: int, prefix_len: int, path: Path) 
 
 
 def better(one: MachineFile, other: MachineFile) -> MachineFile:
-    """The probe that saw the machine less disturbed: the one that read faster."""
+    """The probe with the higher read bandwidth, which was less disturbed by other load."""
     return max(one, other, key=lambda machine: machine.read_bytes_per_s)
 
 
@@ -73,7 +74,7 @@ def compare(record: RunRecord, machine: MachineFile) -> Cell:
     model = find_config("--model", config["model"]["model"])
     ranks = record.environment.world_size
     target = Deployment(model, machine.hardware(dtype), DTYPE_BYTES[dtype], ranks)
-    # The context grows while it is decoded: its middle stands for it.
+    # The context grows during decoding; the prediction is for its mean length.
     context = w["prefix_len"] + w["gen_len"] // 2
     way = Speculation(target, target, config["kv"]["budget"], curve)
     p = way.predict(w["batch_size"], context, gamma)
@@ -117,8 +118,8 @@ def main() -> None:
     parser.add_argument("--gen_len", type=int, default=64)
     parser.add_argument("--num_batches", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--threads", type=int, help="a rank; default: cores / ranks")
-    parser.add_argument("--json", type=Path, help="write what was measured and predicted here")
+    parser.add_argument("--threads", type=int, help="per rank [cores / ranks]")
+    parser.add_argument("--json", type=Path, help="write all values to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

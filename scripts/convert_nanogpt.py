@@ -1,9 +1,9 @@
-"""A nanoGPT checkpoint as a directory for `--model`.
+"""Convert a nanoGPT checkpoint to a directory for `--model`.
 
     python scripts/convert_nanogpt.py out-shakespeare-char/ckpt.pt --out shakespeare
 
-`meta.pkl`, if it lies beside the checkpoint, becomes the tokenizer; a model of GPT-2's vocabulary
-needs GPT-2's tokenizer.json put into the directory.
+If `meta.pkl` is beside the checkpoint, the tokenizer is made from it. For a model with GPT-2's
+vocabulary, copy GPT-2's tokenizer.json into the directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
         "--activation",
         choices=("gelu", "gelu_new"),
         default="gelu",
-        help="gelu_new: checkpoints of before February 2023",
+        help="gelu_new is for checkpoints from before February 2023 [gelu]",
     )
     args = parser.parse_args()
     try:
@@ -33,7 +33,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    rest = "" if has_tokenizer else "; it needs a tokenizer.json: no meta.pkl beside the checkpoint"
+    rest = "" if has_tokenizer else "; add a tokenizer.json: no meta.pkl to make it from was found"
     print(f"wrote {args.out}{rest}")
     return 0
 

@@ -3,12 +3,12 @@
 #
 #   scripts/gpu_suite.sh [STAGE...] [--device cuda|cpu] [--tiny] [--seconds N]
 #
-# Without a STAGE all of them, the most important first: tests attention llama31 predict peers llama2
-# demo summary. Each is a process of its own, ends within 10 minutes and writes $OUT/STAGE.json (OUT
-# defaults to results/gpu), whatever becomes of the others. A stage that is called again keeps the
-# cells that are there and measures what is missing, so that a long stage may be called repeatedly.
-# PYTHON names the interpreter; default: the first that has a torch for the device and what the tests
-# need.
+# Without a STAGE all stages run, the most important first: tests attention llama31 predict peers
+# llama2 demo summary. Each stage runs in a process of its own for at most 10 minutes and writes
+# $OUT/STAGE.json (default of OUT: results/gpu), even if other stages fail. A stage that runs again
+# keeps the cells that were measured and measures the missing ones, so a long stage can be run
+# repeatedly. PYTHON names the interpreter; the default is the first one with a torch for the device
+# and the packages that the tests need.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${OUT:-results/gpu}
@@ -18,7 +18,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --device) device=${2-} && options+=("$1" "$device") && shift ;;
     --seconds) options+=("$1" "${2-}") && shift ;;
-    --out) echo "gpu_suite.sh: --out: name the directory in OUT" >&2 && exit 2 ;;
+    --out) echo "gpu_suite.sh: --out is not a flag here; set the variable OUT" >&2 && exit 2 ;;
     -*) options+=("$1") ;;
     *) stages+=("$1") ;;
     esac
@@ -32,7 +32,8 @@ for stage in "${stages[@]}"; do
     esac
 done
 
-# Says on stderr what it found, on stdout whether the package's metadata is there; 3: no such device.
+# Prints the installed versions to stderr, and to stdout whether the package's metadata is there.
+# Exits with 3 if the device is missing.
 probe='
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -50,7 +51,7 @@ print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, option
 needed = "numpy safetensors tokenizers sentencepiece rich pytest pytest_timeout hypothesis"
 missing = [name for name in needed.split() if not find_spec(name)]
 if missing:
-    sys.exit("gpu_suite.sh: missing here: " + ", ".join(missing))
+    sys.exit("gpu_suite.sh: missing packages: " + ", ".join(missing))
 print(shown("magicdec"))
 '
 export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -60,10 +61,10 @@ for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
     package=$("$candidate" -c "$probe" "$device") && python=$candidate && break
 done
 if [ -z "$python" ]; then
-    echo "gpu_suite.sh: no python here has what is needed for --device $device; name one in PYTHON" >&2
+    echo "gpu_suite.sh: no python has the packages for --device $device; set PYTHON" >&2
     exit 2
 fi
-# Where the package was never installed its metadata is missing; it is made here from pyproject.toml.
+# If the package is not installed, its metadata is made from pyproject.toml.
 if [ "$package" = "magicdec missing" ]; then
     mkdir -p build/gpu_site
     "$python" -c "from setuptools import build_meta as b

@@ -1,5 +1,5 @@
-"""What the benchmark scripts share: interleaved timing, what this machine can do at most, and runs
-in processes of their own."""
+"""Helpers of the benchmark scripts: interleaved timing, the ceilings of this machine, and runs of
+`magicdec` in separate processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ CONSOLE = "from magicdec.cli.commands import console; console()"
 
 
 def run_command(ranks: int, *flags: object) -> None:
-    """`magicdec <flags>` on so many ranks; its output is shown only if it fails, which ends this
-    program."""
+    """Run `magicdec <flags>` on `ranks` ranks. If it fails, print its output and exit."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -39,14 +38,14 @@ def run_command(ranks: int, *flags: object) -> None:
 
 
 def run_selfspec(path: Path, ranks: int, *flags: object) -> RunRecord:
-    """The record of one `magicdec selfspec` run, appended to `path`."""
+    """Run `magicdec selfspec` and return its record, which is appended to `path`."""
     run_command(ranks, "selfspec", *flags, "--results", path)
     return load_records(path)[-1]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one way of doing something: median, and the 10th and 90th percentile."""
+    """Milliseconds of a call: median, 10th and 90th percentile."""
 
     ms: float
     ms_p10: float
@@ -59,8 +58,8 @@ class Timing:
 def interleaved(
     ways: dict[str, Callable[[], Any]], seconds: float, at_least: int = 5
 ) -> dict[str, Timing]:
-    """Time `ways` in turn, round after round, for about `seconds` in all: what disturbs the machine
-    disturbs each alike. One round before the first is not counted."""
+    """Time `ways` in turn, round after round, for about `seconds` in total, so that other load on
+    the machine affects all of them equally. An untimed round warms up."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for call in ways.values():
         call()
@@ -74,14 +73,14 @@ def interleaved(
 
 
 def timing_of(seconds: list[float]) -> Timing:
-    """Of at least two samples."""
+    """The Timing of at least two samples."""
     values = [1e3 * value for value in seconds]
     tenths = statistics.quantiles(values, n=10, method="inclusive")
     return Timing(statistics.median(values), tenths[0], tenths[-1])
 
 
 def describe_machine() -> dict[str, Any]:
-    """The ceilings that everything else is compared with, measured now."""
+    """CPU, threads, torch version, and the measured ceilings for bandwidth and GEMMs."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
     return {

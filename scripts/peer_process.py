@@ -1,5 +1,5 @@
-"""Peers in processes of their own, seen from `bench_peers.py`: whether a Python can run one, its
-export, and its worker with commands and answers."""
+"""Runs peers in separate processes for `bench_peers.py`: checks the Python interpreter, exports the
+model, and sends commands to the worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIND = (
 
 @dataclass(frozen=True)
 class Start:
-    """A peer of `PEERS`, the Python that runs it and the model it loads."""
+    """A peer of `PEERS`, the Python that runs it and the model that it loads."""
 
     name: str
     python: str
@@ -32,7 +32,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a peer is built for: CPU threads, cached tokens of a row, rows."""
+    """CPU threads, cached tokens per row and rows for which a peer is created."""
 
     threads: int
     max_tokens: int
@@ -40,20 +40,20 @@ class Sizes:
 
 
 def check_python(name: str, python: str) -> None:
-    """Raises ValueError if `python` is not one that has the modules of peer `name`."""
+    """Raises ValueError if `python` cannot be run or lacks modules that peer `name` needs."""
     flag, modules = f"--{name}_python", PEERS[name].modules
-    wanted = f"wanted is the python of an environment with {' and '.join(modules)}"
+    wanted = f"choose the python of an environment with {' and '.join(modules)}"
     try:
         done = subprocess.run([python, "-c", FIND, *modules], capture_output=True, text=True)
     except OSError as error:
         raise ValueError(f"{flag} {python}: {error.strerror}; {wanted}") from None
     if done.returncode:
-        raise ValueError(f"{flag} {python}: not found there: {last_line(done.stderr)}; {wanted}")
+        raise ValueError(f"{flag} {python}: lacks {last_line(done.stderr)}; {wanted}")
 
 
 def export_model(start: Start, source: Path) -> None:
     """Write `start.model` from transformers' checkpoint in `source`, with the peer's own Python.
-    Raises RuntimeError."""
+    Raises RuntimeError if that fails."""
     command = [start.python, str(SCRIPT), "export", start.name, str(source), str(start.model)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -65,8 +65,8 @@ def last_line(text: str) -> str:
 
 
 class Worker:
-    """A peer, loaded. Leaving it as a context ends its process. Raises RuntimeError where the peer
-    does not answer, with the last line that it wrote to stderr."""
+    """A loaded peer in its process, which ends when the context is left. Raises RuntimeError with
+    the last line of its stderr if the peer does not answer."""
 
     def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
         self.name = start.name
@@ -117,5 +117,5 @@ class Worker:
 
 
 def started_here(name: str, model: Path) -> Start:
-    """Of a peer that lives in this environment."""
+    """The Start of a peer that runs in this environment."""
     return Start(name, sys.executable, model)

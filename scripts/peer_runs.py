@@ -1,6 +1,6 @@
-"""What `bench_peers.py` measures: decode steps, verifications and prefill of peers taken in turn on
-a random model, and whole generations on the demo model. Each first with the check that all emit the
-same float32 tokens, or nothing is measured."""
+"""The measurements of `bench_peers.py`: decode steps, verifications and prefill of all peers in
+turn on a random model, and whole generations on the demo model. Both first check that all peers
+emit the same float32 tokens, and measure nothing if not."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from magicdec.workload.workload import build_workload
 VOCAB, LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 4096, 6, 384, 6, 64, 1024
 POSITIONS = 32768
 BATCH, CHECKED_PROMPT, CHECKED_TOKENS = 4, 200, 24
-VERIFIED = 4  # tokens a row of a verification
-ROUNDS = 6  # interleaved turns of a cell; the first warms up
-REPEATS = {"transformers": 2}  # of a step and a verification in a turn; others REPEATS_A_TURN
+VERIFIED = 4  # tokens per row in a verification
+ROUNDS = 6  # interleaved turns per case; the first warms up
+REPEATS = {"transformers": 2}  # steps and verifications per turn; other peers: REPEATS_A_TURN
 REPEATS_A_TURN = 10
-GENERATED, GENERATED_ROUNDS, GENERATED_CHECKED = 96, 3, 2048  # the last: longest prefix checked
+GENERATED, GENERATED_ROUNDS, GENERATED_CHECKED = 96, 3, 2048  # the last: longest prefix to check
 WARM_PREFIX, WARM_TOKENS = 1024, 8
-ROOM = 128  # tokens of cache past the longest prompt
+ROOM = 128  # cached tokens per row beyond the prompt
 DEMO = Path(__file__).parents[1] / "magicdec" / "demo" / "target"
 
 
@@ -39,12 +39,12 @@ class Case:
     prefix: int
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Of the whole batch's cache, which a decode step reads."""
+        """Bytes of the whole batch's KV cache, which a decode step reads."""
         return 2 * LAYERS * BATCH * self.kv_heads * HEAD_DIM * self.prefix * itemsize
 
 
 def save_model(kv_heads: int, directory: Path) -> None:
-    """Random weights of the benchmark's shape, as transformers saves them."""
+    """Save a random model of the benchmark's shape with transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(kv_heads)
@@ -64,13 +64,13 @@ def make_prompts(length: int) -> list[list[int]]:
 
 
 def make_drafts(prompts: list[list[int]]) -> list[list[int]]:
-    """Something to verify: any ids cost the same."""
+    """Draft tokens to verify. Their values do not affect the time."""
     return [prompt[1 - VERIFIED :] for prompt in prompts]
 
 
 def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
-    """Every peer emits the same tokens in float32 and verifies the same drafts alike, halfway, with
-    no trace in what follows. Returns their versions; raises RuntimeError."""
+    """Check that all peers emit the same tokens in float32, also after a verification halfway, and
+    that their verifications agree. Returns their versions. Raises RuntimeError if they differ."""
     emitted, verified, versions = {}, {}, {}
     prompts = make_prompts(CHECKED_PROMPT)
     for start in starts:
@@ -89,7 +89,8 @@ def check_tokens(starts: Sequence[Start], threads: int) -> dict[str, str]:
 
 
 def require_equal(what: str, rows: dict[str, list[list[int]]], count: int) -> None:
-    """The first `count` tokens of every row are those of the first peer. Raises RuntimeError."""
+    """Raises RuntimeError unless the first `count` tokens of each row are the same for all
+    peers."""
     first = next(iter(rows))
     for name, ids in rows.items():
         if [row[:count] for row in ids] != [row[:count] for row in rows[first]]:
@@ -97,8 +98,8 @@ def require_equal(what: str, rows: dict[str, list[list[int]]], count: int) -> No
 
 
 def measure(case: Case, starts: Sequence[Start], dtype: str, threads: int) -> list[dict[str, Any]]:
-    """A row a peer: milliseconds of a decode step and of a verification of the batch, and tokens a
-    second of prefill."""
+    """One row per peer: milliseconds of a decode step and of a verification of the batch, and
+    prefill tokens per second."""
     sizes = Sizes(threads, case.prefix + ROOM, BATCH)
     prompts = make_prompts(case.prefix)
     with ExitStack() as stack:
@@ -117,7 +118,7 @@ def measure(case: Case, starts: Sequence[Start], dtype: str, threads: int) -> li
 
 
 def prefixed(prefix: str, timing: Timing | None) -> dict[str, float | None]:
-    """A timing's JSON under longer names; None where there is no timing."""
+    """A timing's JSON with `prefix` before each name; values are None without a timing."""
     names = Timing.__dataclass_fields__
     return {prefix + name: getattr(timing, name) if timing else None for name in names}
 
@@ -125,7 +126,7 @@ def prefixed(prefix: str, timing: Timing | None) -> dict[str, float | None]:
 def take_turns(
     workers: Sequence[Worker], drafts: list[list[int]]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of every step and every verification by peer: interleaved, in alternating order."""
+    """Seconds of all steps and of all verifications by peer, interleaved in alternating order."""
     steps: dict[str, list[float]] = {w.name: [] for w in workers}
     verifications: dict[str, list[float]] = {w.name: [] for w in workers}
     for turn in range(ROUNDS):
@@ -142,7 +143,7 @@ def take_turns(
 
 
 def measure_generations(prefix: int, dtype: str, threads: int) -> list[dict[str, Any]]:
-    """A row a way: seconds from prompts to the last token."""
+    """One row per peer: seconds from the prompts to the last token."""
     source = find_model("--model", "demo")
     bos = source.config.bos_token_id
     workload = build_workload("demo", load_tokenizer(DEMO), bos, prefix, BATCH, 0)
@@ -168,7 +169,7 @@ def measure_generations(prefix: int, dtype: str, threads: int) -> list[dict[str,
 
 
 def check_generations(starts: Sequence[Start], prompts: list[list[int]], threads: int) -> None:
-    """All ways emit the same float32 tokens after `prompts`."""
+    """Raises RuntimeError unless all peers emit the same float32 tokens after `prompts`."""
     emitted, sizes = {}, Sizes(threads, len(prompts[0]) + ROOM, len(prompts))
     for start in starts:
         with Worker(start, "float32", sizes) as worker:

@@ -1,13 +1,14 @@
-"""One decoder in a process of its own, driven by JSON lines: what `bench_peers.py` compares.
+"""Runs one decoder of `bench_peers.py` in a process of its own, controlled by JSON lines.
 
     python scripts/peer_worker.py run PEER MODEL_DIR DTYPE THREADS MAX_TOKENS BATCH
     python scripts/peer_worker.py export PEER MODEL_DIR DIRECTORY
 
-Commands, a JSON object a line: {"do": "prefill", "prompts": [[ids]]}, {"do": "step", "count": n},
-{"do": "verify", "drafts": [[ids]], "count": n} and {"do": "generate", "prompts": [[ids]],
-"num_new": n} (prefill and decoding in one); the end of input ends the process. Each is answered by
-one line, {"seconds": [a count of them], "tokens": [[ids emitted so far] a row], "verified": [[ids]
-a row] of the last verification}. The first line, before any command, tells what was started.
+Each command is one line with a JSON object: {"do": "prefill", "prompts": [[ids]]}, {"do": "step",
+"count": n}, {"do": "verify", "drafts": [[ids]], "count": n} or {"do": "generate", "prompts":
+[[ids]], "num_new": n} (prefill and decoding). Each answer is one line: {"seconds": [one per
+repetition], "tokens": [[ids emitted so far] per row], "verified": [[ids] per row] of the last
+verification}. The first line, before any command, has the version. The process ends at the end of
+its input.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from peers.peer import Peer
 
 
 def perform(peer: Peer, command: dict[str, Any]) -> list[list[int]] | None:
-    """One command; what a verification returned."""
+    """Perform one command. Returns the verified ids, or None for other commands."""
     match command["do"]:
         case "prefill":
             peer.prefill(command["prompts"])
@@ -53,7 +54,7 @@ def serve(peer: Peer, answers: TextIO) -> None:
 
 def run(name: str, model: str, dtype: str, *sizes: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
+    os.dup2(2, 1)  # what libraries print goes to stderr
     peer: Peer = PEERS[name].load()(model, dtype, *map(int, sizes))
     ready = {"version": peer.version(), "can_verify": peer.can_verify}
     print(json.dumps(ready), file=answers, flush=True)

@@ -1,6 +1,6 @@
-"""The decoders that `bench_peers.py` compares: a file each, and a line each in `PEERS`.
+"""The decoders that `bench_peers.py` compares: each has a file here and an entry in `PEERS`.
 
-Imports nothing but the standard library: it is read in the environments of all peers.
+Imports only the standard library, because it is imported in the environments of all peers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """`where` is "module:class". A peer that needs `modules` of an environment of its own is given
-    one by the flag `--NAME_python`, or is left out, and loads what its `export` wrote. Peers that
-    `decode` are in the table of decode steps, the others in that of whole generations alone."""
+    """`where` is "module:class". A peer with `modules` runs in an environment of its own, given by
+    the flag `--NAME_python`, and loads a model written by its `export`; without the flag it is left
+    out. `decodes` and `generates`: whether it is in the table of decode steps and in the table of
+    whole generations."""
 
     where: str
     modules: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
-"""A Llama checkpoint written as GGUF, the file that llama.cpp reads, from the safetensors that
-transformers saves: the same numbers, in the names and the order of rows that llama.cpp wants.
+"""Converts a Llama checkpoint saved by transformers (safetensors) to GGUF, llama.cpp's file format:
+the same values, with llama.cpp's names and order of rows.
 
-Must not know torch: it runs where llama.cpp does. Needs numpy, and the `gguf` package to write.
+Must not import torch, because it runs in llama.cpp's environment. Needs numpy, and the `gguf`
+package for writing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OTHER_NAMES = {
 
 
 def read_bfloat16(path: Path) -> dict[str, Array]:
-    """The tensors of a safetensors file in bfloat16, as their bits: numpy has no bfloat16. uint16.
+    """The bfloat16 tensors of a safetensors file as uint16 bits, because numpy has no bfloat16.
 
     Raises ValueError for a tensor of another dtype.
     """
@@ -45,27 +46,27 @@ def read_bfloat16(path: Path) -> dict[str, Array]:
         if name == "__metadata__":
             continue
         if entry["dtype"] != "BF16":
-            raise ValueError(f"{path}: {name} is {entry['dtype']}; BF16 is read")
+            raise ValueError(f"{path}: {name} is {entry['dtype']}; it must be BF16")
         first, last = (start + offset for offset in entry["data_offsets"])
         tensors[name] = np.frombuffer(raw[first:last], np.uint16).reshape(entry["shape"])
     return tensors
 
 
 def widen(bits: Array) -> Array:
-    """float32 of the same values as the bfloat16 `bits`."""
+    """The bfloat16 values `bits` as float32."""
     wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
     return wide
 
 
 def interleave_rotary(weight: Array, num_heads: int) -> Array:
-    """Rows of a query or key projection [heads * D, width], those of a head reordered: transformers
-    turns dimension i together with i + D/2, llama.cpp 2i together with 2i + 1."""
+    """A query or key projection [heads * D, width] with the rows of each head reordered:
+    transformers rotates dimensions i and i + D/2 as a pair, llama.cpp dimensions 2i and 2i + 1."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[-1])  # [heads, 2, D/2, width]
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def gguf_tensors(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Array]:
-    """Tensors under llama.cpp's names, queries and keys in its order of rotary dimensions."""
+    """The tensors under llama.cpp's names, with its order of rotary dimensions in q and k."""
     heads = {
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
@@ -84,9 +85,9 @@ def gguf_tensors(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str,
 
 
 def write_gguf(model: Path, path: Path, dtype: str) -> None:
-    """Write the Llama model of directory `model` to `path`, matrices in `dtype` (float32,
-    bfloat16), norms always in float32: llama.cpp takes them in nothing else. No vocabulary: token
-    ids are fed as they are."""
+    """Write the Llama model in directory `model` to `path`. Matrices have `dtype` (float32 or
+    bfloat16); norms are float32, as llama.cpp requires. No vocabulary is written, because llama.cpp
+    is given token ids."""
     import gguf
 
     config = json.loads((model / "config.json").read_text())
@@ -105,7 +106,7 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
 
 
 def add_shape(writer: Any, config: dict[str, Any]) -> None:
-    """What llama.cpp must know of the architecture. Only plain rotary positions are written."""
+    """Write the architecture's sizes. Only RoPE without scaling is supported."""
     rotary = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     assert rotary.get("rope_type", "default") == "default", rotary
     writer.add_context_length(config["max_position_embeddings"])

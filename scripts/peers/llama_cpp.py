@@ -1,5 +1,5 @@
-"""llama.cpp by the low-level interface of `llama-cpp-python`: batches of token ids straight into
-`llama_decode`, with none of that package's Python around it."""
+"""llama.cpp through the low-level interface of `llama-cpp-python`: batches of token ids are passed
+to `llama_decode` directly, without that package's Python code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from peers.gguf_file import write_gguf
 from peers.peer import CHUNK, Peer
 
-PAD = 256  # llama.cpp rounds a row's room up to this
+PAD = 256  # llama.cpp rounds a row's capacity up to a multiple of this
 
 
 class LlamaCpp(Peer):
-    """A cache of its own for every row (not `kv_unified`, where a query meets the keys of all
+    """Each row has its own KV cache (not `kv_unified`, with which a query scores the keys of all
     rows).
 
-    In bfloat16 the KV cache is float16, of the same size: attention over a bfloat16 one took
-    llama.cpp more than twice as long. Flash attention is used where every query head has a KV head
-    of its own: where they share, a step without it took two thirds of the time, and a verification
-    less than half. In float32 it is never used: it rounds keys and values to float16 even then, and
-    so emits other tokens.
+    For bfloat16 the KV cache is float16, which has the same size: with a bfloat16 cache llama.cpp's
+    attention took more than twice as long. Flash attention is used only if every query head has its
+    own KV head: with grouped heads, a step without it took two thirds of the time, and a
+    verification less than half. In float32 it is never used, because it rounds keys and values to
+    float16 and so changes the emitted tokens.
     """
 
     can_verify = True
@@ -93,12 +93,12 @@ class LlamaCpp(Peer):
         params.kv_unified = False
         context = self.lib.llama_init_from_model(self.model, params)
         if not context:
-            raise RuntimeError(f"llama.cpp refuses {params.n_ctx} tokens of {dtype}")
+            raise RuntimeError(f"llama.cpp refuses a context of {params.n_ctx} tokens in {dtype}")
         return context
 
     def _forward(self, rows: list[list[int]], last_only: bool = False) -> list[list[int]]:
-        """Append `rows` [B, T] and return the greedy ids after each token: [B, T], of the last one
-        alone [B, 1] with `last_only`."""
+        """Append `rows` [B, T] and return the greedy ids after each token, [B, T], or with
+        `last_only` after the last token, [B, 1]."""
         import numpy as np
 
         num_rows, num_new = len(rows), len(rows[0])
@@ -117,7 +117,7 @@ class LlamaCpp(Peer):
         return [ids[i : i + width] for i in range(0, len(ids), width)]
 
     def _greedy(self, index: int) -> int:
-        """The token of the largest logit at place `index` of the batch."""
+        """The token with the largest logit at position `index` of the batch."""
         import numpy as np
 
         logits = self.lib.llama_get_logits_ith(self.context, index)
@@ -125,8 +125,8 @@ class LlamaCpp(Peer):
 
     @staticmethod
     def _make_arrays(size: int) -> dict[str, Any]:
-        """Memory of a `llama_batch`: numpy fills it faster than ctypes. A token's rows are a list
-        behind a pointer, here always of one."""
+        """Arrays for the fields of a `llama_batch`; numpy fills them faster than ctypes. `seq_id`
+        is an array of pointers to lists of rows, here of one row per token."""
         import numpy as np
 
         arrays: dict[str, Any] = {
@@ -138,7 +138,7 @@ class LlamaCpp(Peer):
         return arrays
 
     def _batch(self, num_tokens: int) -> Any:
-        """The first tokens of the arrays, as `llama_decode` takes them."""
+        """A `llama_batch` of the first `num_tokens` tokens in the arrays."""
         batch = self.lib.llama_batch()
         batch.n_tokens = num_tokens
         for name, kind in batch._fields_[1:]:

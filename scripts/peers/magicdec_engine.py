@@ -1,4 +1,4 @@
-"""This project: its engine on one rank with the native attention backend."""
+"""This project's engine, on one rank with the native attention backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from peers.peer import CHUNK, Peer
 
 
 class Magicdec(Peer):
-    """Autoregressive decoding as the drivers run it."""
+    """Autoregressive decoding, with the same engine and strategy as in the drivers."""
 
     can_verify = True
 
@@ -32,7 +32,7 @@ class Magicdec(Peer):
         loaded = load_kind(source, Shard(), Kinds(dtype, dtype, *faster), cpu)
         backend = load_named(ATTENTION_BACKENDS, "native")()
         self.runner = ModelRunner(loaded, backend, Group((0,), 0), batch, max_tokens)
-        self.num_drafts = 0  # tokens a row holds past what it emits
+        self.num_drafts = 0  # draft tokens per row cached in a step beyond the committed ones
         self.engine = Engine(self.runner, CHUNK)
         setup = Setup(self.runner, DecodingSection(), KVSection("full"))
         self.strategy = make_strategy("autoregressive", setup)
@@ -76,7 +76,7 @@ class Magicdec(Peer):
 
 
 class MagicdecSelfSpeculation(Magicdec):
-    """Self-speculation, 3 draft tokens from 257 cached ones."""
+    """Self-speculation with 3 draft tokens and a StreamingLLM budget of 257 tokens."""
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         from magicdec.config.sections import DecodingSection, KVSection

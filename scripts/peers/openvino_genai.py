@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous batching, on a model exported by optimum-intel."""
+"""OpenVINO GenAI's continuous batching pipeline, with a model exported by optimum-intel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TOKENIZER = Path(__file__).parents[2] / "magicdec" / "demo" / "target" / "tokeni
 
 
 class OpenVINO(Peer):
-    """KV cache and arithmetic in the dtype asked for. Its interface has no forward of several given
-    tokens, so it cannot verify."""
+    """KV cache and arithmetic in `dtype`. It cannot verify, because its interface has no forward of
+    several given tokens."""
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import openvino_genai
@@ -21,7 +21,7 @@ class OpenVINO(Peer):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = CHUNK * batch
         scheduler.max_num_seqs = batch
-        scheduler.num_kv_blocks = 2 * batch * (max_tokens // 16)  # blocks are of 16 or 32 tokens
+        scheduler.num_kv_blocks = 2 * batch * (max_tokens // 16)  # for blocks of 16 or 32
         scheduler.enable_prefix_caching = False
         short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
         properties = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
@@ -34,7 +34,7 @@ class OpenVINO(Peer):
 
     @staticmethod
     def export(model: Path, directory: Path) -> None:
-        """Uncompressed; with the demo's tokenizer: the pipeline wants one."""
+        """Export without compression, and with the demo's tokenizer, as the pipeline needs one."""
         import openvino
         from openvino_tokenizers import convert_tokenizer
         from optimum.intel import OVModelForCausalLM

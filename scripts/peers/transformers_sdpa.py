@@ -1,5 +1,5 @@
-"""transformers with PyTorch's `scaled_dot_product_attention`: its forward alone, and its `generate`
-with and without assistance."""
+"""transformers with PyTorch's `scaled_dot_product_attention`: its forward in a plain loop, and its
+`generate` with and without assisted generation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peers.peer import CHUNK, Peer
 
 
 class Transformers(Peer):
-    """The library's own forward with its cache in a plain loop: `generate` less overhead."""
+    """The library's forward with its cache in a plain loop, without the overhead of `generate`."""
 
     can_verify = True
 
@@ -55,7 +55,7 @@ class Transformers(Peer):
         return ids
 
     def _forward(self, ids: Any, keep: int) -> Any:
-        """Greedy ids after the last `keep` tokens of `ids` [B, T], 0: after each of them."""
+        """Greedy ids after the last `keep` tokens of `ids` [B, T]; 0: after all of them."""
         import torch
 
         with torch.inference_mode():
@@ -64,7 +64,7 @@ class Transformers(Peer):
 
 
 class TransformersGenerate(Transformers):
-    """`generate`, all prompts in one call."""
+    """`generate` with all prompts in one call."""
 
     assistant: Any = None
 
@@ -72,7 +72,7 @@ class TransformersGenerate(Transformers):
         import torch
 
         ids = torch.tensor(prompts)
-        together = [ids] if self.assistant is None else ids.split(1)  # assisted: one row a call
+        together = [ids] if self.assistant is None else ids.split(1)  # assisted: one row per call
         rows = [
             self.model.generate(
                 part, attention_mask=torch.ones_like(part), do_sample=False,
@@ -85,7 +85,7 @@ class TransformersGenerate(Transformers):
 
 
 class TransformersAssisted(TransformersGenerate):
-    """Assisted generation with the small model that stands beside the target as `draft/`."""
+    """Assisted generation with the small model in the directory `draft` beside the target."""
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         from pathlib import Path

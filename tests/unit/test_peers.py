@@ -33,17 +33,20 @@ HERE = sys.executable
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cases", "6"], "--cases 6: wanted is KV_HEADS:PREFIX, such as 6:4096"),
-        (["--cases", "6:4k"], "--cases 6:4k: wanted is KV_HEADS:PREFIX, such as 6:4096"),
+        (["--cases", "6"], "--cases 6: must be KV_HEADS:PREFIX, such as 6:4096"),
+        (["--cases", "6:4k"], "--cases 6:4k: must be KV_HEADS:PREFIX, such as 6:4096"),
         (["--cases", "4:4096"], "--cases 4:4096: KV heads must divide 6"),
         (["--cases", "0:4096"], "--cases 0:4096: KV heads must divide 6"),
         (["--cases", "6:40000"], "--cases 6:40000: the prefix must be from 4 to 32640"),
         (["--threads", "0"], "--threads 0: must be at least 1"),
         (["--generated_prefix", "-1"], "--generated_prefix -1: must be at least 0"),
-        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: no directory /nowhere"),
+        (
+            ["--json", "/nowhere/a.json"],
+            "--json /nowhere/a.json: directory /nowhere does not exist",
+        ),
         (
             ["--llama_cpp_python", "/nowhere/python"],
-            "--llama_cpp_python /nowhere/python: No such file or directory; wanted is the python "
+            "--llama_cpp_python /nowhere/python: No such file or directory; choose the python "
             "of an environment with llama_cpp and gguf",
         ),
     ],
@@ -57,7 +60,7 @@ def test_refuses_in_one_line(flags: list[str], message: str) -> None:
 def test_refuses_an_environment_without_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = peer_entry("peers.llama_cpp:LlamaCpp", ("torch", "no_such_module"))
     monkeypatch.setitem(PEERS, "llama_cpp", entry)
-    with pytest.raises(ValueError, match="not found there: no_such_module; wanted is"):
+    with pytest.raises(ValueError, match="lacks no_such_module; choose the python of"):
         read_options(["--llama_cpp_python", HERE])
 
 
@@ -70,7 +73,7 @@ def test_ends_with_code_2_and_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "bench_peers.py: --cases 6: wanted is KV_HEADS:PREFIX, such as 6:4096"
+        "bench_peers.py: --cases 6: must be KV_HEADS:PREFIX, such as 6:4096"
     ]
 
 
@@ -185,7 +188,7 @@ def test_bfloat16_is_read_as_safetensors_reads_it(model: Path) -> None:
 
 def test_another_dtype_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="a is F32; BF16 is read"):
+    with pytest.raises(ValueError, match="a is F32; it must be BF16"):
         read_bfloat16(tmp_path / "a.safetensors")
 
 
