@@ -2,8 +2,8 @@
 
     python scripts/demo_card.py --validation ../shared/data/pg19/validation.jsonl
 
-Writes `text.jsonl.xz` (sampled from the target, fixed seed; no book text) and `README.md` beside
-the models. Numbers in the card are measured by this program in the run that writes it.
+Writes `text.jsonl.xz` (sampled from the target with a fixed seed; no book text) and `README.md`
+beside the models. All numbers in the card are measured in the run that writes it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from magicdec.runner import ModelRunner
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 DISTANCES = (512, 1024, 2048, 4096, 8192, 16000)
 SCORED = 256  # tokens whose loss is measured after each context
-PASSAGE, CUE = 64, 16  # a passage comes again; its tokens after the cue are scored
-BOOKS, CHAPTERS, CHAPTER_TOKENS = 8, 4, 4700  # a book must hold 16384 tokens once tokenised again
+PASSAGE, CUE = 64, 16  # tokens of a repeated passage; those after the cue are scored
+BOOKS, CHAPTERS, CHAPTER_TOKENS = 8, 4, 4700  # a book must have 16384 tokens when tokenised again
 CHUNK = 1024
 
 
@@ -59,7 +59,7 @@ def logits_after(runner: ModelRunner, ids: np.ndarray, num_last: int) -> torch.T
 
 
 def loss_by_context(runner: ModelRunner, books: list[np.ndarray], num_windows: int) -> list[float]:
-    """Mean nats a token over the same tokens, with ever more of the text before them."""
+    """Mean loss in nats per token over the same tokens, for each length of context before them."""
     losses: list[list[float]] = [[] for _ in CONTEXTS]
     rng = np.random.default_rng(0)
     for _ in range(num_windows):
@@ -75,8 +75,8 @@ def loss_by_context(runner: ModelRunner, books: list[np.ndarray], num_windows: i
 def recall_by_distance(
     runner: ModelRunner, books: list[np.ndarray], num_trials: int
 ) -> list[tuple[float, float, float]]:
-    """Greedy accuracy per distance: a book passage that stands that far back, the same passage that
-    stands nowhere (control), and random tokens that stand that far back."""
+    """Greedy accuracy for each distance: on a book passage repeated after that distance, on a
+    passage that was not in the context before (control), and on repeated random tokens."""
     rng = np.random.default_rng(1)
     results = []
     for distance in DISTANCES:
@@ -99,7 +99,7 @@ def recall_by_distance(
 
 
 def _elsewhere(rng: np.random.Generator, book: np.ndarray, start: int, size: int) -> np.ndarray:
-    """A passage of the book outside the filler."""
+    """A random passage of the book outside the filler."""
     while True:
         at = int(rng.integers(0, len(book) - PASSAGE))
         if at + PASSAGE < start or at > start + size:
@@ -108,7 +108,7 @@ def _elsewhere(rng: np.random.Generator, book: np.ndarray, start: int, size: int
 
 @torch.inference_mode()
 def sample_books(runner: ModelRunner, tokenizer: Tokenizer) -> list[str]:
-    """Text at temperature 1 from BOS on; each book is several samples, one after the other."""
+    """Text sampled at temperature 1, starting from BOS. Each book consists of several samples."""
     rows = list(range(BOOKS * CHAPTERS))
     generator = torch.Generator().manual_seed(0)
     for row in rows:
@@ -117,7 +117,7 @@ def sample_books(runner: ModelRunner, tokenizer: Tokenizer) -> list[str]:
     sampled = []
     for step in range(CHAPTER_TOKENS):
         logits = runner.forward(ids, rows)[:, 0]
-        logits[:, :3] = float("-inf")  # unknown, beginning, end: no text of a book
+        logits[:, :3] = float("-inf")  # the special tokens: unknown, BOS, EOS
         ids = torch.multinomial(torch.softmax(logits, dim=1), 1, generator=generator)
         sampled.append(ids)
         if step % 500 == 0:
@@ -160,10 +160,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("magicdec/demo"))
     parser.add_argument("--num_windows", type=int, default=4)
     parser.add_argument("--num_trials", type=int, default=3)
-    parser.add_argument(
-        "--skip_text", action="store_true", help="keep the sampled text that stands"
-    )
-    parser.add_argument("--longer", type=float, default=1.0, help="as they were trained [1]")
+    parser.add_argument("--skip_text", action="store_true", help="keep the existing sampled text")
+    parser.add_argument("--longer", type=float, default=1.0, help="as in train_demo.py [1]")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.out / "target")
     if not args.skip_text:

@@ -1,16 +1,16 @@
-"""How the demo models begin: an induction circuit laid into the first two layers.
+"""The initialisation of the demo models: an induction circuit in the first two layers.
 
-No induction head formed by itself in an earlier training (docs/log.md: 6.4 M tokens left recall at
-zero at every distance), so training starts from the circuit that Olsson et al. 2022 found in grown
-models, and refines it:
+In an earlier training no induction head formed by itself (docs/log.md: after 6.4 M tokens recall
+was zero at every distance). Therefore training starts from the circuit that Olsson et al. 2022
+found in trained models, and refines it:
 
-- layer 0, heads 0 and 1: attend to the token 1 and 2 places back (through the fast rotary pairs)
-  and write what it is into a part of the residual stream of their own;
-- layer 1, the first half of the heads: find earlier places whose two preceding tokens are the two
-  tokens here (through the slow rotary pairs, which hardly turn over the whole context), and copy
-  the token that stood there.
+- layer 0, heads 0 and 1 attend to the token 1 and 2 positions back (through the rotary pairs of
+  high frequency) and write a summary of it into a part of the residual stream;
+- layer 1, the first half of the heads finds earlier positions whose two preceding tokens are the
+  current two tokens (through the rotary pairs of low frequency, which hardly rotate over the whole
+  context), and copies the token at that position.
 
-Everything else is the usual random initialisation with zero output projections.
+All other weights have the usual random initialisation, with output projections of zero.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from magicdec.model.rope import rope_table
 from magicdec.model.transformer import Attention, Block, Transformer
 
 EMBEDDING_STD = 0.5
-FINAL_NORM = 0.04  # times EMBEDDING_STD: keeps the first logits small though the head is tied
-CONSTANT = 4.0  # the stream's constant entry, in units of the embedding's spread
-FAST_PAIRS, SLOW_SHARE = 12, 3 / 8  # rotary pairs for offsets and for content, of head_dim / 2
+FINAL_NORM = 0.04  # times EMBEDDING_STD: keeps the first logits small despite the tied head
+CONSTANT = 4.0  # the residual stream's constant entry, in units of EMBEDDING_STD
+FAST_PAIRS, SLOW_SHARE = 12, 3 / 8  # rotary pairs for offsets; share of the pairs for content
 OFFSET_GAP, MATCH_SCORE, COPY_SCALE = 6.0, 10.0, 4.0
 
 
 def initialise(model: Transformer) -> Transformer:
-    """Random weights, then the circuit. Uses torch's global generator."""
+    """Initialise randomly, then write the circuit. Uses torch's global generator."""
     config = model.config
     for name, p in model.named_parameters():
         if p.ndim == 2:
@@ -41,7 +41,7 @@ def initialise(model: Transformer) -> Transformer:
             torch.nn.init.zeros_(p)
     with torch.no_grad():
         hidden, embedding = config.hidden_size, model.embedding.weight
-        room = hidden // 5  # of the stream, for each of the two preceding tokens
+        room = hidden // 5  # entries of the residual stream for each of the two preceding tokens
         content = slice(1, hidden - 2 * room)
         places = [slice(hidden - 2 * room, hidden - room), slice(hidden - room, hidden)]
         embedding.normal_(std=EMBEDDING_STD)
@@ -49,29 +49,29 @@ def initialise(model: Transformer) -> Transformer:
         embedding[:, content.stop :] = 0
         model.norm.weight.fill_(FINAL_NORM)
         width = content.stop - content.start
-        summary = random_rows(room, width)  # what is kept of a token, [room, content]
+        summary = random_rows(room, width)  # a token's summary: [room, content]
         look_back(model, content, places, summary)
         match_and_copy(model, content, places, summary)
     return model
 
 
 def circuit_parameters(model: Transformer) -> list[torch.nn.Parameter]:
-    """The matrices that the circuit is in, and the MLP between its layers. At the full rate of
-    learning, the noise of the first hundred steps drowns it."""
+    """The matrices with the circuit, and the MLP between its layers. At the full learning rate, the
+    noise of the first hundred steps would destroy the circuit."""
     first, second = (cast(Block, model.blocks[i]) for i in (0, 1))
     holders = (first.attention, first.mlp, second.attention)
     return [p for holder in holders for p in holder.parameters() if p.ndim == 2]
 
 
 def look_back(model: Transformer, content: slice, places: list[slice], summary: Tensor) -> None:
-    """Layer 0: head h writes the summary of the token h + 1 places back into `places[h]`."""
+    """Layer 0: head h writes the summary of the token h + 1 positions back into `places[h]`."""
     config, attention = model.config, attention_of(model, 0)
     size, half, room = config.head_dim, config.head_dim // 2, summary.shape[0]
     q, k, v = qkv_views(model, 0)
     constant = norm_scale(model) * CONSTANT * EMBEDDING_STD
     angles = rope_table(config.rope, size, 2)[1]  # cos and sin of one step, [2, D/2]
     step = torch.atan2(angles[1], angles[0])[:FAST_PAIRS]
-    gap = (1 - torch.cos(step)).sum()  # of the score, between the wanted offset and the next one
+    gap = (1 - torch.cos(step)).sum()  # score difference between the right offset and the next
     amplitude = math.sqrt(OFFSET_GAP * math.sqrt(size) / gap) / constant
     for head, place in enumerate(places):
         turn = -step * (head + 1)
@@ -88,7 +88,7 @@ def look_back(model: Transformer, content: slice, places: list[slice], summary: 
 def match_and_copy(
     model: Transformer, content: slice, places: list[slice], summary: Tensor
 ) -> None:
-    """Layer 1: the query holds this token and the one before, the key the two before its place."""
+    """Layer 1: the query has the current and the previous token, the key its two previous ones."""
     config, attention = model.config, attention_of(model, 1)
     size, half = config.head_dim, config.head_dim // 2
     slow = int(half * SLOW_SHARE)
@@ -128,10 +128,10 @@ def weight_of(linear: nn.Module) -> Tensor:
 
 
 def random_rows(rows: int, columns: int) -> Tensor:
-    """Orthonormal rows."""
+    """Random orthonormal rows, [rows, columns]."""
     return torch.linalg.qr(torch.randn(columns, rows))[0].T
 
 
 def norm_scale(model: Transformer) -> float:
-    """What the first norm multiplies an embedding by."""
+    """The mean factor of the first norm on an embedding."""
     return 1 / model.embedding.weight.square().mean(1).sqrt().mean().item()

@@ -1,9 +1,8 @@
-"""Training windows for the demo models: book text at true positions, and tasks that need looking
-back.
+"""Training windows for the demo models: book text, and tasks that need distant tokens.
 
-A window is (token ids [W], positions [W], targets [W]); a target of -100 is not trained on.
-Positions may jump ahead: the text between was skipped, so a short window can show a long distance
-(positional skip-wise training, Zhu et al. 2023, PoSE).
+A window is (token ids [W], positions [W], targets [W]); targets of -100 are ignored. Positions may
+skip ahead over omitted text, so that a short window can train a long distance (positional skip-wise
+training, PoSE, Zhu et al. 2023).
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class WindowSource:
-    """Draws windows from `books` (one int array of token ids each). Deterministic in the generator
-    it is given."""
+    """Draws windows from `books`, an array of token ids for each book. The generator passed to
+    `draw` determines the windows."""
 
     books: list[np.ndarray]
     bos: int
     newline: int
-    first_word: int  # ids below are specials and bytes
+    first_word: int  # lower ids are special tokens and bytes
     vocab_size: int
     max_positions: int
 
@@ -40,15 +39,15 @@ class WindowSource:
         return ids, positions, targets
 
     def plain(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
-        """BOS and consecutive text from position 0 or, one time in two, from a random later
-        position."""
+        """BOS at position 0 and consecutive text, which follows directly or, with probability 1/2,
+        at a random later position."""
         ids = np.concatenate([[self.bos], self._text(rng, length - 1)])
         shift = int(rng.integers(0, self.max_positions - length)) if rng.random() < 0.5 else 0
         return ids, self._positions([1, length - 1], [shift]), self._targets(ids)
 
     def skipping(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
-        """A short beginning (the sinks of a streaming cache among it), then text of the same book
-        far behind it."""
+        """The beginning of a text, which includes the attention sinks, then its continuation after
+        a skipped distance."""
         head = int(rng.integers(16, max(17, length // 2)))
         gap = self._gap(rng, length)
         text = self._text(rng, length - 1 + gap)
@@ -58,7 +57,7 @@ class WindowSource:
         return ids, self._positions([head, length - head], [gap]), targets
 
     def passage_recall(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
-        """A passage comes again after a skipped distance; then the text goes on elsewhere."""
+        """A passage that is repeated after a skipped distance, followed by other text."""
         size = int(rng.integers(48, max(49, min(600, length // 2 - 1))))
         before = int(rng.integers(1, length - 2 * size))
         rest = length - 1 - before - 2 * size
@@ -69,15 +68,15 @@ class WindowSource:
         repeat = 1 + before + size + between
         targets = self._targets(ids)
         targets[repeat - 1] = targets[repeat] = (
-            IGNORE  # where the repeat begins cannot be known, nor its first words
+            IGNORE  # the start of the repetition cannot be predicted, nor its first tokens
         )
         if rest > between:
             targets[repeat + size - 1] = IGNORE
         return ids, self._positions([repeat, length - repeat], [self._gap(rng, length)]), targets
 
     def key_value_recall(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
-        """Lines "key value" of random tokens; far behind them the same lines in another order. Only
-        values are scored."""
+        """Lines "key value" of random tokens, and after a skipped distance the same lines in
+        another order, in which only the values are scored."""
         num_pairs = int(rng.integers(2, max(3, min(100, length // 13))))
         words = rng.integers(self.first_word, self.vocab_size, size=(num_pairs, 5))
         lines = np.concatenate([words, np.full((num_pairs, 1), self.newline)], axis=1)
@@ -96,7 +95,8 @@ class WindowSource:
         return ids, self._positions([repeat, length - repeat], [self._gap(rng, length)]), targets
 
     def repeat(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
-        """Text, random tokens, and the same random tokens again, which alone are scored."""
+        """Text, random tokens, and the same random tokens again. Of the random tokens only the
+        repetition is scored."""
         size = int(rng.integers(16, max(17, min(600, length // 2 - 1))))
         noise = rng.integers(self.first_word, self.vocab_size, size=size)
         ids = np.concatenate([[self.bos], self._text(rng, length - 1 - 2 * size), noise, noise])
@@ -111,8 +111,7 @@ class WindowSource:
         return book[start : start + length]
 
     def _gap(self, rng: np.random.Generator, length: int) -> int:
-        """A skipped distance: uniform in its logarithm, from none to all that the positions
-        allow."""
+        """A skipped distance, uniform in its logarithm, up to the largest possible position."""
         largest = self.max_positions - length
         return int(min(largest - 1, np.exp(rng.uniform(0.0, np.log(largest)))))
 

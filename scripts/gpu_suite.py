@@ -1,8 +1,8 @@
-"""One stage of the GPU suite, called by `gpu_suite.sh`, which says how. Writes STAGE.json,
-`summary` its summary.md.
+"""Runs one stage of the GPU suite. Called by `gpu_suite.sh`, which documents the usage. Writes
+STAGE.json, or summary.md for the stage `summary`.
 
-Ends with 0 if every cell of the stage is there, 1 if some failed or no time was left for them (the
-others are written), 2 for a command line that cannot be.
+Exits with 0 if all cells of the stage are measured, with 1 if some failed or there was no time for
+them (the others are written), and with 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ SECONDS = 540
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Raises ValueError for a device that is not there."""
+    """The checked command line. Raises ValueError for a missing device or a wrong value."""
     parser = Parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("stage", choices=tuple(STAGES), metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="shapes that only show that it runs")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to test the suite")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), metavar="DIRECTORY")
     parser.add_argument(
         "--seconds", type=int, default=SECONDS, metavar="N",
-        help="after which no further cell is begun, and a process that is running is stopped "
+        help="time limit in seconds: no cell is begun after it, and a running process is stopped "
         "[%(default)s]",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: no CUDA device here; choose cpu, with --tiny")
+        raise ValueError("--device cuda: no CUDA device found; choose cpu, with --tiny")
     if options.device == "cpu" and not options.tiny:
         raise ValueError("--device cpu is for --tiny shapes; choose cuda, or add --tiny")
     if options.seconds < 1:

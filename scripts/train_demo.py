@@ -2,10 +2,10 @@
 
     python scripts/train_demo.py --train ../shared/data/pg19/train.jsonl --out magicdec/demo
 
-Stages, in order, each skipped when its output stands: `tokenizer` (SentencePiece BPE, vocabulary
-2048), `target` and `draft` (see SIZES and PHASES). Weights are written as Hugging Face directories
+Stages, in this order, each skipped if its output exists: `tokenizer` (SentencePiece BPE, vocabulary
+2048), `target` and `draft` (see SIZES and PHASES). Models are written as Hugging Face directories
 in bfloat16. `scripts/demo_card.py` measures the result and samples the demo text. On a GPU
-(`--device cuda`) more steps are affordable: `--longer 10` makes every phase ten times as long.
+(`--device cuda`) longer training is feasible: `--longer 10` makes every phase ten times as long.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from magicdec.model.transformer import Transformer
 
 VOCAB_SIZE, MAX_POSITIONS, SEED = 2048, 20480, 1
 BOS, EOS, FIRST_WORD = 1, 2, 259
-CIRCUIT_RATE = 0.1  # learning rate of what holds the induction circuit, relative to the rest
-RECALL_GAPS = (0, 1000, 4000, 16000)  # watched while training
-# The slow pairs of a high base turn little over 16384 tokens: content matches at any distance.
+CIRCUIT_RATE = 0.1  # learning rate of the induction circuit's matrices, relative to the others
+RECALL_GAPS = (0, 1000, 4000, 16000)  # distances at which recall is logged during training
+# With a high base the low-frequency pairs hardly rotate over 16384 tokens, so that content can be
+# matched at any distance.
 ROPE = RopeConfig(theta=1e7)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`steps` optimizer steps of `rows` windows of `length` tokens; the learning rate goes from
-    `lr[0]` to `lr[1]` (relative)."""
+    """`steps` optimizer steps of `rows` windows of `length` tokens. The relative learning rate goes
+    linearly from `lr[0]` to `lr[1]`."""
 
     steps: int
     rows: int
@@ -62,8 +63,8 @@ def llama(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelCon
 
 
 SIZES = {"target": llama("demo", 6, 256, 704, 4), "draft": llama("demo-draft", 2, 128, 352, 2)}
-# The last phase is what makes 16384 tokens of context in distribution: before it, loss grows beyond
-# the longest window seen.
+# The last phase trains contexts of 16384 tokens. Without it, the loss rises beyond the longest
+# window seen in training.
 PHASES = {
     "target": [
         Phase(700, 6, 1024, (1.0, 1.0)),
@@ -81,9 +82,9 @@ PHASES = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised by Newton-Schulz (Jordan 2024), for the matrices of the blocks.
-    Iterates in `dtype`: `torch.optim.Muon` insists on bfloat16, which CPUs without units for it
-    emulate."""
+    """Momentum orthogonalised by Newton-Schulz iterations (Jordan 2024), for the matrices of the
+    blocks. The iterations use `dtype`; `torch.optim.Muon` always uses bfloat16, which is slow on
+    CPUs without hardware support."""
 
     def __init__(
         self,
@@ -108,7 +109,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: five quintic Newton-Schulz iterations."""
+    """Approximately the nearest semi-orthogonal matrix, by five quintic Newton-Schulz
+    iterations."""
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
     x = x / (x.norm() + 1e-7)
@@ -124,7 +126,7 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def train_tokenizer(books: list[str], directory: Path) -> None:
-    """Lossless BPE: no normalisation, newline a piece of its own, bytes for what is rare."""
+    """Lossless BPE: no normalisation, a piece for newlines, bytes for rare characters."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line + "\n" for book in books for line in book.split("\n")),
         model_prefix=str(directory / "tokenizer"),
@@ -169,7 +171,7 @@ def train_model(
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * lr
         loss = torch.zeros((), device=device)
-        # One window at a time on a CPU: activations stay in its cache, gradients add up.
+        # On a CPU one window at a time, so that activations stay in its cache. Gradients add up.
         together = 1 if device == "cpu" else phase.rows
         for _ in range(phase.rows // together):
             windows = [source.draw(rng, phase.length) for _ in range(together)]
@@ -202,19 +204,19 @@ def train_model(
 
 
 def window_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of each window, over the targets that count: logits [B, T, V] -> [B]."""
+    """The mean loss of each window, over targets that are not ignored: logits [B, T, V] -> [B]."""
     pairs = zip(logits.float(), targets, strict=True)
     return torch.stack([F.cross_entropy(x, y, ignore_index=IGNORE) for x, y in pairs])
 
 
 def phases_of(name: str, longer: float) -> list[Phase]:
-    """Of a model, with `longer` times the steps."""
+    """The phases of a model, with `longer` times the steps."""
     return [replace(phase, steps=round(longer * phase.steps)) for phase in PHASES[name]]
 
 
 @torch.no_grad()
 def recall(model: Transformer, gap: int, device: str) -> float:
-    """Greedy accuracy on 64 random tokens that come again `gap` skipped positions later."""
+    """Greedy accuracy on 64 random tokens that are repeated after `gap` skipped positions."""
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(FIRST_WORD + 1, VOCAB_SIZE, (4, 64), generator=generator).to(device)
     positions = torch.cat([torch.arange(64), torch.arange(64) + 64 + gap]).to(device).expand(4, -1)
@@ -265,7 +267,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--longer", type=float, default=1.0, help="times the steps [1]")
+    parser.add_argument("--longer", type=float, default=1.0, help="factor on the steps [1]")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work_dir.mkdir(parents=True, exist_ok=True)

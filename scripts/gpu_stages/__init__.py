@@ -1,3 +1,3 @@
-"""The stages of `scripts/gpu_suite.sh`, a file each with a `run(suite)`. `results` is what they
-write into, `scale` what they measure, `device_clock` how they time.
+"""The stages of `scripts/gpu_suite.sh`. Each has a file with a function `run(suite)`. `results`
+writes the files, `scale` lists what is measured, `device_clock` measures times.
 """

@@ -1,5 +1,5 @@
-"""Stage `attention`: decode and verification of one layer by every backend, as bytes of keys and
-values a second beside what a copy moves."""
+"""Stage `attention`: attention of one layer in decoding and verification, with every backend. The
+bytes of K and V read per second are compared with the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run(suite: Suite) -> None:
 
 
 def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[str, Any]:
-    """Milliseconds by number of new tokens T, of a layer's `run` (from a CUDA graph, where one can
-    hold it) and of `plan` apart, and the share of the copy's bandwidth. Raises RuntimeError for
-    what cannot be served here."""
+    """For each number of new tokens T: milliseconds of a layer's `run` (replayed from a CUDA graph
+    if it can be captured) and of `plan`, and the share of the copy's bandwidth. Raises RuntimeError
+    if the backend does not support this problem or it does not fit."""
     device, tokens = suite.device, suite.scale.attention_tokens
     capabilities = capabilities_of(name)
     machine = Machine(1, has_compiler=True, missing_backends=missing_backends((name,)))
@@ -50,7 +50,7 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
         raise RuntimeError(obstacle)
     needed = 2 * B * (S + max(tokens)) * heads.G * heads.D * DTYPE.itemsize
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what an earlier cell held counts as taken otherwise
+        torch.cuda.empty_cache()  # else an earlier cell's memory counts as used
         if 1.3 * needed > torch.cuda.mem_get_info()[0]:
             raise RuntimeError(f"{needed / 1e9:.1f} GB of keys and values do not fit")
     copied = suite.results.cells["copy_bandwidth"]["bytes_per_s"]
@@ -78,7 +78,7 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
 def filled_cache(
     backend: AttentionBackend, heads: Heads, B: int, S: int, room: int, device: torch.device
 ) -> KVCache:
-    """One layer, B rows of S random tokens, made on the device."""
+    """A cache of one layer with B rows of S random tokens, generated on the device."""
     block = backend.block_size(S + room)
     per_row = -(-(S + room) // block)
     shape = CacheShape(1, heads.G, heads.D, block, B * per_row, backend.layout(DTYPE))
@@ -95,7 +95,8 @@ def filled_cache(
 def prepare_call(
     backend: AttentionBackend, cache: KVCache, heads: Heads, B: int, T: int
 ) -> tuple[Callable[[], Tensor], Callable[[], None], Tensor]:
-    """(a layer's attention of T new tokens, its plan, the queries); the plan has been made."""
+    """Returns two calls, a layer's attention over T new tokens and its plan, and the queries. The
+    plan has been made once."""
     generator = torch.Generator(cache.k.device).manual_seed(1)
     q, k, v = (
         torch.randn(B, T, n, heads.D, generator=generator, device=cache.k.device).to(DTYPE)

@@ -1,5 +1,5 @@
-"""Stages `tests` and `demo`: the tests that need or use a GPU, and whole checked runs of the demo
-model by each attention backend."""
+"""Stages `tests` and `demo`: the tests that use a GPU, and whole checked runs of the demo model
+with each attention backend."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_tests(suite: Suite) -> None:
-    """One pytest a file, so that a file that hangs or crashes takes no other with it."""
+    """Run each file in its own pytest process, so that a hang or crash does not affect others."""
     for file in suite.scale.tests:
         suite.results.cell(file, partial(run_pytest, suite, file))
 
 
 def run_pytest(suite: Suite, file: str) -> dict[str, Any]:
-    """pytest's last lines. Raises RuntimeError with the failures it lists."""
+    """pytest's last lines. Raises RuntimeError with the failures that pytest lists."""
     call = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", file]
     try:
         done = subprocess.run(
@@ -33,7 +33,7 @@ def run_pytest(suite: Suite, file: str) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
-        raise RuntimeError(f"stopped at the stage's time: {output[-200:]!r}") from None
+        raise RuntimeError(f"stopped at the stage's time limit: {output[-200:]!r}") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode:
         failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -44,14 +44,14 @@ def run_pytest(suite: Suite, file: str) -> dict[str, Any]:
 
 
 def run_demo(suite: Suite) -> None:
-    """A record each: float32, whose tokens must be equal, and bfloat16."""
+    """A record for each backend in float32, where tokens must be equal, and in bfloat16."""
     for dtype in suite.scale.demo_dtypes:
         for backend in suite.scale.demo_backends:
             suite.results.cell(f"{dtype}/{backend}", partial(run_selfspec, suite, dtype, backend))
 
 
 def run_selfspec(suite: Suite, dtype: str, backend: str) -> dict[str, Any]:
-    """The run's record. Raises RuntimeError where it was refused or failed its check."""
+    """The run's record. Raises RuntimeError if the run was refused or failed its check."""
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "record.jsonl"
         flags = [

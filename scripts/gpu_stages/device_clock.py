@@ -1,4 +1,4 @@
-"""Times on a device: CUDA events where there are some, and what the memory copies."""
+"""Measures times on a device, with CUDA events on a GPU, and the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 def median_seconds(
     device: torch.device, call: Callable[[], Any], repeats: int = 20, calls: int = 1
 ) -> float:
-    """Of one call, from samples of `calls` in a row; three samples before the first do not
-    count. On CUDA from events on the stream, which include what the device waits for the host."""
+    """Median seconds of one call. A sample is `calls` calls in a row; three samples warm up. On
+    CUDA the times come from events on the stream and include waiting for the host."""
     samples = []
     for repeat in range(repeats + 3):
         seconds = _sample(device, call, calls) / calls
@@ -39,7 +39,7 @@ def _sample(device: torch.device, call: Callable[[], Any], calls: int) -> float:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second that a copy within the device's memory moves, read and written counted."""
+    """Bytes per second of a copy within the device's memory, counting bytes read and written."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / median_seconds(device, lambda: target.copy_(source))

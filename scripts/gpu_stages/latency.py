@@ -1,5 +1,5 @@
-"""Stages `llama31` and `llama2`: whole forwards of a model of random weights through `magicdec
-latency`, one call a batch size, at the contexts that fit into memory."""
+"""Stages `llama31` and `llama2`: whole forwards of a model with random weights, measured by
+`magicdec latency`, once per batch size, for the contexts that fit into memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.presets.named import find_config
 
 CONSOLE = "from magicdec.cli.commands import console; console()"
-ROOM = 16  # tokens that a row holds beside its context, at most
-SPARE = 4 << 30  # bytes of working memory and what the libraries take
-EVEN = 4  # a batch that is made smaller is a multiple of this
+ROOM = 16  # most tokens of a row in addition to its context
+SPARE = 4 << 30  # bytes for working memory and libraries
+EVEN = 4  # a reduced batch size is a multiple of this
 
 
 def run(suite: Suite, stage: str) -> None:
@@ -32,7 +32,7 @@ def run(suite: Suite, stage: str) -> None:
     contexts = sorted({min(S, config.max_length - ROOM) for S in scale.contexts})
     places = fitting_places(scale.batch_sizes, contexts, config, free_bytes(suite.device))
     for B, fitting in places.items():
-        # The contexts are part of the name: with more memory another call is another cell.
+        # The contexts are part of the name, because they depend on the free memory.
         cell = f"B{B}/S{'+'.join(map(str, fitting))}"
         suite.results.cell(cell, partial(measure, suite, name, B, fitting))
 
@@ -44,8 +44,8 @@ def free_bytes(device: torch.device) -> int | None:
 def fitting_places(
     batch_sizes: tuple[int, ...], contexts: list[int], config: ModelConfig, free: int | None
 ) -> dict[int, list[int]]:
-    """Contexts by batch size. Where a batch does not fit at a context, the largest smaller one that
-    does is taken, if no batch size that was asked for lies between."""
+    """Contexts by batch size. If a batch size does not fit with a context, it is reduced to the
+    largest that fits, unless that is at or below the next smaller requested batch size."""
     found: dict[int, list[int]] = {B: [] for B in batch_sizes}
     for S in contexts:
         most = most_rows(config, S, free)
@@ -60,7 +60,8 @@ def fitting_places(
 
 
 def most_rows(config: ModelConfig, S: int, free: int | None) -> int | None:
-    """That fit beside the weights, bfloat16; None where nobody knows what is free."""
+    """The most rows whose KV cache fits in memory besides the weights, in bfloat16; None if the
+    free memory is unknown."""
     if free is None:
         return None
     embedding = config.vocab_size * config.hidden_size * 2
@@ -69,7 +70,7 @@ def most_rows(config: ModelConfig, S: int, free: int | None) -> int | None:
 
 
 def measure(suite: Suite, model: str, B: int, contexts: list[int]) -> dict[str, Any]:
-    """What `magicdec latency --json` wrote. Raises RuntimeError with its last line."""
+    """The JSON of `magicdec latency`. Raises RuntimeError with its last line if it fails."""
     scale = suite.scale
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "latency.json"
@@ -86,8 +87,8 @@ def measure(suite: Suite, model: str, B: int, contexts: list[int]) -> dict[str, 
 
 
 def run_recorded(command: str, flags: list[Any], suite: Suite) -> dict[str, Any]:
-    """`magicdec <command>`, and once more without CUDA graphs where recording them failed: why it
-    did, else nothing. Raises RuntimeError as `run_magicdec`."""
+    """Run `magicdec <command>`, and if capturing CUDA graphs failed, run it again without them.
+    Returns the reason of that failure, if any. Raises RuntimeError like `run_magicdec`."""
     try:
         run_magicdec(command, flags, suite.results.seconds_left)
     except RuntimeError as error:
@@ -99,13 +100,13 @@ def run_recorded(command: str, flags: list[Any], suite: Suite) -> dict[str, Any]
 
 
 def run_magicdec(command: str, flags: list[Any], seconds: float) -> None:
-    """`magicdec <command>`. Raises RuntimeError with the last line that it wrote to stderr, or
-    where it takes longer."""
+    """Run `magicdec <command>`. Raises RuntimeError if it fails, with the last line of its stderr,
+    or if it takes longer than `seconds`."""
     call = [sys.executable, "-c", CONSOLE, command, *map(str, flags)]
     try:
         done = subprocess.run(call, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"stopped after {seconds:.0f} s: the stage's time") from None
+        raise RuntimeError(f"stopped after {seconds:.0f} s: the stage's time limit") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["(no message)"])[-1]
         raise RuntimeError(f"magicdec {command} ended with {done.returncode}: {last}")

@@ -1,8 +1,8 @@
-"""Stage `peers`: the decode step of the same model, batch and prefix by other decoders, on the same
-device: transformers (sdpa, static cache, compiled) and a loop in the manner of gpt-fast, compiled.
+"""Stage `peers`: the decode step of other decoders with the same model, batch, prefix and device:
+transformers (sdpa, static cache, compiled) and a compiled loop in the style of gpt-fast.
 
-Both hold the same random weights and take the same prompts; the share of greedy tokens in which
-they agree is reported with the times. This project's own step is in `llama31.json`.
+Both have the same random weights and prompts, and the share of equal greedy tokens is reported with
+the times. This project's own step is in `llama31.json`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from magicdec.model.presets.presets import PRESETS
 from magicdec.records.metrics import percentile
 
 TINY_MODEL = ModelConfig("tiny", 97, 2, 64, 96, 4, 2, 16, 1024)
-CHUNK = 1024  # tokens of a row that prefill takes at once
+CHUNK = 1024  # prefill tokens per row and forward
 WARMUP, STEPS = 5, 20
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -44,7 +44,7 @@ def run(suite: Suite) -> None:
 
 
 def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
-    """A Llama of transformers with random weights, made on the device."""
+    """transformers' Llama with random weights, created on the device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     fields = to_hf_config(config)
@@ -56,7 +56,7 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def compare(model: Any, device: torch.device, B: int, S: int) -> dict[str, Any]:
-    """By peer: milliseconds of a step and the backend that compiled it."""
+    """Milliseconds of a step by peer, and the share of tokens in which the peers agree."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, (B, S), generator=generator).to(device)
     room = S + WARMUP + STEPS + 1
@@ -76,8 +76,8 @@ def compare(model: Any, device: torch.device, B: int, S: int) -> dict[str, Any]:
 
 
 def start_transformers(model: Any, B: int, room: int) -> tuple[Step, Step]:
-    """(eager, compiled) forward over one static cache: ids [B, T] at positions [T] to the greedy
-    ids after the last."""
+    """(eager, compiled) forward with one static cache: ids [B, T] at positions [T] -> the greedy
+    ids [B, 1] after the last."""
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=room)
@@ -98,7 +98,7 @@ def start_plain(model: Any, B: int, room: int) -> tuple[Step, Step]:
 
 
 def compiled(forward: Step, device: torch.device) -> Step:
-    """As CUDA graphs on a GPU. On a CPU only traced: what is tried there is that it can be."""
+    """Compiled with CUDA graphs on a GPU. On a CPU only traced, to test that it can be."""
     if device.type == "cuda":
         return torch.compile(forward, mode="reduce-overhead")
     return torch.compile(forward, backend="eager")

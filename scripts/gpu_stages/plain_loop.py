@@ -1,8 +1,8 @@
-"""A decoding loop in the manner of gpt-fast: static KV buffers, a mask row by position, torch's
-`scaled_dot_product_attention` over all of the buffer with KV heads repeated, one fused matrix for
-q, k, v, everything meant to be compiled as one graph.
+"""A decoding loop in the style of gpt-fast, to be compiled as one graph: static KV buffers, a mask
+indexed by position, torch's `scaled_dot_product_attention` over the whole buffer with repeated KV
+heads, and one fused matrix for q, k and v.
 
-Takes the weights of a Llama of transformers, so that both decode the same model.
+Uses the weights of transformers' Llama, so that both decode the same model.
 
 Shapes: B rows, T new tokens, S slots of the buffers, H query heads, G KV heads, D head size.
 """
@@ -57,7 +57,7 @@ class PlainLoop:
             )  # fmt: skip
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Greedy ids [B, 1] after ids [B, T], which stand at `positions` [T]."""
+        """Greedy ids [B, 1] after ids [B, T] at `positions` [T]."""
         x = F.embedding(ids, self.embedding)
         cos, sin = self.rotary(x, positions.unsqueeze(0))  # [1, T, D]
         for layer in self.layers:
@@ -85,13 +85,13 @@ class PlainLoop:
 
 
 def stays(tensor: Tensor) -> Tensor:
-    """Told to the compiler: a CUDA graph may read and write it where it lies, instead of copying
-    it in."""
+    """Mark the tensor's address as static, so that a CUDA graph uses it in place instead of copying
+    it."""
     torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, T, D], halves turned against each other."""
+    """RoPE on x [B, heads, T, D], in pairs half a head apart."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,6 +1,6 @@
-"""Stage `predict`: what self-speculation would bring, from forwards that stage `llama31` measured
-and acceptance rates that were published. Nothing here is a measured speedup: every number says
-"predicted", and what was published was measured on other hardware (8 GPUs)."""
+"""Stage `predict`: the predicted speedup of self-speculation, from the forwards measured by stage
+`llama31` and from published acceptance rates. No speedup here is measured, and all are marked as
+predicted. The published numbers were measured on other hardware (8 GPUs)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(suite: Suite) -> None:
             place = [row for row in rows if (row["B"], row["context"]) == (B, S)]
             rate = near(rates, S)
             if suite.is_tiny and rate is None:
-                rate = rates[0]  # no such prefix was published; the arithmetic is what is tried
+                rate = rates[0]  # only tests the arithmetic
             if rate is None:
                 continue
             prediction = predict(place, budget, float(rate["acceptance_rate"]))
@@ -36,16 +36,16 @@ def run(suite: Suite) -> None:
                 if row["model"] == MODEL and near([row], S) and int(row["batch_size"]) == B
             ]
             cell = prediction | {"acceptance_source": rate["source"], "published": published}
-            suite.results.cells[f"B{B}/S{S}"] = cell  # anew each time: it costs nothing
+            suite.results.cells[f"B{B}/S{S}"] = cell  # always computed again
     if not suite.results.cells:
         suite.results.failed[SOURCE] = f"{SOURCE}.json has no forwards; run that stage first"
     suite.results.write()
 
 
 def predict(rows: list[dict[str, Any]], budget: int, rate: float) -> dict[str, Any]:
-    """The best number of drafts and its speedup, of forwards at one place: tokens a verification
-    yields at that rate, over the time of drafts and verification in decode steps. What lies between
-    forwards (judging, bookkeeping) is not in it."""
+    """The best gamma and its speedup, from the forwards for one batch size and context: expected
+    tokens per verification, divided by the time of drafts and verification relative to a decode
+    step. Work between forwards (acceptance, bookkeeping) is left out."""
     decode = next(row["ms_median"] for row in rows if row["phase"] == "decode")
     draft = next(
         row["ms_median"] for row in rows if (row["phase"], row["budget"]) == ("draft", budget)
@@ -68,7 +68,7 @@ def predict(rows: list[dict[str, Any]], budget: int, rate: float) -> dict[str, A
 
 
 def near(rows: list[dict[str, str]], S: int) -> dict[str, str] | None:
-    """The row whose prefix is closest to S, if it is close."""
+    """The row whose prefix length is closest to S, or None if it differs by more than NEAR."""
     closest = min(rows, key=lambda row: abs(int(row["prefix_len"]) - S))
     return closest if abs(int(closest["prefix_len"]) - S) <= NEAR * S else None
 

@@ -1,7 +1,7 @@
-"""What a stage has measured: one JSON file of named cells, written again after each.
+"""The measurements of a stage: a JSON file of named cells, written after each cell.
 
-Owns resuming (a cell that is there is not measured again; one that failed is), the stage's
-deadline, and that a failed cell costs no other.
+Owns resuming (measured cells are kept, failed ones are repeated) and the stage's deadline. A failed
+cell does not affect the others.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class Results:
-    """`path` may hold cells of an earlier call. `made_with` says on what and with which software;
-    cells made with something else are not added to."""
+    """The cells in `path`, including those of earlier calls. `made_with` describes the device and
+    the software; cells made with other ones are not mixed."""
 
     def __init__(self, path: Path, made_with: dict[str, Any], seconds: float) -> None:
-        """Raises ValueError where `path` was made with something else."""
+        """Raises ValueError if `path` was made with another device or software."""
         self.path, self._until = path, time.monotonic() + seconds
         found = json.loads(path.read_text()) if path.exists() else {}
         if found and found["made_with"] != made_with:
@@ -30,7 +30,7 @@ class Results:
         self.made_with = made_with
         self.cells: dict[str, Any] = found.get("cells", {})
         self.failed: dict[str, str] = {}
-        self.left: list[str] = []  # no time was left for these
+        self.left: list[str] = []  # cells for which there was no time
 
     @property
     def seconds_left(self) -> float:
@@ -41,7 +41,7 @@ class Results:
         return not self.failed and not self.left
 
     def cell(self, name: str, measure: Callable[[], Any]) -> None:
-        """Measure unless it is there already. What `measure` raises is kept as its first line."""
+        """Measure the cell unless it is measured already. Of an error, the first line is kept."""
         if name in self.cells:
             return
         if self.seconds_left <= 0:
@@ -50,7 +50,7 @@ class Results:
             print(f"{self.path.stem}: {name}", file=sys.stderr, flush=True)
             try:
                 self.cells[name] = measure()
-            except Exception as error:  # whatever a kernel, a compiler or a peer raises
+            except Exception as error:  # kernels, compilers and peers raise anything
                 lines = str(error).strip().splitlines() or [""]
                 self.failed[name] = f"{type(error).__name__}: {lines[0]}"
         self.write()
@@ -68,7 +68,7 @@ class Results:
 
 
 def load_cells(path: Path) -> dict[str, Any]:
-    """The cells of a stage, none where it has not been run."""
+    """The cells of a stage; empty if it was not run."""
     if not path.exists():
         return {}
     cells: dict[str, Any] = json.loads(path.read_text())["cells"]

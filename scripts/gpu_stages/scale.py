@@ -1,5 +1,5 @@
-"""What the stages measure: the issue's table, or tiny shapes that show on a CPU that every stage
-runs. Times of tiny shapes mean nothing."""
+"""The shapes that the stages measure: full, or tiny to test all stages on a CPU. Times of tiny
+shapes are meaningless."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_stages.results import Results
 
 @dataclass(frozen=True)
 class Heads:
-    """Of the attention that is timed alone: H query heads, G KV heads, D head size."""
+    """Heads of the attention stage: H query heads, G KV heads, D head size."""
 
     H: int
     G: int
@@ -22,14 +22,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Scale:
-    models: dict[str, str]  # by stage, as `magicdec latency --model` takes them
+    models: dict[str, str]  # by stage, as names for `magicdec latency --model`
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]
     new_tokens: tuple[int, ...]
     budgets: tuple[int, ...]
     repeats: int
     heads: dict[str, Heads]
-    places: tuple[tuple[int, int], ...]  # (B, S) of the attention
+    places: tuple[tuple[int, int], ...]  # (B, S) of the attention stage
     attention_tokens: tuple[int, ...]
     backends: tuple[str, ...]
     copied_bytes: int
@@ -42,7 +42,7 @@ class Scale:
 
 
 GPU_BACKENDS = ("triton", "varlen", "flash_attn", "flashinfer", "grouped")
-# In the order of importance: what is left out when time runs out comes last.
+# In order of importance, because the last ones are left out when time runs out.
 FULL = Scale(
     models={"llama31": "random:llama-3.1-8b", "llama2": "random:llama-2-7b-32k"},
     batch_sizes=(32, 1, 8, 64),
@@ -91,7 +91,7 @@ TINY = Scale(
 
 @dataclass(frozen=True)
 class Suite:
-    """What a stage is given."""
+    """The arguments of a stage."""
 
     device: torch.device
     is_tiny: bool

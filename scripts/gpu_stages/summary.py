@@ -1,5 +1,5 @@
-"""Stage `summary`: the other stages' files as one page, `summary.md`, and beside each goal of
-the suite what was measured for it. Measures nothing."""
+"""Stage `summary`: one page, `summary.md`, from the other stages' files, with the measured value of
+each goal of the suite. Measures nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from gpu_stages.results import load_cells
 from gpu_stages.scale import Suite
 
-# (what, wanted, (phase, T), B, S, budget): whole forwards of the 8B shape, as a share of their
-# roofline. 76 % is 1.2 times the roofline, plus 10 %.
+# (goal, wanted, (phase, T), B, S, budget) for whole forwards of the 8B model, as a share of their
+# roofline. 76 % means 1.2 times the roofline's time, plus 10 %.
 ROOFLINES = (
     ("decode step, B=1, S=4096", "at least 65 %", ("decode", 1), 1, 4096, None),
     ("decode step, B=32, S=32768", "at least 75 %", ("decode", 1), 32, 32768, None),
@@ -25,7 +25,7 @@ def run(suite: Suite) -> None:
 
 
 def goals(suite: Suite) -> list[dict[str, Any]]:
-    """What was measured for each goal, null where nothing was."""
+    """The measured value of each goal, or None."""
     attention = load_cells(suite.directory / "attention.json")
     copied = attention.get("copy_bandwidth", {}).get("bytes_per_s")
     rows = [
@@ -73,7 +73,7 @@ def goal_of(
 def largest(
     rows: list[dict[str, Any]], phase: str, T: int, B: int, S: int, budget: int | None = None
 ) -> dict[str, Any] | None:
-    """The forward at that context with the largest batch up to B: 32 rows may not have fitted."""
+    """The forward with that context and the largest batch up to B, as B rows may not have fit."""
     fitting = [
         row
         for row in rows
