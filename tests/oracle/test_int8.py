@@ -71,7 +71,7 @@ def exact(linear: Int8Linear, x: torch.Tensor, bias: torch.Tensor | None = None)
 def test_the_plain_layer(
     shape: tuple[int, int], dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8_linear, "WIDENED", 1 << 15)  # several parts
+    monkeypatch.setattr(int8_linear, "CONVERTED", 1 << 15)  # several parts
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]).to(dtype)
     x = torch.randn(2, 3, shape[1]).to(dtype)
