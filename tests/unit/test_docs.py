@@ -116,3 +116,15 @@ def test_the_page_of_flags_is_what_the_commands_say(monkeypatch: pytest.MonkeyPa
     import flags_page
 
     assert flags_page.PAGE.read_text() == flags_page.page(), "run scripts/flags_page.py --write"
+
+
+def test_the_plan_shown_is_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "plan.md").read_text()
+    command, shown = re.findall(r"^    (magicdec plan .*?)\n\n```\n(.*?)```", text, re.S | re.M)[0]
+    monkeypatch.setattr("sys.argv", command.replace("\\\n", " ").split()[1:])
+    with pytest.raises(SystemExit):
+        COMMANDS["plan"][1]()
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == shown.splitlines()
