@@ -1,5 +1,5 @@
-"""What a call would launch on a GPU, seen without one: launches of our Triton kernels are written
-down instead of made, and torch's operators are counted as they are dispatched."""
+"""Records what a call would launch on a GPU, without one. Launches of our Triton kernels are
+recorded instead of executed, and torch's operators are counted when they are dispatched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Launch:
 
 @dataclass
 class Recorder:
-    """Stands where the module of kernels does."""
+    """Replaces the module of kernels."""
 
     launches: list[Launch] = field(default_factory=list)
 
@@ -42,14 +42,14 @@ class Recorder:
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """From here on no kernel of ours runs; the list fills up instead."""
+    """From now on our kernels are not run, but added to the list."""
     recorder = Recorder()
     monkeypatch.setattr(module, "kernels", lambda device: recorder)
     return recorder.launches
 
 
 class Operators(TorchDispatchMode):
-    """Counts torch's operators that start a kernel: not views, not allocations."""
+    """Counts torch's operators that launch a kernel, so not views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()

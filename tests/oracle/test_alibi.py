@@ -1,5 +1,5 @@
-"""ALiBi as further dimensions of q and k: the same attention in every backend, and how exact it is
-in bfloat16."""
+"""ALiBi in extra dimensions of q and k: the same attention in every backend, and its error in
+bfloat16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from magicdec.model.transformer import Transformer
 @pytest.mark.parametrize("backend", [SDPABackend, GroupedBackend, NativeBackend])
 @pytest.mark.parametrize("name", ["bloom", "bloom-6-heads", "baichuan-13b"])
 def test_every_backend_serves_alibi(name: str, backend: type, tmp_path: Path) -> None:
-    """Logits of a text in uneven chunks; heads of 8 are cached as 16."""
+    """Logits of a text in chunks of unequal length. Heads of size 8 are cached with size 16."""
     reference = make_checkpoint(tmp_path, name)
     source, text = find_model("--model", str(tmp_path)), torch.tensor(random_prompts([90], VOCAB))
     place = (Shard(), None, torch.float32, torch.device("cpu"))
@@ -42,7 +42,7 @@ ALIBI = ModelConfig("alibi", 64, 1, 256, 64, 4, 4, 64, 4096, positions="alibi")
 
 
 def bfloat16_error(backend: AttentionBackend) -> float:
-    """Of ALiBi attention at the end of a long text, against float64 on the same rounded inputs."""
+    """Error of ALiBi attention at the end of a long text, relative to float64 on equal inputs."""
     torch.manual_seed(0)
     length, heads, size = 3000, ALIBI.num_heads, ALIBI.head_dim
     drawn = torch.randn(1, length + 1, 3 * heads, size).bfloat16()
@@ -66,8 +66,8 @@ def bfloat16_error(backend: AttentionBackend) -> float:
 
 
 def test_alibi_in_bfloat16() -> None:
-    """Positions are exact and slopes, powers of two here, nearly so; where scores themselves are
-    rounded (grouped) neighbours can no longer be told apart, and a run is refused."""
+    """Positions are exact, and slopes, powers of two here, nearly exact. The grouped backend rounds
+    the scores, so that neighbouring keys get equal scores; such a run is refused."""
     assert bfloat16_error(NativeBackend()) < 0.05
     assert bfloat16_error(NativeBackend(portable=True)) < 0.05
     assert bfloat16_error(SDPABackend()) < 0.05
@@ -75,7 +75,7 @@ def test_alibi_in_bfloat16() -> None:
 
 
 def test_scores_fall_with_the_distance_past_a_digit() -> None:
-    """q and k of zeros: a score is the slope times the key's position, on both sides of every
+    """With q and k zero, a score is the slope times the key's position, on both sides of every
     multiple of 256."""
     slopes = alibi_slopes(ALIBI)
     heads, length = ALIBI.num_heads, 2000

@@ -1,5 +1,5 @@
-"""What computes norms, rotation and gates against the same formulas in float64: one rounding, and
-no row that depends on another. Triton's kernels are interpreted where there is no GPU."""
+"""Norms, rotation and gates of every implementation, compared with float64: results are rounded
+once and rows do not depend on each other. Triton kernels are interpreted if there is no GPU."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_rms_norm(kind: Kind, rows: int, width: int) -> None:
     assert_rounded_once(found, F.rms_norm(x.double(), (width,), weight.double(), 1e-5))
     last = chosen.rms_norm(x[-1:], weight, 1e-5)
     assert torch.equal(found[-1:], last), "a row does not depend on the others"
-    apart = torch.cat([x, x * 3], dim=-1)[..., :width]  # rows that do not follow each other
+    apart = torch.cat([x, x * 3], dim=-1)[..., :width]  # rows that are not adjacent
     assert torch.equal(chosen.rms_norm(apart, weight, 1e-5), found)
 
 
 def test_norms_of_heads_and_of_last_positions(kind: Kind) -> None:
-    """The strided views that a model passes: queries beside keys and values, one position a row."""
+    """Strided views, as a model passes them: queries beside keys and values, one token per row."""
     chosen, dtype, device = kind
     torch.manual_seed(0)
     weight = torch.randn(48).to(device, dtype)
@@ -74,7 +74,7 @@ def test_norms_of_heads_and_of_last_positions(kind: Kind) -> None:
 @pytest.mark.parametrize("width", [40, 1023])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
-    """To the bit what the two give one after the other."""
+    """The same bits as the sum followed by the norm."""
     chosen, dtype, device = kind
     torch.manual_seed(0)
     x, wide = torch.randn(rows, 2, width), torch.randn(rows, 4, width) * 3

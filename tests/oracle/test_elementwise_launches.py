@@ -1,5 +1,5 @@
-"""What a GPU would be given of the Triton kernels between the products, seen without one: launches
-that follow from shapes alone, how many a layer takes, and machine code."""
+"""Launches of Triton's elementwise kernels, tested without a GPU: they depend on shapes alone,
+their number per layer, and their machine code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS, TORCHS = TritonElementwise(), Elementwise()
 
 
 def test_no_pair_of_numbers_is_read_by_two_threads() -> None:
-    """Where one had written by then, the other would turn twice."""
+    """Otherwise a thread could read a pair that another has already rotated."""
     for num_heads in (1, 2, 3, 40, 128):
         for pairs in (1, 3, 8, 48, 64, 128):
             block_h, block_p, num_warps = choose_tile(num_heads, pairs)
@@ -35,7 +35,7 @@ def test_no_pair_of_numbers_is_read_by_two_threads() -> None:
 
 
 def call_all(device: str, T: int, dtype: torch.dtype) -> list[Tensor]:
-    """Every function on what a model of 32 and 8 heads of 128 passes."""
+    """Call every operation with the shapes of a model with 32 query and 8 KV heads of 128."""
     x, y, weight = (torch.empty(2, T, 4096, dtype=dtype, device=device) for _ in range(3))
     heads = torch.empty(2, T, 48, 128, dtype=dtype, device=device)
     table = torch.empty(2, T, 2, 64, dtype=F32, device=device)
@@ -54,8 +54,8 @@ def call_all(device: str, T: int, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("T", [1, 5, 512])
 def test_a_launch_follows_from_shapes_alone(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors that hold no numbers: nothing is read by the host, nothing is copied, and what is
-    allocated and launched is known, as a CUDA graph needs it."""
+    """Tested on fake tensors without values: nothing is read by the host or copied, and allocations
+    and launches are determined by shapes, as a CUDA graph needs."""
     launches = record_launches(monkeypatch)
     shapes = [tuple(t.shape) for t in call_all("meta", T, BF16)]
     row, heads = (2, T, 4096), (2, T, 32, 128)
@@ -84,7 +84,7 @@ def launches_of(config: ModelConfig, chosen: Elementwise, ours: list[Any]) -> tu
 
 
 def test_a_layer_launches_half_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of docs/gpu.md, which are this model's: attention has none here."""
+    """The numbers in docs/gpu.md, for this model and without attention."""
     ours = record_launches(monkeypatch)
     layers = (TINY.num_layers, 10 + TINY.num_layers)
     counts = [

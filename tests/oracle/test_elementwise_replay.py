@@ -1,5 +1,5 @@
-"""Steps over the Triton kernels between the products, recorded once and replayed, as CUDA graphs
-are: the tokens of torch's operators."""
+"""Steps with Triton's elementwise kernels, captured once and replayed like CUDA graphs, emit the
+same tokens as torch's operators."""
 
 from __future__ import annotations
 

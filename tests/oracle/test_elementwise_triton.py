@@ -1,6 +1,5 @@
-"""What the contract's tests do not reach of the Triton kernels between the products: ragged shapes
-and strides, long chunks, what a launch is made of, machine code, graphs, and whole models.
-Interpreted where there is no GPU."""
+"""Triton's elementwise kernels beyond the tests of the interface: irregular shapes and strides,
+long chunks, launches, CUDA graphs and whole models. Interpreted if there is no GPU."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def close(found: Tensor, exact: Tensor) -> bool:
 
 
 def inside(shape: tuple[int, ...], dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]:
-    """A random view of that shape with others' numbers before, between and behind its rows, and
-    all that it lies in."""
+    """A random view of that shape with other values before, between and after its rows, and the
+    whole tensor."""
     torch.manual_seed(0)
     rows, tokens, *rest = shape
     whole = torch.randn(rows + 1, tokens * step + 1, *rest).to(DEVICE, dtype)
@@ -55,8 +54,8 @@ def test_any_heads_are_turned(
     shape: tuple[int, int, int], size: int, data: Any, interleaved: bool, dtype: torch.dtype,
     step: int,
 ) -> None:  # fmt: skip
-    """Any size, any part of it rotated, rows and tokens that do not follow each other; and nothing
-    else is written."""
+    """Any head size, any number of rotated dimensions, rows and tokens that are not adjacent.
+    Nothing else is written."""
     rows, tokens, num_heads = shape
     pairs, turned = data.draw(st.integers(1, size // 2)), data.draw(st.integers(1, num_heads))
     heads, whole = inside((*shape, size), dtype, step)
@@ -97,7 +96,7 @@ def test_any_rows_are_normed_and_gated(
 
 @pytest.mark.wide
 def test_a_long_chunk() -> None:
-    """A prefill's: the last token has the bits it has alone."""
+    """The last token of a prefill chunk has the same bits as alone."""
     torch.manual_seed(0)
     heads = torch.randn(1, 2048, 3, 16).to(DEVICE, BF16)
     angles = torch.randn(1, 2048, 8, device=DEVICE)
@@ -121,7 +120,7 @@ SEVERAL = {
 
 
 def logits(model: Transformer, T: int) -> Tensor:
-    """Of a chunk of 20 tokens and T more, for 2 rows of unequal length."""
+    """Logits of a chunk of 20 tokens and of T more, for 2 rows of unequal length."""
     runner = make_runner(model.to(DEVICE), 2, 20 + T)
     for row in range(2):
         runner.cache.allocate(row, 20 + T)
@@ -137,7 +136,7 @@ def logits(model: Transformer, T: int) -> Tensor:
     ids=SEVERAL,
 )
 def test_a_model_is_the_same_model(config: ModelConfig) -> None:
-    """In float32 to its last digits; in bfloat16 no further from float32 than torch's operators."""
+    """float32 agrees to the last digits; bfloat16 is as close to float32 as torch's operators."""
     found: dict[Any, Tensor] = {}
     for dtype in (F32, BF16):
         for chosen in (TORCHS, OURS):
@@ -154,7 +153,7 @@ def test_a_model_is_the_same_model(config: ModelConfig) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("T", [1, 5])
 def test_a_graph_holds_every_call(T: int) -> None:
-    """Captured once, replayed on other numbers: what the calls themselves give."""
+    """Captured once and replayed on other values: the same results as the calls."""
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape).to(DEVICE, BF16)
@@ -187,7 +186,7 @@ def test_a_run_says_what_it_took(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Speculation over the interpreted kernels, and what its record holds."""
+    """Speculation with the interpreted kernels, and the fields of its record."""
     monkeypatch.delenv("TRITON_INTERPRET")
     asked = "--elementwise triton --device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 3"
     few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18 --results r.jsonl"

@@ -1,5 +1,5 @@
-"""Every family through the engine: the reference's greedy tokens, self-speculation that changes
-none of them, and what its config says it holds and exchanges."""
+"""Every family in the engine: the reference's greedy tokens, also with self-speculation, and the
+parameters and all-reduces that its config predicts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Stored:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
-    """Each family's checkpoint, made once."""
+    """The checkpoint of each family, made once."""
     made: dict[str, Stored] = {}
 
     def get(name: str) -> Stored:
@@ -70,7 +70,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_the_references(name: str, stored: Callable[[str], Stored]) -> None:
-    """Prompts in chunks of 16, then one token at a time; ragged rows side by side."""
+    """Prompts in chunks of 16, then one token at a time, with rows of unequal length."""
     model = stored(name)
     prompts = random_prompts(LENGTHS, VOCAB)
     runner = make_runner(model.load(), len(LENGTHS), max(LENGTHS) + 24 + 4)
@@ -105,7 +105,7 @@ def test_self_speculation_changes_nothing(
 def test_a_standalone_draft_changes_nothing(
     name: str, policy: str, stored: Callable[[str], Stored]
 ) -> None:
-    """The draft has the target's weights: under full KV all it drafts is accepted."""
+    """The draft has the target's weights, so with full KV all its drafts are accepted."""
     model, kv = stored(name), KVSection(policy, -1 if policy == "full" else 20, window_size=8)
     length = max(LENGTHS) + 30 + 4
     requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=2), 30)
@@ -120,8 +120,8 @@ def test_a_standalone_draft_changes_nothing(
 def test_a_rolling_draft_turns_its_sinks_as_the_family_rotates(
     name: str, stored: Callable[[str], Stored]
 ) -> None:
-    """A budget that everything fits: nothing is turned, all is accepted; a small one: the same
-    tokens."""
+    """With a budget for the whole text nothing is rotated and all drafts are accepted. With a small
+    budget the tokens are the same."""
     model, length = stored(name), max(LENGTHS) + 40 + 4
     for budget in (200, 24):
         kv = KVSection("streaming_llm", budget, 4)
@@ -136,7 +136,7 @@ def test_a_rolling_draft_turns_its_sinks_as_the_family_rotates(
 
 
 def test_learned_positions_to_the_last(stored: Callable[[str], Stored]) -> None:
-    """Drafts stand past the last position while the text ends on it."""
+    """Draft tokens lie beyond the last position when the text ends at it."""
     model = stored("gpt2")
     (prompt,) = random_prompts([256 - 9], VOCAB)
     runner = make_runner(model.load(), 1, 256 + 4)
@@ -181,7 +181,7 @@ def test_sums_over_ranks_in_a_layer(name: str, stored: Callable[[str], Stored]) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_random_weights_of_every_layout(name: str, stored: Callable[[str], Stored]) -> None:
-    """Ranks hold shards of one model; norms weigh 1, whatever their names."""
+    """Ranks have shards of one model; norm weights are 1 under all names."""
     config = stored(name).source.config
     source = RandomWeights(expected_shapes(config))
 
@@ -199,7 +199,7 @@ def test_random_weights_of_every_layout(name: str, stored: Callable[[str], Store
 
 
 def test_a_checkpoint_of_the_bare_body(stored: Callable[[str], Stored], tmp_path: Path) -> None:
-    """As GPT-2 is published: names without "transformer.", and the causal masks."""
+    """As in the published GPT-2: names without "transformer.", and stored causal masks."""
     model = stored("gpt2")
     directory = model.source.tokenizer_directory
     assert directory is not None

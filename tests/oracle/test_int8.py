@@ -1,5 +1,5 @@
-"""int8 layers against float64, whole models against the same model with dequantised weights, and
-lossless decoding with them."""
+"""int8 layers compared with float64, whole models compared with the same model with dequantised
+weights, and lossless decoding with int8 weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LENGTHS = [5, 70, 1, 33]
 def layer(
     weight: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
 ) -> Int8Linear:
-    """`weight` quantised; `bias` in its dtype."""
+    """A layer with `weight` quantised and `bias` unchanged."""
     kind = PartialLinear if partial else nn.Linear
     like = kind(weight.shape[1], weight.shape[0], bias=bias is not None)
     if bias is not None:
@@ -105,7 +105,7 @@ def packed_of(weight: torch.Tensor) -> PackedInt8Linear:
 
 
 def every_weight(rows: int = 130) -> Int8Linear:
-    """All 255 values, in every place of a block."""
+    """All 255 values, at every position of a block."""
     made = layer(torch.randn(rows, 510))
     values = torch.arange(510).remainder(255) - 127
     made.weight.copy_(torch.stack([values.roll(3 * i) for i in range(rows)]).to(torch.int8))
@@ -114,7 +114,7 @@ def every_weight(rows: int = 130) -> Int8Linear:
 
 @needs_kernel
 def test_every_weight_is_widened_exactly() -> None:
-    """One input at a time: the product is the weight itself, which bfloat16 holds."""
+    """With one nonzero input the result is the weight itself, which bfloat16 represents exactly."""
     linear = every_weight()
     linear.scale.fill_(1.0)
     out = PackedInt8Linear(linear)(torch.eye(510).to(BF16))
@@ -123,7 +123,7 @@ def test_every_weight_is_widened_exactly() -> None:
 
 @needs_kernel
 def test_without_byte_permutations_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs with bfloat16 products but no AVX512-VBMI widen by other instructions."""
+    """CPUs with bfloat16 dot products but no AVX512-VBMI convert with other instructions."""
     x, packed = torch.randn(20, 510).to(BF16), PackedInt8Linear(every_weight())
     expected = [packed(x), packed(x[:3])]
     other = library("-mno-avx512vbmi")
@@ -200,7 +200,7 @@ def test_speculation_with_an_int8_target_is_lossless(policy: str, config: ModelC
 @pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
 @pytest.mark.parametrize("budget", [33, 5000])
 def test_in_bfloat16_too_and_exactly(budget: int, policy: str) -> None:
-    """Rows 1 to 20 of a product: by the kernel for few rows and the one for many."""
+    """GEMMs with 1 to 20 rows, which covers the kernels for few and for many rows."""
     model, _ = int8_twins(EVERYTHING, BF16)
     pack(model)
     runner = make_runner(model, len(LENGTHS), 70 + 60 + 4, NativeBackend())
@@ -213,7 +213,8 @@ def test_in_bfloat16_too_and_exactly(budget: int, policy: str) -> None:
 @pytest.mark.parametrize("kv", [KVSection("full"), KVSection("streaming_llm", 40, 4)], ids=str)
 @pytest.mark.parametrize("is_int8_target", [False, True])
 def test_an_int8_draft(kv: KVSection, is_int8_target: bool) -> None:
-    """The target's own weights in int8: mostly accepted, and nothing of the output changes."""
+    """The draft has the target's weights in int8. Most drafts are accepted, and the output is the
+    same."""
     target = tiny_transformer()
     draft, _ = int8_twins(TINY, F32)
     if is_int8_target:
@@ -229,7 +230,7 @@ def test_an_int8_draft(kv: KVSection, is_int8_target: bool) -> None:
 
 
 def test_differences_are_settled_by_the_same_weights() -> None:
-    """The replay in a wider dtype widens activations, not the int8 weights."""
+    """The check in a wider dtype uses wider activations and the same int8 weights."""
     alone = Launch(0, 1, 0, 1)
     config = RunConfig(
         model=ModelSection("demo", "float32", target_dtype="int8"),

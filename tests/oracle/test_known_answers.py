@@ -1,4 +1,4 @@
-"""Known answers from the command line to the record: both passes are scored, and equally."""
+"""Known answers from the command line to the record: both passes have the same score."""
 
 from __future__ import annotations
 

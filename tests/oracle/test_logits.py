@@ -1,4 +1,4 @@
-"""Our decoder against transformers: same checkpoint, same logits, whole, sharded and in stages.
+"""Our decoder has the same logits as transformers: whole, sharded and in pipeline stages.
 
 A new family is one row in MODELS (`tiny_families.py`).
 """
@@ -57,7 +57,7 @@ def run(source: ModelSource, model: Transformer, x: Tensor, reduce: Reduce) -> T
 
 
 def run_ranks(source: ModelSource, size: int) -> Tensor:
-    """All ranks in lockstep threads; logits put together from the vocabulary shards."""
+    """All ranks in synchronised threads; logits are concatenated from the vocabulary shards."""
     barrier = threading.Barrier(size, timeout=HANG)
     partials: list[Tensor] = [torch.empty(0)] * size
 
@@ -66,7 +66,7 @@ def run_ranks(source: ModelSource, size: int) -> Tensor:
             partials[rank] = x
             barrier.wait()
             total = torch.stack(partials).sum(0)
-            barrier.wait()  # nobody overwrites a partial that another rank has yet to add
+            barrier.wait()  # no rank overwrites a partial result that another has not read
             return total
 
         return reduce
@@ -169,8 +169,8 @@ def test_rope_table(rope: RopeConfig) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [None, 16, 24])
 def test_yarn_warms_what_it_rotates(rotary_dim: int | None, interleaved: bool) -> None:
-    """Scores of 32 dimensions, whose first are rotated by tables that carry the factor, q's and k's
-    alike, as transformers has it."""
+    """Heads of 32 dimensions, of which all or only the first are rotated. The scores are those of
+    transformers, which multiplies the tables for q and for k by the attention factor."""
     torch.manual_seed(0)
     rope = yarn(1e4, 8.0, 32, rotary_dim=rotary_dim, interleaved=interleaved)
     heads, rows = torch.randn(1, 50, 5, 32), rope_table(rope, 32, 50)[None]

@@ -1,5 +1,5 @@
-"""nanoGPT checkpoints, with and without biases: the logits of nanoGPT's own arithmetic, written out
-here, and its characters."""
+"""nanoGPT checkpoints with and without biases: the logits of nanoGPT's own computation, which is
+repeated here, and its character tokenizer."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_characters_that_the_model_has_never_seen_are_an_error(tmp_path: Path) -
 
 
 class Foreign:
-    """What a pickle must not bring to life."""
+    """A class that must not be unpickled."""
 
 
 def test_what_is_not_nanogpt_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Packed linear layers against torch's, alone and inside the model; and what they are for: in
-bfloat16 verification computes the bits that decoding computed."""
+"""Packed linear layers compared with torch's, alone and in a model. In bfloat16, verification must
+compute the same bits as decoding."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_packed_refuses_what_it_cannot_hold() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_is_the_same_model(tied: bool) -> None:
-    """It does not round where torch's operators do, so both are held to the float32 model."""
+    """It rounds at other points than torch's operators, so both are compared with float32."""
     config = replace(EVERYTHING, tie_word_embeddings=tied)
     tokens = torch.tensor(random_prompts([40], config.vocab_size))
     logits = []
@@ -69,7 +69,7 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
 def test_speculation_in_bfloat16_emits_the_baseline_tokens(
     budget: int, policy: str, heads: int
 ) -> None:
-    """Exactly: nothing is settled as a tie here."""
+    """The tokens are equal, without any tie to settle."""
     config = replace(EVERYTHING, num_kv_heads=heads)
     model = pack(tiny_transformer(config, dtype=BF16))
     lengths = [5, 70, 1, 33]
@@ -88,7 +88,7 @@ def test_packed_weights_are_charged_with_their_padding() -> None:
 
 
 def test_the_kernels_trace() -> None:
-    """Under torch.compile both go through `torch.library`, and compute the same."""
+    """Under torch.compile both kernels are called through `torch.library`, with equal results."""
     torch.manual_seed(0)
     linear, x = PackedLinear(torch.randn(96, 64).to(BF16)), torch.randn(3, 64).to(BF16)
     traced = torch.compile(lambda t: linear(t) * 2, fullgraph=True, backend="eager")

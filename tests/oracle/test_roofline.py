@@ -1,4 +1,4 @@
-"""The bytes that a record is charged for are the bytes that the kernel read, counted inside it."""
+"""The bytes in a record are the bytes that the kernel read, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS = [5, 70, 1, 33]
 def test_kv_bytes_are_what_the_kernel_counts(
     strategy: str, kv: KVSection, dtype: torch.dtype
 ) -> None:
-    """Decoding, drafting under a budget and ragged verification, rows of unlike lengths."""
+    """Decoding, drafting with a budget and verification, with rows of unequal length."""
     config = replace(TINY, num_kv_heads=3)
     model = tiny_transformer(config, dtype=dtype)
     runner = make_runner(model, len(LENGTHS), 120, NativeBackend())

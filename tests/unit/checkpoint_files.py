@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of finding, checking and loading them; holds no tests itself."""
+"""Small checkpoints for the tests of finding, checking and loading. Contains no tests."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def expected_shard(tensors: Tensors, shard: Shard, config: ModelConfig = CONFIG)
 
 
 def refuse(name: str | Path, *parts: str) -> None:
-    """`find_model` fails with one line that has all `parts`."""
+    """Assert that `find_model` raises ValueError with one line that contains all `parts`."""
     with pytest.raises(ValueError) as caught:
         find_model("--model", str(name))
     text = str(caught.value)

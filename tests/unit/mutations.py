@@ -1,6 +1,7 @@
-"""Run by `test_mutations.py` in a process of its own: break the headers of a checkpoint in seeded
-ways and find it each time. Prints a count of each outcome; anything but a ValueError of one line
-ends the process with a traceback, and so does taking more than 1 GB, or more than 5 s of CPU.
+"""Run by `test_mutations.py` in a separate process: damages the headers of a checkpoint at random
+(seeded) and calls `find_model` each time. Prints the number of each outcome. Any error except a
+ValueError of one line ends the process with a traceback, as does using more than 1 GB of memory or
+5 s of CPU time.
 
     mutations.py safetensors|index|config|pth DIRECTORY COUNT
 """
@@ -54,7 +55,7 @@ def mutate_bytes(data: bytes, first: int, last: int, rng: random.Random) -> byte
 
 
 def mutate_json(value: Any, rng: random.Random) -> Any:
-    """Replace something somewhere in a JSON value by something strange, or leave it out."""
+    """Replace a random part of a JSON value by an unexpected value, or remove it."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         kind = rng.random()
@@ -97,7 +98,7 @@ def mutate(kind: str, data: bytes, rng: random.Random) -> bytes:
 
 
 class Endless(BaseException):
-    """Nothing that reads a checkpoint catches it."""
+    """Raised at the CPU limit. Not an Exception, so no code that reads checkpoints catches it."""
 
 
 def stop(signum: int, frame: object) -> None:

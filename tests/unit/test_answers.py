@@ -1,4 +1,4 @@
-"""Known answers: what counts as right, and where recall takes its passages from."""
+"""Known answers: their scores, and the passages that recall chooses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_pass_has_the_mean_of_its_prompts_whatever_their_order() -> None:
 
 @pytest.mark.parametrize("length", [64, 100, 512, 1024, 4096, 16384])
 def test_the_cue_repeats_a_distant_passage_that_goes_on_as_expected(length: int) -> None:
-    prefix = tuple(range(length))  # every token tells its place
+    prefix = tuple(range(length))  # each token id is its position
     distances = []
     for seed in range(50):
         prompt, answer = repeat_passage(prefix, 20, random.Random(seed))
@@ -87,7 +87,7 @@ def test_the_cue_repeats_a_distant_passage_that_goes_on_as_expected(length: int)
 
 
 def book(tmp_path: Path) -> str:
-    """Enough for five prefixes of 400 tokens; every character is another."""
+    """A text for five prefixes of 400 tokens, in which all characters differ."""
     path = tmp_path / "book.txt"
     path.write_text("f" * SKIP_TOKENS + "".join(chr(0x4E00 + i) for i in range(2000)))
     return str(path)
@@ -106,7 +106,7 @@ def test_recall_is_the_same_prefixes_of_books_with_a_cue_at_the_end(tmp_path: Pa
     assert work.answers is not None
     for prompt, answer in zip(work.prompts, work.answers, strict=True):
         assert isinstance(answer, Continuation)
-        at = prompt.index(prompt[-1])  # the cue's last token, where it first stands
+        at = prompt.index(prompt[-1])  # the first position of the cue's last token
         assert prompt[at + 1 : at + 31] == answer.token_ids
 
 

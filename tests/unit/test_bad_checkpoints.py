@@ -1,4 +1,4 @@
-"""Broken checkpoints as a user meets them: for each the one line that is printed, to the letter."""
+"""Broken checkpoints: for each, the exact line that the user sees."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from magicdec.model.families.hf_config import to_hf_config
 from magicdec.setup.prepare import prepare
 
 DEMO = ROOT / "magicdec" / "demo" / "target"
-# As many ids as the demo's tokenizer, which stands beside every checkpoint here.
+# The vocabulary size of the demo's tokenizer, which is copied to every checkpoint here.
 FITTING = replace(CONFIG, vocab_size=2048)
 
 
 def refused(directory: Path) -> str:
-    """What a run of the checkpoint in `directory` says."""
+    """The message of a run with the checkpoint in `directory`."""
     shutil.copy(DEMO / "tokenizer.model", directory)
     config = RunConfig(
         model=ModelSection(str(directory), "float32", "torch"),
@@ -67,7 +67,7 @@ def truncated(directory: Path) -> str:
 def bit_flipped_length(directory: Path) -> str:
     file = write(directory, make_tensors(FITTING), FITTING) / "model.safetensors"
     data = bytearray(file.read_bytes())
-    data[6] ^= 0x80  # the header is now said to be 36 petabytes long
+    data[6] ^= 0x80  # the header's length is now 36 petabytes
     file.write_bytes(data)
     return (
         f"{file}: not a complete safetensors file (Error while deserializing header: {{library}})"
@@ -220,7 +220,7 @@ def test_the_line(broken: Callable[[Path], str], tmp_path: Path) -> None:
     before, library, after = broken(tmp_path).partition("{library}")
     text = refused(tmp_path)
     assert "\n" not in text
-    if library:  # the library's own words, which change with its version
+    if library:  # the library's own text depends on its version
         assert text.startswith(before) and text.endswith(after), text
     else:
         assert text == before
@@ -230,7 +230,7 @@ def test_no_bos_is_no_error(tmp_path: Path) -> None:
     config = replace(FITTING, bos_token_id=None)
     write(tmp_path, make_tensors(config), config)
     assert json.loads((tmp_path / "config.json").read_text())["bos_token_id"] is None
-    edit_json(tmp_path / "config.json", max_position_embeddings=8)  # something else to refuse
+    edit_json(tmp_path / "config.json", max_position_embeddings=8)  # refused after the weights
     assert "exceeds the 8 positions" in refused(tmp_path)
 
 

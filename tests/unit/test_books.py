@@ -34,7 +34,7 @@ def write_array(path: Path) -> None:
 
 
 def write_marked(path: Path) -> None:
-    """Blank lines, a byte-order mark and text that is not escaped."""
+    """Write JSON lines with blank lines, a byte-order mark and unescaped text."""
     lines = "\n\n".join(json.dumps({"text": b}, ensure_ascii=False) for b in BOOKS)
     path.write_text(lines, encoding="utf-8-sig")
 

@@ -1,4 +1,4 @@
-"""Finding and loading checkpoints: round trips, names, and how much of a file a rank reads."""
+"""Finding and loading checkpoints: round trips, names, and how much of a file each rank reads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_dtype_and_files_by_name(tmp_path: Path) -> None:
         source = find_model("--model", str(name))
         assert source.tokenizer_directory == tmp_path and not source.is_random
         assert source.name == tmp_path.name
-        copied = pickle.loads(pickle.dumps(source))  # what starting another process does
+        copied = pickle.loads(pickle.dumps(source))  # as when another process is started
         assert copied.weights.shapes() == source.weights.shapes()
 
 
@@ -71,7 +71,7 @@ def test_packaged_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Recorder:
-    """Passes reads on and counts what was asked for."""
+    """A weight source that forwards reads and counts them."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source, self.elements, self.largest = source, 0, 0
@@ -114,5 +114,5 @@ def test_slices_are_lazy(tmp_path: Path) -> None:
     ):
         part = source.read(piece)
         assert torch.equal(part, make_tensors()[Q_PROJ][4:6, 3:9])
-        # The view shares the mapping of the file or tensor: nothing was copied to cut it.
+        # The view shares the mapping of the file or tensor, so slicing copied nothing.
         assert part.untyped_storage().nbytes() >= 32 * 32 * 4

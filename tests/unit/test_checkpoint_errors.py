@@ -1,4 +1,4 @@
-"""Each way a checkpoint can be wrong: one line that names the file, the tensor and the choices."""
+"""Faulty checkpoints: each error is one line with the file, the tensor and the choices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Converting checkpoints: the same values whatever they came from, whole files or none, checksums
-that name what changed."""
+"""Converting checkpoints: the same values from every format, complete files or none, and checksums
+that show which tensor changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LAYER_NAMES = {  # as the original suite's convert_hf_checkpoint.py has them
 
 
 def to_gpt_fast(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """What that converter makes of Hugging Face tensors."""
+    """Hugging Face tensors as the original suite's converter writes them."""
 
     def permute(w: torch.Tensor, n_head: int) -> torch.Tensor:
         shape = (n_head, 2, config.head_dim // 2, *w.shape[1:])
@@ -217,7 +217,7 @@ print(len(seen), max(seen) - before)
     + [pytest.param(n, marks=pytest.mark.wide) for n in ("out.pth", "int8.safetensors")],
 )
 def test_memory_is_a_part_of_the_model(tmp_path: Path, name: str) -> None:
-    """200 MB of weights, the largest tensor 16 MB, in 64 MB beyond what the imports took."""
+    """200 MB of weights with tensors of up to 16 MB are converted with 64 MB of memory."""
     config = replace(
         CONFIG, vocab_size=4096, hidden_size=1024, intermediate_size=2048, num_heads=16,
         num_kv_heads=16, head_dim=64, num_layers=4,
@@ -301,7 +301,7 @@ def test_the_command(
 def test_the_command_quantises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The original layout too; what is int8 already is copied, and not dequantised."""
+    """Also from the original layout. Weights that are int8 already are copied unchanged."""
     write_gpt_fast(tmp_path, make_tensors())
     out = tmp_path / "model_int8.pth"
     assert run(monkeypatch, "--checkpoint_dir", tmp_path, "--quantize", "int8") == 0

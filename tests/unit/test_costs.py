@@ -1,5 +1,5 @@
-"""The cost model: bytes and FLOPs by hand and as the loaded model has them, times by hand, and what
-speculation must and must not gain."""
+"""The cost model: bytes and FLOPs compared with hand calculations and a loaded model, times with
+hand calculations, and the speedups of speculation."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_more_ranks_than_kv_heads_replicate_them() -> None:
 
 
 def test_the_rank_with_most_heads_counts() -> None:
-    """Groups of 4 query heads over 3 ranks: two share the first KV head, the last has its own."""
+    """Groups of 4 query heads on 3 ranks: two ranks share the first KV head, the last has one."""
     config = replace(TINY, num_heads=8, num_kv_heads=2, hidden_size=128)
     assert costs.slowest_shard(config, 3) == Shard(2, 3)
 
@@ -108,7 +108,7 @@ def test_an_all_reduce_by_hand() -> None:
 
 
 def test_the_time_of_a_forward_by_hand() -> None:
-    """Linear layers bound by compute, attention by memory; each by its own, none by their sum."""
+    """Linear layers are limited by compute and attention by memory, each separately."""
     hardware = Hardware(1e9, 1e9, 1e-3, kv_bytes_per_s=5e8)
     deployment = Deployment(TINY, hardware, 4)
     cost = deployment.forward(8, 1, 900)

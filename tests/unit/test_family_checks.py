@@ -1,4 +1,4 @@
-"""What a family cannot do is refused before a run, in one line that says why and what would do."""
+"""What a model family does not support is refused before a run, with the reason and the choices."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_snapkv_chose_once_must_not_all_leave_the_window() -> None:
 
 
 def test_costs_of_a_window() -> None:
-    """Past it a forward reads and multiplies no more than a window for each token."""
+    """Beyond the window, a forward reads and multiplies only the window for each token."""
     plain, windowed = PLAIN, replace(PLAIN, sliding_window=64)
     hardware = Hardware(1e9, 1e9)
     for S in (10, 59, 60, 61, 100):

@@ -1,4 +1,4 @@
-"""Clocks and slowdowns, from a stand-in for NVML."""
+"""Clocks and slowdown reasons, read from a fake NVML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
 
 
 class Nvml(ModuleType):
-    """One GPU whose clock falls, for heat and because it idles."""
+    """A fake NVML with one GPU whose clock falls, because of heat and because it is idle."""
 
     NVML_CLOCK_SM = 1
 

@@ -1,5 +1,5 @@
-"""`scripts/gpu_suite.sh` on tiny shapes on a CPU: every stage writes its file; what is resumed,
-what fails alone, what is refused. And the arithmetic of its stages."""
+"""`scripts/gpu_suite.sh` with tiny shapes on a CPU: every stage writes its file, stages resume, a
+failed cell does not affect others, wrong flags are refused. Also the arithmetic of its stages."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_recorded_is_measured_without_graphs(
 
 
 def test_batches_fit_beside_the_weights() -> None:
-    """131072 bytes a token of Llama-3.1-8B; an H200 does not hold 32 rows of 32768."""
+    """Llama-3.1-8B needs 131072 bytes per token: 32 rows of 32768 do not fit on an H200."""
     config, sizes = PRESETS["llama-3.1-8b"].config, FULL.batch_sizes
     gib = 1 << 30
     assert latency.fitting_places((2,), [64], config, None) == {2: [64]}

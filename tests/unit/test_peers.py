@@ -1,7 +1,7 @@
-"""The peers that `scripts/bench_peers.py` compares: what it refuses before it starts one, that this
-project and transformers pass its check and forget what they verified, and the GGUF export's
-arithmetic, against another way of reading and rotating. llama.cpp itself is checked by the script,
-which measures nothing before all peers emit the same tokens."""
+"""The peers of `scripts/bench_peers.py`: wrong flags are refused before a peer starts, this project
+and transformers pass the script's check and undo their verifications, and the GGUF export agrees
+with an independent reader and rotation. llama.cpp itself is checked by the script, which measures
+only after all peers emit the same tokens."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_name_is_a_peer_and_has_what_its_entry_says() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script's model, smaller."""
+    """A smaller version of the script's model."""
     directory = tmp_path_factory.mktemp("peers") / "hf"
     patch = pytest.MonkeyPatch()
     for name, value in {"LAYERS": 2, "FFN": 128, "POSITIONS": 512}.items():
@@ -109,7 +109,7 @@ def test_peers_emit_and_verify_the_same_tokens(starts: list[Start]) -> None:
 
 @pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_verification_is_right_and_leaves_no_trace(starts: list[Start], place: int) -> None:
-    """Drafts that are what is emitted later come back one place on; others change nothing."""
+    """Drafts equal to the later tokens are returned shifted by one. Wrong drafts change nothing."""
     prompts = make_prompts(40)
     with Worker(starts[place], "float32", Sizes(1, 128, len(prompts))) as worker:
         worker.ask(do="prefill", prompts=prompts)
@@ -145,7 +145,7 @@ class FakeWorker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing to end."""
+        """There is no process to end."""
 
     def ask(self, do: str, **command: Any) -> dict[str, Any]:
         if do == "verify":

@@ -1,4 +1,4 @@
-"""`magicdec plan`: what is read, what is refused, what is printed."""
+"""`magicdec plan`: its input, its errors and its output."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_draft_of_its_own(run: Run) -> None:
 
 
 def test_int8_weights_halve_what_is_read(run: Run) -> None:
-    """At B 1 and a short context a forward of a large model is its weights."""
+    """With B 1 and a short context, the time of a large model's forward is that of its weights."""
     flags = f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --B 1 --prefix_len 16 --json p.json"
     times = {}
     for weights in ("auto", "bfloat16", "int8"):
@@ -174,8 +174,8 @@ def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("drafter", ["self", "model"])
 @pytest.mark.parametrize("policy", [None, "streaming_llm", "snapkv", "verified"])
 def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
-    """Each budget of the committed baselines, from its longest curve; never the full cache's, nor
-    another policy's or drafter's."""
+    """Each budget in the committed baselines has its longest curve, and never one of the full
+    cache, of another policy or of another drafter."""
     records = [json.loads(line) for line in BASELINES.read_text().splitlines()]
     expected = {
         r["config"]["kv"]["budget"]: tuple(r["metrics"]["acceptance_per_position"])

@@ -1,4 +1,4 @@
-"""The preset table: counts and configs as published, shapes as transformers builds them."""
+"""The presets have the published parameter counts and configs, and transformers' tensor shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`magicdec probe` and its file: what one rank measures, what is written, what is refused."""
+"""`magicdec probe` and its machine file: measurements of one rank, the file, and its errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_machine_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_probe_measures_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """One rank, few and short rounds: rates are positive, and there is no link."""
+    """With one rank and few short rounds, rates are positive and there is no link."""
     for name, value in (("STRETCHES", 1), ("ROUNDS", 2), ("CONTEXT", 64)):
         monkeypatch.setattr(ceilings, name, value)
     machine, launch = Machine(1), Launch(0, 1, 0, 1)

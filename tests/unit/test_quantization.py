@@ -1,5 +1,5 @@
-"""int8 weights: the arithmetic by hand, every family's shards against the whole, checkpoints that
-are stored so, and what is refused."""
+"""int8 weights: the arithmetic by hand, every family's shards compared with the whole model,
+checkpoints stored in int8, and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_by_hand() -> None:
 
 
 def test_no_weight_leaves_the_range() -> None:
-    """Also where the scale is too small to be divided by."""
+    """Also if the scale is too small for an exact division."""
     rows = torch.tensor([[1e-45, 3e-45], [1e-38, -1e-38], [3e38, -3.4e38]])
     values = quantize(rows, channel_scales(rows).unsqueeze(1))
     assert values.abs().max() <= 127 and values[2].tolist() == [112, -127]
@@ -55,7 +55,7 @@ def test_no_weight_leaves_the_range() -> None:
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSource]:
-    """Each family's checkpoint, made once."""
+    """The checkpoint of each family, made once."""
     made: dict[str, ModelSource] = {}
 
     def get(name: str) -> ModelSource:
@@ -81,7 +81,7 @@ TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 
 def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
-    """What `shard` must hold: every stored matrix quantised whole, plainly, then cut."""
+    """The expected weights of `shard`: each stored matrix quantised as a whole, then sliced."""
     config = untie_head(source.config)
     out = {}
     for parameter, pieces in weight_map(config, shard, range(config.num_layers)).items():
@@ -113,7 +113,7 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
 def test_shards_have_the_weights_of_the_whole(
     name: str, num_ranks: int, family: Callable[[str], ModelSource]
 ) -> None:
-    """Bit for bit, every layout: separate, stacked, grouped, transposed, tied."""
+    """Equal to the bit for every layout: separate, stacked, grouped, transposed, tied."""
     source = family(name)
     shards = [load(source, Shard(rank, num_ranks)) for rank in range(num_ranks)]
     for rank, shard in enumerate(shards):
@@ -136,7 +136,7 @@ def test_shards_have_the_weights_of_the_whole(
 
 
 def test_a_scale_of_the_shard_alone_would_be_another(family: Callable[[str], ModelSource]) -> None:
-    """The test above can fail: rows whose largest weight lies on the other rank."""
+    """Shows that the test above can fail: some rows have their largest weight on the other rank."""
     source = family("llama-2")
     shard, whole = load(source, Shard(1, 2)), load(source)
     name = "blocks.0.mlp.down"
@@ -181,7 +181,7 @@ def test_the_file_and_its_manifest(tmp_path: Path, out: str) -> None:
     assert (kinds[Q_PROJ], kinds[Q_PROJ + SCALE]) == ("int8", "float32")
     assert (kinds[HEAD], kinds[HEAD + SCALE]) == ("int8", "float32")
     assert (kinds[EMBEDDING], kinds["model.norm.weight"]) == ("bfloat16", "bfloat16")
-    # The head is that of the float32 embedding, not of the one rounded beside it.
+    # The head is quantised from the float32 embedding, not from the rounded one.
     stored = find_model("--model", str(path))
     scales = channel_scales(tensors[EMBEDDING])
     expected = quantize(tensors[EMBEDDING], scales.unsqueeze(1))
@@ -207,7 +207,7 @@ def test_old_manifests_are_read(tmp_path: Path) -> None:
 
 
 class Counting:
-    """A source that says how much was read at once, and of which columns."""
+    """A weight source that records the largest read and the columns that were read."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source, self.largest, self.reads = source.weights, 0, 0

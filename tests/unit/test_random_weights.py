@@ -1,4 +1,4 @@
-"""Random weights: one model whatever the slice, and no more work than the slice needs."""
+"""Random weights: all slices belong to one model, and only the tiles of a slice are generated."""
 
 from __future__ import annotations
 

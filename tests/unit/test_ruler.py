@@ -1,4 +1,4 @@
-"""RULER-style prompts: exact lengths, by seed alone, and answers that the text really has."""
+"""RULER-style prompts: exact lengths, determined by the seed, with answers that are in the text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(task: str, length: int, seed: int = 0, bos: int | None = 1, **options:
 
 
 def texts(task: str, length: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Each prompt's text with its answers, from a tokenizer that loses nothing."""
+    """Each prompt's text with its answers, decoded by a lossless tokenizer."""
     work = build_workload(f"ruler:{task}", Characters(), None, length, 4, 5)
     assert work.answers is not None
     return [
@@ -76,7 +76,7 @@ def test_too_short_a_context_is_named_with_the_least_length(task: str) -> None:
 
 @pytest.mark.parametrize("task", ["cwe", "fwe"])
 def test_nothing_but_haystack_is_cut(task: str) -> None:
-    """Words differ in length, so some prompts hold fewer of them than others."""
+    """Words differ in length, so some prompts have fewer words than others."""
     with pytest.raises(ValueError, match="it must be at least") as error:
         build(task, 9, num_prompts=12)
     for length in (int(str(error.value).split()[-1]), 1300, 3001):
@@ -109,7 +109,7 @@ def test_needles_lie_at_all_depths() -> None:
 
 def test_variables_are_a_chain_of_the_value_asked_for() -> None:
     dense = [TASKS["vt"].make(random.Random(seed), 8) for seed in range(20)]
-    crowded = [(s.body + s.question, s.answers) for s in dense]  # some places are drawn twice
+    crowded = [(s.body + s.question, s.answers) for s in dense]  # some positions are drawn twice
     for text, answers in [*texts("vt", 3000), *crowded]:
         asked = re.search(r"have the value (\d{5}) are$", text)
         statements = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", text)

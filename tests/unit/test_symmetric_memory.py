@@ -1,5 +1,6 @@
-"""Which way a sum goes through symmetric memory, with stand-ins for its kernels and the group; what
-several GPU ranks may ask for. What the kernels do is not tested: that needs several GPUs."""
+"""The choice of the all-reduce algorithm with symmetric memory, with fakes for the kernels and the
+group, and the collectives that several GPU ranks may choose. The kernels themselves are not tested,
+because that needs several GPUs."""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ TWO_GPUS = Machine(2, 2, 2, has_cuda=True, num_gpus=2, missing_symmetric_memory=
 
 
 class Stub(Kernels):
-    """Both ranks hold the same: sums are twice what the buffer holds. Notes what is called."""
+    """Fake kernels, whose buffers are NaN until they are written."""
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
         return torch.full((count,), torch.nan, dtype=dtype)
 
 
 def make_exchange(monkeypatch: pytest.MonkeyPatch) -> tuple[SymmetricMemoryExchange, list[str]]:
+    """One of two ranks with equal values, whose sums are twice the buffer, and a list of calls."""
     called: list[str] = []
 
     def one_shot(shared: Tensor, operation: str, group: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shards: arithmetic that must hold for any number of heads and ranks."""
+"""Shards: properties for any number of heads and ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_query_head_finds_its_kv_head_on_its_own_rank(layout: tuple[int, int, 
 @given(layouts())
 @example((12, 3, 7))
 def test_query_heads_of_a_rank_divide_over_its_kv_heads(layout: tuple[int, int, int]) -> None:
-    """Within a rank, local query head h reads local KV head h // (H/G): all groups are equal."""
+    """All groups of a rank have equal size: local query head h reads KV head h // (H/G)."""
     for (first, last), (kv_first, kv_last) in shards(layout):
         local, rest = divmod(last - first, kv_last - kv_first)
         assert rest == 0

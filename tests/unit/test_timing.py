@@ -1,4 +1,4 @@
-"""Phases by the clock and by CUDA events, and the passes that are traced."""
+"""Phases timed by the clock and by CUDA events, and traced passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from magicdec.run.unmeasured import warm_up_prefill
 
 
 class Event:
-    """Imitates torch.cuda.Event over a device whose time goes on with every record."""
+    """Imitates torch.cuda.Event on a device whose time advances with every record."""
 
     now_ms = 0.0
 
@@ -44,7 +44,7 @@ def test_phases_on_cuda_lie_between_events(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("draft", "verify", "draft"):
         with timer(name):
             Event.now_ms += 20.0  # of work
-    for _ in "once more":  # asked for twice, counted once
+    for _ in "once more":  # read twice, counted once
         assert dict(timer.seconds) == {"draft": [0.025, 0.025], "verify": [0.025]}
     untimed = PhaseTimer(torch.device("cuda"), enabled=False)
     with untimed("draft"):
@@ -88,7 +88,7 @@ def test_prefill_is_warmed_up_by_a_chunk_of_each_length(length: int, chunks: lis
 def test_profile_writes_a_trace_a_strategy_and_rank(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    """Readable, with the phases in them; and the record's numbers come from other passes."""
+    """The traces are readable and contain the phases; the record's times come from other passes."""
     few = "--device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 6 --num_batches 1 --gamma 2"
     place = ("--model", tiny_checkpoint, "--dataset", text_file, "--profile", "traces")
     budget = ("--draft_budget", 18, "--warmup_batches", 0, "--results", "runs.jsonl")

@@ -1,6 +1,7 @@
-"""Tokenizers: chosen by content, ids of the underlying library, text never special, clear errors.
+"""Tokenizers: the choice of the format, the same ids as the underlying library, text that is never
+encoded as special tokens, and errors.
 
-Every vocabulary is built here, in a temporary folder: nothing is downloaded.
+Every vocabulary is built here, in a temporary folder; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FILES = {
 
 
 def json_bytes() -> bytes:
-    """Byte-level BPE that asks for all that a book must not get: BOS, truncation, padding."""
+    """Byte-level BPE with settings that must not apply to books: BOS, truncation, padding."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -92,7 +93,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 
 
 def reference(kind: str) -> Any:
-    """The underlying library's own text -> ids, without this project's wrapper."""
+    """The underlying library's encoding, without this project's wrapper."""
     if kind == "json":
         backend = tokenizers.Tokenizer.from_str(BUILT[kind].decode())
         backend.no_truncation()
@@ -174,7 +175,7 @@ def test_tiktoken_survives_a_million_blanks(loaded: dict[str, Tokenizer], tail: 
 def test_hash_is_of_the_vocabulary_not_of_the_format(
     loaded: dict[str, Tokenizer], tmp_path: Path
 ) -> None:
-    """One vocabulary in two formats hashes alike; a changed piece does not."""
+    """One vocabulary has the same hash in two formats; a changed piece changes the hash."""
     letters = {b: c for c, b in zip(module._byte_alphabet(), range(256), strict=True)}
     spell = {i: "".join(letters[b] for b in piece) for piece, i in ranks().items()}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "th"), ("Ġth", "e"), ("a", "t"), ("c", "at")]

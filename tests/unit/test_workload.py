@@ -1,6 +1,6 @@
-"""Workload: which tokens become prefixes, in which order, and too few of them.
+"""Workload: the choice and order of prefixes, and the error if there are too few.
 
-The tokenizer is a stand-in, one id a character, so that expected tokens can be written down.
+The tokenizer is a fake with one id per character, so that expected tokens can be written down.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BOS = 1_000_000
 
 
 class Characters:
-    """One id a character."""
+    """A tokenizer with one id per character."""
 
     vocab_size = 0x110000
 
@@ -48,7 +48,7 @@ def build(dataset: str, bos: int | None = BOS, **sizes: int) -> Workload:
 
 @pytest.fixture
 def long_books(tmp_path: Path) -> str:
-    """Three books; behind the front matter they hold 3 + 0 + 4 prefixes of 10 tokens."""
+    """Three books, with 3 + 0 + 4 prefixes of 10 tokens after the front matter."""
     books = ["f" * SKIP_TOKENS + chr(97 + i) * n for i, n in enumerate((39, 9, 40))]
     return write_lines(tmp_path / "long.jsonl", books)
 
