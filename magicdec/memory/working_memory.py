@@ -1,5 +1,5 @@
-"""The memory that a run takes for moments, beside weights and caches: an estimate from the shapes
-of the tensors that are then alive. Arithmetic; allocates nothing.
+"""The memory that a run needs for a short time, beside weights and caches: an estimate from the
+shapes of the tensors of its largest forward. Arithmetic; allocates nothing.
 """
 
 from __future__ import annotations
@@ -17,107 +17,89 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def max_tokens(config: RunConfig) -> int:
-    """Cached tokens a row: the newest is never cached, but a verification holds its drafts too."""
+    """Cached tokens of a row at most. The newest token is never cached, but a verification caches
+    its draft tokens too."""
     w, d = config.workload, config.decoding
     drafted = 0 if d.strategy == "autoregressive" else d.most_draft_tokens
     return w.prefix_len + w.num_new_tokens + drafted
 
 
 def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
-    """The largest of the moments: a chunk of a prompt, a verification, the prompts' ends a second
-    time (`replay_bytes`), loading a matrix, measuring the bandwidth; and the rotary table."""
-    size = DTYPE_BYTES[config.model.dtype]
+    """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
+    first choice; reading and converting a matrix; the buffer that measures the bandwidth. The
+    rotary table comes on top."""
     w, longest = config.workload, max_tokens(config)
     chunk = min(config.attention.prefill_chunk, w.prefix_len)
-    is_greedy = config.sampling.temperature == 0
-    verified = w.batch_size * (1 + longest - w.prefix_len - w.num_new_tokens)
-    verification = w.batch_size, verified // w.batch_size, longest
-    is_watching = config.decoding.drafter == "self" and config.kv.policy == "verified"
-    first, last = shard.split(model.vocab_size)
-    logits = verified * (last - first) * size
-    if not is_greedy:  # whole, in float32, and three times in float64 while probabilities are made
-        logits += verified * model.vocab_size * (4 + 3 * 8)
-    on_cpu = config.parallel.device == "cpu"
-    moments = (
-        _layer_bytes(model, shard, chunk, size)
-        + _attention_bytes(config, model, shard, 1, chunk, longest),
-        _layer_bytes(model, shard, verified, size)
-        + _attention_bytes(config, model, shard, *verification)
-        + is_watching * _watching_bytes(config, model, shard, *verification)
-        + logits,
-        replay_bytes(config, model, shard),
+    T = 1 + longest - w.prefix_len - w.num_new_tokens
+    observes = config.decoding.drafter == "self" and config.kv.policy == "verified"
+    buffer = BANDWIDTH_BYTES // shard.size
+    needs = (
+        forward_bytes(config, model, shard, (1, chunk, longest)),
+        forward_bytes(config, model, shard, (w.batch_size, T, longest), observes)
+        + _logits_bytes(config, model, shard, w.batch_size * T),
+        first_choice_bytes(config, model, shard),
         _loading_bytes(config, model, shard),
-        BANDWIDTH_BYTES // shard.size if on_cpu else GPU_BANDWIDTH_BYTES,
+        buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
     )
-    return max(moments) + longest * model.head_dim * 4
+    return max(needs) + longest * model.head_dim * 4
 
 
-def replay_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
-    """What it takes to see, after prefill, where the newest prompt tokens look: of SnapKV for one
-    row after the other, of `verified` for all together. Their K and V are kept meanwhile."""
-    drafts, kv, w = config.decoding.drafter, config.kv, config.workload
-    if drafts != "self" or kv.policy not in ("snapkv", "verified"):
+def first_choice_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
+    """What a policy needs to choose after prefill by the attention of the newest prompt tokens,
+    which run a second time. SnapKV takes one row after another, `verified` all rows together."""
+    kv, w, size = config.kv, config.workload, DTYPE_BYTES[config.model.dtype]
+    if config.decoding.drafter != "self" or kv.policy not in ("snapkv", "verified"):
         return 0
-    size, S = DTYPE_BYTES[config.model.dtype], w.prefix_len
-    B, T = (1, kv.window_size) if kv.policy == "snapkv" else (w.batch_size, REPLAYED)
-    T = min(T, S)
-    kept = B * T * kv_bytes_per_token(model, shard, size)
-    forward = _layer_bytes(model, shard, B * T, size)
-    forward += _attention_bytes(config, model, shard, B, T, S)
-    if kv.policy == "snapkv":
-        queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
-        H, G, D = queries[1] - queries[0], keys[1] - keys[0], model.cached_head_dim
-        # The row's K and V, K once more in float32, and scores and probabilities in float32.
-        chosen = 2 * S * G * D * size + S * G * D * 4 + 2 * H * T * S * 4 + T * S
-        positions = (model.num_layers + 2) * G * S * 8  # at most, with the slots of all tokens
-        return kept + _layer_bytes(model, shard, T, size) + max(forward, chosen) + positions
-    return kept + forward + _watching_bytes(config, model, shard, B, T, S)
+    S, per_token = w.prefix_len, kv_bytes_per_token(model, shard, size)
+    if kv.policy == "verified":
+        B, T = w.batch_size, min(REPLAYED, S)
+        return B * T * per_token + forward_bytes(config, model, shard, (B, T, S), observes=True)
+    T = min(kv.window_size, S)
+    call = _call_size(config, model, shard, (1, T, S))
+    # K once more in float32, then scores and probabilities in float32; positions of all layers.
+    keys = S * call.num_kv_heads * call.head_dim
+    scores = call.num_heads * T * S
+    positions = (model.num_layers + 2) * S * call.num_kv_heads
+    choosing = call.kv_bytes + 4 * keys + 8 * scores + 8 * positions
+    return T * per_token + choosing + forward_bytes(config, model, shard, (1, T, S))
 
 
-def _layer_bytes(model: ModelConfig, shard: Shard, num_tokens: int, size: int) -> int:
-    """Of a layer over so many tokens: the residual stream twice and normed, and the wider of q, k,
-    v, rotated copies and output, and of gate, up, activated gate and product."""
-    queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
-    q, kv = ((last - first) * model.head_dim for first, last in (queries, keys))
+def forward_bytes(
+    config: RunConfig,
+    model: ModelConfig,
+    shard: Shard,
+    shape: tuple[int, int, int],
+    observes: bool = False,
+) -> int:
+    """One layer of a forward of shape (B rows, T new tokens a row, S cached tokens a row): the
+    residual stream twice and normed; the larger of attention's and the MLP's tensors; and what the
+    backend allocates, also to return its attention weights if the forward `observes` them."""
+    call, backend = _call_size(config, model, shard, shape), backend_class(config.attention.backend)
     first, last = shard.split(model.intermediate_size)
-    widest = max(3 * q + 3 * kv, 4 * (last - first))
-    return num_tokens * (3 * model.hidden_size + widest) * size
-
-
-def _attention_bytes(
-    config: RunConfig, model: ModelConfig, shard: Shard, B: int, T: int, S: int
-) -> int:
-    """What the backend allocates for one layer: B rows, T new tokens, S cached ones."""
-    size = _call_size(config, model, shard, B, T, S)
-    return backend_class(config.attention.backend).working_bytes(size)
-
-
-def _watching_bytes(
-    config: RunConfig, model: ModelConfig, shard: Shard, B: int, T: int, S: int
-) -> int:
-    """What the backend allocates on top of that to return its attention weights."""
-    size = _call_size(config, model, shard, B, T, S)
-    return backend_class(config.attention.backend).weights_bytes(size)
+    heads = call.num_heads + call.num_kv_heads
+    widest = max(3 * heads * model.head_dim, 4 * (last - first))
+    layer = call.B * call.T * (3 * model.hidden_size + widest) * call.dtype_bytes
+    return layer + backend.working_bytes(call) + observes * backend.weights_bytes(call)
 
 
 def _call_size(
-    config: RunConfig, model: ModelConfig, shard: Shard, B: int, T: int, S: int
+    config: RunConfig, model: ModelConfig, shard: Shard, shape: tuple[int, int, int]
 ) -> CallSize:
     queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
     heads = queries[1] - queries[0], keys[1] - keys[0]
-    return CallSize(B, T, S, *heads, model.cached_head_dim, DTYPE_BYTES[config.model.dtype])
+    return CallSize(*shape, *heads, model.cached_head_dim, DTYPE_BYTES[config.model.dtype])
+
+
+def _logits_bytes(config: RunConfig, model: ModelConfig, shard: Shard, num_tokens: int) -> int:
+    """This rank's logits; to sample, all logits in float32 and three times in float64."""
+    first, last = shard.split(model.vocab_size)
+    sampled = 0 if config.sampling.temperature == 0 else model.vocab_size * (4 + 3 * 8)
+    return num_tokens * ((last - first) * DTYPE_BYTES[config.model.dtype] + sampled)
 
 
 def _loading_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
-    """A matrix while it is packed, and what is read at once; while it is quantised, in float32,
-    divided by its scales and rounded."""
-    matrix = _largest_matrix(model, shard)
-    if config.model.target_dtype == "int8":
-        return matrix + READ_ELEMENTS * (4 + 4 + 1)
-    return matrix * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * 4
-
-
-def _largest_matrix(model: ModelConfig, shard: Shard) -> int:
-    """Elements of the largest matrix that is packed or read at once."""
+    """The largest matrix a second time, while it is packed or quantised, and the part of it that is
+    being read: in float32, divided by its scales and rounded to int8."""
     vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)
-    return max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
+    largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
+    return largest * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * (4 + 4 + 1)

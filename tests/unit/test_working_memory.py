@@ -1,4 +1,4 @@
-"""The estimates of what a run takes for moments, held to what torch allocates."""
+"""The estimates of what a run needs for a short time, compared with what torch allocates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from magicdec.config.sections import AttentionSection, DecodingSection, KVSectio
 from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
-from magicdec.memory.working_memory import replay_bytes, working_bytes
+from magicdec.memory.working_memory import first_choice_bytes, forward_bytes, working_bytes
 from magicdec.request import Batch
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
@@ -65,12 +65,24 @@ def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     if kv.policy == "snapkv":
         found -= reader.runner.cache.num_bytes
     config = make_config(backend, kv)
-    estimate = replay_bytes(config, TINY, Shard())
+    estimate = first_choice_bytes(config, TINY, Shard())
     print(f"{backend} {kv.policy}: {found} allocated, {estimate} estimated")
     assert found / 1.5 < estimate < 2 * found
     assert working_bytes(config, TINY, Shard()) >= estimate
 
 
-def test_nothing_is_replayed_for_a_view() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chunk_of_a_prompt(backend: str) -> None:
+    runner = make_runner(tiny_transformer(), 1, PREFIX, BACKENDS[backend]())
+    engine, chunk = Engine(runner, 128), 128
+    requests = make_requests(random_prompts([PREFIX - 1], TINY.vocab_size), NEW)
+    found = peak_bytes(lambda: engine.prefill(requests))
+    config = make_config(backend, KVSection("full"))
+    estimate = forward_bytes(config, TINY, Shard(), (1, chunk, PREFIX))
+    print(f"{backend} chunk: {found} allocated, {estimate} estimated")
+    assert found / 1.5 < estimate < 2 * found
+
+
+def test_no_first_choice_for_a_view_of_fixed_positions() -> None:
     for kv in (KVSection("full"), KVSection("streaming_llm")):
-        assert replay_bytes(make_config("grouped", kv), TINY, Shard()) == 0
+        assert first_choice_bytes(make_config("grouped", kv), TINY, Shard()) == 0
