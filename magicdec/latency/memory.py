@@ -1,7 +1,7 @@
-"""The memory plan of `magicdec latency`: the largest place of its grid, and whether all of them
-fit. Arithmetic; allocates nothing.
+"""The memory plan of `magicdec latency`: the largest cell of its grid, and whether all cells fit.
+Arithmetic; allocates nothing.
 
-Caches are made anew at each (B, context), the drafts' all at once; no prompt is taken.
+The caches are made anew at each (B, context), those of all drafts together. No prompt is prefilled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from magicdec.memory.plan import MemoryPlan, Models
 def check_grid_memory(
     config: RunConfig, grid: Grid, models: Models, launch: Launch, free: int | None
 ) -> str:
-    """The line to print; `config` is resolved. Raises ValueError for a place that does not fit,
-    naming the largest that does."""
+    """The line to print. `config` is resolved. Raises ValueError if a cell does not fit, and names
+    the largest cell that does."""
     plans = {
         (B, context): plan_place(config, grid, models, launch, B, context)
         for B in grid.batch_sizes
@@ -34,7 +34,7 @@ def check_grid_memory(
     if plans[B, context].total <= free:
         return f"{shown}; {free / 1e9:.2f} GB free"
     fitting = [p for p in ordered if plans[p].total <= free]
-    advice = "no place of the grid would fit"
+    advice = "no cell of the grid would fit"
     if fitting:
         advice = "of the grid, --B {} --context {} is the largest that would fit".format(
             *fitting[-1]
@@ -48,8 +48,8 @@ def check_grid_memory(
 def plan_place(
     config: RunConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
-    """Of a run that verifies the most new tokens at that context: what all its drafts choose is
-    held together."""
+    """The plan of a run that verifies the most new tokens at that context. The caches of all drafts
+    are held at the same time."""
     plans = [needed(as_run(config, grid, kv, B, context), models, launch) for kv in grid.drafts]
     return replace(
         plans[0],
@@ -59,7 +59,7 @@ def plan_place(
 
 
 def as_run(config: RunConfig, grid: Grid, kv: KVSection, B: int, context: int) -> RunConfig:
-    """Self-speculation whose rows have as many tokens as the forwards' caches."""
+    """A run of self-speculation whose rows hold as many tokens as the caches of the forwards."""
     most = max(grid.new_tokens)
     return replace(
         config,

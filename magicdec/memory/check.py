@@ -1,8 +1,8 @@
-"""Whether the memory plan of a run fits, said before anything is allocated: one line for the user,
-or one line of refusal with the numbers and what would fit.
+"""Checks before anything is allocated whether the memory plan of a run fits. The user gets one line
+with the plan, or one line of refusal with the numbers and with what would fit.
 
-Every rank plans and reads by itself. Near the limit their readings, of one host or several, may
-differ: where one rank refuses all do, in its words.
+Every rank makes its own plan and reads its own free memory. The readings may differ, so if one rank
+refuses, all refuse with the same message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from magicdec.memory.plan import MemoryPlan, Models, plan_rank
 
 
 def check_together(launch: Launch, check: Callable[[], str]) -> str:
-    """What `check` says on this rank. Raises ValueError on every rank if it does on one."""
+    """The line that `check` returns on this rank. Raises ValueError on every rank if `check` does
+    so on one."""
     try:
         line, refusal = check(), ""
     except ValueError as error:
@@ -28,8 +29,8 @@ def check_together(launch: Launch, check: Callable[[], str]) -> str:
 
 
 def check_memory(config: RunConfig, models: Models, launch: Launch, free: int | None) -> str:
-    """The line to print. `config` is resolved; `free` bytes are there, on this rank's GPU or on the
-    host for all its ranks; None where nothing tells. Raises ValueError when the plan is larger."""
+    """The line to print. `config` is resolved. `free` bytes are free on this rank's GPU, or on the
+    host for all its ranks; None if it is not known. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
     place = describe_place(config, launch)
     if free is None:
@@ -44,8 +45,8 @@ def check_memory(config: RunConfig, models: Models, launch: Launch, free: int | 
 
 
 def needed(config: RunConfig, models: Models, launch: Launch) -> MemoryPlan:
-    """On CPU what all ranks of this host hold together; on CUDA the rank that needs most, the same
-    verdict on every rank."""
+    """On a CPU, the plan of all ranks of this host together. On CUDA, the plan of the rank that
+    needs most, so that every rank comes to the same result."""
     group = config.parallel.rank_group
     assert group is not None, "resolved"
     if config.parallel.device != "cpu":
@@ -56,7 +57,7 @@ def needed(config: RunConfig, models: Models, launch: Launch) -> MemoryPlan:
 
 
 def planned(config: RunConfig, models: Models) -> MemoryPlan:
-    """Of all ranks of the run together."""
+    """The plan of all ranks of the run together."""
     group = config.parallel.rank_group
     assert group is not None, "resolved"
     return add_up([plan_rank(config, models, rank) for rank in group])
@@ -104,7 +105,7 @@ def advice(config: RunConfig, models: Models, launch: Launch, free: int) -> str:
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number below `limit` that fits, where smaller ones fit as well; 0 for none."""
+    """The largest number below `limit` that fits, or 0. If a number fits, all smaller ones do."""
     low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,6 +1,6 @@
-"""How much memory a run may still take: of the host, of the container it runs in, of a GPU.
+"""How much memory a run may still take: of the host, of its container, of a GPU.
 
-Owns the places where the system says so. Knows nothing of models.
+Owns the files in which the system gives these numbers. Must not know of models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ROOT = Path("/")
 
 
 def free_device_memory(kind: str, local_rank: int) -> int | None:
-    """Bytes free on this rank's device; on CPU those of the host. None where nothing tells."""
+    """Free bytes of this rank's device; on a CPU those of the host. None if they are not known."""
     if kind == "cuda":
         import torch
 
@@ -21,8 +21,8 @@ def free_device_memory(kind: str, local_rank: int) -> int | None:
 
 
 def free_host_memory(root: Path = ROOT) -> int | None:
-    """Bytes that can be taken without swapping, the file cache given up: the host's, or what the
-    memory limits of the enclosing control groups leave if that is less. None where there is no
+    """Bytes that can be taken without swapping, counting the file cache as free. The smaller of the
+    host's and of what the memory limits of the enclosing control groups leave. None if there is no
     /proc/meminfo."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -36,8 +36,9 @@ def free_host_memory(root: Path = ROOT) -> int | None:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Of each control group from this process's up to the root, version 2 or 1, that has a limit.
-    In a container the path that the kernel names may not be mounted; its root then is."""
+    """What each control group that has a limit leaves, from this process's group up to the root, of
+    version 2 or 1. In a container, the path that the kernel names may not be mounted, but the root
+    of the container's groups is."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -62,7 +63,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
-    """Limit less use, the file cache that can be given up not counted as use."""
+    """The limit minus the memory in use. File cache that can be dropped is not in use."""
     try:
         limit = (directory / limit_file).read_text().strip()
         used = int((directory / used_file).read_text())

@@ -1,6 +1,6 @@
-"""The memory that a run took, held against what was planned: the record's `memory`.
+"""The memory that a run took, beside what was planned: the record's `memory`.
 
-Owns the readings of one rank. Knows nothing of what is allocated, nor when.
+Owns the readings of one rank. Must not know what is allocated, nor when.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryWatch:
         self.before = self.most = peak_memory_bytes(device)  # bytes of this rank
 
     def note(self) -> None:
-        """Take the peak so far into account. Before each reset of it, and at the end."""
+        """Read the peak so far. Called before each reset of the peak, and at the end."""
         self.most = max(self.most, peak_memory_bytes(self.device))
 
     def measured(self, group: Group) -> MemoryTaken:

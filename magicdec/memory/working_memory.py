@@ -98,8 +98,10 @@ def _logits_bytes(config: RunConfig, model: ModelConfig, shard: Shard, num_token
 
 
 def _loading_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
-    """The largest matrix a second time, while it is packed or quantised, and the part of it that is
-    being read: in float32, divided by its scales and rounded to int8."""
+    """The largest matrix a second time, while it is packed or quantised, and the part that is being
+    read in float32; for int8 also divided by its scales and rounded."""
     vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)
     largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
-    return largest * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * (4 + 4 + 1)
+    if config.model.target_dtype == "int8":
+        return largest + READ_ELEMENTS * (4 + 4 + 1)
+    return largest * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * 4

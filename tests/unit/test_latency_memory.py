@@ -64,7 +64,7 @@ def test_the_largest_place_is_shown_and_what_does_not_fit_refused() -> None:
     assert "not known" in check_grid_memory(CONFIG, GRID, MODELS, ALONE, None)
     with pytest.raises(ValueError, match=r"^--B 3 --context 200 needs .* are free; of the grid,"):
         check_grid_memory(CONFIG, GRID, MODELS, ALONE, most - 1)
-    with pytest.raises(ValueError, match=r"no place of the grid would fit$"):
+    with pytest.raises(ValueError, match=r"no cell of the grid would fit$"):
         check_grid_memory(CONFIG, GRID, MODELS, ALONE, min(totals.values()) - 1)
 
 
