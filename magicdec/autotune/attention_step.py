@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import RangePolicy, make_policy
@@ -50,13 +50,12 @@ class Step:
     room: int  # tokens that rows may come to hold after the context
 
 
-def target_step(config: RunConfig, model: ModelConfig) -> Step:
+def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     """Of the run's own strategy. A speculative run's baseline goes by the same backend, which is
     therefore the fastest for what the run is about, and perhaps not for the baseline."""
     d = config.decoding
     context = config.workload.prefix_len
     window = _window(config, model, context)
-    assert config.parallel.rank_group is not None, "resolved"
     ranks = len(config.parallel.rank_group)
     if d.strategy == "autoregressive":
         decode = Read(1, 1, context, FullKV(), window)
@@ -72,14 +71,14 @@ def target_step(config: RunConfig, model: ModelConfig) -> Step:
     return _make_step(f"{_name_drafts(config)} and {name}", reads, config, model, ranks)
 
 
-def draft_step(config: RunConfig, model: ModelConfig) -> Step:
+def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     """Of a standalone draft, with heads and ranks of its own."""
-    assert config.draft is not None and config.draft.rank_group is not None, "resolved"
+    assert config.draft is not None
     reads = (_drafts(config, model),)
     return _make_step(_name_drafts(config), reads, config, model, len(config.draft.rank_group))
 
 
-def _drafts(config: RunConfig, model: ModelConfig) -> Read:
+def _drafts(config: ResolvedConfig, model: ModelConfig) -> Read:
     """Each as the first of a step; the few tokens that later ones see more are left out."""
     policy, times = make_policy(config.kv), config.decoding.most_draft_tokens
     context = config.workload.prefix_len
@@ -91,13 +90,13 @@ def _drafts(config: RunConfig, model: ModelConfig) -> Read:
     return Read(times, 1, context, cast("RangePolicy", policy), window)
 
 
-def _name_drafts(config: RunConfig) -> str:
+def _name_drafts(config: ResolvedConfig) -> str:
     kv = config.kv
     of = "" if kv.policy == "full" else f", budget {kv.budget}"
     return f"{config.decoding.most_draft_tokens} drafts ({kv.policy}{of})"
 
 
-def _window(config: RunConfig, model: ModelConfig, held: int) -> int | None:
+def _window(config: ResolvedConfig, model: ModelConfig, held: int) -> int | None:
     """The model's, where rows that hold so many tokens after the prompt grow past it."""
     window = model.sliding_window
     longest = held + _room(config)
@@ -105,7 +104,7 @@ def _window(config: RunConfig, model: ModelConfig, held: int) -> int | None:
 
 
 def _make_step(
-    name: str, reads: tuple[Read, ...], config: RunConfig, model: ModelConfig, num_ranks: int
+    name: str, reads: tuple[Read, ...], config: ResolvedConfig, model: ModelConfig, num_ranks: int
 ) -> Step:
     """The run's own batch, with fewer rows where they would take too much memory."""
     dtype = getattr(torch, config.model.dtype)
@@ -119,5 +118,5 @@ def _make_step(
     return Step(name, reads, rows, num_heads, kv_heads, size, dtype, model.num_layers, room)
 
 
-def _room(config: RunConfig) -> int:
+def _room(config: ResolvedConfig) -> int:
     return max_tokens(config) - config.workload.prefix_len

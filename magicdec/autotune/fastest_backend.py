@@ -18,8 +18,9 @@ from torch import Tensor
 from magicdec.autotune.attention_step import Step, draft_step, target_step
 from magicdec.autotune.backend_timing import Measured, measure
 from magicdec.config.capabilities import Capabilities, capabilities_of
-from magicdec.config.machine import TO_BE_MEASURED, Machine
-from magicdec.config.run_config import RunConfig
+from magicdec.config.choice import Choice, How
+from magicdec.config.machine import Machine
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.distributed.groups import Group
 from magicdec.hardware.environment import missing_backends
@@ -31,26 +32,24 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest output
 
 
 def settle(
-    config: RunConfig, target: ModelConfig, draft: ModelConfig | None, group: Group,
+    config: ResolvedConfig, target: ModelConfig, draft: ModelConfig | None, group: Group,
     device: torch.device,
-) -> RunConfig:  # fmt: skip
+) -> ResolvedConfig:  # fmt: skip
     """`config`, resolved, with measured names where a backend was left to be measured. Every rank
     of `group` calls it."""
     attention, section = config.attention, config.draft
-    if attention.backend_reason == TO_BE_MEASURED:
-        step = target_step(config, target)
-        name, reason = _agreed(config, target, step, group, device)
-        config = replace(config, attention=replace(attention, backend=name, backend_reason=reason))
-    if section is not None and draft is not None and section.backend_reason == TO_BE_MEASURED:
-        step = draft_step(config, draft)
-        name, reason = _agreed(config, draft, step, group, device)
-        config = replace(config, draft=replace(section, backend=name, backend_reason=reason))
+    if attention.backend_choice.is_to_be_measured:
+        chosen = _agreed(config, target, target_step(config, target), group, device)
+        config = replace(config, attention=replace(attention, backend_choice=chosen))
+    if section is not None and draft is not None and section.backend_choice.is_to_be_measured:
+        chosen = _agreed(config, draft, draft_step(config, draft), group, device)
+        config = replace(config, draft=replace(section, backend_choice=chosen))
     return config.resolve_graphs()
 
 
 def _agreed(
-    config: RunConfig, model: ModelConfig, step: Step, group: Group, device: torch.device
-) -> tuple[str, str]:
+    config: ResolvedConfig, model: ModelConfig, step: Step, group: Group, device: torch.device
+) -> Choice:
     """The leader's choice for a step of a model, told to all and printed."""
     choice = None
     if group.index == 0:
@@ -59,13 +58,13 @@ def _agreed(
         choice = choose_fastest(
             candidates, left_out, step.name, lambda name: measure(name, step, device, recorder)
         )
-        print(f"--attention {choice[1]}", file=sys.stderr, flush=True)
+        print(f"--attention {choice.why}", file=sys.stderr, flush=True)
     found = group.all_gather_object(choice)[0]
     assert found is not None, "the leader has chosen"
     return found
 
 
-def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
+def list_candidates(config: ResolvedConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
     """(names to measure, why others are left out). Backends for other devices are in neither."""
     device = config.parallel.device
     missing = missing_backends(tuple(ATTENTION_BACKENDS))
@@ -80,7 +79,7 @@ def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], d
             left_out[name] = obstacle
     recordable = [name for name in candidates if capabilities_of(name).can_be_recorded]
     graphs = config.decoding.cuda_graphs == "on"
-    if graphs and (config.decoding.cuda_graphs_reason == "asked for" or len(recordable) > 1):
+    if graphs and (not config.decoding.graphs_choice.is_auto or len(recordable) > 1):
         why = "it needs lengths on the host, and no CUDA graph could hold it"
         left_out |= {name: why for name in candidates if name not in recordable}
         candidates = recordable
@@ -88,7 +87,7 @@ def list_candidates(config: RunConfig, model: ModelConfig) -> tuple[list[str], d
 
 
 def _obstacle(
-    capabilities: Capabilities, machine: Machine, config: RunConfig, model: ModelConfig
+    capabilities: Capabilities, machine: Machine, config: ResolvedConfig, model: ModelConfig
 ) -> str | None:
     """Why a backend cannot serve this run; None where it can."""
     dtype, longest = config.model.dtype, max_tokens(config)
@@ -113,8 +112,8 @@ def choose_fastest(
     left_out: Mapping[str, str],
     step_name: str,
     measure_one: Callable[[str], Measured],
-) -> tuple[str, str]:
-    """(name, why) of the fastest candidate over what `step_name` says, whose outputs are the
+) -> Choice:
+    """The fastest candidate over what `step_name` says, whose outputs are the
     reference's. What fails to load or to run is left out like `left_out`, and said."""
     reference = measure_one(REFERENCE_BACKEND)
     seconds, out = {REFERENCE_BACKEND: reference.seconds}, dict(left_out)
@@ -134,7 +133,8 @@ def choose_fastest(
     ranked = sorted(seconds, key=lambda name: seconds[name])
     times = ", ".join(f"{name} {1e3 * seconds[name]:.3f} ms" for name in ranked)
     reasons = "".join(f"; {name}: {why}" for name, why in out.items())
-    return fastest, f"auto: {times} a layer, for {step_name}{reasons}"
+    why = f"auto: {times} a layer, for {step_name}{reasons}"
+    return Choice(fastest, why, How.MEASURED)
 
 
 def _difference(found: Sequence[Tensor], reference: Sequence[Tensor]) -> str | None:

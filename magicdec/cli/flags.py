@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from magicdec.config.choice import How
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.names import PORTABLE_BACKEND, PORTABLE_ELEMENTWISE
 
 LEADER_FIRST_S = 20.0
 
@@ -126,19 +127,18 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
     sys.exit(conclude(prepared))
 
 
-def announce_backend(config: RunConfig, launch: Launch) -> None:
+def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
     """Tell the user when `auto` had to take slower kernels, and when kernels run in Triton's
-    interpreter. `config` is resolved."""
-    attention, model = config.attention, config.model
+    interpreter."""
     chosen = (
-        ("--attention", attention.backend, attention.backend_reason or ""),
-        ("--elementwise", model.elementwise, model.elementwise_reason or ""),
+        ("--attention", config.attention.backend_choice),
+        ("--elementwise", config.model.elementwise_choice),
     )
-    for flag, name, reason in chosen if launch.rank == 0 else ():
-        if reason.startswith((f"auto: {PORTABLE_BACKEND}", f"auto: {PORTABLE_ELEMENTWISE};")):
-            print(f"{flag} {reason}", file=sys.stderr, flush=True)
-        if "interpreted" in reason:
-            print(f"{flag} {name}: {reason}", file=sys.stderr, flush=True)
+    for flag, choice in chosen if launch.rank == 0 else ():
+        if choice.how is How.SECOND_BEST:
+            print(f"{flag} {choice.why}", file=sys.stderr, flush=True)
+        if choice.is_interpreted:
+            print(f"{flag} {choice.name}: {choice.why}", file=sys.stderr, flush=True)
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:

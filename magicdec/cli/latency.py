@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.flags import Parser, add_section, announce_backend, read_sections, refuse
-from magicdec.config.backend_choice import check_tells_mass, settled
+from magicdec.config.backend_choice import check_tells_mass
 from magicdec.config.checks import MOST_WATCHED, check_budget
+from magicdec.config.resolve import resolve
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Launch, read_launch
@@ -50,17 +52,17 @@ def main() -> NoReturn:
     try:
         asked = parse(sys.argv[1:])
         asked.config.check(launch.world_size)
-        asked, source, memory = prepare(asked, launch)
+        resolved, source, memory = prepare(asked, launch)
     except ValueError as error:
         refuse(error, launch)
-    announce_backend(asked.config, launch)
+    announce_backend(resolved, launch)
     if launch.rank == 0:
         print(f"{'memory':<10} {memory}", flush=True)
     from magicdec.latency.forwards import measure
     from magicdec.latency.report import make_latency, print_table, write_files
 
     try:
-        config, environment, rows = measure(asked.config, asked.grid, source, launch)
+        config, environment, rows = measure(resolved, asked.grid, source, launch)
     except KeyboardInterrupt:
         sys.exit(130)
     if launch.rank == 0:
@@ -180,7 +182,7 @@ def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
         raise ValueError(f"--json and --csv are both {json_path}; name two files")
 
 
-def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource, str]:
+def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
     from magicdec.hardware.environment import probe_machine
@@ -199,19 +201,19 @@ def prepare(asked: Asked, launch: Launch) -> tuple[Asked, ModelSource, str]:
 
     source = find_model("--model", asked.config.model.model)
     model = source.config
-    config = as_stored(asked.config, source)
-    config = config.resolve(probe_machine(launch), model.cached_head_dim)
+    stored = as_stored(asked.config, source)
+    config = resolve(stored, probe_machine(launch), model.cached_head_dim)
     check_interpreter(config)
     for kv in asked.grid.drafts:
         check_tells_mass(config.attention.backend, kv.resolve().policy)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)
-    backend = settled(config.attention.backend, config.attention.backend_reason)
+    backend = config.attention.backend_choice.settled
     check_scores(backend, config.model.dtype, "--model", source)
     check_window(backend, context + T, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     free = free_device_memory(config.parallel.device, launch.local_rank)
     place = config, asked.grid, Models(model), launch, free
     memory = check_together(launch, lambda: check_grid_memory(*place))
-    return replace(asked, config=config), source, memory
+    return config, source, memory

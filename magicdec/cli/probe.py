@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from magicdec.cli.flags import Parser, refuse
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.console import make_console
@@ -32,10 +33,10 @@ def main() -> NoReturn:
         from magicdec.hardware.environment import probe_machine
 
         machine = probe_machine(launch)
-        config = config.resolve(machine)
+        resolved = resolve(config, machine)
     except ValueError as error:
         refuse(error, launch)
-    found = measure(config, machine, launch)
+    found = measure(resolved, machine, launch)
     if launch.rank == 0:
         try:
             found.save(out)

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.watch import describe_memory
 from magicdec.records.record import RunRecord, append_record
@@ -71,7 +71,7 @@ def save_tokens(path: Path, outcome: Outcome) -> None:
     partial.replace(path)
 
 
-def describe_config(config: RunConfig) -> str:
+def describe_config(config: ResolvedConfig) -> str:
     """The resolved config, a line a section."""
     lines = []
     for section, values in config.to_dict().items():

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from magicdec.config.capabilities import capabilities_of, list_backends
-from magicdec.config.machine import INTERPRETED, TO_BE_MEASURED, Machine
+from magicdec.config.choice import Choice, How, asked_for
+from magicdec.config.machine import Machine
 from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 
 INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
@@ -17,11 +18,11 @@ INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
 
 def choose_backend(
     asked: str, device: str, machine: Machine, head_dim: int, dtype: str = "float32"
-) -> tuple[str, str]:
-    """(name, why) of the attention backend to use. Raises ValueError if one was asked for that
+) -> Choice:
+    """The attention backend to use. Raises ValueError if one was asked for that
     cannot serve. On CUDA `auto` is the portable backend until a measurement has chosen."""
     if asked == "auto" and device == "cuda":
-        return PORTABLE_BACKEND, TO_BE_MEASURED
+        return Choice(PORTABLE_BACKEND, "auto: to be measured", How.TO_BE_MEASURED)
     if asked == "auto":
         return _choose_on_cpu(device, machine, head_dim, dtype)
     capabilities = capabilities_of(asked)
@@ -31,18 +32,17 @@ def choose_backend(
             f"--attention {asked}: {obstacle}; choose from auto, {REFERENCE_BACKEND}, "
             f"{PORTABLE_BACKEND}"
         )
-    if capabilities.is_interpreted_on_cpu and device == "cpu":
-        return asked, INTERPRETED
-    return asked, "asked for"
+    return asked_for(asked, capabilities.is_interpreted_on_cpu and device == "cpu")
 
 
-def _choose_on_cpu(device: str, machine: Machine, head_dim: int, dtype: str) -> tuple[str, str]:
+def _choose_on_cpu(device: str, machine: Machine, head_dim: int, dtype: str) -> Choice:
     """The first of AUTO_BACKENDS that can serve, and why none before it."""
     obstacles: list[str] = []
     for name in AUTO_BACKENDS:
         obstacle = capabilities_of(name).obstacle(machine, device, head_dim, dtype)
         if obstacle is None:
-            return name, "; ".join([f"auto: {name}", *obstacles])
+            how = How.SECOND_BEST if obstacles else How.AUTO
+            return Choice(name, "; ".join([f"auto: {name}", *obstacles]), how)
         obstacles.append(obstacle)
     raise AssertionError("the last of AUTO_BACKENDS serves every model")
 
@@ -65,11 +65,6 @@ def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head
     return asked
 
 
-def settled(backend: str | None, reason: str | None) -> str | None:
-    """The backend, or None where a measurement will name it."""
-    return None if reason == TO_BE_MEASURED else backend
-
-
 def check_tells_mass(backend: str, policy: str) -> None:
     """Refuse the `verified` policy, which asks the target's attention where it went, beside a
     backend that does not return its weights."""
@@ -81,8 +76,8 @@ def check_tells_mass(backend: str, policy: str) -> None:
         )
 
 
-def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> tuple[str, str]:
-    """(on or off, why) of CUDA graphs. `backends` are the target's and a draft's, None for
+def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> Choice:
+    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's, None for
     one that a measurement will name. Raises ValueError if graphs were asked for and cannot be."""
     named = [name for name in backends if name is not None]
     unfit = next((name for name in named if not capabilities_of(name).can_be_recorded), None)
@@ -93,6 +88,8 @@ def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> tu
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
     if asked == "on" and obstacle:
         raise ValueError(f"--cuda_graphs on: {obstacle}; choose from auto, off")
-    if asked == "auto":
-        return ("off", f"auto: off, {obstacle}") if obstacle else ("on", "auto: on")
-    return asked, "asked for"
+    if asked != "auto":
+        return asked_for(asked)
+    if obstacle:
+        return Choice("off", f"auto: off, {obstacle}", How.SECOND_BEST)
+    return Choice("on", "auto: on")

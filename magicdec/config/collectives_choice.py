@@ -6,18 +6,17 @@ Must not know how a machine is probed nor how ranks exchange anything.
 
 from __future__ import annotations
 
+from magicdec.config.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
 
 GPU_COLLECTIVES = ("nccl", "symmetric_memory")
 
 
-def choose_collectives(
-    asked: str | None, device: str, machine: Machine
-) -> tuple[str | None, str | None]:
-    """(name, why) of the collectives to use; (None, None) for one rank. Raises ValueError for what
-    the device, the hosts or the machine cannot do."""
+def choose_collectives(asked: str, device: str, machine: Machine) -> Choice | None:
+    """The collectives to use; None for one rank. Raises ValueError for what the device, the hosts
+    or the machine cannot do."""
     if machine.world_size == 1:
-        return None, None
+        return None
     if device == "cuda":
         return choose_gpu_collectives(asked, machine)
     obstacles = {
@@ -27,17 +26,19 @@ def choose_collectives(
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
     if asked == "auto":
-        return ("gloo", f"auto: {obstacle}") if obstacle else ("shared_memory", "auto: one host")
+        if obstacle:
+            return Choice("gloo", f"auto: {obstacle}", How.SECOND_BEST)
+        return Choice("shared_memory", "auto: one host")
     if asked in GPU_COLLECTIVES:
         raise ValueError(
             f"--collectives {asked} cannot serve --device {device}; choose from gloo, shared_memory"
         )
     if asked == "shared_memory" and obstacle:
         raise ValueError(f"--collectives shared_memory: {obstacle} here; choose from auto, gloo")
-    return asked, "asked for"
+    return asked_for(asked)
 
 
-def choose_gpu_collectives(asked: str | None, machine: Machine) -> tuple[str, str]:
+def choose_gpu_collectives(asked: str, machine: Machine) -> Choice:
     """As `choose_collectives`, between several ranks with a GPU each: `auto` is symmetric memory
     where ENABLE_INTRA_NODE_COMM=1 asks for it and it is there, else NCCL. Raises ValueError."""
     ranks, gpus = machine.local_world_size, machine.num_gpus
@@ -57,6 +58,7 @@ def choose_gpu_collectives(asked: str | None, machine: Machine) -> tuple[str, st
         raise ValueError(f"--collectives symmetric_memory: {obstacle}; choose from auto, nccl")
     if asked == "auto" and machine.wants_symmetric_memory:
         if obstacle:
-            return "nccl", f"auto: ENABLE_INTRA_NODE_COMM=1, but {obstacle}"
-        return "symmetric_memory", "auto: ENABLE_INTRA_NODE_COMM=1"
-    return ("nccl", "auto: CUDA") if asked == "auto" else (str(asked), "asked for")
+            why = f"auto: ENABLE_INTRA_NODE_COMM=1, but {obstacle}"
+            return Choice("nccl", why, How.SECOND_BEST)
+        return Choice("symmetric_memory", "auto: ENABLE_INTRA_NODE_COMM=1")
+    return Choice("nccl", "auto: CUDA") if asked == "auto" else asked_for(asked)

@@ -6,11 +6,8 @@ Owns these fields, their flags and the check of the ranks. Must not know what is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from magicdec.config.backend_choice import choose_backend
-from magicdec.config.layer_choice import choose_weights
-from magicdec.config.machine import Machine
 from magicdec.config.options import option
 from magicdec.names import WEIGHT_DTYPES
 
@@ -30,8 +27,6 @@ class DraftSection:
         "--draft_rank_group",
         "--draft_group",
     )
-    backend: str | None = None  # attention kernels for the draft's head size; set by `resolve`
-    backend_reason: str | None = None
     draft_dtype: str = option(
         "auto",
         "of the draft's matrices, as --target_dtype of the target's",
@@ -56,26 +51,3 @@ class DraftSection:
                 f"--draft_ranks {shown} names rank {outside[0]}, which does not exist; "
                 f"choose from {launched}"
             )
-
-    def resolve(
-        self,
-        asked: str,
-        target_ranks: tuple[int, ...],
-        device: str,
-        machine: Machine,
-        head_dim: int,
-        dtype: str,
-    ) -> DraftSection:
-        """Every None and `auto` as it will run; `asked` is the attention backend that the user
-        named, `dtype` that of the run."""
-        backend, reason = self.backend, self.backend_reason
-        if reason is None:
-            backend, reason = choose_backend(asked, device, machine, head_dim, dtype)
-        ranks = self.rank_group or target_ranks[:1]
-        return replace(
-            self,
-            rank_group=ranks,
-            backend=backend,
-            backend_reason=reason,
-            draft_dtype=choose_weights("--draft_dtype", self.draft_dtype, dtype),
-        )

@@ -7,7 +7,8 @@ Must not know how a machine is probed nor how a choice is implemented.
 from __future__ import annotations
 
 from magicdec.config.capabilities import requirements_of
-from magicdec.config.machine import INTERPRETED, Machine
+from magicdec.config.choice import Choice, How, asked_for
+from magicdec.config.machine import Machine
 from magicdec.names import (
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
@@ -55,23 +56,22 @@ def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
 
 def choose_elementwise(
     asked: str, device: str, dtype: str, linear: str, machine: Machine
-) -> tuple[str, str]:
-    """(name, why) of what computes norms, rotation and gates beside linear layers of that kind.
+) -> Choice:
+    """What computes norms, rotation and gates beside linear layers of that kind.
     Raises ValueError if one was asked for that cannot serve."""
     if asked == "auto" and device == "cuda":
         missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
         if missing:
-            return PORTABLE_ELEMENTWISE, f"auto: {PORTABLE_ELEMENTWISE}; {missing}"
-        return ELEMENTWISE_ON_CUDA, "auto: CUDA"
+            why = f"auto: {PORTABLE_ELEMENTWISE}; {missing}"
+            return Choice(PORTABLE_ELEMENTWISE, why, How.SECOND_BEST)
+        return Choice(ELEMENTWISE_ON_CUDA, "auto: CUDA")
     if asked == "auto":
         name = ELEMENTWISE_BESIDE_PACKED if linear == "packed" else PORTABLE_ELEMENTWISE
-        return name, f"auto: --linear {linear}"
+        return Choice(name, f"auto: --linear {linear}")
     requirements = requirements_of(asked)
     obstacle = requirements.unmet(machine, device, dtype, subject="it")
     if obstacle:
         raise ValueError(
             f"--elementwise {asked}: {obstacle}; choose from auto, {PORTABLE_ELEMENTWISE}"
         )
-    if requirements.is_interpreted_on_cpu and device == "cpu":
-        return asked, INTERPRETED
-    return asked, "asked for"
+    return asked_for(asked, requirements.is_interpreted_on_cpu and device == "cpu")

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-INTERPRETED = "asked for; interpreted on a CPU, for checks and not for times"
-TO_BE_MEASURED = "auto: to be measured"  # on CUDA: `autotune.fastest_backend` decides in the run
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -47,7 +47,6 @@ class ModelSection:
         "--elementwise",
         choices=("auto", *ELEMENTWISE),
     )
-    elementwise_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     target_dtype: str = option(
         "auto",
         "of the target's matrices; int8: a scale for each output, activations and KV stay in "

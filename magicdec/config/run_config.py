@@ -1,21 +1,13 @@
-"""RunConfig: every check of what a user can write, and the resolution of `auto`. Imports no torch.
+"""RunConfig: what the user wrote, and every check of it that needs no model and no machine. Imports
+no torch.
 
-Owns how the sections of a run go together. Must not know how any choice is implemented.
+Owns how the sections of a run go together. Must not know what becomes of them (`config.resolve`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
-from magicdec.config.backend_choice import (
-    check_tells_mass,
-    choose_backend,
-    choose_draft_kv,
-    choose_graphs,
-    settled,
-)
 from magicdec.config.checks import (
     check_budget,
     check_draft_kv,
@@ -24,15 +16,7 @@ from magicdec.config.checks import (
     check_rank_group,
     check_sampling,
 )
-from magicdec.config.collectives_choice import choose_collectives
 from magicdec.config.draft_section import DraftSection
-from magicdec.config.layer_choice import (
-    choose_dtype,
-    choose_elementwise,
-    choose_linear,
-    choose_weights,
-)
-from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection
 from magicdec.config.sections import (
     AttentionSection,
@@ -112,88 +96,3 @@ class RunConfig:
                 f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "
                 "context to choose from anew; leave it at 0"
             )
-
-    def resolve(self, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64) -> RunConfig:
-        """Turn every `auto` and every None into what will run, for models of these head sizes.
-
-        Raises ValueError for what is not there: a device, a compiler, a way to exchange."""
-        device = self.parallel.device
-        if device == "auto":
-            device = "cuda" if machine.has_cuda else "cpu"
-        elif device == "cuda" and not machine.has_cuda:
-            raise ValueError("--device cuda: no CUDA device here; choose from auto, cpu")
-        fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
-        dtype = choose_dtype(self.model.dtype, self.model.target_dtype, fast_bfloat16)
-        collectives, reason = self.parallel.collectives, self.parallel.collectives_reason
-        if reason is None:
-            collectives, reason = choose_collectives(collectives, device, machine)
-        backend, backend_reason = self.attention.backend, self.attention.backend_reason
-        if backend_reason is None:
-            backend, backend_reason = choose_backend(backend, device, machine, head_dim, dtype)
-        linear = choose_linear(self.model.linear, device, dtype, machine)
-        elementwise, elementwise_reason = self.model.elementwise, self.model.elementwise_reason
-        if elementwise_reason is None:
-            elementwise, elementwise_reason = choose_elementwise(
-                elementwise, device, dtype, linear, machine
-            )
-        if self.decoding.drafter == "self":
-            check_tells_mass(backend, self.kv.resolve().policy)
-        rank_group = self.parallel.rank_group or tuple(range(machine.world_size))
-        draft = self.draft and self.draft.resolve(
-            self.attention.backend, rank_group, device, machine, draft_head_dim, dtype
-        )
-        replace = dataclasses.replace
-        resolved = replace(
-            self,
-            draft=draft,
-            kv=replace(
-                self.kv.resolve(),
-                draft_kv_dtype=choose_draft_kv(
-                    self.kv.draft_kv_dtype,
-                    dtype,
-                    draft.backend if draft and draft.backend else backend,
-                    machine,
-                    head_dim if draft is None else draft_head_dim,
-                ),
-            ),
-            model=replace(
-                self.model,
-                dtype=dtype,
-                linear=linear,
-                elementwise=elementwise,
-                elementwise_reason=elementwise_reason,
-                target_dtype=choose_weights("--target_dtype", self.model.target_dtype, dtype),
-            ),
-            parallel=replace(
-                self.parallel,
-                device=device,
-                collectives=collectives,
-                collectives_reason=reason,
-                rank_group=rank_group,
-                threads=self.parallel.threads
-                or max(1, machine.num_cpus // machine.local_world_size),
-            ),
-            attention=replace(self.attention, backend=backend, backend_reason=backend_reason),
-            workload=replace(
-                self.workload,
-                gen_len=self.workload.num_new_tokens,
-                max_len=self.workload.prefix_len + self.workload.num_new_tokens,
-            ),
-        )
-        return resolved.resolve_graphs()
-
-    def resolve_graphs(self) -> RunConfig:
-        """With `--cuda_graphs auto` as it will run; again when a measurement has named a backend.
-        Raises ValueError where they were asked for and cannot be."""
-        d, draft = self.decoding, self.draft
-        backends = [settled(self.attention.backend, self.attention.backend_reason)]
-        if draft is not None:
-            backends.append(settled(draft.backend, draft.backend_reason))
-        asked = "auto" if (d.cuda_graphs_reason or "").startswith("auto") else d.cuda_graphs
-        graphs, reason = choose_graphs(asked, self.parallel.device, backends)
-        decoding = dataclasses.replace(d, cuda_graphs=graphs, cuda_graphs_reason=reason)
-        return dataclasses.replace(self, decoding=decoding)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Nested by section, for the record."""
-        return dataclasses.asdict(self)

@@ -1,7 +1,7 @@
 """The sections of a run: each field with its default, its flag and what it means. Imports no torch.
 
-A component is given its own section, never the whole. `config.RunConfig` puts them together, checks
-and resolves them.
+A component is given its own section, never the whole. `RunConfig` puts them together and checks
+them; `config.resolve` makes of them what runs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class ParallelSection:
         "--rank_group",
     )
     device: str = option("auto", "where to run", "--device", choices=("auto", *DEVICES))
-    collectives: str | None = option(
+    collectives: str = option(
         "auto",
         "how ranks exchange; auto: nccl on CUDA (symmetric_memory with ENABLE_INTRA_NODE_COMM=1 in "
         "the environment), shared_memory between CPU ranks of one host",
         "--collectives",
         choices=("auto", *COLLECTIVES),
     )
-    collectives_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     threads: int | None = option(None, "CPU threads a rank; default: cores / ranks", "--threads")
 
 
@@ -98,7 +97,6 @@ class AttentionSection:
     backend: str = option(
         "auto", "attention kernels", "--attention", choices=("auto", *ATTENTION_BACKENDS)
     )
-    backend_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     prefill_chunk: int = option(512, "prompt tokens a prefill forward takes", "--prefill_chunk")
 
 
@@ -120,7 +118,6 @@ class DecodingSection:
         "--cuda_graphs",
         choices=("auto", "on", "off"),
     )
-    cuda_graphs_reason: str | None = None  # why `auto` became what it is; set by `resolve`
     ignore_eos: bool = option(
         False, "decode to the full length, past any end token", "--ignore_eos"
     )

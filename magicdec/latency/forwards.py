@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from magicdec.autotune.fastest_backend import settle
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import bytes_read
 from magicdec.decoding.cuda_graphs import CudaGraphs
@@ -40,8 +40,8 @@ GREEDY = SamplingParams(max_new_tokens=1)
 
 
 def measure(
-    config: RunConfig, grid: Grid, source: ModelSource, launch: Launch
-) -> tuple[RunConfig, Environment, list[Row]]:
+    config: ResolvedConfig, grid: Grid, source: ModelSource, launch: Launch
+) -> tuple[ResolvedConfig, Environment, list[Row]]:
     """(config, environment, rows), the same on every rank. `config` is resolved; the one returned
     names the backend that a measurement chose, if it was left to one. All ranks call this in
     lockstep."""
@@ -63,7 +63,7 @@ def measure(
     return config, session.describe_environment(bandwidth), rows
 
 
-def largest_step(config: RunConfig, grid: Grid) -> RunConfig:
+def largest_step(config: ResolvedConfig, grid: Grid) -> ResolvedConfig:
     """The run by whose step `auto` chooses one backend for the whole grid. It has the longest
     verification of the grid, as many draft tokens, and the policy that asks most of a backend (else
     the first)."""
@@ -85,7 +85,7 @@ def largest_step(config: RunConfig, grid: Grid) -> RunConfig:
 def time_place(
     model: Transformer,
     group: Group,
-    config: RunConfig,
+    config: ResolvedConfig,
     grid: Grid,
     B: int,
     context: int,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Launch
 from magicdec.latency.grid import Grid
 from magicdec.memory.check import describe_place, needed
@@ -17,7 +17,7 @@ from magicdec.memory.plan import MemoryPlan, Models
 
 
 def check_grid_memory(
-    config: RunConfig, grid: Grid, models: Models, launch: Launch, free: int | None
+    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, free: int | None
 ) -> str:
     """The line to print. `config` is resolved. Raises ValueError if a cell does not fit, and names
     the largest cell that does."""
@@ -46,7 +46,7 @@ def check_grid_memory(
 
 
 def plan_place(
-    config: RunConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
+    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
     """The plan of a run that verifies the most new tokens at that context. The caches of all drafts
     are held at the same time."""
@@ -58,15 +58,17 @@ def plan_place(
     )
 
 
-def as_run(config: RunConfig, grid: Grid, kv: KVSection, B: int, context: int) -> RunConfig:
+def as_run(
+    config: ResolvedConfig, grid: Grid, kv: KVSection, B: int, context: int
+) -> ResolvedConfig:
     """A run of self-speculation whose rows hold as many tokens as the caches of the forwards."""
     most = max(grid.new_tokens)
     return replace(
         config,
         kv=kv.resolve(),
         attention=replace(config.attention, prefill_chunk=1),
-        decoding=DecodingSection("speculative", "self", most - 1),
-        workload=replace(
-            config.workload, batch_size=B, prefix_len=context, gen_len=1, max_len=None
+        decoding=replace(
+            config.decoding, strategy="speculative", drafter="self", num_draft_tokens=most - 1
         ),
+        workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
     )

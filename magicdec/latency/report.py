@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import make_console
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.latency.rows import Row
@@ -32,9 +32,13 @@ class Latency:
 
 
 def make_latency(
-    config: RunConfig, grid: Grid, source: ModelSource, environment: Environment, rows: list[Row]
+    config: ResolvedConfig,
+    grid: Grid,
+    source: ModelSource,
+    environment: Environment,
+    rows: list[Row],
 ) -> Latency:
-    """`config` is resolved; of it, what a forward depends on is kept."""
+    """Of `config`, what a forward depends on is kept."""
     sections = config.to_dict()
     attention, decoding, kv = (sections[name] for name in ("attention", "decoding", "kv"))
     kept = {

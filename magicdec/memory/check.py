@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.groups import Launch, first_refusal
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank
 
@@ -28,7 +28,7 @@ def check_together(launch: Launch, check: Callable[[], str]) -> str:
     return line
 
 
-def check_memory(config: RunConfig, models: Models, launch: Launch, free: int | None) -> str:
+def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: int | None) -> str:
     """The line to print. `config` is resolved. `free` bytes are free on this rank's GPU, or on the
     host for all its ranks; None if it is not known. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
@@ -44,11 +44,10 @@ def check_memory(config: RunConfig, models: Models, launch: Launch, free: int | 
     return f"{plan.describe()} {place}; {free / 1e9:.2f} GB free"
 
 
-def needed(config: RunConfig, models: Models, launch: Launch) -> MemoryPlan:
+def needed(config: ResolvedConfig, models: Models, launch: Launch) -> MemoryPlan:
     """On a CPU, the plan of all ranks of this host together. On CUDA, the plan of the rank that
     needs most, so that every rank comes to the same result."""
     group = config.parallel.rank_group
-    assert group is not None, "resolved"
     if config.parallel.device != "cpu":
         return max((plan_rank(config, models, rank) for rank in group), key=lambda p: p.total)
     first = launch.rank - launch.local_rank
@@ -56,10 +55,9 @@ def needed(config: RunConfig, models: Models, launch: Launch) -> MemoryPlan:
     return add_up([plan_rank(config, models, rank) for rank in ranks])
 
 
-def planned(config: RunConfig, models: Models) -> MemoryPlan:
+def planned(config: ResolvedConfig, models: Models) -> MemoryPlan:
     """The plan of all ranks of the run together."""
     group = config.parallel.rank_group
-    assert group is not None, "resolved"
     return add_up([plan_rank(config, models, rank) for rank in group])
 
 
@@ -67,25 +65,19 @@ def add_up(plans: Sequence[MemoryPlan]) -> MemoryPlan:
     return MemoryPlan(*map(sum, zip(*map(astuple, plans), strict=True)))
 
 
-def describe_place(config: RunConfig, launch: Launch) -> str:
+def describe_place(config: ResolvedConfig, launch: Launch) -> str:
     if config.parallel.device != "cpu":
         return "on a rank's GPU"
     count = launch.local_world_size
     return "on this host" if count == 1 else f"on this host's {count} ranks"
 
 
-def advice(config: RunConfig, models: Models, launch: Launch, free: int) -> str:
+def advice(config: ResolvedConfig, models: Models, launch: Launch, free: int) -> str:
     """The largest B at this prefix and the largest prefix at this B, or that there is none."""
 
     def fits(batch_size: int, prefix_len: int) -> bool:
         w = config.workload
-        smaller = replace(
-            w,
-            batch_size=batch_size,
-            prefix_len=prefix_len,
-            gen_len=w.num_new_tokens,
-            max_len=None,
-        )
+        smaller = replace(w, batch_size=batch_size, prefix_len=prefix_len)
         changed = replace(config, workload=smaller)
         return needed(changed, models, launch).total <= free
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from magicdec.attention.backend import backend_class
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import int8_kv_bytes_per_token, kv_bytes_per_token, weight_bytes
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.policy import MASS_BLOCK, make_policy
@@ -52,10 +52,9 @@ class Models:
     draft: ModelConfig | None = None
 
 
-def plan_rank(config: RunConfig, models: Models, rank: int) -> MemoryPlan:
+def plan_rank(config: ResolvedConfig, models: Models, rank: int) -> MemoryPlan:
     """The plan of one rank. `config` is resolved."""
     group, size = config.parallel.rank_group, DTYPE_BYTES[config.model.dtype]
-    assert group is not None, "resolved"
     shard, is_packed = Shard(group.index(rank), len(group)), config.model.linear == "packed"
     is_int8 = config.model.target_dtype == "int8"
     weights = stored_bytes(models.target, shard, size, is_packed, is_int8)
@@ -66,7 +65,6 @@ def plan_rank(config: RunConfig, models: Models, rank: int) -> MemoryPlan:
     if draft is None or models.draft is None:
         draft_kv = _draft_kv_bytes(config, models.target, shard, config.attention.backend)
         return MemoryPlan(weights, kv, 0, draft_kv, working)
-    assert draft.rank_group is not None and draft.backend is not None, "resolved"
     if rank not in draft.rank_group:
         return MemoryPlan(weights, kv, working=working)
     shard = Shard(draft.rank_group.index(rank), len(draft.rank_group))
@@ -88,14 +86,14 @@ def stored_bytes(
     return weight_bytes(model, shard, size, is_int8) + embedding - (shared if is_shared else 0)
 
 
-def _stored_tokens(config: RunConfig, backend: str, tokens: int) -> int:
+def _stored_tokens(config: ResolvedConfig, backend: str, tokens: int) -> int:
     """Tokens that a cache of all rows has room for, `tokens` of them in each row: the backend's
     blocks are whole."""
     block = backend_class(backend)().block_size(tokens)
     return config.workload.batch_size * -(-tokens // block) * block
 
 
-def _draft_kv_bytes(config: RunConfig, model: ModelConfig, shard: Shard, backend: str) -> int:
+def _draft_kv_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, backend: str) -> int:
     """What the KV policy makes a draft hold: the whole cache of a standalone draft, or, in
     self-speculation, what is kept beside the target's cache."""
     is_self, w, longest = config.decoding.drafter == "self", config.workload, max_tokens(config)

@@ -5,7 +5,7 @@ shapes of the tensors of its largest forward. Arithmetic; allocates nothing.
 from __future__ import annotations
 
 from magicdec.attention.backend import CallSize, backend_class
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import kv_bytes_per_token
 from magicdec.decoding.heaviest_reader import REPLAYED
 from magicdec.distributed.tensor_parallel import Shard
@@ -16,7 +16,7 @@ from magicdec.model.config import ModelConfig
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def max_tokens(config: RunConfig) -> int:
+def max_tokens(config: ResolvedConfig) -> int:
     """Cached tokens of a row at most. The newest token is never cached, but a verification caches
     its draft tokens too."""
     w, d = config.workload, config.decoding
@@ -24,7 +24,7 @@ def max_tokens(config: RunConfig) -> int:
     return w.prefix_len + w.num_new_tokens + drafted
 
 
-def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
+def working_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
     """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
     first choice; reading and converting a matrix; the buffer that measures the bandwidth. The
     rotary table comes on top."""
@@ -44,7 +44,7 @@ def working_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
     return max(needs) + longest * model.head_dim * 4
 
 
-def first_choice_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
+def first_choice_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
     """What a policy needs to choose after prefill by the attention of the newest prompt tokens,
     which run a second time. SnapKV takes one row after another, `verified` all rows together."""
     kv, w, size = config.kv, config.workload, DTYPE_BYTES[config.model.dtype]
@@ -65,7 +65,7 @@ def first_choice_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> i
 
 
 def forward_bytes(
-    config: RunConfig,
+    config: ResolvedConfig,
     model: ModelConfig,
     shard: Shard,
     shape: tuple[int, int, int],
@@ -83,21 +83,21 @@ def forward_bytes(
 
 
 def _call_size(
-    config: RunConfig, model: ModelConfig, shard: Shard, shape: tuple[int, int, int]
+    config: ResolvedConfig, model: ModelConfig, shard: Shard, shape: tuple[int, int, int]
 ) -> CallSize:
     queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
     heads = queries[1] - queries[0], keys[1] - keys[0]
     return CallSize(*shape, *heads, model.cached_head_dim, DTYPE_BYTES[config.model.dtype])
 
 
-def _logits_bytes(config: RunConfig, model: ModelConfig, shard: Shard, num_tokens: int) -> int:
+def _logits_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, num_tokens: int) -> int:
     """This rank's logits; to sample, all logits in float32 and three times in float64."""
     first, last = shard.split(model.vocab_size)
     sampled = 0 if config.sampling.temperature == 0 else model.vocab_size * (4 + 3 * 8)
     return num_tokens * ((last - first) * DTYPE_BYTES[config.model.dtype] + sampled)
 
 
-def _loading_bytes(config: RunConfig, model: ModelConfig, shard: Shard) -> int:
+def _loading_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
     """The largest matrix a second time, while it is packed or quantised, and the part that is being
     read in float32; for int8 also divided by its scales and rounded."""
     vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)

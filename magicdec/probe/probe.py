@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 from magicdec.config.layer_choice import choose_elementwise, choose_linear
 from magicdec.config.machine import Machine
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.names import DTYPES
 
 
-def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
-    """Measure all ceilings with a resolved `config`. All ranks must call this together."""
+def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> MachineFile:
+    """Measure all ceilings. All ranks must call this together."""
     from magicdec.probe import ceilings
     from magicdec.setup.loading import Kinds
     from magicdec.setup.session import RankSession
@@ -30,7 +30,7 @@ def measure(config: RunConfig, machine: Machine, launch: Launch) -> MachineFile:
         for dtype in DTYPES:
             hardware = ceilings.measure_hardware(group, device, dtype, bandwidth)
             linear = choose_linear("auto", kind, dtype, machine)
-            elementwise, _ = choose_elementwise("auto", kind, dtype, linear, machine)
+            elementwise = choose_elementwise("auto", kind, dtype, linear, machine).name
             kinds = Kinds(dtype, dtype, linear, elementwise)
             found[dtype] = ceilings.measure_forwards(
                 group, device, hardware, kinds, config.attention.backend

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import Progress
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.distributed.groups import ParallelGroups
@@ -25,7 +25,7 @@ from magicdec.request import Request, SamplingParams
 class Passes(Protocol):
     """What is asked of a run (`run.run.Run`)."""
 
-    config: RunConfig
+    config: ResolvedConfig
     engine: Engine
     device: torch.device
     progress: Progress

@@ -6,17 +6,19 @@ Raises ValueError, one line with the flags of both. Must not know how anything i
 from __future__ import annotations
 
 from magicdec.config.options import flag_of
-from magicdec.config.run_config import RunConfig
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.tokenizer import load_tokenizer
 
 
-def check_draft(config: RunConfig, target: ModelSource, draft: ModelSource) -> None:
+def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource) -> None:
     """`config` is resolved and names both."""
-    draft_flag = flag_of(config.draft, "model")
+    draft_flag = flag_of(config.asked.draft, "model")
     named = f"{draft_flag} {draft.name}"
-    check_vocabularies(named, draft, f"{flag_of(config.model, 'model')} {target.name}", target)
+    check_vocabularies(
+        named, draft, f"{flag_of(config.asked.model, 'model')} {target.name}", target
+    )
     check_rolling(config, named, draft)
     check_reach(config, named, draft)
     check_choice(config, draft_flag, draft)
@@ -47,7 +49,7 @@ def check_vocabularies(
         )
 
 
-def check_rolling(config: RunConfig, named: str, draft: ModelSource) -> None:
+def check_rolling(config: ResolvedConfig, named: str, draft: ModelSource) -> None:
     """Under StreamingLLM a draft's positions are those within its cache (`rolling_runner`)."""
     positions = draft.config.positions
     if config.kv.policy == "streaming_llm" and positions != "rope":
@@ -58,7 +60,7 @@ def check_rolling(config: RunConfig, named: str, draft: ModelSource) -> None:
         )
 
 
-def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
+def check_reach(config: ResolvedConfig, named: str, draft: ModelSource) -> None:
     """The draft must have learnt the distances that it will see: those of the whole text, or under
     a rolling cache those of the budget and what stands after it."""
     model, w, kv = draft.config, config.workload, config.kv
@@ -83,12 +85,12 @@ def check_reach(config: RunConfig, named: str, draft: ModelSource) -> None:
         )
 
 
-def is_rolling(config: RunConfig) -> bool:
+def is_rolling(config: ResolvedConfig) -> bool:
     """Whether a standalone draft keeps a rolling cache (`rolling_runner`)."""
-    return config.draft is not None and config.kv.resolve().policy == "streaming_llm"
+    return config.draft is not None and config.kv.policy == "streaming_llm"
 
 
-def check_choice(config: RunConfig, flag: str, source: ModelSource) -> None:
+def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None:
     """What SnapKV chooses once must stay in the model's sliding window, if it has one."""
     window, kv = source.config.sliding_window, config.kv
     after = config.workload.num_new_tokens + config.decoding.most_draft_tokens
@@ -101,9 +103,9 @@ def check_choice(config: RunConfig, flag: str, source: ModelSource) -> None:
         )
 
 
-def check_shards(config: RunConfig, named: str, draft: ModelSource) -> None:
+def check_shards(config: ResolvedConfig, named: str, draft: ModelSource) -> None:
     """The draft's heads must be divisible over its ranks."""
-    assert config.draft is not None and config.draft.rank_group is not None, "resolved"
+    assert config.draft is not None, "a draft was found for it"
     ranks = config.draft.rank_group
     try:
         Shard(0, len(ranks)).heads(draft.config.num_heads, draft.config.num_kv_heads)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from magicdec.attention.backend import AttentionBackend, backend_class
-from magicdec.config.model_section import ModelSection
+from magicdec.config.resolved import ResolvedModel
 from magicdec.console import Progress
 from magicdec.decoding.reader import standalone_kv_dtype
 from magicdec.decoding.strategy import DraftModel
@@ -37,8 +37,8 @@ class Kinds:
     elementwise: str = "torch"
 
 
-def kinds_of(section: ModelSection, weights: str) -> Kinds:
-    """Of a model in a run of that resolved section."""
+def kinds_of(section: ResolvedModel, weights: str) -> Kinds:
+    """How a run of that section holds a model with such weights."""
     return Kinds(section.dtype, weights, section.linear, section.elementwise)
 
 
@@ -79,7 +79,6 @@ def make_draft(
     config, source = prepared.config, prepared.draft_source
     if config.draft is None or source is None:
         return None
-    assert config.draft.rank_group is not None and config.draft.backend is not None, "resolved"
     chunk = config.attention.prefill_chunk
     runner: ModelRunner | None = None
     policy = make_policy(config.kv)

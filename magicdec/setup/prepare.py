@@ -9,9 +9,10 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from magicdec.attention.backend import backend_class
-from magicdec.config.backend_choice import settled
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.options import flag_of
+from magicdec.config.resolve import resolve
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
@@ -33,7 +34,7 @@ from magicdec.workload.workload import Workload, build_workload
 class Prepared:
     """A run that nothing in the user's hands can break any more."""
 
-    config: RunConfig
+    config: ResolvedConfig
     launch: Launch
     source: ModelSource
     tokenizer: Tokenizer
@@ -87,16 +88,17 @@ def fingerprint(source: ModelSource) -> str:
     return digest.hexdigest()
 
 
-def prepare(config: RunConfig, launch: Launch) -> Prepared:
+def prepare(asked: RunConfig, launch: Launch) -> Prepared:
     """Resolve and check everything. Raises ValueError, one line naming the flag, for what a user
     can mend."""
-    config.check(launch.world_size)
-    flag = flag_of(config.model, "model")
-    source = find_model(flag, config.model.model)
+    asked.check(launch.world_size)
+    flag = flag_of(asked.model, "model")
+    source = find_model(flag, asked.model.model)
     draft = None
-    if config.draft is not None:
-        draft = find_model(flag_of(config.draft, "model"), config.draft.model)
-    config = as_stored(config, source, draft).resolve(
+    if asked.draft is not None:
+        draft = find_model(flag_of(asked.draft, "model"), asked.draft.model)
+    config = resolve(
+        as_stored(asked, source, draft),
         probe_machine(launch),
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
@@ -106,8 +108,8 @@ def prepare(config: RunConfig, launch: Launch) -> Prepared:
     if draft is not None:
         check_draft(config, source, draft)
         assert config.draft is not None, "a draft was found for it"
-        draft_flag = flag_of(config.draft, "model")
-        backend = settled(config.draft.backend, config.draft.backend_reason)
+        draft_flag = flag_of(asked.draft, "model")
+        backend = config.draft.backend_choice.settled
         check_scores(backend, config.model.dtype, draft_flag, draft)
         check_window(backend, max_tokens(config), draft_flag, draft)
     # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
@@ -158,13 +160,12 @@ def check_int8(flag: str, asked: str, named: str) -> None:
         raise ValueError(f"{flag} {asked}: {named} holds int8 weights; choose from auto, int8")
 
 
-def check_interpreter(config: RunConfig) -> None:
+def check_interpreter(config: ResolvedConfig) -> None:
     """Load what a backend must load before anything else does. Triton, where it is to be
     interpreted, decides on that when it is first imported."""
     drafts = [] if config.draft is None else [config.draft.backend]
     for name in [config.attention.backend, *drafts]:
-        if name is not None:
-            backend_class(name).load(config.parallel.device)
+        backend_class(name).load(config.parallel.device)
 
 
 def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
@@ -180,13 +181,13 @@ def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
         )
 
 
-def check_fits(config: RunConfig, source: ModelSource, world_size: int) -> None:
+def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
     """The model must reach as far as the run, and must be divisible over the ranks."""
-    w, flag = config.workload, flag_of(config.model, "model")
+    w, flag = config.workload, flag_of(config.asked.model, "model")
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(asked, length, flag, source)
-    backend = settled(config.attention.backend, config.attention.backend_reason)
+    backend = config.attention.backend_choice.settled
     check_scores(backend, config.model.dtype, flag, source)
     check_window(backend, max_tokens(config), flag, source)
     if config.decoding.drafter == "self":

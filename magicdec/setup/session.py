@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from magicdec.config.sections import ParallelSection
+from magicdec.config.resolved import ResolvedParallel
 from magicdec.distributed.groups import Launch, close_groups, make_groups
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.environment import Environment
@@ -24,10 +24,10 @@ class RankSession:
     def __init__(
         self,
         launch: Launch,
-        parallel: ParallelSection,
+        parallel: ResolvedParallel,
         draft_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """`parallel` is resolved. `draft_ranks` hold a standalone draft; None without one."""
+        """`draft_ranks` hold a standalone draft; None without one."""
         self.launch, self.parallel, self.draft_ranks = launch, parallel, draft_ranks
         self.started = datetime.datetime.now(datetime.timezone.utc)
         is_cuda = parallel.device == "cuda"
@@ -35,8 +35,7 @@ class RankSession:
 
     def __enter__(self) -> RankSession:
         parallel = self.parallel
-        assert parallel.rank_group is not None, "resolved"
-        torch.set_num_threads(parallel.threads or 1)
+        torch.set_num_threads(parallel.threads)
         self.groups = make_groups(
             self.launch, parallel.rank_group, self.device, parallel.collectives, self.draft_ranks
         )

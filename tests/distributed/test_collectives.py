@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import Launch
 
+from magicdec.config.choice import Choice
 from magicdec.config.collectives_choice import choose_collectives
 from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 
 HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)
@@ -35,20 +37,25 @@ def test_a_dead_rank_is_noticed_and_leaves_nothing(launch: Launch, shared: Path)
     assert list(shared.iterdir()) == []
 
 
+def chosen(asked: str, device: str, machine: Machine) -> tuple[str, str]:
+    """(name, reason) of the collectives."""
+    choice = choose_collectives(asked, device, machine)
+    assert choice is not None
+    return choice.name, choice.why
+
+
 def test_auto_takes_shared_memory_on_one_host_and_says_why() -> None:
-    parallel = RunConfig().resolve(HERE).parallel
-    assert (parallel.collectives, parallel.collectives_reason) == (
-        "shared_memory",
-        "auto: one host",
-    )
-    assert choose_collectives("auto", "cpu", Machine(2)) == (None, None)
+    parallel = resolve(RunConfig(), HERE).parallel
+    assert parallel.collectives_choice == Choice("shared_memory", "auto: one host")
+    assert parallel.collectives == "shared_memory"
+    assert choose_collectives("auto", "cpu", Machine(2)) is None
     several = Machine(2, 4, 2, has_compiler=True, has_shared_memory=True)
-    assert choose_collectives("auto", "cpu", several) == ("gloo", "auto: several hosts")
+    assert chosen("auto", "cpu", several) == ("gloo", "auto: several hosts")
     bare = Machine(2, 2, 2, has_shared_memory=True)
-    assert choose_collectives("auto", "cpu", bare) == ("gloo", "auto: no C++ compiler")
+    assert chosen("auto", "cpu", bare) == ("gloo", "auto: no C++ compiler")
     on_gpus = replace(HERE, num_gpus=2)
-    assert choose_collectives("auto", "cuda", on_gpus) == ("nccl", "auto: CUDA")
-    assert choose_collectives("gloo", "cpu", HERE) == ("gloo", "asked for")
+    assert chosen("auto", "cuda", on_gpus) == ("nccl", "auto: CUDA")
+    assert chosen("gloo", "cpu", HERE) == ("gloo", "asked for")
 
 
 @pytest.mark.parametrize(

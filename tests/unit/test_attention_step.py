@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from recorder import Recorder
-from test_fastest_backend import BASELINE, BFLOAT16, CPU, MODEL, STANDALONE
+from test_fastest_backend import BASELINE, BFLOAT16, CPU, GPU, MODEL, STANDALONE
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
@@ -15,7 +15,8 @@ from magicdec.autotune import backend_timing
 from magicdec.autotune.attention_step import Read, Step, draft_step, target_step
 from magicdec.autotune.backend_timing import measure, measure_read
 from magicdec.autotune.fastest_backend import list_candidates
-from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.config.resolve import resolve
+from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.kv.full import FullKV
 from magicdec.kv.policy import KVView
 from magicdec.kv.streaming_llm import StreamingLLM
@@ -37,14 +38,14 @@ def test_the_step_is_the_runs_own() -> None:
     baseline = target_step(BASELINE, MODEL)
     assert (baseline.name, baseline.reads) == ("a decode forward", (Read(1, 1, 1000, whole),))
     for drafter, draft in (("ngram", None), ("model", STANDALONE.draft)):
-        decoding = DecodingSection("speculative", drafter, num_draft_tokens="auto")
+        decoding = replace(BFLOAT16.decoding, drafter=drafter, num_draft_tokens="auto")
         others = target_step(replace(BFLOAT16, decoding=decoding, draft=draft), MODEL)
         assert others.reads == (Read(1, 9, 1000, whole),)
         assert others.name == "a verification of 9 tokens"
 
     ranks = replace(BFLOAT16, parallel=replace(BFLOAT16.parallel, rank_group=(0, 1, 2)))
     assert (target_step(ranks, MODEL).num_heads, target_step(ranks, MODEL).num_kv_heads) == (2, 1)
-    long = replace(BFLOAT16, workload=WorkloadSection(batch_size=64, prefix_len=1 << 20))
+    long = replace(BFLOAT16, workload=replace(BFLOAT16.workload, batch_size=64, prefix_len=1 << 20))
     step = target_step(long, MODEL)
     assert 1 <= step.rows < 64 and step.reads[1].context == 1 << 20
 
@@ -87,7 +88,7 @@ def test_latency_is_measured_by_the_largest_step_of_its_grid() -> None:
     drafted, verification = target_step(config, MODEL).reads
     assert (drafted.times, drafted.policy.num_visible(1000) <= 129) == (3, True)
     assert verification.tells_mass and "flashinfer" not in list_candidates(config, MODEL)[0]
-    graphs = replace(BASELINE, decoding=replace(BASELINE.decoding, cuda_graphs="on"))
+    graphs = resolve(replace(BASELINE.asked, decoding=DecodingSection(cuda_graphs="on")), GPU)
     assert largest_step(graphs, grid).decoding.cuda_graphs == "on"
     decode = largest_step(BASELINE, replace(grid, new_tokens=(1,)))
     assert target_step(decode, MODEL).name == "a decode forward"

@@ -14,6 +14,7 @@ import pytest
 from magicdec.cli import compare as command
 from magicdec.cli import table as table_command
 from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import compare, table
@@ -38,9 +39,8 @@ WORKLOAD = WorkloadRecord(
 
 
 def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
-    config = RunConfig(
-        kv=KVSection(budget=budget), decoding=DecodingSection("speculative", "self")
-    ).resolve(Machine(2))
+    decoding = DecodingSection("speculative", "self")
+    config = resolve(RunConfig(kv=KVSection(budget=budget), decoding=decoding), Machine(2))
     metrics = decode_metrics(PassSamples([[0.1]]), 1e9, False)
     record = RunRecord(
         status="ok",

@@ -17,10 +17,12 @@ from conftest import HANG
 from magicdec import names as module
 from magicdec.cli import flags as cli
 from magicdec.cli.flags import build_parser, parse
-from magicdec.config.backend_choice import choose_backend, settled
+from magicdec.config.backend_choice import choose_backend
+from magicdec.config.choice import Choice, How, asked_for
 from magicdec.config.draft_section import DraftSection
-from magicdec.config.machine import TO_BE_MEASURED, Machine
+from magicdec.config.machine import Machine
 from magicdec.config.model_section import TargetSection
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
@@ -123,8 +125,8 @@ def test_the_rank_group_is_all_ranks_in_any_order() -> None:
     for ranks in itertools.permutations(range(3)):
         config = parsed("--rank_group", *ranks)
         config.check(world_size=3)
-        assert config.resolve(Machine(4, world_size=3)).parallel.rank_group == ranks
-    resolved = RunConfig().resolve(Machine(4, world_size=3))
+        assert resolve(config, Machine(4, world_size=3)).parallel.rank_group == ranks
+    resolved = resolve(RunConfig(), Machine(4, world_size=3))
     assert resolved.parallel.rank_group == (0, 1, 2)
 
 
@@ -248,20 +250,22 @@ def test_a_draft_stands_on_any_ranks_and_by_default_on_the_targets_first() -> No
     for ranks in itertools.chain(*(itertools.permutations(range(3), n) for n in (1, 2, 3))):
         config = parsed("--draft_ranks", *ranks, driver=LONGSPEC)
         config.check(world_size=3)
-        draft = config.resolve(machine).draft
+        draft = resolve(config, machine).draft
         assert draft is not None and draft.rank_group == ranks
-    draft = parsed("--rank_group", 2, 0, 1, driver=LONGSPEC).resolve(machine).draft
+    draft = resolve(parsed("--rank_group", 2, 0, 1, driver=LONGSPEC), machine).draft
     assert draft is not None and draft.rank_group == (2,)
 
 
 def test_a_draft_has_the_attention_that_its_own_head_size_allows() -> None:
-    resolved = LONGSPEC.resolve(Machine(2, has_compiler=True), head_dim=64, draft_head_dim=72)
+    resolved = resolve(LONGSPEC, Machine(2, has_compiler=True), head_dim=64, draft_head_dim=72)
     assert resolved.attention.backend == "native" and resolved.draft is not None
     assert resolved.draft.backend == "grouped"
-    assert resolved.draft.backend_reason == "auto: grouped; head size 72 is not a multiple of 16"
+    assert (
+        resolved.draft.backend_choice.why == "auto: grouped; head size 72 is not a multiple of 16"
+    )
     with pytest.raises(ValueError, match="--attention native: head size 72"):
         asked = parsed("--attention", "native", driver=LONGSPEC)
-        asked.resolve(Machine(2, has_compiler=True), 64, 72)
+        resolve(asked, Machine(2, has_compiler=True), 64, 72)
 
 
 INT8_KV = "--draft_kv_dtype int8"
@@ -286,9 +290,9 @@ def test_an_int8_cache_must_be_a_drafts_own(flags: str, driver: RunConfig, messa
 def test_an_int8_cache_must_be_read() -> None:
     asked = parsed(*INT8_KV.split(), "--kv_policy", "snapkv")
     asked.check(1)
-    assert asked.resolve(FAST).kv.draft_kv_dtype == "int8"
-    assert parsed("--dtype", "float32").resolve(FAST).kv.draft_kv_dtype == "float32"
-    assert parsed(*INT8_KV.split(), driver=LONGSPEC).resolve(FAST).kv.draft_kv_dtype == "int8"
+    assert resolve(asked, FAST).kv.draft_kv_dtype == "int8"
+    assert resolve(parsed("--dtype", "float32"), FAST).kv.draft_kv_dtype == "float32"
+    assert resolve(parsed(*INT8_KV.split(), driver=LONGSPEC), FAST).kv.draft_kv_dtype == "int8"
     slow = dataclasses.replace(FAST, has_avx512_bf16=False)
     for flags, machine, size, message in (
         ("--attention grouped", FAST, 64, "--attention grouped reads none; choose auto, or"),
@@ -298,17 +302,17 @@ def test_an_int8_cache_must_be_read() -> None:
     ):
         config = parsed(*INT8_KV.split(), "--kv_policy", "snapkv", *flags.split())
         with pytest.raises(ValueError, match=f"{INT8_KV}: {message}"):
-            config.resolve(machine, size)
+            resolve(config, machine, size)
         if size == 64:
             reference = dataclasses.replace(config.attention, backend="sdpa")
-            dataclasses.replace(config, attention=reference).resolve(machine, size)
+            resolve(dataclasses.replace(config, attention=reference), machine, size)
 
 
 def test_a_budget_of_minus_one_is_the_full_cache() -> None:
     for policy in ("streaming_llm", "snapkv", "full"):
         config = parsed("--draft_budget", -1, "--kv_policy", policy)
         config.check(world_size=1)
-        assert config.resolve(Machine(1)).kv.policy == "full"
+        assert resolve(config, Machine(1)).kv.policy == "full"
 
 
 def test_help_tells_every_flag_and_default() -> None:
@@ -325,19 +329,19 @@ def test_two_spellings_of_a_length() -> None:
     by_max = parsed("--prefix_len", 100, "--max_len", 128)
     both = parsed("--prefix_len", 100, "--gen_len", 28, "--max_len", 128)
     machine = Machine(num_cpus=1)
-    assert by_gen.resolve(machine) == by_max.resolve(machine) == both.resolve(machine)
+    found = [resolve(config, machine).workload for config in (by_gen, by_max, both)]
+    assert found[0] == found[1] == found[2]
     assert by_max.workload.num_new_tokens == 28
-    assert parsed("--prefix_len", 100).resolve(machine).workload.max_len == 164
+    assert resolve(parsed("--prefix_len", 100), machine).workload.max_len == 164
 
 
 def test_the_recent_window_is_a_share_of_the_budget_unless_given() -> None:
     machine = Machine(num_cpus=1)
     verified = parsed("--kv_policy", "verified", "--draft_budget", 257)
-    assert verified.resolve(machine).kv.recent_window == (257 - 16) // 4
-    assert parsed("--kv_policy", "verified").resolve(machine).resolve(machine).kv.recent_window
+    assert resolve(verified, machine).kv.recent_window == (257 - 16) // 4
     given = parsed("--kv_policy", "verified", "--recent_window", 9)
-    assert given.resolve(machine).kv.recent_window == 9
-    assert parsed().resolve(machine).kv.recent_window is None
+    assert resolve(given, machine).kv.recent_window == 9
+    assert resolve(parsed(), machine).kv.recent_window is None
 
 
 def test_two_spellings_of_a_budget() -> None:
@@ -347,7 +351,7 @@ def test_two_spellings_of_a_budget() -> None:
 
 @pytest.mark.parametrize("config", [RunConfig(), DRIVER, LONGSPEC])
 def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
-    resolved = config.resolve(Machine(num_cpus=8, world_size=2, local_world_size=2))
+    resolved = resolve(config, Machine(num_cpus=8, world_size=2, local_world_size=2))
     open_ends = {("output", "save_tokens"), ("output", "profile"), ("kv", "recent_window")}
     if config.decoding.strategy == "autoregressive":
         open_ends.add(("decoding", "drafter"))
@@ -356,8 +360,8 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     values = {(s, n): v for s, section in sections.items() for n, v in section.items()}
     assert "auto" not in values.values()
     assert {name for name, value in values.items() if value is None} == open_ends
-    resolved.check(world_size=2)
-    assert resolved.resolve(Machine(num_cpus=1, has_cuda=True)) == resolved, "done once for all"
+    config.check(world_size=2)
+    assert resolved.asked is config
 
 
 @pytest.mark.parametrize(
@@ -373,7 +377,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
 def test_auto_is_what_the_machine_is_good_at(
     machine: Machine, device: str, dtype: str, threads: int
 ) -> None:
-    resolved = RunConfig().resolve(machine)
+    resolved = resolve(RunConfig(), machine)
     assert (resolved.parallel.device, resolved.model.dtype) == (device, dtype)
     assert resolved.parallel.threads == threads
     assert resolved.parallel.rank_group == tuple(range(machine.world_size))
@@ -382,14 +386,15 @@ def test_auto_is_what_the_machine_is_good_at(
 
 def test_what_was_chosen_is_kept() -> None:
     flags = "--device cpu --dtype float32 --threads 3 --attention sdpa"
-    resolved = parsed(*flags.split()).resolve(Machine(8, has_cuda=True, has_fast_bfloat16=True))
+    machine = Machine(8, has_cuda=True, has_fast_bfloat16=True)
+    resolved = resolve(parsed(*flags.split()), machine)
     assert (resolved.parallel.device, resolved.parallel.threads) == ("cpu", 3)
     assert (resolved.model.dtype, resolved.attention.backend) == ("float32", "sdpa")
 
 
 def test_an_absent_device_is_refused() -> None:
     with pytest.raises(ValueError, match="--device cuda: no CUDA device here; choose from auto"):
-        parsed("--device", "cuda").resolve(Machine(8))
+        resolve(parsed("--device", "cuda"), Machine(8))
 
 
 @pytest.mark.parametrize(
@@ -457,14 +462,20 @@ else:
     assert (result.stdout, result.stderr) == ("\n", line)
 
 
+def named(asked: str, device: str, machine: Machine, head_dim: int = 64) -> tuple[str, str]:
+    """(name, reason) of the attention backend."""
+    choice = choose_backend(asked, device, machine, head_dim)
+    return choice.name, choice.why
+
+
 def test_auto_attention_is_native_where_it_can_be() -> None:
     machine = Machine(num_cpus=2, has_compiler=True)
-    assert choose_backend("auto", "cpu", machine, 64) == ("native", "auto: native")
+    assert named("auto", "cpu", machine) == ("native", "auto: native")
     no_compiler = "auto: grouped; native needs a C++ compiler (on Debian: apt install g++)"
-    assert choose_backend("auto", "cpu", machine, 72)[0] == "grouped"
-    assert choose_backend("auto", "cuda", machine, 64) == ("grouped", TO_BE_MEASURED)
-    assert choose_backend("auto", "cpu", Machine(2), 64) == ("grouped", no_compiler)
-    assert choose_backend("sdpa", "cpu", machine, 64) == ("sdpa", "asked for")
+    assert named("auto", "cpu", machine, 72)[0] == "grouped"
+    assert named("auto", "cuda", machine) == ("grouped", "auto: to be measured")
+    assert named("auto", "cpu", Machine(2)) == ("grouped", no_compiler)
+    assert named("sdpa", "cpu", machine) == ("sdpa", "asked for")
     with pytest.raises(ValueError, match=r"--attention native: native needs a C\+\+ compiler"):
         choose_backend("native", "cpu", Machine(2), 64)
     with pytest.raises(ValueError, match="--attention native: head size 72 is not"):
@@ -498,19 +509,19 @@ def test_an_attention_backend_that_cannot_serve_is_refused(
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         choose_backend(asked, device, machine, head_dim, dtype)
     with pytest.raises(ValueError, match=re.escape(obstacle)):
-        asked_for = parsed("--attention", asked, "--device", device, "--dtype", dtype)
-        asked_for.resolve(machine, head_dim)
+        config = parsed("--attention", asked, "--device", device, "--dtype", dtype)
+        resolve(config, machine, head_dim)
 
 
 def test_attention_backends_for_a_gpu_are_served() -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
     for name in ("triton", "varlen", "flash_attn", "flashinfer"):
-        assert choose_backend(name, "cuda", machine, 128, "bfloat16") == (name, "asked for")
-    assert choose_backend("triton", "cuda", machine, 80)[0] == "triton"
+        assert choose_backend(name, "cuda", machine, 128, "bfloat16") == asked_for(name)
+    assert named("triton", "cuda", machine, 80)[0] == "triton"
 
 
 def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
-    config = parsed("--attention", "triton", "--device", "cpu").resolve(Machine(2))
+    config = resolve(parsed("--attention", "triton", "--device", "cpu"), Machine(2))
     for rank in (0, 1):
         cli.announce_backend(
             config, Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
@@ -521,10 +532,11 @@ def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture
 
 def test_what_auto_attention_is_on_cuda_waits_for_a_measurement() -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
-    config = LONGSPEC.resolve(machine)
-    assert config.attention.backend_reason == config.draft.backend_reason == TO_BE_MEASURED
-    assert settled(config.attention.backend, config.attention.backend_reason) is None
-    assert settled("grouped", "asked for") == "grouped"
+    config = resolve(LONGSPEC, machine)
+    for choice in (config.attention.backend_choice, config.draft.backend_choice):
+        assert (choice.how, choice.settled) == (How.TO_BE_MEASURED, None)
+        assert choice.why == "auto: to be measured" and choice.is_to_be_measured
+    assert asked_for("grouped").settled == "grouped"
 
 
 GRAPHS = [
@@ -542,28 +554,30 @@ GRAPHS = [
 @pytest.mark.parametrize(("flags", "graphs", "why"), GRAPHS)
 def test_graphs_are_used_where_they_can_be(flags: str, graphs: str, why: str) -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
-    d = parsed(*flags.split()).resolve(machine).decoding
-    assert (d.cuda_graphs, d.cuda_graphs_reason) == (graphs, why)
+    d = resolve(parsed(*flags.split()), machine).decoding
+    assert (d.cuda_graphs, d.graphs_choice.why) == (graphs, why)
+    assert d.graphs_choice.is_auto == why.startswith("auto")
     if not why.startswith("auto: off"):
         return
     with pytest.raises(ValueError, match=f"^--cuda_graphs on: {why[11:]}; choose from auto, off$"):
-        parsed("--cuda_graphs", "on", *flags.split()).resolve(machine)
+        resolve(parsed("--cuda_graphs", "on", *flags.split()), machine)
 
 
 def test_a_backend_that_was_measured_decides_on_graphs_again() -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
-    resolved = DRIVER.resolve(machine)
+    resolved = resolve(DRIVER, machine)
     assert resolved.decoding.cuda_graphs == "on"
     for name, graphs in (("grouped", "off"), ("triton", "on")):
         attention = dataclasses.replace(
-            resolved.attention, backend=name, backend_reason=f"auto: {name} 0.1 ms"
+            resolved.attention,
+            backend_choice=Choice(name, f"auto: {name} 0.1 ms", How.MEASURED),
         )
         again = dataclasses.replace(resolved, attention=attention).resolve_graphs()
         assert again.decoding.cuda_graphs == graphs
-    longspec = LONGSPEC.resolve(machine)
-    draft = dataclasses.replace(longspec.draft, backend="grouped", backend_reason="asked for")
+    longspec = resolve(LONGSPEC, machine)
+    draft = dataclasses.replace(longspec.draft, backend_choice=asked_for("grouped"))
     again = dataclasses.replace(longspec, draft=draft).resolve_graphs()
-    assert again.decoding.cuda_graphs_reason.endswith(
+    assert again.decoding.graphs_choice.why.endswith(
         "--attention grouped needs lengths on the host"
     )
 
@@ -573,7 +587,7 @@ def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
     machine, message = Machine(2, has_cuda=True), f"--attention {name} does not tell where the"
     flags = ("--attention", name, "--dtype", "bfloat16", "--kv_policy")
     with pytest.raises(ValueError, match=f"{message} attention goes, which --kv_policy verified"):
-        parsed(*flags, "verified").resolve(machine)
-    assert parsed(*flags, "snapkv").resolve(machine).attention.backend == name
+        resolve(parsed(*flags, "verified"), machine)
+    assert resolve(parsed(*flags, "snapkv"), machine).attention.backend == name
     whole = parsed(*flags, "verified", "--draft_budget", -1)  # all of the cache: the full policy
-    assert whole.resolve(machine).attention.backend == name
+    assert resolve(whole, machine).attention.backend == name

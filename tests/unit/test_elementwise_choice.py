@@ -11,8 +11,11 @@ import torch
 from conftest import TINY, tiny_transformer
 
 from magicdec.cli import flags as cli
-from magicdec.config.machine import INTERPRETED, Machine
+from magicdec.config.choice import INTERPRETED
+from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection
+from magicdec.config.resolve import resolve
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.distributed.groups import Launch
@@ -32,10 +35,10 @@ GPU = replace(FAST, has_cuda=True)
 BARE_GPU = replace(GPU, missing_backends={"triton": "triton is not installed; pip install triton"})
 
 
-def resolved(machine: Machine, asked: str = "auto", **others: str) -> RunConfig:
+def resolved(machine: Machine, asked: str = "auto", **others: str) -> ResolvedConfig:
     device = others.pop("device", "auto")
     model = ModelSection(elementwise=asked, **others)
-    return RunConfig(model=model, parallel=ParallelSection(device=device)).resolve(machine)
+    return resolve(RunConfig(model=model, parallel=ParallelSection(device=device)), machine)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +63,8 @@ def test_what_is_chosen_and_why(
     machine: Machine, others: dict[str, str], name: str, reason: str
 ) -> None:
     config = resolved(machine, **others)
-    assert (config.model.elementwise, config.model.elementwise_reason) == (name, reason)
-    assert config.resolve(machine).model == config.model, "what was resolved stays"
+    choice = config.model.elementwise_choice
+    assert (config.model.elementwise, choice.name, choice.why) == (name, name, reason)
 
 
 @pytest.mark.parametrize(

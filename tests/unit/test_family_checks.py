@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from magicdec.config.draft_section import DraftSection
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
+from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
 from magicdec.cost_model.costs import Deployment, kv_bytes_per_token
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
@@ -19,10 +21,13 @@ from magicdec.setup.draft_checks import check_choice, check_reach, check_rolling
 from magicdec.setup.prepare import check_length, check_scores, check_window
 
 PLAIN = ModelConfig("plain", 96, 2, 32, 48, 4, 4, 8, 128)
-LONGSPEC = RunConfig(
-    draft=DraftSection(),
-    decoding=DecodingSection("speculative", "model", 4),
-    workload=WorkloadSection(prefix_len=200, gen_len=20),
+LONGSPEC = resolve(
+    RunConfig(
+        draft=DraftSection(),
+        decoding=DecodingSection("speculative", "model", 4),
+        workload=WorkloadSection(prefix_len=200, gen_len=20),
+    ),
+    Machine(2),
 )
 
 
@@ -72,7 +77,7 @@ def test_a_windowed_draft_reaches_past_its_window_unless_it_rolls() -> None:
     draft = source(sliding_window=64, max_position_embeddings=1024)
     check_reach(replace(LONGSPEC, kv=KVSection("full")), "--model plain", draft)
     check_reach(replace(LONGSPEC, kv=KVSection("snapkv", 60)), "--model plain", draft)
-    small = replace(LONGSPEC, attention=AttentionSection(prefill_chunk=16))
+    small = replace(LONGSPEC, attention=replace(LONGSPEC.attention, prefill_chunk=16))
     check_reach(replace(small, kv=KVSection("streaming_llm", 48)), "--model plain", draft)
     with pytest.raises(ValueError, match=r"--streamingllm_budget 49 .* exceed the 64 positions"):
         check_reach(replace(small, kv=KVSection("streaming_llm", 49)), "--model plain", draft)
@@ -83,7 +88,7 @@ def test_what_snapkv_chose_once_must_not_all_leave_the_window() -> None:
     check_choice(config, "--model", source(sliding_window=25))
     with pytest.raises(ValueError, match=r"window of --model plain \(24\) after 24 .*--gen_len$"):
         check_choice(config, "--model", source(sliding_window=24))
-    alone = replace(config, draft=None, decoding=DecodingSection("speculative", "self", 4))
+    alone = replace(config, draft=None, decoding=replace(config.decoding, drafter="self"))
     with pytest.raises(ValueError, match=r"--gen_len or --reselect_every$"):
         check_choice(alone, "--model", source(sliding_window=24))
     again = replace(alone, kv=KVSection("snapkv", 20, window_size=8, reselect_every=4))

@@ -17,9 +17,11 @@ from magicdec.autotune import fastest_backend as module
 from magicdec.autotune.attention_step import Step, target_step
 from magicdec.autotune.backend_timing import Measured, measure
 from magicdec.autotune.fastest_backend import choose_fastest, list_candidates, settle
+from magicdec.config.choice import How
 from magicdec.config.draft_section import DraftSection
-from magicdec.config.machine import TO_BE_MEASURED, Machine
+from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Group
@@ -27,18 +29,21 @@ from magicdec.kv.policy import KVView
 
 CPU = torch.device("cpu")
 MODEL = replace(TINY, head_dim=64)
-BFLOAT16 = RunConfig(
+GPU = Machine(2, has_cuda=True)
+ASKED = RunConfig(
     model=ModelSection(dtype="bfloat16"),
     parallel=ParallelSection(rank_group=(0,), device="cuda"),
-    decoding=DecodingSection("speculative", "self"),
+    decoding=DecodingSection("speculative", "self", cuda_graphs="off"),
     workload=WorkloadSection(batch_size=8, prefix_len=1000),
 )
-BASELINE = replace(BFLOAT16, decoding=DecodingSection())
-STANDALONE = replace(
-    BFLOAT16,
+ASKED_STANDALONE = replace(
+    ASKED,
     draft=DraftSection(rank_group=(0, 2)),
-    decoding=DecodingSection("speculative", "model"),
+    decoding=DecodingSection("speculative", "model", cuda_graphs="off"),
 )
+BFLOAT16 = resolve(ASKED, GPU)
+BASELINE = resolve(replace(ASKED, decoding=DecodingSection(cuda_graphs="off")), GPU)
+STANDALONE = resolve(ASKED_STANDALONE, GPU)
 ONES = (torch.ones(2, 2),)
 
 
@@ -55,9 +60,10 @@ def test_the_fastest_wins_and_the_others_are_named() -> None:
         asked.append(name)
         return Measured(times[name], ONES)
 
-    name, reason = choose_fastest(list(times), {"x": "why"}, "a step", timer)
-    assert name == "triton" and sorted(asked) == sorted(times), "each once"
-    assert reason == (
+    choice = choose_fastest(list(times), {"x": "why"}, "a step", timer)
+    assert (choice.name, choice.how) == ("triton", How.MEASURED)
+    assert sorted(asked) == sorted(times), "each once"
+    assert choice.why == (
         "auto: triton 0.500 ms, flashinfer 1.000 ms, grouped 2.000 ms, sdpa 3.000 ms a layer, "
         "for a step; x: why"
     )
@@ -79,8 +85,8 @@ def test_who_fails_or_is_wrong_cannot_win(found: object, why: str) -> None:
             raise found
         return found if name == "triton" else Measured(1.0, ONES * 2)
 
-    name, reason = choose_fastest(["sdpa", "grouped", "triton"], {}, "a step", timer)
-    assert name != "triton" and reason.endswith(f"; triton: {why}")
+    choice = choose_fastest(["sdpa", "grouped", "triton"], {}, "a step", timer)
+    assert choice.name != "triton" and choice.why.endswith(f"; triton: {why}")
 
 
 def test_rounding_of_large_outputs_is_no_disagreement() -> None:
@@ -91,8 +97,8 @@ def test_rounding_of_large_outputs_is_no_disagreement() -> None:
         found = tuple(torch.tensor([x], dtype=torch.bfloat16) for x in outputs[name])
         return Measured({"sdpa": 3.0, "grouped": 2.0, "triton": 1.0}[name], found)
 
-    name, reason = choose_fastest(list(outputs), {}, "a step", timer)
-    assert name == "grouped" and "; triton: its output is 6.2e-02 away" in reason
+    choice = choose_fastest(list(outputs), {}, "a step", timer)
+    assert choice.name == "grouped" and "; triton: its output is 6.2e-02 away" in choice.why
 
 
 def test_an_error_of_the_reference_is_nobodys_fault_but_the_runs() -> None:
@@ -109,7 +115,7 @@ def test_candidates_are_what_can_serve(
     everything = ["sdpa", "grouped", "triton", "varlen", "flash_attn", "flashinfer"]
     assert list_candidates(BFLOAT16, MODEL) == (everything, {})
 
-    float32 = replace(BFLOAT16, model=ModelSection(dtype="float32"))
+    float32 = replace(BFLOAT16, model=replace(BFLOAT16.model, dtype="float32"))
     candidates, left_out = list_candidates(float32, MODEL)
     assert candidates == ["sdpa", "grouped", "triton"]
     assert left_out["varlen"] == "varlen is for --dtype bfloat16, not float32"
@@ -176,22 +182,23 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_on_what_the_drafts_read_loses_only_where_they_read_it(
     stand_ins: None, kv: KVSection | None, gamma: int, flash_attn: int, triton: int
 ) -> None:
-    decoding = DecodingSection("speculative", "self", gamma) if kv else DecodingSection()
+    drafting = replace(BFLOAT16.decoding, num_draft_tokens=gamma)
+    decoding = drafting if kv else BASELINE.decoding
     config = replace(
         BFLOAT16,
-        model=ModelSection(dtype="float32"),
+        model=replace(BFLOAT16.model, dtype="float32"),
         decoding=decoding,
         kv=(kv or KVSection()).resolve(),
-        workload=WorkloadSection(batch_size=2, prefix_len=40),
+        workload=replace(BFLOAT16.workload, batch_size=2, prefix_len=40),
     )
     step = target_step(config, MODEL)
-    name, reason = choose_fastest(
+    choice = choose_fastest(
         ["sdpa", "flash_attn", "triton"], {}, step.name, lambda name: measure(name, step, CPU)
     )
-    assert name == ("flash_attn" if flash_attn < triton else "triton")
+    assert choice.name == ("flash_attn" if flash_attn < triton else "triton")
     for backend, seconds in (("flash_attn", flash_attn), ("triton", triton)):
-        assert f"{backend} {seconds}000.000 ms" in reason
-    assert reason.endswith(f" a layer, for {step.name}")
+        assert f"{backend} {seconds}000.000 ms" in choice.why
+    assert choice.why.endswith(f" a layer, for {step.name}")
 
 
 def test_the_choice_is_made_once_and_recorded(
@@ -205,20 +212,19 @@ def test_the_choice_is_made_once_and_recorded(
 
     monkeypatch.setattr(module, "measure", timer)
     monkeypatch.setattr(module, "missing_backends", lambda names: {})
-    config = replace(
-        STANDALONE, draft=DraftSection(), decoding=replace(STANDALONE.decoding, cuda_graphs="off")
-    ).resolve(Machine(2, has_cuda=True), 64, 32)
-    assert config.attention.backend_reason == TO_BE_MEASURED
+    config = resolve(replace(ASKED_STANDALONE, draft=DraftSection()), GPU, 64, 32)
+    assert config.attention.backend_choice.is_to_be_measured
     draft = replace(MODEL, head_dim=32)
     found = settle(config, MODEL, draft, Group((0,), 0), CPU)
     assert found.draft is not None
     assert (found.attention.backend, found.draft.backend) == ("triton", "varlen")
-    assert found.attention.backend_reason.startswith("auto: triton 1000.000 ms, sdpa 2000.000 ms")
-    assert found.attention.backend_reason.endswith(" a layer, for a verification of 5 tokens")
-    assert " a layer, for 4 drafts (streaming_llm, budget 257); " in found.draft.backend_reason
+    target, drafts = found.attention.backend_choice.why, found.draft.backend_choice.why
+    assert target.startswith("auto: triton 1000.000 ms, sdpa 2000.000 ms")
+    assert target.endswith(" a layer, for a verification of 5 tokens")
+    assert " a layer, for 4 drafts (streaming_llm, budget 257); " in drafts
     assert capsys.readouterr().err.splitlines() == [
-        f"--attention {found.attention.backend_reason}",
-        f"--attention {found.draft.backend_reason}",
+        f"--attention {target}",
+        f"--attention {drafts}",
     ]
     assert settle(found, MODEL, draft, Group((0,), 0), CPU) == found, "nothing left to measure"
 
@@ -236,10 +242,10 @@ def test_recorded_steps_are_measured_recorded(
 
     monkeypatch.setattr(module, "measure", timer)
     monkeypatch.setattr(module, "CudaGraphs", lambda device: f"graphs of {device}")
-    asked = replace(BFLOAT16, decoding=replace(BFLOAT16.decoding, cuda_graphs=graphs))
-    config = asked.resolve(Machine(2, has_cuda=True))
-    reason = settle(config, MODEL, None, Group((0,), 0), CPU).attention.backend_reason
+    asked = replace(ASKED, decoding=replace(ASKED.decoding, cuda_graphs=graphs))
+    found = settle(resolve(asked, GPU), MODEL, None, Group((0,), 0), CPU)
+    reason = found.attention.backend_choice.why
     assert given == ({None} if graphs == "off" else {"graphs of cpu"})
     why = "it needs lengths on the host, and no CUDA graph could hold it"
     left_out = f"; grouped: {why}; flashinfer: {why}"
-    assert reason is not None and reason.endswith(left_out) == (graphs != "off")
+    assert reason.endswith(left_out) == (graphs != "off")

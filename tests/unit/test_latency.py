@@ -14,6 +14,8 @@ from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.cli.latency import parse
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection
 from magicdec.distributed.groups import Group
@@ -98,7 +100,7 @@ def test_forwards_take_turns_there_and_back(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(forwards, "time_once", record)
     grid = Grid((2,), (50,), (1, 3), DRAFTS, repeats=2, warmup=1)
-    config = RunConfig(attention=AttentionSection("grouped"))
+    config = resolve(RunConfig(attention=AttentionSection("grouped")), Machine(2))
     place = tiny_transformer(), Group((0,), 0), config, grid, 2, 50
     timings = time_place(*place, advance=lambda: None)
     cells = [cell for cell, _, _ in timings]

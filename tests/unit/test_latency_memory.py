@@ -10,6 +10,7 @@ from conftest import TINY, make_runner, tiny_transformer
 
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection
 from magicdec.distributed.groups import Launch
@@ -28,9 +29,10 @@ DRAFTS = (
     KVSection("full", -1),
 )
 GRID = Grid((1, 3), (60, 200), (1, 5), DRAFTS, 1, 0)
-CONFIG = RunConfig(
-    model=ModelSection(dtype="float32"), attention=AttentionSection("grouped")
-).resolve(Machine(2))
+CONFIG = resolve(
+    RunConfig(model=ModelSection(dtype="float32"), attention=AttentionSection("grouped")),
+    Machine(2),
+)
 
 
 @pytest.mark.parametrize("context", GRID.contexts)

@@ -12,9 +12,12 @@ import pytest
 import torch
 from conftest import TINY
 
+from magicdec.config.choice import asked_for
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection, TargetSection
+from magicdec.config.resolve import resolve
+from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -148,7 +151,7 @@ def test_caches_are_those_of_a_run(
         config,
         workload=config.workload if config.workload.prefix_len == 300 else SMALL,
         model=replace(config.model, dtype="float32"),
-        attention=replace(config.attention, backend=backend, backend_reason="asked for"),
+        attention=replace(config.attention, backend=backend),
         parallel=ParallelSection(device="cpu", threads=1),
         output=OutputSection(results=str(tmp_path / "runs.jsonl")),
     )
@@ -178,8 +181,8 @@ def test_caches_are_those_of_a_run(
 
 def config_of(
     name: str, ranks: int = 1, B: int = 4, prefix: int = 4096, **more: object
-) -> RunConfig:
-    """Resolved, for a preset in bfloat16 on CPUs."""
+) -> ResolvedConfig:
+    """For a preset in bfloat16 on CPUs."""
     machine = Machine(
         num_cpus=8, world_size=ranks, local_world_size=ranks, has_cuda=False, has_compiler=False,
         has_shared_memory=True, has_avx512_bf16=False, has_fast_bfloat16=False,
@@ -189,7 +192,7 @@ def config_of(
         workload=WorkloadSection(batch_size=B, prefix_len=prefix),
         decoding=DecodingSection("autoregressive"),
     )
-    return config.resolve(machine)
+    return resolve(config, machine)
 
 
 def test_numbers_of_a_known_model() -> None:
@@ -213,8 +216,8 @@ def test_int8_weights_are_a_byte_each() -> None:
     outputs = 16 * (2048 + 512 + 512 + 2048 + 2 * 8192 + 2048)
     head, norms = 128256 * 2048, 33 * 2048
     assert plan.weights == matrices + head + 4 * (outputs + 128256) + 2 * (head + norms)
-    draft = replace(config, draft=DraftSection(rank_group=(0,), backend="grouped",
-        draft_dtype="int8"), model=replace(config.model, target_dtype="bfloat16"))  # fmt: skip
+    section = ResolvedDraft("demo-draft", (0,), asked_for("grouped"), "int8")
+    draft = replace(config, draft=section, model=replace(config.model, target_dtype="bfloat16"))
     both = plan_rank(draft, Models(model, model), 0)
     assert both.draft_weights == plan.weights
     assert both.weights == 2 * model.num_parameters()
@@ -235,7 +238,7 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     assert needed(device, models, Launch(0, 2, 0, 2)).kv == one.kv // 2
 
 
-def refusal(config: RunConfig, models: Models, free: int, launch: Launch = ALONE) -> str:
+def refusal(config: ResolvedConfig, models: Models, free: int, launch: Launch = ALONE) -> str:
     with pytest.raises(ValueError) as caught:
         check_memory(config, models, launch, free)
     assert "\n" not in str(caught.value)
@@ -255,7 +258,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
     def total(batch_size: int, prefix_len: int) -> int:
         changed = replace(config.workload, batch_size=batch_size, prefix_len=prefix_len,
-            gen_len=64, max_len=None)  # fmt: skip
+            gen_len=64)  # fmt: skip
         return needed(replace(config, workload=changed), models, ALONE).total
 
     assert total(B, 4096) <= 64 * 10**9 < total(B + 1, 4096)

@@ -12,6 +12,7 @@ import torch
 
 from magicdec.cli import probe as command
 from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.distributed.groups import Launch
@@ -72,7 +73,7 @@ def test_a_probe_measures_everything(
         monkeypatch.setattr(ceilings, name, value)
     machine, launch = Machine(1), Launch(0, 1, 0, 1)
     parallel = ParallelSection(device="cpu", threads=torch.get_num_threads())
-    config = RunConfig(parallel=parallel).resolve(machine)
+    config = resolve(RunConfig(parallel=parallel), machine)
     found = probe.measure(config, machine, launch)
     assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0
     for rates in (found.flops_per_s, found.kv_bytes_per_s, found.attention_flops_per_s):

@@ -18,6 +18,7 @@ from conftest import TINY
 
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Launch
@@ -73,7 +74,7 @@ def run_record(
     launch = Launch(0, 1, 0, 1)
     drafter = None if strategy == "autoregressive" else "model" if has_draft else "self"
     decoding, draft = DecodingSection(strategy, drafter), DraftSection() if has_draft else None
-    config = RunConfig(draft=draft, decoding=decoding).resolve(Machine(2))
+    config = resolve(RunConfig(draft=draft, decoding=decoding), Machine(2))
     workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee", answers)
     weights = SimpleNamespace(shapes=dict, read=lambda piece: torch.ones(piece.full_shape))
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from magicdec.config.sections import ParallelSection
+from magicdec.config.resolved import ResolvedParallel
 from magicdec.distributed.groups import Launch
 from magicdec.setup import session as session_module
 from magicdec.setup.session import RankSession
 
 ALONE = Launch(0, 1, 0, 1)
-PARALLEL = ParallelSection(device="cpu", threads=1, rank_group=(0,))
+PARALLEL = ResolvedParallel((0,), "cpu", None, threads=1)
 
 
 @pytest.fixture
@@ -48,5 +50,5 @@ def test_what_was_measured_is_in_the_environment() -> None:
 
 
 def test_on_cuda_the_device_is_that_of_the_local_rank() -> None:
-    session = RankSession(Launch(5, 8, 1, 4), ParallelSection(device="cuda"))
+    session = RankSession(Launch(5, 8, 1, 4), replace(PARALLEL, device="cuda"))
     assert session.device == torch.device("cuda", 1)

@@ -98,21 +98,28 @@ def test_nothing_is_offered_without_its_kernels(monkeypatch: pytest.MonkeyPatch)
     assert missing_parts(2) == "GPU 1 cannot access the memory of GPU 0"
 
 
+def chosen(asked: str, device: str, machine: Machine) -> tuple[str, str]:
+    """(name, reason) of the collectives."""
+    choice = choose_collectives(asked, device, machine)
+    assert choice is not None
+    return choice.name, choice.why
+
+
 def test_the_original_suites_variable_is_honoured() -> None:
-    assert choose_collectives("auto", "cuda", TWO_GPUS) == ("nccl", "auto: CUDA")
+    assert chosen("auto", "cuda", TWO_GPUS) == ("nccl", "auto: CUDA")
     asked = replace(TWO_GPUS, wants_symmetric_memory=True)
-    assert choose_collectives("auto", "cuda", asked) == (
+    assert chosen("auto", "cuda", asked) == (
         "symmetric_memory",
         "auto: ENABLE_INTRA_NODE_COMM=1",
     )
-    assert choose_collectives("nccl", "cuda", asked) == ("nccl", "asked for")
+    assert chosen("nccl", "cuda", asked) == ("nccl", "asked for")
     bare = replace(asked, missing_symmetric_memory="GPU 0 cannot access the memory of GPU 1")
-    assert choose_collectives("auto", "cuda", bare) == (
+    assert chosen("auto", "cuda", bare) == (
         "nccl",
         "auto: ENABLE_INTRA_NODE_COMM=1, but GPU 0 cannot access the memory of GPU 1",
     )
-    assert choose_collectives("symmetric_memory", "cuda", TWO_GPUS)[0] == "symmetric_memory"
-    assert choose_collectives("auto", "cpu", asked)[0] == "gloo", "it says nothing of CPUs"
+    assert chosen("symmetric_memory", "cuda", TWO_GPUS)[0] == "symmetric_memory"
+    assert chosen("auto", "cpu", asked)[0] == "gloo", "it says nothing of CPUs"
 
 
 @pytest.mark.parametrize(

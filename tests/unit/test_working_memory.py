@@ -11,7 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection
+from magicdec.config.resolve import resolve
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
 from magicdec.decoding.reader import make_reader
@@ -40,14 +43,15 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return most
 
 
-def make_config(backend: str, kv: KVSection) -> RunConfig:
-    return RunConfig(
+def make_config(backend: str, kv: KVSection) -> ResolvedConfig:
+    config = RunConfig(
         model=ModelSection(dtype="float32"),
         kv=kv,
         attention=AttentionSection(backend),
         decoding=DecodingSection("speculative", "self", 3),
         workload=WorkloadSection(batch_size=ROWS, prefix_len=PREFIX, gen_len=NEW),
     )
+    return resolve(config, Machine(2))
 
 
 @pytest.mark.parametrize(

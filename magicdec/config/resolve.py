@@ -1,0 +1,121 @@
+"""From what the user wrote to what runs: every `auto` and every None that means a default becomes a
+value. Imports no torch itself; asking an attention backend what it can serve does.
+
+Owns the order in which choices depend on each other. Must not know how any choice is implemented.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from magicdec.config.backend_choice import check_tells_mass, choose_backend, choose_draft_kv
+from magicdec.config.choice import Choice, How
+from magicdec.config.collectives_choice import choose_collectives
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.layer_choice import (
+    choose_dtype,
+    choose_elementwise,
+    choose_linear,
+    choose_weights,
+)
+from magicdec.config.machine import Machine
+from magicdec.config.model_section import ModelSection
+from magicdec.config.resolved import (
+    ResolvedAttention,
+    ResolvedConfig,
+    ResolvedDecoding,
+    ResolvedDraft,
+    ResolvedModel,
+    ResolvedParallel,
+    ResolvedWorkload,
+)
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, ParallelSection, WorkloadSection
+
+
+def resolve(
+    config: RunConfig, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64
+) -> ResolvedConfig:
+    """What runs on `machine`, for models of these head sizes. Raises ValueError for what is not
+    there: a device, a compiler, a way to exchange."""
+    device = choose_device(config.parallel.device, machine)
+    fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
+    dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
+    parallel = resolve_parallel(config.parallel, device, machine)
+    asked, kv = config.attention.backend, config.kv.resolve()
+    backend = choose_backend(asked, device, machine, head_dim, dtype)
+    model = resolve_model(config.model, device, dtype, machine)
+    if config.decoding.drafter == "self":
+        check_tells_mass(backend.name, kv.policy)
+    draft, drafting, size = None, backend, head_dim
+    if config.draft is not None:
+        size = draft_head_dim
+        drafting = choose_backend(asked, device, machine, size, dtype)
+        draft = resolve_draft(config.draft, drafting, parallel.rank_group, dtype)
+    draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting.name, machine, size)
+    return ResolvedConfig(
+        asked=config,
+        model=model,
+        draft=draft,
+        parallel=parallel,
+        kv=dataclasses.replace(kv, draft_kv_dtype=draft_kv),
+        attention=ResolvedAttention(backend, config.attention.prefill_chunk),
+        decoding=unresolved_graphs(config.decoding),
+        sampling=config.sampling,
+        workload=resolve_workload(config.workload),
+        output=config.output,
+    ).resolve_graphs()
+
+
+def choose_device(asked: str, machine: Machine) -> str:
+    """Raises ValueError for CUDA where there is none."""
+    if asked == "cuda" and not machine.has_cuda:
+        raise ValueError("--device cuda: no CUDA device here; choose from auto, cpu")
+    if asked == "auto":
+        return "cuda" if machine.has_cuda else "cpu"
+    return asked
+
+
+def resolve_parallel(section: ParallelSection, device: str, machine: Machine) -> ResolvedParallel:
+    """All ranks, unless some order of them was asked for; threads are shared between ranks."""
+    threads = section.threads or max(1, machine.num_cpus // machine.local_world_size)
+    ranks = section.rank_group or tuple(range(machine.world_size))
+    collectives = choose_collectives(section.collectives, device, machine)
+    return ResolvedParallel(ranks, device, collectives, threads)
+
+
+def resolve_model(
+    section: ModelSection, device: str, dtype: str, machine: Machine
+) -> ResolvedModel:
+    linear = choose_linear(section.linear, device, dtype, machine)
+    elementwise = choose_elementwise(section.elementwise, device, dtype, linear, machine)
+    weights = choose_weights("--target_dtype", section.target_dtype, dtype)
+    return ResolvedModel(section.model, dtype, linear, elementwise, weights)
+
+
+def resolve_draft(
+    section: DraftSection, backend: Choice, target_ranks: tuple[int, ...], dtype: str
+) -> ResolvedDraft:
+    """On the first of the target's ranks, unless others were asked for."""
+    weights = choose_weights("--draft_dtype", section.draft_dtype, dtype)
+    return ResolvedDraft(section.model, section.rank_group or target_ranks[:1], backend, weights)
+
+
+def unresolved_graphs(section: DecodingSection) -> ResolvedDecoding:
+    """With CUDA graphs as they were asked for; `ResolvedConfig.resolve_graphs` decides."""
+    how = How.AUTO if section.cuda_graphs == "auto" else How.ASKED
+    values = {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}
+    return ResolvedDecoding(**values, graphs_choice=Choice(section.cuda_graphs, "", how))
+
+
+def resolve_workload(section: WorkloadSection) -> ResolvedWorkload:
+    """The generated length, whichever of its two spellings was used."""
+    return ResolvedWorkload(
+        dataset=section.dataset,
+        batch_size=section.batch_size,
+        prefix_len=section.prefix_len,
+        gen_len=section.num_new_tokens,
+        num_batches=section.num_batches,
+        warmup_batches=section.warmup_batches,
+        seed=section.seed,
+    )

@@ -1,0 +1,179 @@
+"""ResolvedConfig: what runs. No None and no `auto` is left where a choice was made. Imports no
+torch.
+
+Owns the resolved sections and their form in a record. `config.resolve` makes them from what the
+user wrote (`RunConfig`). A field that ends in `_choice` says what was chosen and why; the property
+without that ending is its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from magicdec.config.backend_choice import choose_graphs
+from magicdec.config.choice import Choice
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, OutputSection, SamplingSection
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    model: str
+    dtype: str  # of activations, KV cache, and weights that are not int8
+    linear: str
+    elementwise_choice: Choice
+    target_dtype: str  # of the target's matrices
+
+    @property
+    def elementwise(self) -> str:
+        return self.elementwise_choice.name
+
+
+@dataclass(frozen=True)
+class ResolvedDraft:
+    """A standalone draft and the ranks that hold it."""
+
+    model: str
+    rank_group: tuple[int, ...]
+    backend_choice: Choice
+    draft_dtype: str
+
+    @property
+    def backend(self) -> str:
+        return self.backend_choice.name
+
+
+@dataclass(frozen=True)
+class ResolvedParallel:
+    rank_group: tuple[int, ...]
+    device: str
+    collectives_choice: Choice | None  # None for one rank
+    threads: int
+
+    @property
+    def collectives(self) -> str | None:
+        return None if self.collectives_choice is None else self.collectives_choice.name
+
+
+@dataclass(frozen=True)
+class ResolvedAttention:
+    backend_choice: Choice
+    prefill_chunk: int
+
+    @property
+    def backend(self) -> str:
+        return self.backend_choice.name
+
+
+@dataclass(frozen=True)
+class ResolvedDecoding(DecodingSection):
+    """`cuda_graphs` is on or off. `--gamma auto` stays: it is a way to decode."""
+
+    graphs_choice: Choice = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        assert self.cuda_graphs == self.graphs_choice.name
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "drafter": self.drafter,
+            "num_draft_tokens": self.num_draft_tokens,
+            "cuda_graphs": self.cuda_graphs,
+            "cuda_graphs_reason": self.graphs_choice.why,
+            "ignore_eos": self.ignore_eos,
+            "baseline": self.baseline,
+        }
+
+
+@dataclass(frozen=True)
+class ResolvedWorkload:
+    dataset: str
+    batch_size: int
+    prefix_len: int
+    gen_len: int
+    num_batches: int
+    warmup_batches: int
+    seed: int
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens to generate in each sequence."""
+        return self.gen_len
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a finished sequence, its prompt included."""
+        return self.prefix_len + self.gen_len
+
+    @property
+    def num_prompts(self) -> int:
+        return self.batch_size * self.num_batches
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "dataset": self.dataset,
+            "batch_size": self.batch_size,
+            "prefix_len": self.prefix_len,
+            "gen_len": self.gen_len,
+            "max_len": self.max_len,
+            "num_batches": self.num_batches,
+            "warmup_batches": self.warmup_batches,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What a run does. `asked` is what the user wrote, for messages that name a flag."""
+
+    asked: RunConfig
+    model: ResolvedModel
+    draft: ResolvedDraft | None
+    parallel: ResolvedParallel
+    kv: KVSection
+    attention: ResolvedAttention
+    decoding: ResolvedDecoding
+    sampling: SamplingSection
+    workload: ResolvedWorkload
+    output: OutputSection
+
+    def resolve_graphs(self) -> ResolvedConfig:
+        """With CUDA graphs decided anew, after a measurement has named a backend. Raises ValueError
+        where they were asked for and cannot be used."""
+        drafts = [] if self.draft is None else [self.draft.backend_choice.settled]
+        backends = [self.attention.backend_choice.settled, *drafts]
+        d = self.decoding
+        asked = "auto" if d.graphs_choice.is_auto else d.cuda_graphs
+        graphs = choose_graphs(asked, self.parallel.device, backends)
+        decoding = dataclasses.replace(d, cuda_graphs=graphs.name, graphs_choice=graphs)
+        return dataclasses.replace(self, decoding=decoding)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `config` of a record, nested by section (docs/record.md)."""
+        return {
+            "model": _section(self.model),
+            "draft": None if self.draft is None else _section(self.draft),
+            "parallel": _section(self.parallel),
+            "kv": _section(self.kv),
+            "attention": _section(self.attention),
+            "decoding": self.decoding.to_dict(),
+            "sampling": _section(self.sampling),
+            "workload": self.workload.to_dict(),
+            "output": _section(self.output),
+        }
+
+
+def _section(values: Any) -> dict[str, Any]:
+    """The fields of a section in their order. A choice is two entries: its name and its reason."""
+    found: dict[str, Any] = {}
+    for each in dataclasses.fields(values):
+        value, name = getattr(values, each.name), each.name.removesuffix("_choice")
+        if name == each.name:
+            found[name] = value
+        else:
+            found[name] = None if value is None else value.name
+            found[f"{name}_reason"] = None if value is None else value.why
+    return found
