@@ -16,20 +16,20 @@ from magicdec.names import WEIGHT_DTYPES
 class DraftSection:
     model: str = option(
         "demo-draft",
-        "the draft: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
-        ".safetensors/.pth/.bin file beside its config.json",
+        "The draft: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
+        ".safetensors/.pth/.bin file beside its config.json.",
         "--model",
     )
     rank_group: tuple[int, ...] | None = option(
         None,
-        "ranks that hold the draft, in shard order; default: the first of the target's",
+        "The ranks that hold the draft, in shard order. Default: the first of the target's.",
         "--draft_ranks",
         "--draft_rank_group",
         "--draft_group",
     )
     draft_dtype: str = option(
         "auto",
-        "of the draft's matrices, as --target_dtype of the target's",
+        "The dtype of the draft's matrices, as --target_dtype is of the target's.",
         "--draft_dtype",
         choices=("auto", *WEIGHT_DTYPES),
     )

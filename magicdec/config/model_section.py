@@ -23,34 +23,34 @@ from magicdec.names import (
 class ModelSection:
     model: str = option(
         "demo",
-        "demo, demo-draft, random:<preset>, a Hugging Face directory, or a .safetensors/.pth/.bin "
-        "file beside its config.json",
+        "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
+        ".safetensors/.pth/.bin file beside its config.json.",
         "--model",
     )
     dtype: str = option(
         "auto",
-        "of activations, KV cache and weights; auto: bfloat16 where the hardware computes in it, "
-        "else float32",
+        "The dtype of activations, KV cache and weights. auto is bfloat16 where the hardware "
+        "computes in it, else float32.",
         "--dtype", choices=("auto", *DTYPES),
     )  # fmt: skip
     linear: str = option(
         "auto",
-        "linear layers; packed: weights laid out once for bfloat16 dot products (CPU)",
+        "How linear layers multiply. packed lays weights out once for bfloat16 dot products (CPU).",
         "--linear",
         choices=("auto", *LINEARS),
     )
     elementwise: str = option(
         "auto",
-        f"norms, rotation and gates between them; auto: {ELEMENTWISE_BESIDE_PACKED} (C++) beside "
-        f"packed layers, {ELEMENTWISE_ON_CUDA} on CUDA where it is installed, else "
-        f"{PORTABLE_ELEMENTWISE}",
+        "What computes norms, rotation and gates between linear layers. auto takes "
+        f"{ELEMENTWISE_BESIDE_PACKED} (C++) beside packed layers, {ELEMENTWISE_ON_CUDA} on CUDA "
+        f"where it is installed, else {PORTABLE_ELEMENTWISE}.",
         "--elementwise",
         choices=("auto", *ELEMENTWISE),
     )
     target_dtype: str = option(
         "auto",
-        "of the target's matrices; int8: a scale for each output, activations and KV stay in "
-        "--dtype; auto: int8 if they are stored so, else --dtype",
+        "The dtype of the target's matrices. int8 has a scale for each output, while activations "
+        "and KV stay in --dtype. auto is int8 if they are stored so, else --dtype.",
         "--target_dtype",
         choices=("auto", *WEIGHT_DTYPES),
     )
@@ -61,5 +61,5 @@ class TargetSection(ModelSection):
     """Where `--model` names the draft, as in the original suite."""
 
     model: str = option(
-        "demo", "the target, which verifies; named as --model names a draft", "--target"
+        "demo", "The target, which verifies. Named as --model names a draft.", "--target"
     )

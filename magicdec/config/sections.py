@@ -25,55 +25,66 @@ MOST_DRAFT_TOKENS = 8  # that auto chooses from
 class ParallelSection:
     rank_group: tuple[int, ...] | None = option(
         None,
-        "ranks of the target's tensor-parallel group, in shard order; default: all",
+        "The ranks of the target's tensor-parallel group, in shard order. Default: all ranks.",
         "--rank_group",
     )
-    device: str = option("auto", "where to run", "--device", choices=("auto", *DEVICES))
+    device: str = option("auto", "The device to run on.", "--device", choices=("auto", *DEVICES))
     collectives: str = option(
         "auto",
-        "how ranks exchange; auto: nccl on CUDA (symmetric_memory with ENABLE_INTRA_NODE_COMM=1 in "
-        "the environment), shared_memory between CPU ranks of one host",
+        "How ranks exchange tensors. auto takes nccl on CUDA (symmetric_memory with "
+        "ENABLE_INTRA_NODE_COMM=1 in the environment) and shared_memory between CPU ranks of one "
+        "host.",
         "--collectives",
         choices=("auto", *COLLECTIVES),
     )
-    threads: int | None = option(None, "CPU threads a rank; default: cores / ranks", "--threads")
+    threads: int | None = option(
+        None,
+        "CPU threads of each rank. Default: the host's cores divided by its ranks.",
+        "--threads",
+    )
 
 
 @dataclass(frozen=True)
 class KVSection:
     policy: str = option(
         "streaming_llm",
-        "what the draft reads of the KV cache",
+        "Which entries of the KV cache a draft step reads.",
         "--kv_policy",
         choices=tuple(KV_POLICIES),
     )
     budget: int = option(
-        257, "KV entries a draft step reads of the committed context, sinks included; -1: all",
+        257,
+        "KV entries of the context that a draft step reads, sinks included. -1 reads them all.",
         "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
-        16, "first tokens that stay visible (streaming_llm, verified)", "--num_sink_tokens"
+        16, "First tokens that stay visible (streaming_llm, verified).", "--num_sink_tokens"
     )
     window_size: int = option(
-        32, "newest prompt tokens that are observed and kept (SnapKV)", "--window_size"
+        32, "Newest prompt tokens that are observed and kept (SnapKV).", "--window_size"
     )
     pooling: str = option(
-        "avg", "how neighbours share a score (SnapKV)", "--pooling", choices=("avg", "max")
+        "avg",
+        "How neighbouring tokens share a score (SnapKV).",
+        "--pooling",
+        choices=("avg", "max"),
     )
     reselect_every: int = option(
-        0, "choose anew after so many tokens; 0: once after prefill (SnapKV)", "--reselect_every"
+        0,
+        "Tokens after which SnapKV chooses again. 0 chooses only once, after prefill.",
+        "--reselect_every",
     )
     recent_window: int | None = option(
         None,
-        "newest tokens that stay visible (verified); default: a quarter of the budget past the "
-        "sinks",
+        "Newest tokens that stay visible (verified). Default: a quarter of the budget without the "
+        "sinks.",
         "--recent_window",
     )
 
     draft_kv_dtype: str = option(
         "auto",
-        "of a draft's own KV cache (a standalone draft's; what snapkv copies); int8: a scale for "
-        "each token and head; auto: as --dtype",
+        "The dtype of a draft's own KV cache: that of a standalone draft, or what snapkv copies. "
+        "int8 has a scale for each token and head; auto is --dtype.",
         "--draft_kv_dtype",
         choices=("auto", "int8"),
     )
@@ -95,34 +106,34 @@ class KVSection:
 @dataclass(frozen=True)
 class AttentionSection:
     backend: str = option(
-        "auto", "attention kernels", "--attention", choices=("auto", *ATTENTION_BACKENDS)
+        "auto", "The attention backend.", "--attention", choices=("auto", *ATTENTION_BACKENDS)
     )
-    prefill_chunk: int = option(512, "prompt tokens a prefill forward takes", "--prefill_chunk")
+    prefill_chunk: int = option(512, "Prompt tokens in each forward of prefill.", "--prefill_chunk")
 
 
 @dataclass(frozen=True)
 class DecodingSection:
     strategy: str = "autoregressive"
     drafter: str | None = option(
-        None, "what proposes draft tokens", "--drafter", choices=tuple(DRAFTERS)
+        None, "What proposes draft tokens.", "--drafter", choices=tuple(DRAFTERS)
     )
     num_draft_tokens: int | str = option(
         4,
-        "draft tokens a step; auto: as many as pay, by measurement, none included",
+        "Draft tokens in each step. auto measures how many pay, and drafts none where none do.",
         "--gamma",
         parse=count_or_auto,
     )
     cuda_graphs: str = option(
         "auto",
-        "record each kind of step once and replay it, without the host in between; auto: on CUDA",
+        "Record each kind of step once and replay it as a CUDA graph. auto does so on CUDA.",
         "--cuda_graphs",
         choices=("auto", "on", "off"),
     )
     ignore_eos: bool = option(
-        False, "decode to the full length, past any end token", "--ignore_eos"
+        False, "Decode to the full length, past any end token.", "--ignore_eos"
     )
     baseline: bool = option(
-        True, "skip the autoregressive baseline and the check against it", "--no_baseline"
+        True, "Skip the autoregressive baseline and the check against it.", "--no_baseline"
     )
 
     @property
@@ -135,41 +146,51 @@ class DecodingSection:
 
 @dataclass(frozen=True)
 class SamplingSection:
-    temperature: float = option(0.0, "0: greedy; else divides the logits", "--temperature")
-    top_k: int = option(0, "sample from the k likeliest tokens; 0: off", "--top_k")
-    top_p: float = option(
-        1.0, "sample from the likeliest tokens that hold this probability; 1: off", "--top_p"
+    temperature: float = option(
+        0.0, "Divides the logits before sampling. 0 decodes greedily.", "--temperature"
     )
-    min_p: float = option(0.0, "drop tokens below this share of the likeliest; 0: off", "--min_p")
+    top_k: int = option(0, "Sample from the k most likely tokens. 0 is off.", "--top_k")
+    top_p: float = option(
+        1.0, "Sample from the most likely tokens that hold this probability. 1 is off.", "--top_p"
+    )
+    min_p: float = option(
+        0.0, "Drop tokens below this share of the highest probability. 0 is off.", "--min_p"
+    )
     repetition_penalty: float = option(
-        1.0, "weakens tokens of the prompt and the output; 1: off", "--repetition_penalty"
+        1.0,
+        "Makes tokens of the prompt and the output less likely. 1 is off.",
+        "--repetition_penalty",
     )
     presence_penalty: float = option(
-        0.0, "subtracted from the logits of tokens of the output; 0: off", "--presence_penalty"
+        0.0, "Subtracted from the logits of tokens of the output. 0 is off.", "--presence_penalty"
     )
-    seed: int = option(0, "of every request's random numbers, with its id", "--sampling_seed")
+    seed: int = option(0, "With a request's id, the seed of its random numbers.", "--sampling_seed")
 
 
 @dataclass(frozen=True)
 class WorkloadSection:
     dataset: str = option(
         "demo",
-        "demo, pg19, or a path to .jsonl/.json/.parquet/.txt text; with known answers: "
-        "recall, recall:<any of these>, ruler:<task>",
+        "The prompts: demo, pg19, or a path to .jsonl/.json/.parquet/.txt text. With known "
+        "answers: recall, recall:<any of these>, ruler:<task>.",
         "--dataset",
     )
-    batch_size: int = option(4, "sequences decoded together", "--B")
-    prefix_len: int = option(4096, "prompt tokens a sequence", "--prefix_len")
-    gen_len: int | None = option(None, "tokens to generate a sequence; default 64", "--gen_len")
-    max_len: int | None = option(
-        None, "prefix plus generated tokens, instead of --gen_len", "--max_len"
+    batch_size: int = option(4, "Sequences that are decoded together.", "--B")
+    prefix_len: int = option(4096, "Prompt tokens of each sequence.", "--prefix_len")
+    gen_len: int | None = option(
+        None, "Tokens to generate in each sequence. Default: 64.", "--gen_len"
     )
-    num_batches: int = option(2, "measured batches", "--num_batches")
+    max_len: int | None = option(
+        None,
+        "Tokens of a finished sequence, prompt included. Use it instead of --gen_len.",
+        "--max_len",
+    )
+    num_batches: int = option(2, "Batches that are measured.", "--num_batches")
     warmup_batches: int = option(
-        1, "unmeasured decodes of the first batch beforehand", "--warmup_batches"
+        1, "Times that the first batch is decoded before measuring.", "--warmup_batches"
     )
     seed: int = option(
-        123, "order of the prefixes, and what is drawn for recall and ruler", "--seed"
+        123, "Seed for the order of the prompts and for what recall and ruler draw.", "--seed"
     )
 
     @property
@@ -187,16 +208,22 @@ class WorkloadSection:
 @dataclass(frozen=True)
 class OutputSection:
     results: str = option(
-        "results/runs.jsonl", "records are appended here, a JSON line a run", "--results"
+        "results/runs.jsonl",
+        "The file that records are appended to, one JSON line for each run.",
+        "--results",
     )
     save_tokens: str | None = option(
-        None, "write prompt and output ids here, a JSON line a sequence", "--save_tokens"
+        None,
+        "Write prompt and output ids to this file, one JSON line for each sequence.",
+        "--save_tokens",
     )
-    printoutput: bool = option(False, "print the generated text", "--printoutput")
+    printoutput: bool = option(False, "Print the generated text.", "--printoutput")
     benchmark: bool = option(
-        False, "time draft and verify apart on CUDA too, by events on its stream", "--benchmark"
+        False,
+        "Time draft and verify separately on CUDA too, by events on its stream.",
+        "--benchmark",
     )
     profile: str | None = option(
-        None, "trace an unmeasured pass of each strategy into this directory, a file a rank",
+        None, "Trace an unmeasured pass of each strategy into this directory, a file for each rank.",
         "--profile",
     )  # fmt: skip
