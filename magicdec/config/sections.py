@@ -224,6 +224,6 @@ class OutputSection:
         "--benchmark",
     )
     profile: str | None = option(
-        None, "Trace an unmeasured pass of each strategy into this directory, a file for each rank.",
+        None, "Trace an unmeasured pass of each strategy into this directory, a file per rank.",
         "--profile",
     )  # fmt: skip
