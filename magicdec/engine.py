@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from magicdec.decoding.strategy import DecodingStrategy, prefill
-from magicdec.request import Batch, Request, StepOutput
+from magicdec.decoding.strategy import DecodingStrategy
+from magicdec.prefill import prefill
+from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.scheduler import Scheduler
 
@@ -40,7 +41,7 @@ class Engine:
         """Let `strategy` prepare for the requests that were just prefilled."""
         running = tuple(self.scheduler.running)
         if running:
-            strategy.begin(Batch(running, is_prefill=False))
+            strategy.admit(Batch(running, is_prefill=False))
 
     def decode(
         self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
@@ -52,6 +53,9 @@ class Engine:
             now = time.perf_counter()
             self.scheduler.commit(batch, output, now)
             observe(output, now - started)
+            ended = [r.row for r in batch.requests if r.status is Status.FINISHED]
+            if ended:
+                strategy.release([row for row in ended if row is not None])
         return self.scheduler.requests
 
     def rewind(self, snapshots: Sequence[Request]) -> None:

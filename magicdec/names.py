@@ -24,24 +24,19 @@ AUTO_BACKENDS = ("native", "grouped")
 PORTABLE_BACKEND = "grouped"  # the fastest that needs neither a compiler nor a library
 REFERENCE_BACKEND = "sdpa"  # the plainest; checks and measurements compare with it
 KV_POLICIES = {
-    "full": "magicdec.kv.full:FullKV",
-    "streaming_llm": "magicdec.kv.streaming_llm:StreamingLLM",
-    "snapkv": "magicdec.kv.snapkv:SnapKV",
-    "verified": "magicdec.kv.verified:VerifiedKV",
-}
-DRAFT_READERS = {
-    "view": "magicdec.decoding.view_reader:ViewReader",
-    "gathered": "magicdec.decoding.gathered_reader:GatheredReader",
-    "heaviest": "magicdec.decoding.heaviest_reader:HeaviestReader",
+    "full": "magicdec.drafting.policies.full:FullKV",
+    "streaming_llm": "magicdec.drafting.policies.streaming_llm:StreamingLLM",
+    "snapkv": "magicdec.drafting.policies.snapkv:SnapKV",
+    "verified": "magicdec.drafting.policies.verified:VerifiedKV",
 }
 STRATEGIES = {
-    "autoregressive": "magicdec.decoding.autoregressive:Autoregressive",
-    "speculative": "magicdec.decoding.speculative:Speculative",
+    "autoregressive": "magicdec.decoding.speculative:autoregressive",
+    "speculative": "magicdec.decoding.speculative:speculative",
 }
 DRAFTERS = {
-    "self": "magicdec.decoding.self_draft:SelfDrafter",
-    "model": "magicdec.decoding.model_draft:ModelDrafter",
-    "ngram": "magicdec.decoding.ngram:NgramDrafter",
+    "self": "magicdec.drafting.self_drafter:SelfDrafter",
+    "model": "magicdec.drafting.model_drafter:ModelDrafter",
+    "ngram": "magicdec.drafting.ngram:NgramDrafter",
 }
 # What computes norms, rotation and gates.
 ELEMENTWISE = {

@@ -20,12 +20,9 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVView, RangePolicy, Visible, make_view
+from magicdec.kv.rows import BatchRows, Lengths, Rows
+from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
-
-FULL = FullKV()
 
 Watch = Callable[[int, Tensor], None]
 """Told of each layer of a forward where its attention went: (layer, mass [B, G, blocks]), as
@@ -41,11 +38,16 @@ class ForwardCounts:
     num_tokens: int = 0
     kv_tokens_read: int = 0  # visible keys, new ones included, summed over rows and forwards
     kv_bytes_read: int = 0  # of these keys and their values
-    # Tokens and bytes that forwards of `DeviceRows` have read and the two above do not hold yet.
+    # Tokens and bytes, int64 [2], that are counted on the device and not yet in the two above.
     on_device: Tensor | None = field(default=None, compare=False)
 
+    def add_read(self, tokens: Tensor, per_token: Tensor) -> None:
+        """Count keys that were read, a number on the device; `per_token` is (1, bytes)."""
+        assert self.on_device is not None, "a runner's counts"
+        self.on_device.addcmul_(tokens, per_token)
+
     def copy(self) -> ForwardCounts:
-        """As it stands, read from the device too, for which it waits."""
+        """The counts as they stand. Waits for the device."""
         if self.on_device is not None:
             tokens, num_bytes = self.on_device.tolist()
             self.kv_tokens_read += tokens
@@ -53,17 +55,10 @@ class ForwardCounts:
             self.on_device.zero_()
         return replace(self, on_device=None)
 
-    def begin_on_device(self, device: torch.device) -> None:
-        """Have forwards of `DeviceRows` count there; once recorded, always in one tensor."""
-        if self.on_device is None:
-            with torch.inference_mode(False):
-                self.on_device = torch.zeros(2, dtype=torch.int64, device=device)
-
     def go_back(self, other: ForwardCounts) -> None:
         """To an earlier copy."""
-        self.copy()  # what the device has counted is in the past, too
-        on_device = self.on_device
-        vars(self).update(vars(other) | {"on_device": on_device})
+        self.copy()  # moves the device's counts here, where they are overwritten
+        vars(self).update(vars(other) | {"on_device": self.on_device})
 
     def minus(self, other: ForwardCounts) -> ForwardCounts:
         """What was added since an earlier copy."""
@@ -96,7 +91,7 @@ class ModelRunner:
     group: Group
     num_rows: int
     max_tokens: int
-    policy: RangePolicy = FULL  # what a forward sees unless told otherwise
+    policy: Visible = FULL  # what a forward sees unless told otherwise
     kv_dtype: torch.dtype | None = None  # of the cache; default: the weights'
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
@@ -119,6 +114,9 @@ class ModelRunner:
         self.window = None if window is None or window >= self.max_tokens else window
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
+        with torch.inference_mode(False):  # counts are read and reset outside of it
+            self.counts.on_device = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._per_token = torch.tensor([1, self.cache.bytes_per_token], device=self.device)
         self.offsets: Tensor | None = None
 
     @cached_property
@@ -154,7 +152,7 @@ class ModelRunner:
         token_ids: Tensor,
         rows: Rows,
         policy: Visible | None = None,
-        committed: Lengths | None = None,
+        committed: Lengths | Sequence[int] | None = None,
         last_only: bool = False,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
@@ -166,8 +164,8 @@ class ModelRunner:
         each row (default: all it holds).
         """
         num_new = token_ids.shape[1]
-        policy = policy or self.policy
-        view = make_view(self.cache, rows, policy, num_new, committed, self.window)
+        rows = BatchRows.of(rows, self.device)
+        view = make_view(self.cache, rows, policy or self.policy, num_new, committed, self.window)
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -188,37 +186,40 @@ class ModelRunner:
         self._count(view, rows)
         return logits
 
-    def _count(self, view: KVView, rows: Rows) -> None:
-        counts, num_tokens = self.counts, view.num_new * len(rows)
-        counts.num_forwards += 1
-        counts.num_tokens += num_tokens
-        if not isinstance(rows, DeviceRows):
-            tokens = sum(view.num_visible) + num_tokens
-            counts.kv_tokens_read += tokens
-            counts.kv_bytes_read += tokens * self.cache.bytes_per_token
-            return
-        assert counts.on_device is not None, "begun before"
-        read = (view.count_keys() * rows.active).sum()
-        counts.on_device += torch.stack([read, read * self.cache.bytes_per_token])
+    def _count(self, view: KVView, rows: BatchRows) -> None:
+        self.counts.num_forwards += 1
+        self.counts.num_tokens += view.num_new * len(rows)
+        keys = view.count_keys()
+        if rows.is_captured:
+            keys = keys * rows.active
+        self.counts.add_read(keys.sum(), self._per_token)
 
-    def replay(self, row: int, token_ids: Sequence[int], watch_queries: QueryWatch) -> None:
-        """Run the newest tokens of `row`, which are `token_ids`, once more to see their queries.
+    @torch.inference_mode()
+    def rerun_tail(
+        self,
+        rows: Rows,
+        token_ids: Tensor,
+        watch: Watch | None = None,
+        watch_queries: QueryWatch | None = None,
+    ) -> None:
+        """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to see their
+        attention weights or queries.
 
-        Leaves the cache as it was, to the bit: K and V of a forward of another length may round
-        otherwise. Not counted.
+        Leaves the cache as it was, to the bit: a forward of another T may round K and V otherwise,
+        so they are put back. Not counted.
         """
-        cache, length, counts = self.cache, self.cache.lengths[row], self.counts.copy()
-        first = length - len(token_ids)
-        index = upload([row], self.device)
-        slots = cache.slots(index, torch.arange(first, length, device=self.device).unsqueeze(0))
+        cache, counts = self.cache, self.counts.copy()
+        rows = BatchRows.of(rows, self.device)
+        before = cache.lengths_of(rows).plus(-token_ids.shape[1])
+        steps = torch.arange(token_ids.shape[1], device=self.device)
+        slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
         kept = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
-        cache.truncate([row], [first])
-        ids = upload([list(token_ids)], self.device)
-        self.forward(ids, [row], last_only=True, watch_queries=watch_queries)
+        cache.truncate(rows, before)
+        self.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
         for layer, (k, v) in enumerate(kept):
             cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
         self.counts.go_back(counts)
 
-    def truncate(self, rows: Rows, lengths: Lengths) -> None:
+    def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Forget what `rows` hold past `lengths` tokens."""
         self.cache.truncate(rows, lengths)

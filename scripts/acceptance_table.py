@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
 from magicdec.console import make_progress
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch
-from magicdec.kv.policy import MASS_BLOCK
+from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.records.metrics import PassSamples, acceptance
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.run.run import Run
@@ -76,12 +77,11 @@ class Noting:
     def __init__(self, strategy: DecodingStrategy, way: Way) -> None:
         self.strategy, self.way = strategy, way
 
-    @classmethod
-    def build(cls, setup: Setup) -> Noting:
-        raise NotImplementedError("wraps a strategy that was built")
+    def admit(self, batch: Batch) -> None:
+        self.strategy.admit(batch)
 
-    def begin(self, batch: Batch) -> None:
-        self.strategy.begin(batch)
+    def release(self, rows: Sequence[int]) -> None:
+        self.strategy.release(rows)
 
     def step(self, batch: Batch) -> StepOutput:
         output = self.strategy.step(batch)
@@ -148,7 +148,7 @@ def attention_seen(run: Run, snapshots: list[Request], budgets: list[int]) -> li
     sinks, blocks = 1, mass.shape[3]
     seen = []
     for budget in budgets:
-        kept = budget // MASS_BLOCK  # blocks
+        kept = budget // WEIGHTS_BLOCK  # blocks
         newest = mass[..., :sinks].sum(3) + mass[..., blocks - (kept - sinks) :].sum(3)
         heaviest = mass.topk(min(kept, blocks), dim=3).values.sum(3)
         seen.append([float(newest.mean()), float(heaviest.mean())])

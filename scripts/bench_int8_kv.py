@@ -28,15 +28,16 @@ from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
 from magicdec.console import make_progress
-from magicdec.decoding.draft_length import FixedLength
-from magicdec.decoding.gathered_reader import GatheredReader
-from magicdec.decoding.self_draft import SelfDrafter
+from magicdec.decoding.recorder import Eager
 from magicdec.decoding.speculative import Speculative
-from magicdec.decoding.steps import EagerSteps
-from magicdec.decoding.strategy import prefill
+from magicdec.decoding.steps import Steps
 from magicdec.distributed.groups import Group, read_launch
+from magicdec.drafting.copied_kv import CopiedKV
+from magicdec.drafting.draft_length import FixedLength
+from magicdec.drafting.policies.snapkv import SnapKV
+from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.snapkv import SnapKV
+from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import kinds_of, load_model, make_backend
@@ -150,11 +151,10 @@ def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Sample
         ways: dict[Way, Speculative] = {}
         for budget, dtype in found:
             own = None if dtype == torch.bfloat16 else dtype
-            drafter = SelfDrafter(GatheredReader(runner, SnapKV(budget, WINDOW), own))
-            drafter.begin(batch)
-            ways[budget, dtype] = Speculative(
-                runner, drafter, FixedLength(args.gamma), EagerSteps(runner, drafter, Clock())
-            )
+            drafter = SelfDrafter(CopiedKV(runner, SnapKV(budget, WINDOW), own))
+            steps = Steps(runner, drafter, Clock(), Eager())
+            ways[budget, dtype] = Speculative(runner, drafter, FixedLength(args.gamma), steps)
+            ways[budget, dtype].admit(batch)
         for number in range(args.steps):
             one_step(batch, runner, ways, found, list(ways)[number % len(ways)], args.rounds)
     return found
@@ -179,13 +179,12 @@ def one_step(
             samples.step.append(seconds)
             if number >= len(order) - len(ways):
                 samples.accepted.extend(output.num_accepted or [])
-            runner.truncate(rows, before)
-            strategy.drafter.commit(rows, before)
-    lengths = [runner.cache.lengths[row] for row in rows]
-    for other in ways.values():
-        other.drafter.commit(rows, lengths)
+            strategy.steps.undo(batch, before)
     for request, tokens in zip(batch.requests, output.token_ids, strict=True):
         request.output_ids.extend(tokens)
+    lengths = [runner.cache.lengths[row] for row in rows]
+    for other in ways.values():
+        other.steps.undo(batch, lengths)
 
 
 def step_table(args: argparse.Namespace, found: dict[Way, Samples]) -> Table:

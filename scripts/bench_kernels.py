@@ -33,9 +33,9 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.drafting.policies.full import FullKV
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVView, make_view
+from magicdec.kv.view import KVView, make_view
 from magicdec.model.linear.packed import PackedLinear
 
 COLUMNS = (

@@ -31,14 +31,15 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.reader import standalone_kv_dtype
-from magicdec.decoding.sampling import make_params
-from magicdec.decoding.strategy import DraftModel, Recorder, Setup, make_strategy
+from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.drafter import DraftModel
+from magicdec.drafting.policies.policy import make_policy, standalone_kv_dtype
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
-from magicdec.kv.policy import make_policy
-from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.native import NativeElementwise
@@ -46,8 +47,8 @@ from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
 from magicdec.names import DRAFTERS, KV_POLICIES
 from magicdec.request import Request
-from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
 
 ROOT = Path(__file__).parents[1]
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
@@ -190,7 +191,7 @@ def decode_both(
         finished = decode(
             engine,
             name,
-            Setup(runner, decoding, kv, draft=draft, recorder=recorder),
+            Setup(runner, decoding, kv, draft=draft, recorder=recorder or Eager()),
             lambda out, s: accepted.append(out.num_accepted or []),
         )
         outputs.append([list(r.output_ids) for r in finished])

@@ -80,6 +80,8 @@ class _Keep(TorchDispatchMode):
 class Recorder:
     """`recorded` counts the pieces of work, `replayed` how often any was repeated."""
 
+    captures = True
+
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
         self._result: Tensor | None = None  # of the last replay

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from magicdec.config.capabilities import Capabilities
 from magicdec.kv.layout import Layout
-from magicdec.kv.policy import MASS_BLOCK, KVView
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView
 from magicdec.names import ATTENTION_BACKENDS, REFERENCE_BACKEND, load_named
 
 
@@ -107,7 +107,7 @@ def visible_mask(
 def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tensor:
     """Probabilities of keys [B, G, N], float32, at positions [B, G or 1, N], added up by block:
     [B, G, num_blocks]."""
-    blocks = (key_positions.clamp(min=0) // MASS_BLOCK).expand_as(weights)  # padding weighs 0
+    blocks = (key_positions.clamp(min=0) // WEIGHTS_BLOCK).expand_as(weights)  # padding weighs 0
     return weights.new_zeros(*weights.shape[:2], num_blocks).scatter_add_(2, blocks, weights)
 
 

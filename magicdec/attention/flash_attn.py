@@ -19,7 +19,7 @@ from torch import Tensor
 from magicdec.attention.library import LibraryBackend, library_capabilities, real_lengths
 from magicdec.attention.sequences import Chosen, gather_keys
 from magicdec.config.capabilities import HeadSizes
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 
 MODULES = ("flash_attn_interface", "flash_attn")  # versions 3 and 2
 TABLES = ("page_table", "block_table")  # what they call the block table

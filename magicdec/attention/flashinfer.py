@@ -18,7 +18,7 @@ from torch import Tensor
 from magicdec.attention.library import LibraryBackend, library_capabilities
 from magicdec.attention.sequences import Chosen
 from magicdec.config.capabilities import HeadSizes
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 
 BLOCK_SIZE = 64
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends

@@ -24,7 +24,7 @@ from magicdec.attention.backend import (
 )
 from magicdec.config.capabilities import Capabilities, capabilities_of
 from magicdec.kv.layout import PLAIN, Layout
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 
 FUSED_FROM = 32  # new tokens from which the fused kernel is used: it never writes the scores out

@@ -18,7 +18,7 @@ from magicdec.attention.backend import AttentionBackend, CallSize
 from magicdec.attention.sequences import Chosen, choose_keys, join_heads, split_heads
 from magicdec.config.capabilities import Capabilities, HeadSizes, list_backends
 from magicdec.kv.layout import PLAIN, Layout
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 
 
 def library_capabilities(

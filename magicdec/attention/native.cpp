@@ -27,7 +27,7 @@
 namespace {
 
 constexpr int TILE = 64;            // keys processed together: their K and V stay in the L1 cache
-constexpr int BLOCK = 16;           // keys whose attention weights are summed (MASS_BLOCK of policy.py); divides TILE
+constexpr int BLOCK = 16;           // keys whose attention weights are summed (WEIGHTS_BLOCK of kv/view.py); divides TILE
 constexpr int MAX_QUERIES = 64;     // most packed queries of one task
 constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on a chunk counts as prefill (PREFILL_FROM of native.py)
 constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into pieces

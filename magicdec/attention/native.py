@@ -19,7 +19,7 @@ from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 from magicdec.names import PORTABLE_BACKEND
 
 SOURCE = Path(__file__).with_name("native.cpp")

@@ -11,7 +11,7 @@ from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, v
 from magicdec.config.capabilities import Capabilities
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, Layout
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 from magicdec.names import DTYPES
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 
 
 @dataclass(frozen=True)

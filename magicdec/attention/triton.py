@@ -20,7 +20,7 @@ from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels import triton_modules
 from magicdec.kernels.triton_modules import next_power
 from magicdec.kv.layout import PLAIN, Layout
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 
 BLOCK_SIZE = 64  # tokens of a KV block: a tile of keys lies in one or two
 LEAST_SPLIT = 128  # keys: below, merging costs more than it brings
@@ -174,7 +174,7 @@ class Call:
         num_blocks = self.view.num_mass_blocks
         shape = (self.rows, self.num_kv_heads, num_blocks)
         mass = torch.empty(shape, dtype=torch.float32, device=self.q.device)
-        blocks_a_tile = self.tile["BLOCK_N"] // self.kernels.MASS_BLOCK.value
+        blocks_a_tile = self.tile["BLOCK_N"] // self.kernels.WEIGHTS_BLOCK.value
         self.kernels.sum_mass[(*shape[:2], -(-num_blocks // blocks_a_tile))](
             self.q, self.k_pool, *self._addressing(), lse, mass,
             *self._sizes(), num_blocks, **self.tile,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MASS_BLOCK = tl.constexpr(16)  # keys whose probability is summed up; `kv.policy.MASS_BLOCK`
+WEIGHTS_BLOCK = tl.constexpr(16)  # keys whose probability is summed up; `kv.policy.WEIGHTS_BLOCK`
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def sum_mass(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """mass, float32 [B, G, num_blocks]: the probability of MASS_BLOCK positions, summed over the
+    """mass, float32 [B, G, num_blocks]: the probability of WEIGHTS_BLOCK positions, summed over the
     queries of a KV head, from the keys and each query's log-sum-exp, float32 [B,T,H]. Each program
     has BLOCK_N positions to itself, so that sums have one order. Programs: (B, G, tiles)."""
     row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -243,7 +243,7 @@ def sum_mass(
         counts = _is_seen(positions, visible, seq_len + token, WINDOW) & is_query[:, None]
         weights = tl.exp2((tl.where(counts, scores, float("-inf")) - logs[:, None]) * LOG2E)
         sums += tl.sum(tl.where(counts, weights, 0.0), 0)
-    by_block = tl.sum(tl.reshape(sums, (BLOCK_N // MASS_BLOCK, MASS_BLOCK)), 1)
-    block = tile * (BLOCK_N // MASS_BLOCK) + tl.arange(0, BLOCK_N // MASS_BLOCK)
+    by_block = tl.sum(tl.reshape(sums, (BLOCK_N // WEIGHTS_BLOCK, WEIGHTS_BLOCK)), 1)
+    block = tile * (BLOCK_N // WEIGHTS_BLOCK) + tl.arange(0, BLOCK_N // WEIGHTS_BLOCK)
     place = (row * num_kv_heads + head) * num_blocks + block
     tl.store(mass + place, by_block, mask=block < num_blocks)

@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.attention.library import LibraryBackend, library_capabilities, real_lengths
 from magicdec.attention.sequences import Chosen, gather_keys
 from magicdec.config.capabilities import HeadSizes
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 
 NEEDED = ("window_size", "enable_gqa", "seqused_k")  # parameters that came one by one
 CAUSAL = (-1, 0)  # window_size: all before, none after; aligned at the end

@@ -7,15 +7,13 @@ Owns which forwards these are, on one rank and in one layer. Must not know of ba
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import RangePolicy, make_policy
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.drafting.policies.policy import load_policy, make_policy
+from magicdec.kv.view import FULL, Visible
 from magicdec.memory.working_memory import max_tokens
 from magicdec.model.config import ModelConfig
 
@@ -30,7 +28,7 @@ class Read:
     times: int
     num_new: int
     context: int
-    policy: RangePolicy
+    policy: Visible
     window: int | None = None
     tells_mass: bool = False  # where the attention goes is asked too
 
@@ -58,12 +56,12 @@ def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     window = _window(config, model, context)
     ranks = len(config.parallel.rank_group)
     if d.strategy == "autoregressive":
-        decode = Read(1, 1, context, FullKV(), window)
+        decode = Read(1, 1, context, FULL, window)
         return _make_step("a decode forward", (decode,), config, model, ranks)
     is_self = d.drafter == "self"
     num_new = d.most_draft_tokens + 1
-    watches = is_self and config.kv.policy == "verified"
-    verification = Read(1, num_new, context, FullKV(), window, watches)
+    watches = is_self and load_policy(config.kv.policy).needs_weights
+    verification = Read(1, num_new, context, FULL, window, watches)
     name = f"a verification of {num_new} tokens"
     if not is_self:
         return _make_step(name, (verification,), config, model, ranks)
@@ -81,13 +79,10 @@ def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
 def _drafts(config: ResolvedConfig, model: ModelConfig) -> Read:
     """Each as the first of a step; the few tokens that later ones see more are left out."""
     policy, times = make_policy(config.kv), config.decoding.most_draft_tokens
-    context = config.workload.prefix_len
-    if policy.reader == "gathered":  # all of a cache of its own, which holds what was chosen
-        kept = min(config.kv.budget, context)
-        return Read(times, 1, kept, FullKV(), _window(config, model, kept))
-    rolls = config.draft is not None and isinstance(policy, StreamingLLM)
-    window = None if rolls else _window(config, model, context)  # as `RollingRunner`
-    return Read(times, 1, context, cast("RangePolicy", policy), window)
+    held, visible = policy.draft_reads(config.workload.prefix_len)
+    # The cache of a draft that rolls is no longer than its window.
+    rolls = config.draft is not None and policy.can_roll
+    return Read(times, 1, held, visible, None if rolls else _window(config, model, held))
 
 
 def _name_drafts(config: ResolvedConfig) -> str:

@@ -16,13 +16,12 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.autotune.attention_step import Read, Step
 from magicdec.config.capabilities import capabilities_of
-from magicdec.decoding.heaviest_reader import Chosen
-from magicdec.decoding.strategy import Recorder
+from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.drafting.block_kv import BlockSelection, ChosenBlocks
 from magicdec.hardware.timing import synchronize
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.device_rows import DeviceRows, upload
-from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
-from magicdec.kv.verified import VerifiedKV
+from magicdec.kv.rows import BatchRows
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 from magicdec.setup.loading import make_backend
 
 REPEATS = 10
@@ -40,15 +39,13 @@ class Measured:
     outputs: tuple[Tensor, ...]
 
 
-def measure(
-    name: str, step: Step, device: torch.device, recorder: Recorder | None = None
-) -> Measured:
+def measure(name: str, step: Step, device: torch.device, recorder: Recorder = Eager()) -> Measured:
     """Time a backend over each read of a step, replayed if the run records its steps and the
     backend lets it. Keys, queries and what is chosen of them are random, and the same for every
     backend."""
     seconds, outputs = 0.0, []
     for read in step.reads:
-        kept = recorder if capabilities_of(name).can_be_recorded else None
+        kept = recorder if capabilities_of(name).can_be_recorded else Eager()
         once, output = measure_read(make_backend(name), read, step, device, kept)
         seconds += read.times * once
         outputs.append(output)
@@ -60,7 +57,7 @@ def measure_read(
     read: Read,
     step: Step,
     device: torch.device,
-    recorder: Recorder | None = None,
+    recorder: Recorder = Eager(),
 ) -> tuple[float, Tensor]:
     """(seconds a layer of one forward, output [B,T,H,D])."""
     generator = torch.Generator(device).manual_seed(0)
@@ -74,7 +71,7 @@ def measure_read(
     q, k, v = (random(step.rows, read.num_new, n, step.head_dim).to(step.dtype) for n in heads)
     attend = _with_mass(backend) if read.tells_mass else backend.run
     num_layers = min(step.num_layers, MOST_LAYERS)
-    view = _make_view(cache, read, visible, is_recorded=recorder is not None)
+    view = _make_view(cache, read, visible, recorder.captures)
 
     def forward() -> Tensor:
         """A plan and so many layers, all over the cache's only one."""
@@ -89,14 +86,13 @@ def measure_read(
 
 
 def _time(
-    work: Callable[[], Tensor], device: torch.device, recorder: Recorder | None
+    work: Callable[[], Tensor], device: torch.device, recorder: Recorder
 ) -> tuple[float, Tensor]:
-    """(median seconds, result) of `work`, recorded after a warm-up if there is a recorder."""
+    """(median seconds, result) of `work`, recorded after a warm-up."""
     for _ in range(WARMUPS):
         output = work()
     synchronize(device)
-    if recorder is not None:
-        work = recorder.record(work)
+    work = recorder.record(work)
     seconds = []
     for _ in range(REPEATS):
         synchronize(device)
@@ -107,16 +103,13 @@ def _time(
     return statistics.median(seconds), output.clone()
 
 
-def _make_view(cache: KVCache, read: Read, visible: Visible, is_recorded: bool) -> KVView:
-    """As a forward of the run has it: a recorded one knows no lengths on the host."""
-    rows = range(len(cache.lengths))
-    if not is_recorded:
-        return make_view(cache, rows, visible, read.num_new, window=read.window)
-    index = upload(list(rows), cache.seq_lens.device)
-    active = torch.ones_like(index, dtype=torch.bool)
-    held = DeviceRows(tuple(rows), index, active, max_tail=read.times + 1)
-    settled = None if read.num_new > 1 else cache.seq_lens[index]  # a draft's tail is bounded too
-    return make_view(cache, held, visible, read.num_new, settled, read.window)
+def _make_view(cache: KVCache, read: Read, visible: Visible, is_captured: bool) -> KVView:
+    """As a forward of the run makes it."""
+    tail = read.times + 1 if is_captured else None
+    rows = BatchRows.of(range(len(cache.lengths)), cache.seq_lens.device, tail)
+    # The tail of a draft is bounded too, where it is captured.
+    committed = cache.lengths_of(rows) if is_captured and read.num_new == 1 else None
+    return make_view(cache, rows, visible, read.num_new, committed, read.window)
 
 
 def _with_mass(backend: AttentionBackend) -> Callable[..., Tensor]:
@@ -129,16 +122,15 @@ def _with_mass(backend: AttentionBackend) -> Callable[..., Tensor]:
 
 
 def _choose(read: Read, cache: KVCache, random: Random) -> Visible:
-    """What the rows of `cache` show; `verified` as if the last verification had looked anywhere,
-    each head elsewhere."""
+    """What the rows of `cache` show; blocks as if each head had scored them otherwise."""
     policy = read.policy
-    if not isinstance(policy, VerifiedKV):
+    if not isinstance(policy, BlockSelection):
         return policy
     policy = replace(policy, sliding_window=read.window)
-    blocks = -(-max(cache.lengths) // MASS_BLOCK)
-    mass = random(1, len(cache.lengths), cache.shape.num_kv_heads, blocks).abs()
+    blocks = -(-max(cache.lengths) // WEIGHTS_BLOCK)
+    scores = random(1, len(cache.lengths), cache.shape.num_kv_heads, blocks).abs()
     most = max(policy.split(length)[1] for length in cache.lengths)
-    return Chosen(policy, policy.heaviest(cache.seq_lens, mass, most))
+    return ChosenBlocks(policy, policy.top_blocks(cache.seq_lens, scores, most))
 
 
 def _filled_cache(

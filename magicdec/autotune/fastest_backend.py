@@ -22,6 +22,7 @@ from magicdec.config.choice import Choice, How
 from magicdec.config.machine import Machine
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.distributed.groups import Group
 from magicdec.hardware.environment import missing_backends
 from magicdec.memory.working_memory import max_tokens
@@ -53,7 +54,8 @@ def _agreed(
     """The leader's choice for a step of a model, told to all and printed."""
     choice = None
     if group.index == 0:
-        recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else None
+        captures = config.decoding.cuda_graphs == "on"
+        recorder: Recorder = CudaGraphs(device) if captures else Eager()
         candidates, left_out = list_candidates(config, model)
         choice = choose_fastest(
             candidates, left_out, step.name, lambda name: measure(name, step, device, recorder)

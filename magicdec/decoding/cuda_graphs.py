@@ -16,6 +16,8 @@ from torch import Tensor
 class CudaGraphs:
     """Graphs that share their memory: a result is good until the next replay of any of them."""
 
+    captures = True
+
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,19 +1,21 @@
 """Speculative decoding: propose, verify all proposals in one forward, keep each row's accepted
-prefix and one token more. Greedy requests take their own branch, exact; others are judged by
-rejection sampling. A step without proposals is a step of autoregressive decoding.
+prefix and one token more. A step without proposals is a step of autoregressive decoding, so that
+the baseline is this strategy without a drafter.
 
+Greedy requests take a branch of their own, which is exact; others are judged by rejection sampling.
 Source: Leviathan et al. 2023, algorithm 1; ragged over the batch as in MagicDec (Chen et al. 2024).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from statistics import median
 
-from magicdec.decoding.draft_length import DraftLength, make_draft_length
-from magicdec.decoding.drafter import Drafter, make_drafter
-from magicdec.decoding.steps import Steps, make_steps
-from magicdec.decoding.strategy import Proposal, Setup, untimed
+from magicdec.decoding.steps import Steps
+from magicdec.decoding.strategy import Setup, untimed
+from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
+from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -24,25 +26,19 @@ class Speculative:
     """As many proposals a row a step as `draft_length` says, from any drafter."""
 
     def __init__(
-        self, runner: ModelRunner, drafter: Drafter, draft_length: DraftLength, steps: Steps
+        self, runner: ModelRunner, drafter: Drafter | None, draft_length: DraftLength, steps: Steps
     ) -> None:
         self.runner, self.drafter = runner, drafter
         self.draft_length, self.steps = draft_length, steps
 
-    @classmethod
-    def build(cls, setup: Setup) -> Speculative:
-        assert setup.decoding.drafter is not None, "a speculative run names its drafter"
-        drafter = make_drafter(setup.decoding.drafter, setup)
-        runner = setup.runner
-        length = setup.draft_length or make_draft_length(
-            setup.decoding, runner.group, runner.device
-        )
-        return cls(runner, drafter, length, make_steps(setup, drafter))
-
-    def begin(self, batch: Batch) -> None:
-        self.drafter.begin(batch)
-        self.steps.begin(batch, self.draft_length.choices)
+    def admit(self, batch: Batch) -> None:
+        if self.drafter is not None:
+            self.drafter.admit(batch.requests)
+        self.steps.admit(batch, self.draft_length.choices)
         self.draft_length.begin(batch, self.measure)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self.steps.release(rows)
 
     def step(self, batch: Batch) -> StepOutput:
         """Every row emits 1 token, and one more for each draft that it accepts."""
@@ -54,7 +50,7 @@ class Speculative:
         return output
 
     def _speculate(self, batch: Batch, num_draft_tokens: int) -> StepOutput:
-        """One verification. One read by the host."""
+        """One draft and one verification. The host reads once."""
         proposal = self.steps.draft(batch, num_draft_tokens)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]
@@ -62,7 +58,7 @@ class Speculative:
 
     def measure(self, batch: Batch) -> list[float]:
         """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. Changes nothing but what
-        the drafter saw of the attention. Drafting is taken to be linear in the number of tokens,
+        the drafter saw of the attention. Drafting is taken to be linear in the number of tokens;
         verification is measured for each."""
         phase, self.steps.phase = self.steps.phase, untimed
         try:
@@ -83,11 +79,9 @@ class Speculative:
                 draft_s[count].append(time.perf_counter() - started)
                 steps.undo(batch, before)
             for count in range(most + 1):
-                ids, probs = proposal.ids[:, :count], proposal.probabilities
-                part = Proposal(ids, None if probs is None else probs[:, :count])
                 started = time.perf_counter()
                 if count:
-                    steps.verify(batch, part)
+                    steps.verify(batch, proposal.first(count))
                 else:
                     steps.decode(batch)
                 verify_s[count].append(time.perf_counter() - started)
@@ -98,3 +92,21 @@ class Speculative:
             median(seconds) + (first + each * (count - 1) if count else 0.0)
             for count, seconds in enumerate(verify_s)
         ]
+
+
+def speculative(setup: Setup) -> Speculative:
+    """With the drafter that the run names."""
+    assert setup.decoding.drafter is not None, "a speculative run names its drafter"
+    runner = setup.runner
+    drafter = make_drafter(
+        setup.decoding.drafter, DraftSetup(runner, setup.decoding, setup.kv, setup.draft)
+    )
+    length = setup.draft_length or make_draft_length(setup.decoding, runner.group, runner.device)
+    steps = Steps(runner, drafter, setup.phase, setup.recorder)
+    return Speculative(runner, drafter, length, steps)
+
+
+def autoregressive(setup: Setup) -> Speculative:
+    """One token a row a step: the baseline, which every other strategy must reproduce."""
+    steps = Steps(setup.runner, None, setup.phase, setup.recorder)
+    return Speculative(setup.runner, None, FixedLength(0), steps)

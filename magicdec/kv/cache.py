@@ -10,17 +10,15 @@ index into the pool seen as [num_blocks * G * block_size, D], the address of one
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
+from magicdec.kernels.huge_pages import use_huge_pages
 from magicdec.kv.layout import PLAIN, Layout
+from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
 
 EVICTED = -1  # in `KVCache.blocks`: the row gave this block back, tokens after it stay
 
@@ -115,36 +113,40 @@ class KVCache:
         blocks[first:last] = [EVICTED] * (last - first)
         self.block_table[row, first:last] = 0  # an address, should a kernel look ahead
 
-    def truncate(self, rows: Rows, lengths: Lengths) -> None:
-        """Forget what `rows` hold past `lengths` tokens. The only undo; it moves no data."""
-        if isinstance(rows, DeviceRows):
-            assert isinstance(lengths, Tensor), "the host knows no length of such rows"
-            kept = torch.minimum(self.seq_lens[rows.index], lengths)
-            self.seq_lens.index_copy_(0, rows.index, kept)
-            return
-        for row, length in zip(rows, lengths, strict=True):
-            assert 0 <= length <= self.lengths[row], "truncate cannot lengthen a row"
-            self.lengths[row] = int(length)
-        index = upload(list(rows), self.seq_lens.device)
-        self.seq_lens.index_copy_(0, index, upload(list(lengths), self.seq_lens.device))
+    def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
+        """Forget what `rows` hold past `lengths` tokens. The only undo; it moves no data. A row
+        that holds fewer is left as it is."""
+        rows = BatchRows.of(rows, self.seq_lens.device)
+        if not isinstance(lengths, Lengths):
+            held = [self.lengths[row] for row in rows.numbers]
+            pairs = zip(lengths, held, strict=True)
+            assert all(0 <= n <= h for n, h in pairs), "truncate cannot lengthen a row"
+            lengths = Lengths.of(lengths, self.seq_lens.device)
+        kept = torch.minimum(self.seq_lens[rows.index], lengths.tensor)
+        self.seq_lens.index_copy_(0, rows.index, kept)
+        if not rows.is_captured:
+            for row, bound in zip(rows.numbers, lengths.bounds, strict=True):
+                self.lengths[row] = min(self.lengths[row], bound)
 
     def advance(self, rows: Rows, num_tokens: int) -> None:
-        """Count `num_tokens` just written to each of `rows`."""
-        if isinstance(rows, DeviceRows):
-            self.seq_lens.index_add_(0, rows.index, rows.active * num_tokens)
-            return
-        for row in rows:
-            self.lengths[row] += num_tokens
-        self.seq_lens[upload(list(rows), self.seq_lens.device)] += num_tokens
+        """Count `num_tokens` that were just written to each of `rows`."""
+        rows = BatchRows.of(rows, self.seq_lens.device)
+        self.seq_lens.index_add_(0, rows.index, rows.active, alpha=num_tokens)
+        if not rows.is_captured:
+            for row in rows.numbers:
+                self.lengths[row] += num_tokens
 
     def lengths_of(self, rows: Rows) -> Lengths:
-        """What `rows` hold, as it is now."""
-        if isinstance(rows, DeviceRows):
-            return self.seq_lens[rows.index]
-        return [self.lengths[row] for row in rows]
+        """Tokens that `rows` hold now."""
+        rows = BatchRows.of(rows, self.seq_lens.device)
+        if rows.is_captured:
+            bounds = (self.tokens_per_row,) * len(rows)
+        else:
+            bounds = tuple(self.lengths[row] for row in rows.numbers)
+        return Lengths(self.seq_lens[rows.index], bounds)
 
-    def note(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """What a replay made of `rows` on the device, as the host has read it."""
+    def set_host_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Bring the host's copy up to date with lengths that were read from the device."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 
@@ -190,19 +192,3 @@ class KVCache:
         layout, one = self.shape.layout, slice(layer, layer + 1)
         keys, values = layout.read_keys(self.k[one], flat), layout.read_values(self.v[one], flat)
         return keys.view(shape), values.view(shape)
-
-
-MADV_HUGEPAGE = 14  # linux/mman.h
-
-
-def use_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux to back a fresh CPU tensor with 2 MiB pages: reading it front to back then misses
-    the TLB, and stops the hardware prefetcher, 512 times less often. A wish: a system that refuses
-    is no error."""
-    if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
-        return
-    page = mmap.PAGESIZE
-    first = -(-tensor.data_ptr() // page) * page
-    size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // page * page
-    if size > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_HUGEPAGE)

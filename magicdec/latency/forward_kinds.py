@@ -1,5 +1,5 @@
 """The forwards that `magicdec latency` times: a decode step, verifications, drafts, at fixed cache
-lengths, started by the host or recorded.
+lengths, started by the host or captured and replayed.
 
 Owns what one of them is and how it is undone. Must not know how it is timed.
 """
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
-from magicdec.decoding.choosing import Choosing
-from magicdec.decoding.device_batch import DeviceBatch
-from magicdec.decoding.reader import Reader, make_reader
-from magicdec.decoding.recorded import record
-from magicdec.decoding.strategy import Recorder, choose
-from magicdec.kv.device_rows import Rows
+from magicdec.decoding.recorder import Eager, Recorder, Work, record
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.policies.policy import make_draft_kv
+from magicdec.kv.rows import BatchRows
 from magicdec.latency.grid import Grid
 from magicdec.latency.rows import Cell
 from magicdec.request import Batch
-from magicdec.runner import ForwardCounts, ModelRunner, Watch
+from magicdec.runner import ForwardCounts, ModelRunner
+from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.sampling.model_tokens import greedy_tokens
 
 
 @dataclass
@@ -43,25 +43,29 @@ def make_forwards(
     batch: Batch,
     grid: Grid,
     context: int,
-    recorder: Recorder | None = None,
+    recorder: Recorder = Eager(),
 ) -> Iterator[Forward]:
-    """Decode, verify by T, drafts in the order of the grid; recorded, if there is a recorder. A
-    policy that watches verification has forwards of its own: a verify forward that also tells where
-    its attention went, and a draft's first forward after it, which chooses what all drafts of the
-    step read."""
-    readers = [(kv, make_reader(runner, kv)) for kv in grid.drafts]
-    watches = {kv.policy: r.watch for kv, r in reversed(readers) if r.watch is not None}
+    """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
+    has forwards of its own: a verify forward that also returns them, and a draft's first forward
+    after it, which chooses what all drafts of the step read."""
+    drafts = [(kv, make_draft_kv(runner, kv)) for kv in grid.drafts]
+    watching = {kv.policy: draft_kv for kv, draft_kv in reversed(drafts) if watches(draft_kv)}
     for T in grid.new_tokens:
         cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
         yield target_forward(runner, batch, cell, None, recorder)
-        for policy, watch in watches.items() if T > 1 else ():
+        for policy, draft_kv in watching.items() if T > 1 else ():
             watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
-            yield target_forward(runner, batch, watched, watch, recorder)
-    for kv, reader in readers:
-        reader.begin(batch)
-        if reader.watch is not None:
-            yield draft_forward(reader, batch, kv, context, "first_draft", recorder)
-        yield draft_forward(reader, batch, kv, context, "draft", recorder)
+            yield target_forward(runner, batch, watched, draft_kv, recorder)
+    for kv, draft_kv in drafts:
+        draft_kv.admit(batch.requests)
+        if watches(draft_kv):
+            yield draft_forward(draft_kv, batch, kv, context, "first_draft", recorder)
+        yield draft_forward(draft_kv, batch, kv, context, "draft", recorder)
+
+
+def watches(draft_kv: DraftKV) -> bool:
+    """Whether the choice of a policy follows from what a verification shows."""
+    return draft_kv.watch is not None or draft_kv.watch_queries is not None
 
 
 def new_ids(runner: ModelRunner, T: int) -> Tensor:
@@ -73,65 +77,64 @@ def new_ids(runner: ModelRunner, T: int) -> Tensor:
 
 
 def target_forward(
-    runner: ModelRunner,
-    batch: Batch,
-    cell: Cell,
-    watch: Watch | None = None,
-    recorder: Recorder | None = None,
+    runner: ModelRunner, batch: Batch, cell: Cell, watching: DraftKV | None, recorder: Recorder
 ) -> Forward:
-    """The target over its full cache."""
+    """The target over its full cache; `watching` is shown its attention."""
     ids, held = new_ids(runner, cell.T), list(runner.cache.lengths)
     rows = rows_of(batch, runner, recorder)
+    watch = None if watching is None else watching.watch
+    watch_queries = None if watching is None else watching.watch_queries
 
     def run() -> Tensor:
-        return choose(runner, runner.forward(ids, rows, watch=watch), Choosing())
+        logits = runner.forward(ids, rows, watch=watch, watch_queries=watch_queries)
+        return greedy_tokens(runner, logits, SamplingMetadata())
 
-    again = run if recorder is None else recorded(run, runner, recorder)
-    return Forward(cell, again, lambda: runner.truncate(batch.rows, held))
+    return Forward(
+        cell,
+        repeatable(run, runner, recorder),
+        lambda: runner.truncate(batch.rows, held),
+    )
 
 
 def draft_forward(
-    reader: Reader,
+    draft_kv: DraftKV,
     batch: Batch,
     kv: KVSection,
     context: int,
-    phase: str = "draft",
-    recorder: Recorder | None = None,
+    phase: str,
+    recorder: Recorder,
 ) -> Forward:
-    """One draft forward over what the reader has chosen; a `first_draft` finds a verification just
-    ended, and chooses."""
-    runner, held = reader.runner, reader.lengths(batch.rows)
+    """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
+    and makes the choice."""
+    runner = draft_kv.runner
     ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
-    settled = held if recorder is None else reader.lengths(rows)
+    host_rows = BatchRows.of(batch.rows, runner.device)
+    held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)
     budget = None if kv.budget == -1 else kv.budget
     cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
 
     def run() -> Tensor:
-        # A choice is made for lengths that have not been seen before.
-        is_new = phase == "first_draft" and recorder is not None
-        lengths = reader.lengths(rows) if is_new else settled
-        return choose(runner, reader.forward(ids, rows, lengths), Choosing())
+        # The choice belongs to the lengths that it was made for: new ones make a new choice.
+        is_new = phase == "first_draft" and recorder.captures
+        lengths = draft_kv.lengths(rows) if is_new else committed
+        logits = draft_kv.forward(ids, rows, lengths)
+        return greedy_tokens(runner, logits, SamplingMetadata())
 
-    forward = Forward(cell, run, lambda: reader.rewind(batch.rows, held))
-    if recorder is not None:
-        # What a recorded verification saw lies in memory that recordings share: taken over now.
-        reader.commit(batch.rows, held)
-        forward.run = recorded(run, runner, recorder)
-    elif phase == "first_draft":
-        forward.prepare = lambda: reader.commit(batch.rows, held)
+    # What a captured verification showed lies in memory that captures share: it is copied now.
+    draft_kv.commit(host_rows, held)
+    forward = Forward(
+        cell, repeatable(run, runner, recorder), lambda: draft_kv.rewind(host_rows, held)
+    )
+    if phase == "first_draft" and not recorder.captures:
+        forward.prepare = lambda: draft_kv.commit(host_rows, held)
     return forward
 
 
-def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder | None) -> Rows:
-    """The rows of `batch`, whose lengths a recorded forward finds on the device."""
-    if recorder is None:
-        return batch.rows
-    return DeviceBatch.of(batch, 1, runner.model.config.vocab_size, runner.device).rows
+def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
+    """The rows of `batch`, whose lengths a captured forward finds on the device."""
+    return BatchRows.of(batch.rows, runner.device, max_tail=1 if recorder.captures else None)
 
 
 @torch.inference_mode()
-def recorded(
-    run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder
-) -> Callable[[], Tensor]:
-    runner.counts.begin_on_device(runner.device)
+def repeatable(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
     return record(recorder, run, [runner.cache.seq_lens], [runner.counts])

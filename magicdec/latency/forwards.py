@@ -22,6 +22,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import bytes_read
 from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.distributed.groups import Group, Launch
 from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.kv.cache import KVCache
@@ -95,7 +96,8 @@ def time_place(
     backend = make_backend(config.attention.backend)
     runner = ModelRunner(model, backend, group, B, context + max(grid.new_tokens))
     batch = fill(runner, context)
-    recorder = CudaGraphs(runner.device) if config.decoding.cuda_graphs == "on" else None
+    captures = config.decoding.cuda_graphs == "on"
+    recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
     forwards = list(make_forwards(runner, batch, grid, context, recorder))
     for number in range(grid.warmup + grid.repeats):
         for forward in forwards if number % 2 == 0 else reversed(forwards):

@@ -15,11 +15,12 @@ from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import int8_kv_bytes_per_token, kv_bytes_per_token, weight_bytes
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.policy import MASS_BLOCK, make_policy
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.drafting.policies.policy import make_policy
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
+from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.memory.working_memory import DTYPE_BYTES, max_tokens, working_bytes
 from magicdec.model.config import ModelConfig
-from magicdec.rolling_runner import BLOCK_SIZE, blocks_held
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _draft_kv_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, ba
         return context + _stored_tokens(config, backend, copied) * per_token
     if is_self and config.kv.policy == "verified":  # the attention that each block received
         first, last = shard.heads(model.num_heads, model.num_kv_heads)[1]
-        blocks = -(-longest // MASS_BLOCK)
+        blocks = -(-longest // WEIGHTS_BLOCK)
         return model.num_layers * w.batch_size * (last - first) * blocks * 4
     if is_self:
         return 0

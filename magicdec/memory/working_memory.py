@@ -7,8 +7,8 @@ from __future__ import annotations
 from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import kv_bytes_per_token
-from magicdec.decoding.heaviest_reader import REPLAYED
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.block_kv import RERUN_TOKENS
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.source import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
@@ -52,7 +52,7 @@ def first_choice_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard)
         return 0
     S, per_token = w.prefix_len, kv_bytes_per_token(model, shard, size)
     if kv.policy == "verified":
-        B, T = w.batch_size, min(REPLAYED, S)
+        B, T = w.batch_size, min(RERUN_TOKENS, S)
         return B * T * per_token + forward_bytes(config, model, shard, (B, T, S), observes=True)
     T = min(kv.window_size, S)
     call = _call_size(config, model, shard, (1, T, S))

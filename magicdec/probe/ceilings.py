@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_token
-from magicdec.decoding.sampling import greedy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware, Link
@@ -23,6 +22,7 @@ from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.model.checkpoint.source import find_model
 from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import greedy
 from magicdec.setup.loading import Kinds, load_kind
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth

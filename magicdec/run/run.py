@@ -16,9 +16,9 @@ from magicdec.autotune.fastest_backend import settle
 from magicdec.console import Progress, make_progress
 from magicdec.cost_model.roofline import bytes_read
 from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.decoding.draft_length import make_draft_length
-from magicdec.decoding.sampling import make_params
+from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.drafting.draft_length import make_draft_length
 from magicdec.engine import Engine
 from magicdec.hardware.gpu_state import watch_gpu
 from magicdec.hardware.timing import (
@@ -39,6 +39,7 @@ from magicdec.run.check import WIDER, check_outputs
 from magicdec.run.run_record import BASELINE, Measured, make_record
 from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
 from magicdec.setup.loading import Kinds, kinds_of, load_model, make_backend, make_draft
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession
@@ -87,7 +88,8 @@ class Run:
         return self.make_runner(Kinds(dtype, weights), 1, REFERENCE_BACKEND)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
-        recorder = CudaGraphs(self.device) if self.config.decoding.cuda_graphs == "on" else None
+        captures = self.config.decoding.cuda_graphs == "on"
+        recorder: Recorder = CudaGraphs(self.device) if captures else Eager()
         setup = Setup(
             self.runner, self.config.decoding, self.config.kv, timer, self.draft,
             self.draft_length, recorder,

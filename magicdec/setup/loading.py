@@ -12,16 +12,15 @@ import torch
 from magicdec.attention.backend import AttentionBackend, backend_class
 from magicdec.config.resolved import ResolvedModel
 from magicdec.console import Progress
-from magicdec.decoding.reader import standalone_kv_dtype
-from magicdec.decoding.strategy import DraftModel
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.policy import make_policy
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.drafting.drafter import DraftModel
+from magicdec.drafting.policies.policy import make_policy, standalone_kv_dtype
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
-from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 from magicdec.setup.prepare import Prepared
 

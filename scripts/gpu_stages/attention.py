@@ -16,10 +16,10 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
 from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.drafting.policies.full import FullKV
 from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import make_view
+from magicdec.kv.view import make_view
 from magicdec.setup.loading import make_backend
 
 DTYPE = torch.bfloat16

@@ -62,15 +62,15 @@ class Magicdec(Peer):
     def verify(self, drafts: list[list[int]]) -> list[list[int]]:
         import torch
 
-        from magicdec.decoding.choosing import Choosing
-        from magicdec.decoding.strategy import choose
+        from magicdec.sampling.metadata import SamplingMetadata
+        from magicdec.sampling.model_tokens import greedy_tokens
 
         batch = self.engine.scheduler.schedule()
         assert batch is not None and not batch.is_prefill
         lengths = [self.runner.cache.lengths[row] for row in batch.rows]
         newest = [[r.last_token, *d] for r, d in zip(batch.requests, drafts, strict=True)]
         logits = self.runner.forward(torch.tensor(newest), batch.rows)
-        ids: list[list[int]] = choose(self.runner, logits, Choosing()).tolist()
+        ids: list[list[int]] = greedy_tokens(self.runner, logits, SamplingMetadata()).tolist()
         self.runner.truncate(batch.rows, lengths)
         return ids
 

@@ -19,9 +19,10 @@ from conftest import decode, make_draft, make_requests, random_prompts, refusal
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.decoding.strategy import Setup
 from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.names import DRAFTERS

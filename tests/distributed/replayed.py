@@ -16,14 +16,15 @@ from recorder import Recorder
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.sampling import make_params
-from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.decoding.strategy import Setup
 from magicdec.distributed.groups import Group, close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
 
 PROMPTS, NUM_NEW = [5, 70, 1], [14, 11, 5]
 MAX_TOKENS = 70 + 14 + 4

@@ -12,12 +12,12 @@ from conftest import decode_both, make_requests, random_prompts
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.decoding.strategy import DraftModel
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.policy import make_policy
+from magicdec.drafting.drafter import DraftModel
+from magicdec.drafting.policies.policy import make_policy
+from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.model.checkpoint.source import find_model, load_transformer
-from magicdec.rolling_runner import RollingRunner
 from magicdec.runner import ModelRunner
 
 torch.set_num_threads(1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import Launch
 
-from magicdec.decoding.sampling import gather_vocab
 from magicdec.distributed.groups import Group
+from magicdec.sampling.sampling import gather_vocab
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.wide), 3])

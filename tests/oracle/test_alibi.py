@@ -15,8 +15,8 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import make_view
+from magicdec.drafting.policies.full import FullKV
+from magicdec.kv.view import make_view
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.config import ModelConfig
 from magicdec.model.positions import alibi, alibi_slopes

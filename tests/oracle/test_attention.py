@@ -26,10 +26,11 @@ from magicdec.attention.triton import TritonBackend
 from magicdec.attention.varlen import VarlenBackend
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
+from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import KVPolicy
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVPolicy, make_view
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.kv.view import make_view
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa, blocks of 4": lambda: SDPABackend(4),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 
-from magicdec.decoding.autoregressive import Autoregressive
-from magicdec.decoding.steps import EagerSteps
-from magicdec.decoding.strategy import untimed
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding.speculative import autoregressive
+from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
 from magicdec.records.correctness import Correctness
@@ -22,7 +22,8 @@ def decoded(model: Transformer) -> list[Request]:
     engine = Engine(make_runner(model, 2, 90), 64)
     requests = make_requests(random_prompts([40, 25], TINY.vocab_size), NUM_NEW)
     engine.prefill(requests)
-    strategy = Autoregressive(EagerSteps(engine.runner, None, untimed))
+    strategy = autoregressive(Setup(engine.runner, DecodingSection(), KVSection("full")))
+    engine.begin(strategy)
     return [r.snapshot() for r in engine.decode(strategy)]
 
 

@@ -36,10 +36,10 @@ from magicdec.attention.varlen import VarlenBackend, as_one_text
 from magicdec.attention.varlen import missing_parts as varlen_missing
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
+from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVView, Visible, make_view
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.kv.view import KVView, Visible, make_view
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
 LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3", "flashinfer"]

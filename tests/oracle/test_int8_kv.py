@@ -20,12 +20,13 @@ from magicdec.attention.native import NativeBackend, has_bfloat16_path, kernel
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection
 from magicdec.cost_model.roofline import bytes_read, weight_bytes
+from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import KVPolicy
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILED, Layout
-from magicdec.kv.policy import MASS_BLOCK, KVPolicy, make_view
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(21, 60), StreamingLLM(0, 1)]
@@ -65,7 +66,7 @@ def written_out(
     the last `window` positions, in float64: output, and each block's probability [G, blocks]."""
     group = q.shape[1] // k.shape[0]
     out = torch.empty(q.shape, dtype=torch.float64)
-    mass = torch.zeros(k.shape[0], -(-MAX_TOKENS // MASS_BLOCK), dtype=torch.float64)
+    mass = torch.zeros(k.shape[0], -(-MAX_TOKENS // WEIGHTS_BLOCK), dtype=torch.float64)
     for t in range(q.shape[0]):
         oldest = 0 if window is None else max(0, first + t + 1 - window)
         seen = torch.tensor([s for s in keys if oldest <= s <= first + t])
@@ -73,7 +74,7 @@ def written_out(
             scores = k[h // group, seen].double() @ q[t, h].double() / q.shape[2] ** 0.5
             weights = torch.softmax(scores, 0)
             out[t, h] = weights @ v[h // group, seen].double()
-            mass[h // group].index_add_(0, seen // MASS_BLOCK, weights)
+            mass[h // group].index_add_(0, seen // WEIGHTS_BLOCK, weights)
     return out, mass
 
 

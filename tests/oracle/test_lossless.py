@@ -18,10 +18,11 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection
-from magicdec.decoding.self_draft import SelfDrafter
-from magicdec.decoding.view_reader import ViewReader
+from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
-from magicdec.kv.streaming_llm import StreamingLLM
 from magicdec.model.config import RopeConfig
 from magicdec.request import Batch
 
@@ -185,7 +186,8 @@ def test_drafting_leaves_the_cache_as_it_was() -> None:
     engine.prefill(make_requests(random_prompts([40], TINY.vocab_size), 5))
     before = runner.cache.k[:, :, :, :40].clone()
     batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
-    SelfDrafter(ViewReader(runner, StreamingLLM(4, 10))).propose(batch, 3)
+    drafter = SelfDrafter(DraftKV(runner, StreamingLLM(4, 10)))
+    drafter.propose(DeviceBatch.of(batch, TINY.vocab_size, runner.device), 3)
     assert runner.cache.lengths == [40] and torch.equal(runner.cache.k[:, :, :, :40], before)
 
 

@@ -15,10 +15,10 @@ from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import list_backends
 from magicdec.config.checks import MOST_WATCHED
+from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 
 WITHOUT_WEIGHTS = list_backends(lambda c: not c.returns_weights)
 LENGTHS, COMMITTED = [37, 3, 70, 0], [35, 3, 66, 0]
@@ -109,7 +109,7 @@ def written_mass(
     for t in range(q.shape[0]):
         seen = torch.tensor([s for s in keys if first + t - window < s <= first + t])
         scores = q[t].double() @ k[seen].double().T / q.shape[2] ** 0.5
-        mass.index_add_(0, seen // MASS_BLOCK, torch.softmax(scores, 1).sum(0))
+        mass.index_add_(0, seen // WEIGHTS_BLOCK, torch.softmax(scores, 1).sum(0))
     return mass
 
 
@@ -215,7 +215,7 @@ def test_native_mass_over_pieces_and_blocks_of_queries(
         assert torch.equal(plain, out)
         results.append(mass)
     assert (results[0] - results[1]).abs().max() < 1e-4 * results[1].max()
-    assert results[1].shape == (2, kv_heads, -(-(1501 + num_new) // MASS_BLOCK))
+    assert results[1].shape == (2, kv_heads, -(-(1501 + num_new) // WEIGHTS_BLOCK))
 
 
 @pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")

@@ -25,12 +25,12 @@ from test_varying_gamma import Scripted
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.decoding.draft_length import Measure
-from magicdec.decoding.sampling import make_params
-from magicdec.decoding.strategy import DraftModel
+from magicdec.drafting.draft_length import Measure
+from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
 
 PAIRS = sorted(served_pairs(), key=str)
 PROMPTS = [90, 1, 40, 150, 20]

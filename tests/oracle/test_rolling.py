@@ -17,12 +17,12 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.distributed.groups import Group
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.rope import rope_table
 from magicdec.model.transformer import Transformer
-from magicdec.rolling_runner import RollingRunner
 
 VOCAB, MAX_TOKENS, TAIL = TINY.vocab_size, 600, 40
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
@@ -232,7 +232,7 @@ def test_the_bound_suffices_at_every_alignment() -> None:
 def test_only_its_own_policy_and_tail_are_served() -> None:
     runner = make_rolling(TINY, StreamingLLM(4, 24), SDPABackend(), 8)
     runner.allocate(0)
-    with pytest.raises(AssertionError, match="what was evicted cannot be shown"):
+    with pytest.raises(AssertionError, match="evicted tokens cannot be shown"):
         runner.forward(torch.ones(1, 1, dtype=torch.int64), [0], StreamingLLM(4, 25))
     with pytest.raises(AssertionError, match="as long as was announced"):
         runner.forward(torch.ones(1, TAIL + 1, dtype=torch.int64), [0])

@@ -25,11 +25,12 @@ from scipy.stats import chisquare
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.choosing import Filters, Penalties
-from magicdec.decoding.sampling import make_params, probabilities, process
-from magicdec.decoding.strategy import Recorder, Setup
+from magicdec.decoding.recorder import Recorder
+from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 from magicdec.request import Request
+from magicdec.sampling.metadata import Filters, Penalties
+from magicdec.sampling.sampling import make_params, probabilities, process
 
 TOY = replace(TINY, vocab_size=6, bos_token_id=None, eos_token_ids=())
 PROMPT = (3, 1, 4, 1, 5, 5, 3, 0, 2, 4, 4, 1)

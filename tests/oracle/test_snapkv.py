@@ -11,9 +11,10 @@ from conftest import TINY, make_requests, make_runner, random_prompts, tiny_tran
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
-from magicdec.decoding.gathered_reader import GatheredReader
+from magicdec.drafting.copied_kv import CopiedKV
+from magicdec.drafting.policies.snapkv import SnapKV
 from magicdec.engine import Engine
-from magicdec.kv.snapkv import SnapKV
+from magicdec.kv.rows import BatchRows
 from magicdec.request import Batch
 
 
@@ -75,23 +76,24 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     runner.cache.v.mul_(1.05)
     full, values = runner.cache.k.clone(), runner.cache.v.clone()
     counted = runner.counts.num_forwards
-    reader = GatheredReader(runner, SnapKV(24, 8))
-    reader.begin(batch)
+    reader = CopiedKV(runner, SnapKV(24, 8))
+    reader.admit(batch.requests)
     assert torch.equal(runner.cache.k, full) and torch.equal(runner.cache.v, values)
     assert runner.counts.num_forwards == counted
-    assert reader.lengths([0, 1, 2]) == [70, 9, 41]
+    assert reader.lengths([0, 1, 2]).bounds == (70, 9, 41)
     assert reader.runner.cache.lengths == [24, 9, 24]
     before = [small_keys(reader, row) for row in range(3)]
     runner.forward(torch.tensor([[5, 6, 7], [8, 9, 10]]), [0, 2])
     runner.truncate([0, 2], [73, 42])  # two drafts accepted and none
-    reader.commit([0, 2], [73, 42])
     requests[0].output_ids.extend([6, 7, 11])  # the newest is not cached
     requests[2].output_ids.append(9)
-    reader.refresh(Batch((requests[0], requests[2]), is_prefill=False), 4)
-    assert reader.lengths([0, 1, 2]) == [73, 9, 42]
+    reader.prepare((requests[0], requests[2]), 4)
+    reader.follow(BatchRows.of([0, 2], runner.device), 5)
+    assert reader.lengths([0, 1, 2]).bounds == (73, 9, 42)
+    assert reader.lengths([0, 1, 2]).tensor.tolist() == [73, 9, 42]
     for row, added in ((0, 3), (2, 1)):
         keys = small_keys(reader, row)
-        length = reader.lengths([row])[0]
+        length = reader.lengths([row]).bounds[0]
         positions = torch.arange(length - added, length).unsqueeze(0)
         newest, _ = runner.cache.read(1, runner.cache.slots(torch.tensor([row]), positions))
         assert torch.equal(keys[:, :-added], before[row]) and torch.equal(
@@ -99,7 +101,7 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
         )
 
 
-def small_keys(reader: GatheredReader, row: int) -> Tensor:
+def small_keys(reader: CopiedKV, row: int) -> Tensor:
     """Layer 1's keys of a row of the small cache, [G, N, D]."""
     cache = reader.runner.cache
     positions = torch.arange(cache.lengths[row]).unsqueeze(0)
@@ -120,8 +122,8 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
             chosen.append(super().select(queries, keys))
             return chosen[-1]
 
-    reader = GatheredReader(runner, Noted(20, 8))
-    reader.begin(batch)
+    reader = CopiedKV(runner, Noted(20, 8))
+    reader.admit(batch.requests)
     full = runner.cache
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
         return (weights @ values[0]).view(1, 1, TINY.num_heads, TINY.head_dim)
 
     token = torch.tensor([[11]])
-    found = reader.forward(token, [0], [60])
+    found = reader.forward(token, [0], reader.lengths([0]))
     reference = model(token, torch.tensor([[60]]), attend, lambda x: x)
     torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
     assert len({tuple(row.tolist()) for layer in chosen for row in layer}) > 1, "heads differ"

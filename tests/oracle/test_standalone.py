@@ -24,11 +24,13 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.drafter import make_drafter
-from magicdec.decoding.model_draft import ModelDrafter, fold
-from magicdec.decoding.strategy import DraftModel, Setup
+from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.drafting.model_drafter import ModelDrafter, fold
 from magicdec.engine import Engine
+from magicdec.kv.rows import BatchRows, Lengths
 from magicdec.request import Batch
+from magicdec.sampling.model_tokens import Proposal
 
 RAGGED = [5, 70, 1, 33]
 SMALL = replace(
@@ -132,11 +134,27 @@ def begin(draft: DraftModel, kv: KVSection, lengths: list[int]) -> tuple[Engine,
     """A target of other weights with prompts in its cache, and the drafter that has taken them."""
     engine = Engine(make_runner(tiny_transformer(seed=3), len(lengths), 200), 64)
     engine.prefill(make_requests(random_prompts(lengths, TINY.vocab_size), 100))
-    setup = Setup(engine.runner, DecodingSection("speculative", "model"), kv, draft=draft)
+    setup = DraftSetup(engine.runner, DecodingSection("speculative", "model"), kv, draft)
     drafter = make_drafter("model", setup)
     assert isinstance(drafter, ModelDrafter)
-    drafter.begin(Batch(tuple(engine.scheduler.running), is_prefill=False))
+    drafter.admit(engine.scheduler.running)
     return engine, drafter
+
+
+def propose(engine: Engine, drafter: ModelDrafter, num_draft_tokens: int) -> Proposal:
+    """What a step that the host starts drafts."""
+    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    pending = drafter.prepare(batch.requests, num_draft_tokens, 1000)
+    on_device = DeviceBatch.of(batch, TINY.vocab_size, torch.device("cpu"))
+    return drafter.propose(on_device, num_draft_tokens, pending)
+
+
+def commit(engine: Engine, drafter: ModelDrafter, lengths: list[int]) -> None:
+    """The target holds so many tokens. Its cache, which the draft asks for lengths, follows."""
+    rows, cache = BatchRows.of(range(len(lengths)), torch.device("cpu")), engine.runner.cache
+    cache.seq_lens.copy_(torch.tensor(lengths))
+    cache.set_host_lengths(rows.numbers, lengths)
+    drafter.commit(rows, Lengths.of(lengths, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("kv", [KVSection("full"), KVSection("streaming_llm", 30, 4)], ids=repr)
@@ -155,12 +173,11 @@ def test_drafts_depend_on_the_text_alone(kv: KVSection) -> None:
         (2, [1, 3, 3]),
         *[(0, [1] * 3)] * 20,
     ):
-        batch = Batch(tuple(running), is_prefill=False)
-        forwards = draft.runner.counts.num_forwards if draft.runner else 0
-        proposal = drafter.propose(batch, num_drafts)
+        # A step without drafts asks the drafter for nothing, and costs it nothing.
+        proposal = Proposal(torch.zeros(3, 0, dtype=torch.int64))
+        if num_drafts:
+            proposal = propose(engine, drafter, num_drafts)
         assert proposal.ids.shape == (3, num_drafts) and proposal.probabilities is None
-        if num_drafts == 0:
-            assert draft.runner and draft.runner.counts.num_forwards == forwards, "costs nothing"
         for request, count in zip(running, emitted, strict=True):
             known = len(request.prompt_ids) + len(request.output_ids)
             # What was accepted is the draft's own; the last is the target's.
@@ -168,8 +185,8 @@ def test_drafts_depend_on_the_text_alone(kv: KVSection) -> None:
             new += torch.randint(3, 97, (count - len(new),), generator=generator).tolist()
             request.output_ids += new
             assert known + count == len(request.prompt_ids) + len(request.output_ids)
-        drafter.commit(batch.rows, [len(r.prompt_ids) + len(r.output_ids) - 1 for r in running])
-    found = drafter.propose(Batch(tuple(running), is_prefill=False), 4).ids
+        commit(engine, drafter, [len(r.prompt_ids) + len(r.output_ids) - 1 for r in running])
+    found = propose(engine, drafter, 4).ids
     if kv.policy == "full":
         fresh = make_draft(model, kv, 3, 200)
         texts = [(*r.prompt_ids, *r.output_ids) for r in running]
@@ -195,10 +212,11 @@ def test_after_a_step_without_drafts_one_forward_takes_all_that_is_pending() -> 
         for request in engine.scheduler.running:
             request.output_ids += [7] * (num_pending - (num_pending == 5))
         before = draft.runner.counts.num_forwards
-        batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
-        drafter.propose(batch, 1)
+        lengths = [len(r.prompt_ids) + len(r.output_ids) for r in engine.scheduler.running]
+        commit(engine, drafter, [n - 1 for n in lengths])
+        propose(engine, drafter, 1)
         assert draft.runner.counts.num_forwards - before == num_forwards
-        drafter.commit(batch.rows, [len(r.prompt_ids) + len(r.output_ids) for r in batch.requests])
+        commit(engine, drafter, lengths)
 
 
 def test_a_smaller_or_larger_padding_of_the_vocabulary_is_no_obstacle() -> None:

@@ -31,10 +31,10 @@ from magicdec.attention.triton import (
     load_kernels,
 )
 from magicdec.config.sections import KVSection
+from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import MASS_BLOCK, KVView, make_view
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView, make_view
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -132,7 +132,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 
 def test_mass_blocks_are_the_policys() -> None:
-    assert load_kernels(DEVICE.type).MASS_BLOCK.value == MASS_BLOCK
+    assert load_kernels(DEVICE.type).WEIGHTS_BLOCK.value == WEIGHTS_BLOCK
 
 
 @pytest.mark.parametrize(

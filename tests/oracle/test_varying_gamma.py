@@ -21,8 +21,8 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.draft_length import AutoLength, Measure
 from magicdec.decoding.strategy import Setup
+from magicdec.drafting.draft_length import AutoLength, Measure
 from magicdec.engine import Engine
 from magicdec.request import Batch
 

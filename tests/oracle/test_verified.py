@@ -21,29 +21,29 @@ from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.config.sections import KVSection
-from magicdec.decoding.draft_length import FixedLength
-from magicdec.decoding.heaviest_reader import HeaviestReader
-from magicdec.decoding.self_draft import SelfDrafter
+from magicdec.decoding.recorder import Eager
 from magicdec.decoding.speculative import Speculative
-from magicdec.decoding.steps import EagerSteps
+from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import untimed
+from magicdec.drafting.draft_length import FixedLength
+from magicdec.drafting.policies.verified import VerifiedKV, WeighedBlocks
+from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
-from magicdec.kv.policy import MASS_BLOCK
-from magicdec.kv.verified import VerifiedKV
+from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 
 
-def speculative(runner: ModelRunner, reader: HeaviestReader, num_draft_tokens: int) -> Speculative:
+def speculative(runner: ModelRunner, reader: WeighedBlocks, num_draft_tokens: int) -> Speculative:
     drafter = SelfDrafter(reader)
-    steps = EagerSteps(runner, drafter, untimed)
+    steps = Steps(runner, drafter, untimed, Eager())
     return Speculative(runner, drafter, FixedLength(num_draft_tokens), steps)
 
 
 def heaviest(policy: VerifiedKV, committed: list[int], mass: Tensor) -> Tensor:
     """The policy's choice for lengths that the host knows."""
     most = max(policy.split(length)[1] for length in committed)
-    return policy.heaviest(torch.tensor(committed), mass, most)
+    return policy.top_blocks(torch.tensor(committed), mass, most)
 
 
 @settings(max_examples=300, deadline=None)
@@ -59,7 +59,7 @@ def test_the_choice_is_sinks_window_and_the_heaviest_blocks(
 ) -> None:
     policy = VerifiedKV(sinks, window, sinks + window + more)
     generator = torch.Generator().manual_seed(seed)
-    blocks = -(-max(committed) // MASS_BLOCK)
+    blocks = -(-max(committed) // WEIGHTS_BLOCK)
     mass = torch.rand(2, len(committed), 3, blocks, generator=generator)
     mass = mass * (torch.rand(mass.shape, generator=generator) < 0.7)  # some have none at all
     ranges = heaviest(policy, committed, mass)
@@ -75,8 +75,8 @@ def test_the_choice_is_sinks_window_and_the_heaviest_blocks(
                 seen = {p for a, b in ranges[layer, row, head].tolist() for p in range(a, b)}
                 assert len(seen) == policy.num_visible(length)
                 assert {*range(min(sinks, length)), *range(start, length)} <= seen
-                between = list(range(-(-sinks // MASS_BLOCK), start // MASS_BLOCK))
-                taken = [b for b in between if b * MASS_BLOCK in seen]
+                between = list(range(-(-sinks // WEIGHTS_BLOCK), start // WEIGHTS_BLOCK))
+                taken = [b for b in between if b * WEIGHTS_BLOCK in seen]
                 assert len(taken) == count
                 weights = mass[layer, row, head]
                 left = [float(weights[b]) for b in between if b not in taken]
@@ -87,7 +87,7 @@ def test_a_row_within_the_budget_is_read_whole() -> None:
     policy = VerifiedKV(16, 60, 257)
     for committed in (0, 1, 16, 256, 257):
         assert policy.num_visible(committed) == committed
-    assert all(257 - MASS_BLOCK < policy.num_visible(c) <= 257 for c in range(258, 600))
+    assert all(257 - WEIGHTS_BLOCK < policy.num_visible(c) <= 257 for c in range(258, 600))
 
 
 def test_what_is_not_known_yet_goes_to_the_newest() -> None:
@@ -107,7 +107,7 @@ def test_a_budget_without_room_is_refused(sinks: int, window: int, budget: int) 
 
 def started(
     dtype: torch.dtype, lengths: list[int], policy: VerifiedKV
-) -> tuple[ModelRunner, HeaviestReader, Batch, Engine]:
+) -> tuple[ModelRunner, WeighedBlocks, Batch, Engine]:
     """A prefilled batch and a reader that has not begun."""
     model = tiny_transformer(replace(TINY, num_kv_heads=3), dtype=dtype)
     if dtype == torch.bfloat16:
@@ -116,7 +116,7 @@ def started(
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts(lengths, TINY.vocab_size), 20))
     batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
-    return runner, HeaviestReader(runner, policy), batch, engine
+    return runner, WeighedBlocks(runner, policy), batch, engine
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_beginning_leaves_the_cache_as_it_was(dtype: torch.dtype) -> None:
     runner, reader, batch, _ = started(dtype, [120, 7, 90], VerifiedKV(4, 16, 64))
     before = [runner.cache.k.clone(), runner.cache.v.clone()]
     lens = runner.cache.seq_lens.clone()
-    reader.begin(batch)
+    reader.admit(batch.requests)
     assert torch.equal(runner.cache.k, before[0]) and torch.equal(runner.cache.v, before[1])
     assert runner.cache.lengths == [120, 7, 90] and torch.equal(runner.cache.seq_lens, lens)
     # Both long rows know where 16 queries of two heads looked; the short one needs no choice.
-    assert (reader._mass.sum(3)[:, [0, 2]] - 32).abs().max() < 0.5
-    assert not reader._mass[:, 1].any()
+    assert (reader._weights.sum(3)[:, [0, 2]] - 32).abs().max() < 0.5
+    assert not reader._weights[:, 1].any()
 
 
 def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None:
@@ -148,7 +148,7 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
     policy = VerifiedKV(4, 16, 64)
     runner, reader, batch, engine = started(torch.float32, [120, 100], policy)
     strategy = speculative(runner, reader, 3)
-    strategy.begin(batch)
+    strategy.admit(batch)
     told: list[tuple[int, Tensor]] = []
     views = []
     run, run_with_mass = runner.backend.run, runner.backend.run_with_mass
@@ -188,26 +188,26 @@ def test_a_choice_is_for_its_own_rows() -> None:
     """Also where no verification came in between."""
     policy = VerifiedKV(4, 16, 64)
     _, reader, batch, _ = started(torch.float32, [120, 100], policy)
-    reader.begin(batch)
+    reader.admit(batch.requests)
     for rows in ([0], [1], [1, 0]):
         settled = reader.lengths(rows)
         reader.forward(torch.ones(len(rows), 1, dtype=torch.int64), rows, settled)
         reader.rewind(rows, settled)
         assert reader._choice is not None
-        expected = heaviest(policy, settled, reader._mass[:, rows])
-        assert torch.equal(reader._choice[2].chosen, expected)
+        expected = heaviest(policy, list(settled.bounds), reader._weights[:, rows])
+        assert torch.equal(reader._choice[1].chosen, expected)
 
 
 def test_a_step_without_drafts_watches_nothing() -> None:
     """It is a step of the baseline and costs as much; what was known before stays known."""
     runner, reader, batch, engine = started(torch.float32, [120, 100], VerifiedKV(4, 16, 64))
     strategy = speculative(runner, reader, 0)
-    strategy.begin(batch)
-    before = reader._mass.clone()
+    strategy.admit(batch)
+    before = reader._weights.clone()
     output = strategy.step(batch)
     engine.scheduler.commit(batch, output, 0.0)
     assert [len(t) for t in output.token_ids] == [1, 1]
-    assert output.num_accepted is None and torch.equal(before, reader._mass)
+    assert output.num_accepted is None and torch.equal(before, reader._weights)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 30])

@@ -17,10 +17,11 @@ from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection
 from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
-from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import KVCache
-from magicdec.kv.policy import KVView, make_view
+from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.view import KVView, make_view
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch
@@ -108,6 +109,7 @@ def test_drafts_read_what_the_target_would_see(
         if how:  # a policy of its own, and how many tokens are settled: a draft
             policy, committed = how
             view = make_view(self.cache, rows, policy, 1, committed, self.window)
+            committed = Lengths.of(committed, runner.device).bounds
             for layer in range(3):
                 positions = view.key_positions(layer)
                 positions = positions.where(positions >= 0, 10**6)  # padding
@@ -144,7 +146,7 @@ def test_what_snapkv_gathers_stays_in_the_window(
     model, _ = mistral
     num_new = 30 if every == 0 else 100
     runner = make_runner(model, 1, 150 + num_new + 4)
-    reader = make_reader(runner, KVSection("snapkv", 20, window_size=8, reselect_every=every))
+    reader = make_draft_kv(runner, KVSection("snapkv", 20, window_size=8, reselect_every=every))
     (prompt,) = random_prompts([150], VOCAB, seed=5)
     (request,) = make_requests([prompt], num_new)
     request.row = 0
@@ -152,23 +154,23 @@ def test_what_snapkv_gathers_stays_in_the_window(
     runner.allocate(0)
     runner.forward(torch.tensor([prompt]), [0])
     batch = Batch((request,), is_prefill=False)
-    reader.begin(batch)
+    reader.admit(batch.requests)
     found: list[int] = []
     views: list[KVView] = []
     plan = GroupedBackend.plan
     monkeypatch.setattr(GroupedBackend, "plan", lambda b, view: views.append(view) or plan(b, view))
     for step in range(num_new // 4 - 1):
-        reader.refresh(batch, 4)
+        reader.prepare(batch.requests, 4)
+        reader.follow(BatchRows.of([0], runner.device), 5)
         settled = reader.lengths([0])
-        assert settled == [150 + 4 * step]
+        assert settled.bounds == (150 + 4 * step,)
         for k in range(4):
             reader.forward(torch.tensor([[5 + k]]), [0], settled)
-            found.append(oldest(views[-1], runner, settled[0]) - settled[0])
+            found.append(oldest(views[-1], runner, settled.bounds[0]) - settled.bounds[0])
             assert found[-1] > k - WINDOW
         reader.rewind([0], settled)
         runner.forward(torch.tensor([[5, 6, 7, 8]]), [0])
         request.output_ids.extend([6, 7, 8, 9])
-        reader.commit([0], [runner.cache.lengths[0]])
     assert min(found) < -WINDOW // 4, "something is found"
 
 
@@ -193,6 +195,6 @@ def test_a_decode_reads_a_window(mistral: tuple[Transformer, Reference]) -> None
     runner.cache.advance([0, 1], 120)
     runner.cache.truncate([1], [20])
     runner.forward(torch.tensor([[5], [6]]), [0, 1])
-    assert runner.counts.kv_tokens_read == WINDOW + 21
+    assert runner.counts.copy().kv_tokens_read == WINDOW + 21
     kv = (WINDOW + 21) * kv_bytes_per_token(model)
     assert bytes_read(model, runner.counts) == weight_bytes(model) + kv

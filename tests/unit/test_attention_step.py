@@ -17,10 +17,9 @@ from magicdec.autotune.backend_timing import measure, measure_read
 from magicdec.autotune.fastest_backend import list_candidates
 from magicdec.config.resolve import resolve
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import KVView
-from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.kv.verified import VerifiedKV
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.policies.verified import VerifiedKV
+from magicdec.kv.view import FULL, KVView
 from magicdec.latency.forwards import largest_step
 from magicdec.latency.grid import Grid
 from magicdec.model.config import ModelConfig
@@ -28,7 +27,7 @@ from magicdec.model.config import ModelConfig
 
 def test_the_step_is_the_runs_own() -> None:
     """What is read, how often, over how much, by which heads."""
-    whole, dtype = FullKV(), torch.bfloat16
+    whole, dtype = FULL, torch.bfloat16
     verification = Read(1, 5, 1000, whole)
     drafts = Read(4, 1, 1000, StreamingLLM(16, 257))
     name = "4 drafts (streaming_llm, budget 257) and a verification of 5 tokens"
@@ -54,7 +53,7 @@ def test_the_reads_follow_the_policy() -> None:
     def reads(kv: KVSection, model: ModelConfig = MODEL) -> tuple[Read, ...]:
         return target_step(replace(BFLOAT16, kv=kv.resolve()), model).reads
 
-    whole, window = FullKV(), replace(MODEL, sliding_window=500)
+    whole, window = FULL, replace(MODEL, sliding_window=500)
     assert reads(KVSection("full"))[0] == Read(4, 1, 1000, whole)
     assert reads(KVSection("snapkv", 257))[0] == Read(4, 1, 257, whole)
     assert reads(KVSection("snapkv", 5000))[0] == Read(4, 1, 1000, whole)
@@ -76,13 +75,13 @@ def test_a_standalone_draft_has_a_step_of_its_own() -> None:
     )  # fmt: skip
     assert step.reads == (Read(4, 1, 1000, StreamingLLM(16, 257)),), "rolls: no window"
     full = draft_step(replace(STANDALONE, kv=KVSection("full")), draft)
-    assert full.reads == (Read(4, 1, 1000, FullKV(), 500),) and full.name == "4 drafts (full)"
+    assert full.reads == (Read(4, 1, 1000, FULL, 500),) and full.name == "4 drafts (full)"
 
 
 def test_latency_is_measured_by_the_largest_step_of_its_grid() -> None:
     grid = Grid((2, 8), (100, 1000), (1, 4), (), 1, 1)
     step = target_step(largest_step(BASELINE, grid), MODEL)
-    assert (step.rows, step.reads) == (8, (Read(1, 4, 1000, FullKV()),))
+    assert (step.rows, step.reads) == (8, (Read(1, 4, 1000, FULL),))
     drafts = (KVSection("streaming_llm", 257), KVSection("verified", 129))
     config = largest_step(BASELINE, replace(grid, drafts=drafts))
     drafted, verification = target_step(config, MODEL).reads
@@ -98,8 +97,8 @@ READS = [
     Read(4, 1, 150, StreamingLLM(4, 20)),
     Read(4, 1, 150, VerifiedKV(4, 16, 64)),
     Read(4, 1, 150, VerifiedKV(4, 16, 64), window=120),
-    Read(1, 3, 150, FullKV(), tells_mass=True),
-    Read(1, 3, 150, FullKV(), window=30),
+    Read(1, 3, 150, FULL, tells_mass=True),
+    Read(1, 3, 150, FULL, window=30),
 ]
 
 

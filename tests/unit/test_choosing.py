@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.decoding.choosing import NO_TOP_K, Choosing, Filters, Penalties
-from magicdec.decoding.randomness import Purpose
-from magicdec.decoding.sampling import probabilities, process
 from magicdec.request import Request, SamplingParams
+from magicdec.sampling.metadata import NO_TOP_K, Filters, Penalties, SamplingMetadata
+from magicdec.sampling.randomness import Purpose
+from magicdec.sampling.sampling import probabilities, process
 
 VOCAB, CPU = 20, torch.device("cpu")
 WARM = SamplingParams(9, temperature=1.0, seed=5)
@@ -33,7 +33,7 @@ def logits() -> Tensor:
     return torch.randn(len(PARAMS), 3, VOCAB, generator=torch.Generator().manual_seed(0))
 
 
-def same(a: Choosing, b: Choosing) -> None:
+def same(a: SamplingMetadata, b: SamplingMetadata) -> None:
     """Choose alike: history, parameters and random numbers."""
     assert a.draws is not None and b.draws is not None
     processed = [process(logits(), each.penalties) for each in (a, b)]
@@ -46,7 +46,7 @@ def same(a: Choosing, b: Choosing) -> None:
 
 def test_taken_tokens_are_those_of_requests_that_emitted_them() -> None:
     """Of active rows, as many as each emitted; the ids after these are seen in no output."""
-    choosing = Choosing.of(requests_of(OUTPUTS), VOCAB, CPU)
+    choosing = SamplingMetadata.of(requests_of(OUTPUTS), VOCAB, CPU)
     ids = torch.tensor([[5, 5, 6], [8, 9, 10], [1, 11, 12], [13, 14, 15], [16, 17, 18]])
     counts, active = torch.tensor([2, 3, 1, 3, 2]), torch.tensor([1, 1, 1, 1, 0]).bool()
     outputs = [list(output) for output in OUTPUTS]
@@ -54,13 +54,13 @@ def test_taken_tokens_are_those_of_requests_that_emitted_them() -> None:
         choosing.take(ids, counts, active)
         for row, count in enumerate((counts * active).tolist()):
             outputs[row] += ids[row, :count].tolist()
-        same(choosing, Choosing.of(requests_of(outputs), VOCAB, CPU))
+        same(choosing, SamplingMetadata.of(requests_of(outputs), VOCAB, CPU))
         ids = ids.flip(1)
 
 
 def test_loaded_requests_are_those_it_was_made_of() -> None:
     """Whatever was taken meanwhile, and of a row that is given; the others begin anew."""
-    choosing = Choosing.of(requests_of(OUTPUTS), VOCAB, CPU)
+    choosing = SamplingMetadata.of(requests_of(OUTPUTS), VOCAB, CPU)
     kept = [tensor.clone() for tensor in choosing.state]
     every = torch.ones(5, dtype=torch.int64)
     choosing.take(torch.arange(10).view(5, 2), every * 2, every.bool())
@@ -69,16 +69,19 @@ def test_loaded_requests_are_those_it_was_made_of() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, choosing.state, strict=True))
     none = [[], [], [1], [], []]
     choosing.load([r if r.request_id == 2 else None for r in requests_of(OUTPUTS)])
-    same(choosing, Choosing.of(requests_of(none), VOCAB, CPU))
+    same(choosing, SamplingMetadata.of(requests_of(none), VOCAB, CPU))
 
 
 def test_what_no_row_asks_for_takes_no_tensor() -> None:
     """In steps that the host starts, too, where it would be made each time."""
     greedy = [Request(0, (1,), SamplingParams(9), [2])]
-    assert Choosing.of(greedy, VOCAB, CPU) == Choosing() and Choosing().state == []
-    penalised = Choosing.of([Request(0, (1,), PENALISED)], VOCAB, CPU)
+    assert (
+        SamplingMetadata.of(greedy, VOCAB, CPU) == SamplingMetadata()
+        and SamplingMetadata().state == []
+    )
+    penalised = SamplingMetadata.of([Request(0, (1,), PENALISED)], VOCAB, CPU)
     assert penalised.draws is None and len(penalised.state) == 1
-    warm = Choosing.of([*greedy, Request(1, (1,), WARM)], VOCAB, CPU)
+    warm = SamplingMetadata.of([*greedy, Request(1, (1,), WARM)], VOCAB, CPU)
     assert warm.penalties is None and warm.draws is not None and len(warm.state) == 1
     assert warm.draws.filters.top is None and warm.draws.filters.min_p is None
 

@@ -8,19 +8,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_kv_cache import make_cache
 
-from magicdec.decoding.heaviest_reader import Chosen
-from magicdec.kv.device_rows import DeviceRows
-from magicdec.kv.full import FullKV
-from magicdec.kv.policy import MASS_BLOCK, KVView, Visible, make_view
-from magicdec.kv.streaming_llm import StreamingLLM
-from magicdec.kv.verified import VerifiedKV
+from magicdec.drafting.block_kv import ChosenBlocks
+from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.policies.verified import VerifiedKV
+from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 
 CAPACITY, MOST_TAIL = 128, 5
 
 
-def device_rows(numbers: list[int], active: list[bool]) -> DeviceRows:
+def device_rows(numbers: list[int], active: list[bool]) -> BatchRows:
     index = torch.tensor(numbers)
-    return DeviceRows(tuple(numbers), index, torch.tensor(active), 2 * MOST_TAIL)
+    return BatchRows(tuple(numbers), index, torch.tensor(active).long(), 2 * MOST_TAIL)
 
 
 def keys_of(view: KVView, layer: int, row: int, head: int) -> list[int]:
@@ -36,13 +36,13 @@ def policies(kind: str, sinks: int, room: int, window: int | None, committed: li
     if kind == "streaming_llm":
         return (StreamingLLM(sinks, sinks + room),) * 2
     policy = VerifiedKV(sinks, max(1, room // 2), sinks + room, window)
-    mass = torch.rand(2, len(committed), 3, CAPACITY // MASS_BLOCK)
+    mass = torch.rand(2, len(committed), 3, CAPACITY // WEIGHTS_BLOCK)
     lengths, most = torch.tensor(committed), max(policy.split(c)[1] for c in committed)
-    blocks = -(-max(committed) // MASS_BLOCK)
-    whole = min(policy.budget // MASS_BLOCK, CAPACITY // MASS_BLOCK)
+    blocks = -(-max(committed) // WEIGHTS_BLOCK)
+    whole = min(policy.budget // WEIGHTS_BLOCK, CAPACITY // WEIGHTS_BLOCK)
     return (
-        Chosen(policy, policy.heaviest(lengths, mass[..., :blocks], min(most, blocks))),
-        Chosen(policy, policy.heaviest(lengths, mass, whole)),
+        ChosenBlocks(policy, policy.top_blocks(lengths, mass[..., :blocks], min(most, blocks))),
+        ChosenBlocks(policy, policy.top_blocks(lengths, mass, whole)),
     )
 
 
@@ -76,7 +76,8 @@ def test_a_view_by_tensors_shows_what_the_hosts_shows(
         cache.advance([row], settled + tail)
     numbers, active = list(range(len(rows))), [a for *_, a in rows]
     asked: tuple[Visible, Visible] = policies(kind, sinks, room, window, committed)
-    given_host, given_device = (committed, torch.tensor(committed)) if drafts else (None, None)
+    given_host = committed if drafts else None
+    given_device = Lengths.of(committed, torch.device("cpu")) if drafts else None
     host = make_view(cache, numbers, asked[0], num_new, given_host, window)
     on_device = device_rows(numbers, active)
     view = make_view(cache, on_device, asked[1], num_new, given_device, window)
@@ -105,8 +106,9 @@ def test_lengths_move_on_the_device_alone_until_they_are_noted() -> None:
     cache.advance(rows, 4)
     assert cache.seq_lens.tolist() == [10, 10, 14], "a row that has ended stands still"
     assert cache.lengths == [10, 10, 10]
-    cache.truncate(rows, torch.tensor([12, 13]))
+    cache.truncate(rows, Lengths(torch.tensor([12, 13]), (64, 64)))
     assert cache.seq_lens.tolist() == [10, 10, 12], "and is not lengthened"
-    assert isinstance(before, torch.Tensor) and before.tolist() == [10, 10], "as it was"
-    cache.note([2], [12])
+    assert before.tensor.tolist() == [10, 10], "as it was"
+    assert before.bounds == (64, 64)
+    cache.set_host_lengths([2], [12])
     assert cache.lengths == [10, 10, 12]

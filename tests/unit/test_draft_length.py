@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from magicdec.config.sections import DecodingSection
-from magicdec.decoding.draft_length import (
+from magicdec.distributed.groups import Group
+from magicdec.drafting.draft_length import (
     MARGIN,
     AutoLength,
     DraftLength,
@@ -19,7 +20,6 @@ from magicdec.decoding.draft_length import (
     StepTimes,
     make_draft_length,
 )
-from magicdec.distributed.groups import Group
 from magicdec.request import Batch, Request, SamplingParams
 
 CPU, MOST = torch.device("cpu"), 8

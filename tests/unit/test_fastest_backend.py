@@ -24,8 +24,9 @@ from magicdec.config.model_section import ModelSection
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.decoding.recorder import Eager
 from magicdec.distributed.groups import Group
-from magicdec.kv.policy import KVView
+from magicdec.kv.view import KVView
 
 CPU = torch.device("cpu")
 MODEL = replace(TINY, head_dim=64)
@@ -245,7 +246,7 @@ def test_recorded_steps_are_measured_recorded(
     asked = replace(ASKED, decoding=replace(ASKED.decoding, cuda_graphs=graphs))
     found = settle(resolve(asked, GPU), MODEL, None, Group((0,), 0), CPU)
     reason = found.attention.backend_choice.why
-    assert given == ({None} if graphs == "off" else {"graphs of cpu"})
+    assert given == ({Eager()} if graphs == "off" else {"graphs of cpu"})
     why = "it needs lengths on the host, and no CUDA graph could hold it"
     left_out = f"; grouped: {why}; flashinfer: {why}"
     assert reason.endswith(left_out) == (graphs != "off")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.decoding.forecast import (
+from magicdec.drafting.forecast import (
     Acceptance,
     order_statistics,
     seconds_until_done,

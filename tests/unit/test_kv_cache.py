@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import KVPolicy
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.full import FullKV
 from magicdec.kv.layout import PLAIN, TILED, Layout
-from magicdec.kv.policy import KVPolicy, make_view
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.kv.view import make_view
 
 
 def make_cache(

@@ -18,8 +18,9 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection
+from magicdec.decoding.recorder import Eager
 from magicdec.distributed.groups import Group
-from magicdec.kv.verified import VerifiedKV
+from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.latency import forwards
 from magicdec.latency.forward_kinds import make_forwards
 from magicdec.latency.forwards import fill, time_once, time_place
@@ -132,7 +133,7 @@ def test_recorded_forwards_do_what_the_others_do() -> None:
     """The same tokens chosen, the same keys read, the cache left at its context."""
     grid = Grid((3,), (61,), (1, 2, 5), DRAFTS, repeats=1, warmup=0)
     found: list[list[Any]] = []
-    for recorder in (None, Recorder()):
+    for recorder in (Eager(), Recorder()):
         runner = make_runner(tiny_transformer(), 3, 70, SDPABackend(16))
         results: list[Any] = []
         for forward in make_forwards(runner, fill(runner, 61), grid, 61, recorder):
@@ -170,13 +171,13 @@ def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
 def test_only_a_first_draft_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy that watches chooses once a verification, wherever rounds begin."""
     chosen: list[int] = []
-    heaviest = VerifiedKV.heaviest
+    top_blocks = VerifiedKV.top_blocks
 
     def record(policy: VerifiedKV, committed: Tensor, mass: Tensor, most: int) -> Tensor:
         chosen.append(mass.shape[1])
-        return heaviest(policy, committed, mass, most)
+        return top_blocks(policy, committed, mass, most)
 
-    monkeypatch.setattr(VerifiedKV, "heaviest", record)
+    monkeypatch.setattr(VerifiedKV, "top_blocks", record)
     runner = make_runner(tiny_transformer(), 2, 64)
     grid = Grid((2,), (50,), (1, 2), DRAFTS[2:3], repeats=1, warmup=0)
     made = {f.cell.phase: f for f in make_forwards(runner, fill(runner, 50), grid, 50)}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
-from magicdec.decoding.choosing import Choosing, Draws, Filters, Penalties
-from magicdec.decoding.randomness import Purpose
-from magicdec.decoding.sampling import make_params, probabilities, process, sample
-from magicdec.decoding.verification import verify
 from magicdec.request import Request
+from magicdec.sampling.metadata import Draws, Filters, Penalties, SamplingMetadata
+from magicdec.sampling.randomness import Purpose
+from magicdec.sampling.sampling import make_params, probabilities, process, sample
+from magicdec.sampling.verification import verify
 
 CPU = torch.device("cpu")
 VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token
@@ -34,7 +34,7 @@ def make_requests(count: int, section: SamplingSection) -> list[Request]:
     return [Request(i, (FIRST,), make_params(section, 99, (), i)) for i in range(count)]
 
 
-def draws_of(choosing: Choosing) -> Draws:
+def draws_of(choosing: SamplingMetadata) -> Draws:
     assert choosing.draws is not None, "all sections sample"
     return choosing.draws
 
@@ -48,7 +48,7 @@ class Toy:
 
     def propose(self, requests: list[Request], count: int) -> tuple[Tensor, Tensor | None]:
         last = torch.tensor([(*r.prompt_ids, *r.output_ids)[-1] for r in requests])
-        choosing = Choosing.of(requests, len(self.target), CPU)
+        choosing = SamplingMetadata.of(requests, len(self.target), CPU)
         draws = draws_of(choosing)
         ids, probs = torch.empty(len(requests), 0, dtype=torch.long), []
         for place in range(count):
@@ -66,7 +66,7 @@ class Toy:
     def step(self, requests: list[Request], count: int, rule: Rule) -> None:
         drafts, draft_probs = self.propose(requests, count)
         last = torch.tensor([[(*r.prompt_ids, *r.output_ids)[-1]] for r in requests])
-        choosing = Choosing.of(requests, len(self.target), CPU)
+        choosing = SamplingMetadata.of(requests, len(self.target), CPU)
         draws = draws_of(choosing)
         logits = process(self.target[torch.cat([last, drafts], dim=1)], choosing.penalties, drafts)
         accepted, next_ids = rule(

@@ -9,7 +9,7 @@ import pytest
 from test_compare import Record, make
 
 from magicdec.config.sections import KVSection
-from magicdec.kv.policy import make_policy
+from magicdec.drafting.policies.policy import make_policy
 from magicdec.names import KV_POLICIES
 from magicdec.records.compare import compare, measured_thing
 from magicdec.records.reading import parse_record

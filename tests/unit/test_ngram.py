@@ -8,7 +8,8 @@ from conftest import make_requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.decoding.ngram import Lookup, NgramDrafter
+from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.ngram import Lookup, NgramDrafter
 from magicdec.request import Batch
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -47,11 +48,14 @@ def test_a_drafter_follows_the_output_of_each_request(
     requests = make_requests([tuple(p) for p in prompts], 1000)
     for row, request in enumerate(requests):
         request.row = row
-    batch, drafter = Batch(tuple(requests), is_prefill=False), NgramDrafter(torch.device("cpu"))
-    drafter.begin(batch)
+    batch, cpu = Batch(tuple(requests), is_prefill=False), torch.device("cpu")
+    drafter = NgramDrafter(2, 4, cpu)
+    drafter.admit(requests)
+    on_device = DeviceBatch.of(batch, 100, cpu)
     for i, emitted in enumerate(outputs):
         requests[i % 2].output_ids += emitted
-        proposal = drafter.propose(batch, 4)
+        assert drafter.prepare(requests, 4, 2) == 1
+        proposal = drafter.propose(on_device, 4)
         assert proposal.probabilities is None
         assert proposal.ids.tolist() == [
             expected([*r.prompt_ids, *r.output_ids], 4, drafter.max_ngram) for r in requests

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.decoding.randomness import (
+from magicdec.request import Request, SamplingParams
+from magicdec.sampling.randomness import (
     Purpose,
     derive_seed,
     splitmix64,
     uniforms,
     uniforms_ahead,
 )
-from magicdec.request import Request, SamplingParams
 
 
 def test_the_generator_is_splitmix64() -> None:

@@ -22,10 +22,10 @@ from transformers.generation import (
 from magicdec.cli.flags import parse
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
-from magicdec.decoding.choosing import Filters, Penalties
-from magicdec.decoding.sampling import make_params, process, sample
-from magicdec.decoding.sampling import probabilities as filtered
 from magicdec.request import Request, SamplingParams
+from magicdec.sampling.metadata import Filters, Penalties
+from magicdec.sampling.sampling import make_params, process, sample
+from magicdec.sampling.sampling import probabilities as filtered
 
 VOCAB = 50
 BELOW_ONE = math.nextafter(1.0, 0.0)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.decoding.choosing import Filters
-from magicdec.decoding.randomness import Purpose, uniforms
-from magicdec.decoding.sampling import count_accepted, probabilities, sample
-from magicdec.decoding.verification import residual, verify
 from magicdec.request import SamplingParams
+from magicdec.sampling.metadata import Filters
+from magicdec.sampling.randomness import Purpose, uniforms
+from magicdec.sampling.sampling import count_accepted, probabilities, sample
+from magicdec.sampling.verification import residual, verify
 
 
 def exact(values: object) -> Tensor:

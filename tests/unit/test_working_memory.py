@@ -17,8 +17,8 @@ from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
-from magicdec.decoding.reader import make_reader
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.engine import Engine
 from magicdec.memory.working_memory import first_choice_bytes, forward_bytes, working_bytes
 from magicdec.request import Batch
@@ -64,7 +64,7 @@ def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     runner = make_runner(tiny_transformer(), ROWS, PREFIX + NEW + 3, BACKENDS[backend]())
     requests = make_requests(random_prompts([PREFIX] * ROWS, TINY.vocab_size), NEW)
     batch = Batch(tuple(Engine(runner, 128).prefill(requests)), is_prefill=False)
-    reader = make_reader(runner, kv)
+    reader = make_draft_kv(runner, kv)
     found = peak_bytes(lambda: reader.begin(batch))
     if kv.policy == "snapkv":
         found -= reader.runner.cache.num_bytes

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
-from magicdec.kv.policy import Visible
-from magicdec.kv.streaming_llm import StreamingLLM
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
+from magicdec.kv.view import Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
@@ -65,18 +65,20 @@ class RollingRunner(ModelRunner):
         token_ids: Tensor,
         rows: Rows,
         policy: Visible | None = None,
-        committed: Lengths | None = None,
+        committed: Lengths | Sequence[int] | None = None,
         last_only: bool = False,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
     ) -> Tensor:
-        """As `ModelRunner.forward`; the policy is the runner's own."""
-        assert policy is None or policy == self.policy, "what was evicted cannot be shown"
-        assert not isinstance(rows, DeviceRows), "blocks are taken and given back by the host"
-        held = [self.cache.lengths[row] for row in rows]
-        settled = held if committed is None else [int(c) for c in committed]
-        self._roll(rows, settled)
-        for row, length, start in zip(rows, held, settled, strict=True):
+        """As `ModelRunner.forward`; the policy is the runner's own. The host evicts and allocates
+        blocks before it, so that it cannot be captured."""
+        assert policy is None or policy == self.policy, "evicted tokens cannot be shown"
+        rows = BatchRows.of(rows, self.device)
+        assert not rows.is_captured, "blocks are taken and given back by the host"
+        held = self.cache.lengths_of(rows)
+        settled = held if committed is None else Lengths.of(committed, self.device)
+        self._roll(rows.numbers, settled.bounds)
+        for row, length, start in zip(rows.numbers, held.bounds, settled.bounds, strict=True):
             tail = length + token_ids.shape[1] - start
             assert tail <= self.max_tail, "the tail is as long as was announced"
             self.cache.allocate(row, start + tail)

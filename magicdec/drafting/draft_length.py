@@ -23,9 +23,9 @@ from typing import Protocol
 import torch
 
 from magicdec.config.sections import DecodingSection
-from magicdec.decoding.forecast import Acceptance, seconds_until_done, tokens_of_steps
 from magicdec.distributed.groups import Group
-from magicdec.kv.device_rows import upload
+from magicdec.drafting.forecast import Acceptance, seconds_until_done, tokens_of_steps
+from magicdec.kv.rows import upload
 from magicdec.request import Batch
 
 Measure = Callable[[Batch], Sequence[float]]

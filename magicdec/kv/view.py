@@ -1,13 +1,14 @@
-"""KVPolicy: which cached tokens a forward may read, as arithmetic on lengths; and KVView, the
-answer for one batch.
+"""KVView: what attention reads in one forward, and Visible, the rule that says so as arithmetic on
+lengths.
 
-A policy names at most a few half-open ranges of the committed context; the uncommitted tail (draft
-tokens in flight and the forward's own tokens) is always visible on top of them. What a policy
-leaves out is not read; nothing is masked away.
+A rule names at most a few half-open ranges of the committed context. The uncommitted tail (draft
+tokens in flight and the forward's own tokens) is always visible on top of them. Tokens that a rule
+leaves out are not read; nothing is masked away.
 
-A model with a sliding window of W tokens bounds all of this from below: a token at position p sees
-p - W + 1 .. p and nothing before, whatever the policy. What no token of a forward sees is not read
-either; between the first and the last of them the backend masks (`attention.backend`).
+The sliding window of a model bounds all of this from below: with a window of W tokens a token at
+position p sees p - W + 1 .. p and nothing before, whatever the rule. Keys that no token of a
+forward sees are not read either; between the first and the last of them the backend masks
+(`attention.backend`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from magicdec.config.sections import KVSection
 from magicdec.kv.cache import KVCache
-from magicdec.kv.device_rows import DeviceRows, Lengths, Rows, upload
-from magicdec.names import KV_POLICIES, load_named
+from magicdec.kv.rows import BatchRows, Lengths, Rows
 
-MASS_BLOCK = 16  # keys, from a multiple of it on, whose attention probability is summed up
+WEIGHTS_BLOCK = 16  # keys, from a multiple of it on, whose attention weights are summed up
 
 
 class Visible(Protocol):
@@ -47,24 +46,21 @@ class Visible(Protocol):
         ...
 
 
-class KVPolicy(Protocol):
-    """Implementations are dataclasses: their repr goes into the record. `reader` names how a draft
-    reads under it (`names.DRAFT_READERS`)."""
+@dataclass(frozen=True)
+class FullView:
+    """Every committed token is visible: what the target itself reads."""
 
-    reader: ClassVar[str]
+    def ranges(self, committed: Tensor) -> Tensor:
+        return torch.stack([torch.zeros_like(committed), committed], dim=1).unsqueeze(1)
 
-    @classmethod
-    def build(cls, kv: KVSection) -> KVPolicy: ...
+    def num_visible(self, committed: int) -> int:
+        return committed
+
+    def most_visible(self, committed: int) -> int:
+        return committed
 
 
-class RangePolicy(KVPolicy, Visible, Protocol):
-    """A policy whose choice is arithmetic on lengths."""
-
-
-def make_policy(kv: KVSection) -> KVPolicy:
-    """The policy that a run's KV section names."""
-    policy: KVPolicy = load_named(KV_POLICIES, kv.policy).build(kv)
-    return policy
+FULL = FullView()
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class KVView:
     t of a row stands at position seq_lens + t and sees the policy's ranges of the committed tokens
     and every tail token up to itself, of all these the last `window` positions.
 
-    Of `DeviceRows` the host knows no lengths: `lengths` and `num_visible` are then what no row
+    `lengths` and `num_visible` are what the host knows: exact, or of captured rows what no row
     exceeds.
     """
 
@@ -103,9 +99,9 @@ class KVView:
 
     @property
     def num_mass_blocks(self) -> int:
-        """Blocks of MASS_BLOCK positions that hold all keys of the longest row, new ones
+        """Blocks of WEIGHTS_BLOCK positions that hold all keys of the longest row, new ones
         included."""
-        return -(-(max(self.lengths) + self.num_new) // MASS_BLOCK)
+        return -(-(max(self.lengths) + self.num_new) // WEIGHTS_BLOCK)
 
     @cached_property
     def _visible(self) -> Tensor:
@@ -147,85 +143,93 @@ class KVView:
         return torch.where(inside, position, -1)
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What the host knows of a view, a number a row: cached tokens, and visible ones of them. Exact
+    for a forward that the host starts; for one that is captured no row will ever exceed them."""
+
+    lengths: tuple[int, ...]
+    num_visible: tuple[int, ...]
+    is_full: bool
+
+
 def make_view(
     cache: KVCache,
     rows: Rows,
-    policy: Visible,
+    visible: Visible,
     num_new: int,
-    committed: Lengths | None = None,
+    committed: Lengths | Sequence[int] | None = None,
     window: int | None = None,
 ) -> KVView:
-    """The view of `rows` under `policy`. `committed` defaults to all that the rows hold. With a
-    `window` a policy whose heads have ranges of their own keeps within it by itself."""
-    if isinstance(rows, DeviceRows):
-        return _device_view(cache, rows, policy, num_new, committed, window)
-    lengths = tuple(cache.lengths[row] for row in rows)
-    settled = lengths if committed is None else tuple(int(c) for c in committed)
+    """The view of `rows` under a rule. `committed` defaults to all that the rows hold. Under a
+    `window`, a rule whose heads have ranges of their own keeps within the window by itself."""
     device = cache.seq_lens.device
-    row_index = upload(list(rows), device)
-    settled_tensor = upload(settled, device)
-    ranges = policy.ranges(settled_tensor)
-    seen = tuple(policy.num_visible(c) for c in settled)
-    first_keys = tuple(first_key(length, window) for length in lengths)
-    if any(first_keys) and ranges.ndim == 3:
-        ranges = ranges.clamp(min=upload(first_keys, device).view(-1, 1, 1))
-        seen = num_within(policy, settled, first_keys)
-    starts = zip(lengths, settled, first_keys, strict=True)
-    tails = [length - max(c, first) for length, c, first in starts]
-    num_visible = tuple(s + tail for s, tail in zip(seen, tails, strict=True))
-    in_window = tuple(length - first for length, first in zip(lengths, first_keys, strict=True))
-    # Ranges of each head are not cut at the window: as many need not be the same.
-    is_cut = ranges.ndim == 5 and any(first_keys)
-    return KVView(
-        cache=cache,
-        rows=tuple(rows),
-        row_index=row_index,
-        seq_lens=cache.seq_lens[row_index],
-        committed=settled_tensor,
-        ranges=ranges,
-        lengths=lengths,
-        num_visible=num_visible,
-        num_new=num_new,
-        is_full=num_visible == in_window and not is_cut,
-        window=window,
-    )
-
-
-def _device_view(
-    cache: KVCache,
-    rows: DeviceRows,
-    policy: Visible,
-    num_new: int,
-    committed: Lengths | None,
-    window: int | None,
-) -> KVView:
-    """As `make_view`, by tensors alone; rows that are not active see nothing but new tokens."""
-    seq_lens = cache.seq_lens[rows.index]
-    settled = seq_lens
-    if committed is not None:
-        assert isinstance(committed, Tensor), "the host knows no length of such rows"
-        settled = torch.where(rows.active, committed, seq_lens)
-    ranges = policy.ranges(settled)
+    rows = BatchRows.of(rows, device)
+    held = cache.lengths_of(rows)
+    settled = held if committed is None else Lengths.of(committed, device)
+    start = settled.tensor
+    if rows.is_captured and committed is not None:
+        start = torch.where(rows.active > 0, start, held.tensor)
+    ranges = visible.ranges(start)
     if window is not None and ranges.ndim == 3:
-        first_keys = (seq_lens + 1 - window).clamp(min=0)
+        first_keys = (held.tensor + 1 - window).clamp(min=0)
         ranges = torch.maximum(ranges, first_keys.view(-1, 1, 1))
-    is_row = (-1, 1, 1) if ranges.ndim == 3 else (1, -1, 1, 1, 1)
-    longest = cache.tokens_per_row - num_new
-    most = policy.most_visible(longest)
-    in_view = min(longest, most if committed is None else most + rows.max_tail)
+    if rows.is_captured:
+        is_row = (-1, 1, 1) if ranges.ndim == 3 else (1, -1, 1, 1, 1)
+        ranges = ranges * rows.active.view(is_row)
+        bounds = _captured_bounds(cache, rows, visible, num_new, committed is None, window)
+    else:
+        bounds = _exact_bounds(held.bounds, settled.bounds, visible, ranges.ndim == 5, window)
     return KVView(
         cache=cache,
         rows=rows.numbers,
         row_index=rows.index,
-        seq_lens=seq_lens,
-        committed=settled,
-        ranges=ranges * rows.active.view(is_row),
-        lengths=(longest,) * len(rows),
-        num_visible=(in_view,) * len(rows),
+        seq_lens=held.tensor,
+        committed=start,
+        ranges=ranges,
+        lengths=bounds.lengths,
+        num_visible=bounds.num_visible,
         num_new=num_new,
-        is_full=most == longest and window is None,
+        is_full=bounds.is_full,
         window=window,
     )
+
+
+def _exact_bounds(
+    lengths: tuple[int, ...],
+    committed: tuple[int, ...],
+    visible: Visible,
+    per_head: bool,
+    window: int | None,
+) -> Bounds:
+    first_keys = tuple(first_key(length, window) for length in lengths)
+    is_cut = any(first_keys)
+    if is_cut and not per_head:
+        seen = num_within(visible, committed, first_keys)
+    else:
+        seen = tuple(visible.num_visible(c) for c in committed)
+    starts = zip(lengths, committed, first_keys, strict=True)
+    tails = [length - max(c, first) for length, c, first in starts]
+    num_visible = tuple(s + tail for s, tail in zip(seen, tails, strict=True))
+    in_window = tuple(length - first for length, first in zip(lengths, first_keys, strict=True))
+    # Ranges of single heads are not cut at the window, since heads might then see unequal numbers.
+    return Bounds(lengths, num_visible, num_visible == in_window and not (per_head and is_cut))
+
+
+def _captured_bounds(
+    cache: KVCache,
+    rows: BatchRows,
+    visible: Visible,
+    num_new: int,
+    is_committed: bool,
+    window: int | None,
+) -> Bounds:
+    assert rows.max_tail is not None, "captured"
+    longest = cache.tokens_per_row - num_new
+    most = visible.most_visible(longest)
+    seen = min(longest, most if is_committed else most + rows.max_tail)
+    is_full = most == longest and window is None
+    return Bounds((longest,) * len(rows), (seen,) * len(rows), is_full)
 
 
 def first_key(position: int, window: int | None) -> int:
@@ -234,9 +238,9 @@ def first_key(position: int, window: int | None) -> int:
 
 
 def num_within(
-    policy: Visible, committed: Sequence[int], first_keys: Sequence[int]
+    visible: Visible, committed: Sequence[int], first_keys: Sequence[int]
 ) -> tuple[int, ...]:
-    """As the policy's `num_visible`, a number a row, of the tokens from `first_keys` on."""
-    ranges = policy.ranges(torch.tensor(committed))  # on the host, as this is asked
+    """As `Visible.num_visible`, a number a row, of the tokens from `first_keys` on."""
+    ranges = visible.ranges(torch.tensor(committed))  # on the CPU, since the host asks
     ranges = ranges.clamp(min=torch.tensor(first_keys).view(-1, 1, 1))
     return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())

@@ -1,9 +1,9 @@
-"""Choosing: what the rows of a batch choose their tokens by, as tensors: parameters, and what they
-have emitted.
+"""SamplingMetadata: what the rows of a batch sample their tokens by, as tensors: parameters, seeds,
+and what they have emitted so far.
 
-Made from requests for a step that the host starts; kept on the device from step to step, and
-brought up to date there, where steps are recorded. Which of it there is at all is decided by the
-host, when it is made. Must not know how tokens are chosen (`sampling`).
+Made from requests by the host, then brought up to date on the device after each step. Which parts
+there are at all (a seed, penalties) is decided by the host when it is made. Must not know how
+tokens are sampled (`sampling`).
 
 Shapes: B rows, R of them with penalties, T tokens, V vocabulary.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.decoding.randomness import Purpose, uniforms_ahead
-from magicdec.kv.device_rows import upload
+from magicdec.kv.rows import upload
 from magicdec.request import Request, SamplingParams
+from magicdec.sampling.randomness import Purpose, uniforms_ahead
 
 NO_TOP_K = torch.iinfo(torch.int64).max
 
@@ -99,7 +99,7 @@ class Penalties:
         )
 
     def take(self, ids: Tensor, is_emitted: Tensor) -> None:
-        """See ids [B, T] in the outputs, where `is_emitted` [B, T]."""
+        """Add those of ids [B, T] to the outputs that are `is_emitted` [B, T]."""
         ids, is_emitted = ids[self.index], is_emitted[self.index]
         count = torch.zeros_like(self.in_output, dtype=torch.int64)
         count.scatter_add_(1, ids, is_emitted.long())
@@ -107,14 +107,16 @@ class Penalties:
 
 
 @dataclass(frozen=True)
-class Choosing:
+class SamplingMetadata:
     """The rows of one batch; by default greedy and without penalties, which takes no tensor."""
 
     draws: Draws | None = None
     penalties: Penalties | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> Choosing:
+    def of(
+        cls, requests: Sequence[Request], vocab_size: int, device: torch.device
+    ) -> SamplingMetadata:
         """`vocab_size`: of the model, whole."""
         return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device))
 
@@ -125,8 +127,8 @@ class Choosing:
         return emitted + ([] if self.penalties is None else [self.penalties.in_output])
 
     def take(self, ids: Tensor, counts: Tensor, active: Tensor) -> None:
-        """Note, on the device, that the rows that are `active` [B] emitted the first `counts` [B]
-        of ids [B, T]."""
+        """Count, on the device, the first `counts` [B] of ids [B, T] as emitted by the rows that
+        are `active` [B] (1 or 0)."""
         if self.draws is None and self.penalties is None:
             return
         counts = counts * active
@@ -137,7 +139,7 @@ class Choosing:
             self.penalties.take(ids, place < counts.unsqueeze(1))
 
     def load(self, requests: Sequence[Request | None]) -> None:
-        """Take over what each row has emitted as the host knows it: nothing where None."""
+        """Set what each row has emitted from the host's requests; None stands for nothing."""
         outputs = [[] if r is None else r.output_ids for r in requests]
         if self.draws is not None:
             emitted = self.draws.emitted

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
-from magicdec.decoding.choosing import Filters, Penalties
-from magicdec.decoding.randomness import derive_seed
 from magicdec.distributed.groups import Group
 from magicdec.request import SamplingParams
+from magicdec.sampling.metadata import Filters, Penalties
+from magicdec.sampling.randomness import derive_seed
 
 
 def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from magicdec.decoding.sampling import sample
+from magicdec.sampling.sampling import sample
 
 
 def verify(

@@ -1,7 +1,7 @@
 """SnapKV: what the last prompt tokens attended to, chosen once, and everything since.
 
-Source: Li et al. 2024, section 4. Owns the choice, a pure function of queries and keys; where the
-chosen entries are kept is the reader's business.
+Source: Li et al. 2024, section 4. Owns the choice, a pure function of queries and keys; the chosen
+entries are kept by `CopiedKV`.
 
 Shapes: W observed tokens, H query heads, G KV heads, D head size, S cached tokens.
 """
@@ -16,17 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
+from magicdec.drafting.copied_kv import CopiedKV
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.policies.policy import KVPolicy
+from magicdec.kv.view import FULL, Visible
+from magicdec.runner import ModelRunner
 
 KERNEL = 5  # neighbours that share a score: what is attended to is seldom a single token
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(KVPolicy):
     """At most `budget` tokens of the context at the time of the choice: the newest `window_size`,
     and for each KV head those that they attended to most. With `reselect_every` > 0 the choice is
     made anew after so many tokens."""
 
-    reader: ClassVar[str] = "gathered"
+    settings: ClassVar[tuple[str, ...]] = ("budget", "window_size", "pooling", "reselect_every")
+    is_copied: ClassVar[bool] = True
     budget: int
     window_size: int
     pooling: str = "avg"
@@ -41,6 +47,25 @@ class SnapKV:
     @classmethod
     def build(cls, kv: KVSection) -> SnapKV:
         return cls(kv.budget, kv.window_size, kv.pooling, kv.reselect_every)
+
+    @classmethod
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+        if kv.budget <= kv.window_size:
+            raise ValueError(
+                f"{flag} {kv.budget} must be larger than --window_size {kv.window_size}"
+            )
+
+    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+        return CopiedKV(runner, self, kv_dtype)
+
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        return self.copied_tokens(context), FULL
+
+    def copied_tokens(self, context: int) -> int:
+        return min(self.budget, context)
+
+    def rerun_tokens(self, context: int) -> int:
+        return min(self.window_size, context)
 
     def select(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Ascending positions to keep, int64 [G, min(S, budget)], given the rotated queries [W, H,

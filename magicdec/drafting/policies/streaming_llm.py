@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.policies.policy import KVPolicy, check_sinks
+from magicdec.kv.view import Visible
+from magicdec.runner import ModelRunner
 
 
 @dataclass(frozen=True)
-class StreamingLLM:
+class StreamingLLM(KVPolicy):
     """At most `budget` committed tokens: `num_sink_tokens` sinks and the newest `budget -
     num_sink_tokens`."""
 
-    reader: ClassVar[str] = "view"
+    settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens")
+    can_roll: ClassVar[bool] = True
     num_sink_tokens: int
     budget: int
 
@@ -33,6 +38,16 @@ class StreamingLLM:
     @classmethod
     def build(cls, kv: KVSection) -> StreamingLLM:
         return cls(kv.num_sink_tokens, kv.budget)
+
+    @classmethod
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+        check_sinks(kv, flag)
+
+    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+        return DraftKV(runner, self)
+
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        return context, self
 
     def ranges(self, committed: Tensor) -> Tensor:
         sinks = committed.clamp(max=self.num_sink_tokens)

@@ -1,0 +1,207 @@
+"""BlockSelection and BlockKV: a draft reads sinks, a window of the newest tokens, and between them
+the top-k blocks of the runner's own cache by a score; nothing is copied.
+
+Owns the arithmetic of such a choice and when it is made: once a step, so that all draft forwards
+between two verifications share it. Where the scores come from is the policy's business. Ranks that
+hold copies of one KV head choose each for its own query heads.
+
+Shapes: L layers, B rows, G KV heads of this rank, R ranges.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import KVSection
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.policies.policy import KVPolicy, check_sinks
+from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
+from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
+from magicdec.kv.view import Visible
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+
+Number = TypeVar("Number", int, Tensor)
+RERUN_TOKENS = 16  # newest prompt tokens that run again for the first choice
+
+
+@dataclass(frozen=True)
+class BlockSelection(KVPolicy):
+    """At most `budget` committed tokens: `num_sink_tokens` sinks, the newest `window` and up to
+    BLOCK - 1 more, so that blocks end where the window begins, and blocks in between.
+
+    Under the `sliding_window` of a model none of these is chosen from before the window of the next
+    token; the few that leave it while a step drafts on are masked."""
+
+    settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens", "recent_window")
+    needs_verification: ClassVar[bool] = True
+    num_sink_tokens: int
+    window: int
+    budget: int
+    sliding_window: int | None = None  # the model's, where texts get past it
+
+    def __post_init__(self) -> None:
+        room = self.budget - self.num_sink_tokens
+        if self.num_sink_tokens < 0 or not 1 <= self.window <= room:
+            raise ValueError(
+                f"KV budget {self.budget} has no room for {self.num_sink_tokens} sink tokens and "
+                f"a window of {self.window}"
+            )
+
+    @classmethod
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+        check_sinks(kv, flag)
+        if kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
+            raise ValueError(
+                f"--recent_window {kv.num_recent_tokens} does not fit "
+                f"{flag} {kv.budget} beside --num_sink_tokens {kv.num_sink_tokens}"
+            )
+
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        return context, self
+
+    def rerun_tokens(self, context: int) -> int:
+        return min(RERUN_TOKENS, context)
+
+    def sinks(self, committed: Number) -> tuple[Number, Number]:
+        """The range of the sinks that a row of that length can see."""
+        first = committed * 0
+        if self.sliding_window is not None:
+            first = _positive(committed + 1 - self.sliding_window)
+        return first, first + _positive(self.num_sink_tokens - first)
+
+    def split(self, committed: Number) -> tuple[Number, Number]:
+        """Where the window of a row of that length begins, and how many blocks are read before
+        it."""
+        first, last = self.sinks(committed)
+        room = self.budget - (last - first)
+        start = (committed - self.window) // BLOCK * BLOCK
+        # Conditions are factors, so that numbers and tensors of them are served alike.
+        is_long, is_short = committed - first > self.budget, committed - first <= self.budget
+        has_room = committed - start <= room
+        is_tight = committed - start > room  # too small a budget to begin with a block
+        begin = has_room * start + is_tight * (committed - room)
+        num_blocks = has_room * ((room - committed + start) // BLOCK)
+        return is_short * first + is_long * begin, is_long * num_blocks
+
+    def num_visible(self, committed: int) -> int:
+        start, num_blocks = self.split(committed)
+        first, last = self.sinks(committed)
+        return min(last, start) - first + num_blocks * BLOCK + committed - start
+
+    def most_visible(self, committed: int) -> int:
+        return min(committed, self.budget)
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        """Before anything is known of the attention: the newest blocks."""
+        lengths = committed.tolist()
+        most = max(self.split(length)[1] for length in lengths)
+        recency = torch.arange(-(-max(lengths) // BLOCK), device=committed.device)
+        scores = recency.float().expand(1, len(lengths), 1, -1)
+        return self.top_blocks(committed, scores, most)[0, :, 0]
+
+    def top_blocks(self, committed: Tensor, scores: Tensor, most: int) -> Tensor:
+        """Ranges [L, B, G, R, 2] of rows with `committed` [B] tokens, given the scores [L, B, G,
+        blocks] of their blocks, 0 or more; no row takes more than `most` of them."""
+        firsts, lasts = self.sinks(committed)
+        starts, counts = self.split(committed)
+        block = torch.arange(scores.shape[3], device=scores.device)
+        eligible = block * BLOCK >= lasts.unsqueeze(1)  # [B, blocks]
+        eligible &= block < starts.unsqueeze(1) // BLOCK
+        eligible_scores = scores.masked_fill(~eligible[:, None], -1.0)
+        chosen = eligible_scores.topk(most, dim=3).indices  # [L, B, G, most], the best first
+        taken = torch.arange(most, device=scores.device) < counts.view(-1, 1, 1)
+        # What a row does not take becomes an empty range where its window begins.
+        begin = torch.where(taken, chosen * BLOCK, starts.view(-1, 1, 1)).sort(dim=3).values
+        stop = torch.minimum(begin + BLOCK, starts.view(-1, 1, 1))
+        kept = torch.stack([firsts, torch.minimum(lasts, starts), starts, committed], dim=1)
+        kept = kept.view(-1, 1, 2, 2).expand(*begin.shape[:3], 2, 2)  # sinks and window
+        blocks = torch.stack([begin, stop], dim=4)
+        return torch.cat([kept[..., :1, :], blocks, kept[..., 1:, :]], dim=3)
+
+
+@dataclass(frozen=True)
+class ChosenBlocks:
+    """A policy whose choice of ranges for one batch is made."""
+
+    policy: BlockSelection
+    chosen: Tensor  # [L, B, G, R, 2]
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        return self.chosen
+
+    def num_visible(self, committed: int) -> int:
+        return self.policy.num_visible(committed)
+
+    def most_visible(self, committed: int) -> int:
+        return self.policy.most_visible(committed)
+
+
+class BlockKV(DraftKV):
+    """A subclass says how blocks are scored, and keeps what it needs for that up to date."""
+
+    def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
+        self.policy = replace(policy, sliding_window=runner.window)
+        super().__init__(runner, self.policy)
+        # Whole KV blocks: the bound of a row whose length only the device knows.
+        self.num_blocks = -(-runner.cache.tokens_per_row // BLOCK)
+        self._choice: tuple[Lengths, ChosenBlocks, tuple[int, ...]] | None = None
+
+    @abstractmethod
+    def scores(self, rows: BatchRows, num_blocks: int) -> Tensor:
+        """The score of the first `num_blocks` blocks of each row, float32 [L, B, G, blocks]."""
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Run the newest tokens of each long prompt again, to see what they attend to."""
+        cache, device = self.runner.cache, self.runner.device
+        long = [r for r in requests if r.row is not None and r.num_cached > self.policy.budget]
+        if not long:
+            return
+        rows = BatchRows.of([r.row for r in long if r.row is not None], device)
+        held = cache.lengths_of(rows)
+        count = self.policy.rerun_tokens(min(held.bounds))
+        self.rerun(rows, newest_cached(long, count, device))
+        self.commit(rows, held)
+
+    def rerun(self, rows: BatchRows, tokens: Tensor) -> None:
+        """Run tokens [B, T], the newest of `rows`, once more."""
+        self.runner.rerun_tail(rows, tokens, self.watch, self.watch_queries)
+
+    def select(self, rows: Rows, committed: Lengths) -> Visible:
+        rows = BatchRows.of(rows, self.runner.device)
+        if self._choice is None or not self._is_chosen_for(rows, committed):
+            num_blocks = min(self.num_blocks, -(-max(committed.bounds) // BLOCK))
+            if rows.is_captured:
+                most = self.policy.budget // BLOCK
+            else:
+                most = max(self.policy.split(length)[1] for length in committed.bounds)
+            scores = self.scores(rows, num_blocks)
+            ranges = self.policy.top_blocks(committed.tensor, scores, min(most, num_blocks))
+            self._choice = committed, ChosenBlocks(self.policy, ranges), rows.numbers
+        return self._choice[1]
+
+    def _is_chosen_for(self, rows: BatchRows, committed: Lengths) -> bool:
+        """Lengths that only the device knows are the same if they are one object."""
+        assert self._choice is not None, "asked of a choice"
+        lengths, _, numbers = self._choice
+        is_equal = not rows.is_captured and lengths.bounds == committed.bounds
+        return lengths is committed or (is_equal and numbers == rows.numbers)
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        self._choice = None
+
+
+def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
+    """The last `count` tokens of each request that are in the cache: int64 [B, count]."""
+    tokens = [(*r.prompt_ids, *r.output_ids)[r.num_cached - count : r.num_cached] for r in requests]
+    return upload(tokens, device)
+
+
+def _positive(number: Number) -> Number:
+    return number * (number > 0)

@@ -1,0 +1,181 @@
+"""CopiedKV: a draft reads a small cache of its own, filled with the entries that a policy chose,
+for each KV head, from the model's full cache.
+
+Owns the copy and its upkeep. A token keeps the rotation of its place in the context; only its
+address is new.
+
+Under a sliding window a draft may read nothing that the target's token in its place would not see.
+Chosen tokens leave the window in another order in each head, so that only tokens are chosen which
+stay in it: until the next choice, or, where there is none, until the text ends.
+
+Source: SnapKV (Li et al. 2024), section 4; as a self-speculation draft: MagicDec (Chen et al.
+2024), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import MOST_DRAFT_TOKENS
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
+from magicdec.kv.view import FULL, first_key
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+
+
+class Selection(Protocol):
+    """What `CopiedKV` asks of its policy."""
+
+    @property
+    def budget(self) -> int: ...
+    @property
+    def window_size(self) -> int: ...
+    @property
+    def reselect_every(self) -> int: ...
+
+    def select(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Ascending positions to keep, int64 [G, N], given rotated queries [W, H, D] of the newest
+        tokens and all keys [G, S, D]."""
+        ...
+
+
+class CopiedKV(DraftKV):
+    """`source` holds the whole context. `runner`, which drafts, holds the chosen tokens and those
+    since."""
+
+    def __init__(
+        self, source: ModelRunner, policy: Selection, kv_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(source, FULL)
+        self.source, self.policy, self.kv_dtype = source, policy, kv_dtype
+        self.chosen_at = [0] * source.num_rows  # context length at the last choice
+        # Tokens at positions before this one see everything that was chosen.
+        self.lasts_until = [0] * source.num_rows
+        self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
+
+    @property
+    def _offsets(self) -> Tensor:
+        assert self.runner.offsets is not None, "a cache of its own has offsets"
+        return self.runner.offsets
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        cached = [request.num_cached for request in requests]
+        room = self.source.max_tokens - min(cached)
+        needed = min(min(self.policy.budget, max(cached)) + room, self.source.max_tokens)
+        if self.runner is self.source or self.runner.max_tokens < needed:
+            self._make_cache(needed)
+        for request in requests:
+            assert request.row is not None, "an admitted request has a row"
+            self.runner.cache.release(request.row)
+            self.runner.cache.allocate(request.row, self.runner.max_tokens)
+            self._choose(request, request.row)
+
+    def release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.runner.cache.release(row)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+        """Copy what `follow` would not, and choose anew where that is due."""
+        rows = [request.row for request in requests if request.row is not None]
+        held = self.lengths(rows).bounds
+        behind = max(r.num_cached - n for r, n in zip(requests, held, strict=True))
+        if behind > num_draft_tokens + 1:
+            self.follow(BatchRows.of(rows, self.source.device), behind)
+        every = self.policy.reselect_every
+        for request, row in zip(requests, rows, strict=True):
+            last = request.num_cached + num_draft_tokens
+            is_due = every and request.num_cached >= self.chosen_at[row] + every
+            if is_due or last > self.lasts_until[row]:
+                self._choose(request, row, num_draft_tokens)
+
+    def follow(self, rows: BatchRows, most: int) -> None:
+        """Copy the target's own K and V of the tokens that it committed since the last draft."""
+        source, cache = self.source.cache, self.runner.cache
+        steps = torch.arange(most, device=source.k.device)
+        held = cache.seq_lens[rows.index].unsqueeze(1)
+        offsets = self._offsets[rows.index].unsqueeze(1)
+        # Rows with fewer new tokens copy past their end too: rejected drafts, forgotten right
+        # after.
+        cache.copy_from(
+            source,
+            source.slots(rows.index, held + offsets + steps),
+            cache.slots(rows.index, held + steps),
+        )
+        cache.advance(rows, most)
+        self.rewind(rows, source.lengths_of(rows))
+
+    def lengths(self, rows: Rows) -> Lengths:
+        rows = BatchRows.of(rows, self.source.device)
+        held = self.runner.cache.lengths_of(rows)
+        shifted = zip(rows.numbers, held.bounds, strict=True)
+        bounds = tuple(bound + self.shifts[row] for row, bound in shifted)
+        return Lengths(held.tensor + self._offsets[rows.index], bounds)
+
+    def forward(self, token_ids: Tensor, rows: Rows, committed: Lengths) -> Tensor:
+        return self.runner.forward(token_ids, rows)
+
+    def rewind(self, rows: Rows, lengths: Lengths) -> None:
+        rows = BatchRows.of(rows, self.source.device)
+        shifted = zip(rows.numbers, lengths.bounds, strict=True)
+        bounds = tuple(bound - self.shifts[row] for row, bound in shifted)
+        self.runner.truncate(rows, Lengths(lengths.tensor - self._offsets[rows.index], bounds))
+
+    def _make_cache(self, max_tokens: int) -> None:
+        """A cache of so many tokens a row; what rows hold already moves into it."""
+        old = None if self.runner is self.source else self.runner
+        self.runner = self.source.with_cache(max_tokens, self.kv_dtype)
+        if old is None:
+            return
+        assert old.offsets is not None, "a cache of its own has offsets"
+        self._offsets.copy_(old.offsets)
+        for row, length in enumerate(old.cache.lengths):
+            if not old.cache.blocks[row]:
+                continue
+            self.runner.cache.allocate(row, max_tokens)
+            index = upload([row], self.source.device)
+            places = torch.arange(length, device=self.source.device)[None]
+            source, target = old.cache.slots(index, places), self.runner.cache.slots(index, places)
+            self.runner.cache.copy_from(old.cache, source, target)
+            self.runner.cache.advance([row], length)
+
+    def _choose(
+        self, request: Request, row: int, num_draft_tokens: int = MOST_DRAFT_TOKENS
+    ) -> None:
+        """Fill `row` anew from the source, which holds all committed tokens of the request."""
+        source, cache = self.source, self.runner.cache
+        length = request.num_cached
+        tokens = [*request.prompt_ids, *request.output_ids][:length]
+        kept: list[Tensor] = []
+        until, first = self._reach(length, num_draft_tokens)
+        index = upload([row], source.device)
+        everything = source.cache.slots(index, torch.arange(length, device=source.device)[None])
+
+        def select(layer: int, queries: Tensor) -> None:
+            keys, _ = source.cache.read(layer, everything)
+            kept.append(first + self.policy.select(queries[0], keys[0, :, first:]))
+
+        newest = upload([tokens[-self.policy.window_size :]], source.device)
+        source.rerun_tail([row], newest, watch_queries=select)
+        count = kept[0].shape[1]
+        target = cache.slots(index, torch.arange(count, device=source.device)[None])
+        for layer, positions in enumerate(kept):
+            slots = everything.gather(2, positions.unsqueeze(0))  # [1, G, count]
+            k, v = source.cache.read(layer, slots)
+            cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
+        cache.truncate([row], [0])
+        cache.advance([row], count)
+        self._offsets[row] = self.shifts[row] = length - count
+        self.chosen_at[row], self.lasts_until[row] = length, until
+
+    def _reach(self, length: int, num_draft_tokens: int) -> tuple[int, int]:
+        """The position up to which a choice after `length` tokens is made, and the first position
+        that is still seen from there."""
+        until, every = self.source.max_tokens, self.policy.reselect_every
+        if every and self.source.window is not None:
+            until = min(until, length + every + num_draft_tokens)
+        return until, min(length, first_key(until - 1, self.source.window))

@@ -1,0 +1,72 @@
+"""DraftKV: what a drafting model reads of its context, and where its own tokens go meanwhile.
+
+Owns the meeting of draft forwards with a KV policy; every policy makes its own
+(`KVPolicy.draft_kv`). The class here serves policies whose choice is arithmetic on lengths: a draft
+reads the runner's own cache through a view, and nothing is copied or kept. Must not know which
+tokens are drafted nor why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from magicdec.kv.rows import BatchRows, Lengths, Rows
+from magicdec.kv.view import Visible
+from magicdec.request import Request
+from magicdec.runner import ModelRunner, QueryWatch, Watch
+
+
+class DraftKV:
+    """All lengths are tokens of the context, wherever their K and V are kept. A request's life:
+    `admit`, then for each step `prepare`, `follow`, forwards, `rewind`, a verification by the
+    target, `commit`; at its end `release`. `prepare` is the host's phase; the methods from `follow`
+    to `commit` work on tensors alone, so that steps can be captured."""
+
+    watch: Watch | None = None
+    """Called with the attention weights of each layer of a verification."""
+    watch_queries: QueryWatch | None = None
+    """Called with the queries of each layer of a verification."""
+
+    def __init__(self, runner: ModelRunner, visible: Visible) -> None:
+        self.runner, self.visible = runner, visible
+
+    @property
+    def state(self) -> list[Tensor]:
+        """Tensors beside the caches that a verification leaves for later drafts."""
+        return []
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """The prompts of `requests` stand in the runner's cache."""
+
+    def release(self, rows: Sequence[int]) -> None:
+        """The requests in `rows` have ended."""
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+        """The host's part before so many tokens are drafted for `requests`."""
+
+    def follow(self, rows: BatchRows, most: int) -> None:
+        """Copy the tokens that the target has committed since the last draft, where copies are
+        kept; at most `most` tokens of each row."""
+
+    def lengths(self, rows: Rows) -> Lengths:
+        """Tokens of context that the next forward builds on, a number a row."""
+        return self.runner.cache.lengths_of(BatchRows.of(rows, self.runner.device))
+
+    def forward(self, token_ids: Tensor, rows: Rows, committed: Lengths) -> Tensor:
+        """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`. The policy chooses
+        among the first `committed` tokens of each row; all tokens after them are read. `committed`
+        is one object for all forwards between two verifications."""
+        return self.runner.forward(token_ids, rows, self.select(rows, committed), committed)
+
+    def select(self, rows: Rows, committed: Lengths) -> Visible:
+        """What forwards over `rows` see of their first `committed` tokens."""
+        return self.visible
+
+    def rewind(self, rows: Rows, lengths: Lengths) -> None:
+        """Forget what `rows` hold past `lengths` tokens of context."""
+        self.runner.truncate(rows, lengths)
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """A verification has ended: the target holds `lengths` committed tokens of `rows`."""

@@ -1,0 +1,135 @@
+"""The standalone draft: another, smaller model drafts, on a group of ranks of its own.
+
+Owns which part of the text the draft's cache holds, and which tokens it still has to take. Must not
+know how its cache is kept (a runner and a `DraftKV` do that), nor how its tokens are judged.
+Sources: Leviathan et al. 2023, section 2; on a subgroup of the ranks with a bounded cache: MagicDec
+(Chen et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import KVSection
+from magicdec.device_batch import NEWEST, DeviceBatch, last_tokens
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.drafter import DraftModel, DraftSetup, draft_chain
+from magicdec.drafting.policies.policy import make_draft_kv
+from magicdec.kv.rows import BatchRows, Lengths, upload
+from magicdec.prefill import prefill
+from magicdec.request import Batch, Request
+from magicdec.runner import ModelRunner
+from magicdec.sampling.model_tokens import Proposal
+
+
+class ModelDrafter:
+    """On ranks without the draft `propose` only receives; the other methods do nothing there."""
+
+    watch = watch_queries = None
+    has_probabilities = True
+    # A row's newest token is always pending. After a step in which all drafts of a row were
+    # accepted the last draft is too, since no forward took it.
+    pending = tuple(range(1, NEWEST + 1))
+
+    def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection) -> None:
+        self.target, self.draft = target, draft
+        self.vocab_size = target.model.config.vocab_size
+        self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
+        self._missing = torch.empty(0)  # tokens of the first draft forward where newest has too few
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> ModelDrafter:
+        assert setup.draft is not None, "a run with this drafter has a draft model"
+        return cls(setup.runner, setup.draft, setup.kv)
+
+    @property
+    def can_capture(self) -> bool:
+        return not self.draft.is_rolling
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Take the prompts into the draft's own cache."""
+        runner, batch = self.draft.runner, Batch(tuple(requests), is_prefill=True)
+        if self.draft_kv is None or runner is None:
+            return
+        for row in batch.rows:
+            runner.cache.release(row)
+        prefill(runner, batch, self.draft.prefill_chunk)
+        self.draft_kv.admit(requests)
+
+    def release(self, rows: Sequence[int]) -> None:
+        if self.draft_kv is not None and self.draft.runner is not None:
+            self.draft_kv.release(rows)
+            for row in rows:
+                self.draft.runner.cache.release(row)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
+        """Steps without drafts leave the draft behind by any number of tokens. Those that the first
+        draft forward may not take are taken here, in chunks. One forward serves all rows: rows that
+        lack fewer tokens than another go back and take some again."""
+        kv = self.draft_kv
+        if kv is None:
+            return 1
+        rows = [r.row for r in requests if r.row is not None]
+        known = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
+        held = kv.lengths(rows).bounds
+        pending = max(k - h for k, h in zip(known, held, strict=True))
+        if pending <= NEWEST:
+            return pending
+        kv.rewind(rows, Lengths.of([k - pending for k in known], kv.runner.device))
+        missing = upload([last_tokens(r, pending) for r in requests], kv.runner.device)
+        *chunks, self._missing = missing.split(min(self.draft.prefill_chunk, most_pending), dim=1)
+        for part in chunks:
+            kv.forward(self._known(part), rows, kv.lengths(rows))
+        return self._missing.shape[1]
+
+    def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
+        """Draft tokens are ids that the target knows."""
+        group, source, device = self.target.group, self.draft.source, self.target.device
+        shape = (len(batch.rows), num_draft_tokens)
+        if self.draft_kv is not None:
+            proposal = self._draft(self.draft_kv, batch, num_draft_tokens, pending)
+        else:
+            ids, probs = torch.zeros(shape, dtype=torch.int64, device=device), None
+            if batch.sampling.draws is not None:
+                probs = torch.zeros(*shape, self.vocab_size, dtype=torch.float64, device=device)
+            proposal = Proposal(ids, probs)
+        ids, probs = group.broadcast(proposal.ids, source), proposal.probabilities
+        return Proposal(ids, None if probs is None else group.broadcast(probs, source))
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """Forget rejected drafts. The draft's K and V are its own, so that the policy's `commit`,
+        which copies from the target, is not called."""
+        if self.draft_kv is not None:
+            self.draft_kv.rewind(rows, lengths)
+
+    def _draft(
+        self, kv: DraftKV, batch: DeviceBatch, num_draft_tokens: int, pending: int
+    ) -> Proposal:
+        # The target holds all tokens but the newest.
+        kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - pending))
+        newest = batch.newest[:, -pending:] if pending <= NEWEST else self._missing
+        committed, newest = kv.lengths(batch.rows), self._known(newest)
+        proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, num_draft_tokens)
+        probs = proposal.probabilities
+        return Proposal(
+            proposal.ids.clamp(max=self.vocab_size - 1),
+            None if probs is None else fold(probs, self.vocab_size),
+        )
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Ids that the draft knows: two models pad their vocabularies to different sizes, and no
+        text holds the padding."""
+        assert self.draft.runner is not None, "asked on ranks with the draft"
+        return token_ids.clamp(max=self.draft.runner.model.config.vocab_size - 1)
+
+
+def fold(probs: Tensor, vocab_size: int) -> Tensor:
+    """What ids clamped to `vocab_size` were drawn from: probs [B, K, any] -> [B, K, vocab_size]."""
+    missing = vocab_size - probs.shape[2]
+    if missing >= 0:
+        return torch.nn.functional.pad(probs, (0, missing))
+    last = probs[:, :, vocab_size - 1 :].sum(dim=2, keepdim=True)
+    return torch.cat([probs[:, :, : vocab_size - 1], last], dim=2)

@@ -1,0 +1,105 @@
+"""Prompt lookup: the draft is what followed the longest earlier occurrence of the newest tokens, in
+prompt or output. No model, no cache.
+
+Source: Saxena 2023 (prompt lookup decoding); LLMA (Yang et al. 2023). Verification is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.drafter import DraftSetup
+from magicdec.kv.rows import BatchRows, Lengths, upload
+from magicdec.request import Request
+from magicdec.sampling.model_tokens import Proposal
+
+MAX_NGRAM = 8
+
+
+class Lookup:
+    """Where each n-gram of a growing sequence last ended, for n = 1 .. `max_ngram`."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
+        self.tokens: list[int] = []
+        # Of each n-gram, the index of the token after its newest occurrence that has one.
+        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append; n-grams that end before each new token become findable."""
+        for token in tokens:
+            end = len(self.tokens)
+            for n in range(1, min(self.max_ngram, end) + 1):
+                self._next[n - 1][tuple(self.tokens[end - n :])] = end
+            self.tokens.append(token)
+
+    def propose(self, count: int) -> list[int]:
+        """`count` tokens that followed the longest known suffix; they run on into the proposal
+        itself where the sequence ends. The newest token again where nothing is known."""
+        tokens = list(self.tokens)
+        start = self._find()
+        for i in range(count):
+            tokens.append(tokens[-1] if start is None else tokens[start + i])
+        return tokens[len(self.tokens) :]
+
+    def _find(self) -> int | None:
+        for n in range(min(self.max_ngram, len(self.tokens)), 0, -1):
+            found = self._next[n - 1].get(tuple(self.tokens[-n:]))
+            if found is not None:
+                return found
+        return None
+
+
+class NgramDrafter:
+    """The lookup is the host's phase; its result stands on the device, a line for each row of the
+    cache, before `propose` takes it."""
+
+    draft_kv = watch = watch_queries = None
+    has_probabilities = False
+    can_capture = True
+    pending = (1,)
+
+    def __init__(
+        self, num_rows: int, most: int, device: torch.device, max_ngram: int = MAX_NGRAM
+    ) -> None:
+        self.max_ngram = max_ngram
+        self.lookups: dict[int, Lookup] = {}  # by row
+        self._found = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> NgramDrafter:
+        runner = setup.runner
+        return cls(runner.num_rows, setup.decoding.most_draft_tokens, runner.device)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.row is not None, "an admitted request has a row"
+            self.lookups[request.row] = Lookup(self.max_ngram)
+            self.lookups[request.row].extend(request.prompt_ids)
+
+    def release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.lookups.pop(row, None)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
+        rows, found = [], []
+        for request in requests:
+            assert request.row is not None, "an admitted request has a row"
+            lookup = self.lookups[request.row]
+            lookup.extend(request.output_ids[len(lookup.tokens) - len(request.prompt_ids) :])
+            rows.append(request.row)
+            found.append(lookup.propose(num_draft_tokens))
+        device = self._found.device
+        self._found[:, :num_draft_tokens].index_copy_(
+            0, upload(rows, device), upload(found, device)
+        )
+        return 1
+
+    def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
+        return Proposal(self._found[batch.rows.index, :num_draft_tokens])
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """Requests say what was emitted."""

@@ -1,0 +1,92 @@
+"""KVPolicy: what a draft reads of its context. A policy is one file of this folder and one line in
+`names.KV_POLICIES`; whatever the suite has to know of a policy is a member of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from magicdec.config.sections import KVSection
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.kv.view import Visible
+from magicdec.names import KV_POLICIES, load_named
+from magicdec.runner import ModelRunner
+
+
+class KVPolicy(ABC):
+    """Implementations are frozen dataclasses."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Fields of `KVSection` that the policy reads, beside its name."""
+    needs_weights: ClassVar[bool] = False
+    """The target's backend has to return the attention weights of each verification."""
+    needs_verification: ClassVar[bool] = False
+    """The choice follows from verifications of the same cache, so that a standalone draft, which is
+    never verified itself, cannot use it."""
+    is_copied: ClassVar[bool] = False
+    """Drafts read a copy, in a cache of its own, which may be int8."""
+    can_roll: ClassVar[bool] = False
+    """A standalone draft needs to keep no more than the budget (`RollingRunner`)."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, kv: KVSection) -> KVPolicy:
+        """From the settings of a run."""
+
+    @classmethod  # noqa: B027 - most policies have nothing to check
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+        """Raise ValueError, in one line, for settings that contradict each other. `flag` is the
+        name of the budget's flag."""
+
+    @abstractmethod
+    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+        """What drafts of `runner`'s model read. `kv_dtype` is that of a cache which the policy
+        keeps beside the runner's; None: as the runner's."""
+
+    @abstractmethod
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        """What a draft attends to after a context of so many tokens: the tokens that its cache
+        holds, and the rule that says which of them it sees."""
+
+    def copied_tokens(self, context: int) -> int:
+        """Tokens of a context that the policy's own cache holds, 0 without one."""
+        return 0
+
+    def rerun_tokens(self, context: int) -> int:
+        """Newest tokens of a prompt that run a second time when a request is admitted."""
+        return 0
+
+
+def check_sinks(kv: KVSection, flag: str) -> None:
+    """The budget holds more than the attention sinks."""
+    if kv.budget <= kv.num_sink_tokens:
+        raise ValueError(
+            f"{flag} {kv.budget} must be larger than --num_sink_tokens {kv.num_sink_tokens}"
+        )
+
+
+def load_policy(name: str) -> type[KVPolicy]:
+    """The class behind a policy's name."""
+    policy: type[KVPolicy] = load_named(KV_POLICIES, name)
+    return policy
+
+
+def make_policy(kv: KVSection) -> KVPolicy:
+    """The policy that a run's KV section names."""
+    return load_policy(kv.policy).build(kv)
+
+
+def make_draft_kv(runner: ModelRunner, kv: KVSection) -> DraftKV:
+    """What drafts of `runner`'s model read in a run with that KV section."""
+    kv_dtype = torch.int8 if kv.draft_kv_dtype == "int8" else None
+    return make_policy(kv).draft_kv(runner, kv_dtype)
+
+
+def standalone_kv_dtype(kv: KVSection) -> torch.dtype | None:
+    """The dtype of a standalone draft's cache; None: as its weights. Under a policy that copies,
+    drafts read the copy, and this cache holds the whole context to choose from."""
+    is_int8 = kv.draft_kv_dtype == "int8" and not load_policy(kv.policy).is_copied
+    return torch.int8 if is_int8 else None

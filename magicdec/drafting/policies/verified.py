@@ -1,0 +1,75 @@
+"""VerifiedKV: the blocks that the target attended to most when it last verified.
+
+The choice is a by-product of verification: nothing is copied, predicted or prefilled a second time,
+and it follows the text. Every layer and KV head chooses for itself, as many blocks each. Source:
+Vegas (2602.07223), SparseSpec (2512.01278, PillarAttn).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.config.checks import MOST_WATCHED
+from magicdec.config.sections import KVSection
+from magicdec.drafting.block_kv import BlockKV, BlockSelection
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class VerifiedKV(BlockSelection):
+    """Blocks are scored by the attention weights that they received, summed over the tokens of the
+    last verification and over the query heads of a KV head."""
+
+    needs_weights: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, kv: KVSection) -> VerifiedKV:
+        return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
+
+    @classmethod
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+        super().check(kv, num_draft_tokens, flag)
+        if num_draft_tokens >= MOST_WATCHED:
+            raise ValueError(
+                f"--gamma {num_draft_tokens} is too large for --kv_policy {kv.policy}; "
+                f"it must be at most {MOST_WATCHED - 1}"
+            )
+
+    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+        return WeighedBlocks(runner, self)
+
+
+class WeighedBlocks(BlockKV):
+    """Keeps the attention weights of the last verification, a number a block."""
+
+    def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
+        super().__init__(runner, policy)
+        shape = runner.cache.shape
+        self._weights = torch.zeros(
+            shape.num_layers, runner.num_rows, shape.num_kv_heads, self.num_blocks,
+            device=runner.device,
+        )  # fmt: skip
+        self._seen: dict[int, Tensor] = {}  # layer -> weights of the last verification's rows
+
+    def watch(self, layer: int, weights: Tensor) -> None:
+        self._seen[layer] = weights
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [self._weights]
+
+    def scores(self, rows: BatchRows, num_blocks: int) -> Tensor:
+        return self._weights[:, rows.index, :, :num_blocks]
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """What was seen of the verification belongs to `rows`."""
+        for layer, weights in self._seen.items():
+            self._weights[layer, :, :, : weights.shape[2]].index_copy_(0, rows.index, weights)
+        self._seen.clear()
+        super().commit(rows, lengths)

@@ -1,0 +1,61 @@
+"""Self-speculation: the target drafts for itself, reading only what a KV policy shows of its
+context.
+
+Costs no second prefill. With a policy that is a view it costs no KV memory either: draft tokens' K
+and V land past the committed length, and verification overwrites them. Source: MagicDec (Chen et
+al. 2024), section 4; TriForce (Sun et al. 2024), section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.drafter import DraftSetup, draft_chain
+from magicdec.drafting.policies.policy import make_draft_kv
+from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.request import Request
+from magicdec.runner import QueryWatch, Watch
+from magicdec.sampling.model_tokens import Proposal
+
+
+class SelfDrafter:
+    has_probabilities = can_capture = True
+    pending = (1,)
+
+    def __init__(self, draft_kv: DraftKV) -> None:
+        self.draft_kv = draft_kv
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> SelfDrafter:
+        return cls(make_draft_kv(setup.runner, setup.kv))
+
+    @property
+    def watch(self) -> Watch | None:
+        return self.draft_kv.watch
+
+    @property
+    def watch_queries(self) -> QueryWatch | None:
+        return self.draft_kv.watch_queries
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        self.draft_kv.admit(requests)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
+        self.draft_kv.prepare(requests, num_draft_tokens)
+        return 1
+
+    def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
+        kv, rows = self.draft_kv, batch.rows
+        kv.follow(rows, num_draft_tokens + 1)
+        committed, newest = kv.lengths(rows), batch.newest[:, -1:]
+        proposal = draft_chain(kv, rows, committed, newest, batch.sampling, num_draft_tokens)
+        kv.rewind(rows, committed)
+        return proposal
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        self.draft_kv.commit(rows, lengths)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self.draft_kv.release(rows)

@@ -1,0 +1,111 @@
+"""From a model's logits to tokens: the next token of each row, a draft token, the judgement of a
+chain of drafts.
+
+Owns the meeting of logits that are sharded over ranks with the sampling metadata of a batch. The
+arithmetic is in `sampling` and `verification`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.runner import ModelRunner
+from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.sampling.randomness import Purpose
+from magicdec.sampling.sampling import (
+    count_accepted,
+    gather_vocab,
+    greedy,
+    probabilities,
+    process,
+    sample,
+)
+from magicdec.sampling.verification import verify
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens of a batch and the distributions they were drawn from.
+
+    `probabilities` is None where no draft was drawn: greedy requests, prompt lookup.
+    """
+
+    ids: Tensor  # int64 [B, K]
+    probabilities: Tensor | None = None  # float64 [B, K, V] over the whole vocabulary
+
+    def first(self, count: int) -> Proposal:
+        """The first `count` drafts of each row."""
+        probs = self.probabilities
+        return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
+
+
+def greedy_tokens(
+    runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor | None = None
+) -> Tensor:
+    """Greedy ids [B, T] of this rank's logits [B, T, V], the same on every rank of the runner's
+    group. The T positions follow `drafts` (see `sampling.process`)."""
+    if sampling.penalties is None:
+        return greedy(logits, runner.model.head_rows[0], runner.group)
+    return whole_logits(runner, logits, sampling, drafts).argmax(dim=-1)
+
+
+def whole_logits(
+    runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor | None = None
+) -> Tensor:
+    """Logits over the whole vocabulary with each request's penalties, the same on every rank:
+    float32 [B, T, V]."""
+    whole = gather_vocab(logits, runner.vocab_places, runner.group)
+    return process(whole, sampling.penalties, drafts)
+
+
+def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+    """The token after each request's output, from this rank's logits [B, 1, V] of it: int64 [B,
+    1]."""
+    draws = sampling.draws
+    if draws is None:
+        return greedy_tokens(runner, logits, sampling)
+    probs = probabilities(whole_logits(runner, logits, sampling), draws.filters)
+    u = draws.ahead(1, Purpose.RESAMPLE)
+    return sample(probs[:, 0], u[:, 0]).unsqueeze(1)
+
+
+def draft_token(
+    runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of a drafting model:
+    ids [B, 1], and the probabilities it was drawn from [B, 1, V], None where all requests are
+    greedy."""
+    draws = sampling.draws
+    if draws is None:
+        return greedy_tokens(runner, logits, sampling, drafts), None
+    probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
+    u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
+    return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
+
+
+def judge(
+    runner: ModelRunner, sampling: SamplingMetadata, proposal: Proposal, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many drafts of each row are accepted [B], and ids [B, K+1] of which the row emits the
+    first that many + 1, given this rank's logits [B, K+1, V] of its newest token and the K
+    drafts."""
+    draws, drafts = sampling.draws, proposal.ids
+    if drafts.shape[1] == 0:
+        token = next_tokens(runner, logits, sampling)
+        return torch.zeros_like(token[:, 0]), token
+    if draws is None:
+        target = greedy_tokens(runner, logits, sampling, drafts)
+        return count_accepted(drafts, target), target
+    probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
+    count, following = verify(
+        drafts,
+        proposal.probabilities,
+        probs,
+        draws.ahead(drafts.shape[1], Purpose.ACCEPT),
+        draws.ahead(drafts.shape[1] + 1, Purpose.RESAMPLE),
+    )
+    tokens = torch.cat([drafts, following.unsqueeze(1)], dim=1)
+    return count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1))
