@@ -65,7 +65,7 @@ def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     requests = make_requests(random_prompts([PREFIX] * ROWS, TINY.vocab_size), NEW)
     batch = Batch(tuple(Engine(runner, 128).prefill(requests)), is_prefill=False)
     reader = make_draft_kv(runner, kv)
-    found = peak_bytes(lambda: reader.begin(batch))
+    found = peak_bytes(lambda: reader.admit(batch.requests))
     if kv.policy == "snapkv":
         found -= reader.runner.cache.num_bytes
     config = make_config(backend, kv)
