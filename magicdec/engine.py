@@ -1,7 +1,7 @@
-"""Engine: schedule, step, commit, until no request is left.
+"""Engine: repeats schedule, step and commit until no request is left.
 
-Owns the loop. Must not know how a strategy decodes or what is measured: strategies are given to it,
-time is read once a step.
+Owns this loop. Must not know how a strategy decodes or what is measured: the strategy is an
+argument, and the time is read around each step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from magicdec.runner import ModelRunner
 from magicdec.scheduler import Scheduler
 
 Observer = Callable[[StepOutput, float], None]
-"""Told of every decode step: its output and how long it took, in seconds."""
+"""A function that is called after every decode step, with its output and its time in seconds."""
 
 
 class Engine:
@@ -27,8 +27,8 @@ class Engine:
     def prefill(
         self, requests: Sequence[Request], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
-        """Admit `requests`, take their prompts, emit first tokens; returns the state to rewind
-        to."""
+        """Admit `requests`, prefill their prompts and emit their first tokens. Returns the state to
+        which `rewind` can go back."""
         for row in range(self.runner.num_rows):
             self.runner.cache.release(row)
         self.scheduler.add(requests, time.perf_counter())
@@ -46,7 +46,7 @@ class Engine:
     def decode(
         self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
     ) -> list[Request]:
-        """Run `strategy`, which has begun, until every request has ended; returns them."""
+        """Run `strategy`, after `begin`, until every request has ended. Returns the requests."""
         while (batch := self.scheduler.schedule()) is not None:
             started = time.perf_counter()
             output = strategy.step(batch)
@@ -59,8 +59,8 @@ class Engine:
         return self.scheduler.requests
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
-        """Back to just after prefill: another strategy decodes the same prompts without a second
-        prefill."""
+        """Go back to the state just after prefill, so that another strategy can decode the same
+        prompts without a second prefill."""
         self.scheduler.rewind(snapshots)
         rows = [r.row for r in snapshots if r.row is not None]
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])

@@ -1,5 +1,5 @@
-"""The state of a request and what passes between scheduler and strategy. Imports nothing of ours
-but the checks, and no torch."""
+"""The state of a request, and the data that the scheduler and a decoding strategy exchange. Imports
+no torch, and nothing of this package except the checks of sampling parameters."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # 1: off; of tokens in the prompt or the output
-    presence_penalty: float = 0.0  # 0: off; of tokens in the output
-    seed: int = 0  # of this request's random numbers
+    repetition_penalty: float = 1.0  # 1: off; for tokens in the prompt or the output
+    presence_penalty: float = 0.0  # 0: off; for tokens in the output
+    seed: int = 0  # determines this request's random numbers
 
     def __post_init__(self) -> None:
         check_sampling(self)
@@ -47,7 +47,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """The next token is the largest logit, whatever came before."""
+        """Whether the next token is always the one with the largest logit."""
         return self.is_greedy and not self.has_penalties
 
     def ends(self, num_output: int, token: int) -> bool:
@@ -56,7 +56,7 @@ class SamplingParams:
 
 @dataclass
 class Request:
-    """One prompt on its way. Only `Scheduler.commit` and `Scheduler.rewind` change it."""
+    """One prompt and its output so far. Only the scheduler changes it."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
@@ -74,13 +74,14 @@ class Request:
 
     @cached_property
     def distinct_prompt_ids(self) -> array[int]:
-        """The prompt's tokens, each once, as int64. Penalties ask for them every step, and a tensor
-        takes an array as it is."""
+        """The distinct tokens of the prompt as an int64 array, which torch converts quickly. Cached
+        because penalties need them repeatedly."""
         return array("q", sorted(set(self.prompt_ids)))
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose K and V are committed: all but the newest, which the next forward takes."""
+        """The number of tokens whose K and V are committed in the cache: all but the newest, which
+        is the input of the next forward."""
         return len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
 
     def snapshot(self) -> Request:
@@ -89,8 +90,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that a step advances, in row order. `is_prefill`: their prompts are not yet in the
-    cache."""
+    """The requests that a step advances, in row order. `is_prefill` says that their prompts are not
+    in the cache yet."""
 
     requests: tuple[Request, ...]
     is_prefill: bool
@@ -104,10 +105,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step emitted for each request of its batch, in order, after `num_drafted` draft tokens
-    a request; `num_accepted` is None where nothing was drafted."""
+    """The tokens that a step emitted for each request of its batch, in order. `num_drafted` is the
+    number of draft tokens for each request. `num_accepted` is None if nothing was drafted."""
 
     token_ids: list[list[int]]
     num_drafted: int = 0
     num_accepted: list[int] | None = None
-    emitted_s: list[float] | None = None  # prefill only: when each request's first token was there
+    emitted_s: list[float] | None = None  # prefill only: time of each request's first token

@@ -1,8 +1,7 @@
-"""ModelRunner: one model, its KV cache and its attention backend on one rank group. `forward` and
-`truncate`, no more.
+"""ModelRunner: one model with its KV cache and its attention backend, on one rank group.
 
-Owns the meeting of model, cache and backend. Must not know what the tokens are for: drafting,
-verification and decoding are the same call with another policy or another T.
+Owns a forward of the model over the cache. Must not know what the tokens are for: drafting,
+verification and decoding make the same call, with another KV policy or another T.
 
 Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 """
@@ -25,29 +24,30 @@ from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
 
 Watch = Callable[[int, Tensor], None]
-"""Told of each layer of a forward where its attention went: (layer, mass [B, G, blocks]), as
-`AttentionBackend.run_with_mass` gives it."""
+"""A function that is called for each layer of a forward with the layer and its attention weights
+[B, G, blocks], as `AttentionBackend.run_with_mass` returns them."""
 
 
 @dataclass
 class ForwardCounts:
-    """Forwards run so far and what they read, for this rank's model; the roofline is computed from
-    these."""
+    """The number of forwards so far and what they read, for the model of this rank. The roofline is
+    computed from these counts."""
 
     num_forwards: int = 0
     num_tokens: int = 0
-    kv_tokens_read: int = 0  # visible keys, new ones included, summed over rows and forwards
-    kv_bytes_read: int = 0  # of these keys and their values
-    # Tokens and bytes, int64 [2], that are counted on the device and not yet in the two above.
+    kv_tokens_read: int = 0  # visible keys including new ones, summed over rows and forwards
+    kv_bytes_read: int = 0  # bytes of these keys and their values
+    # (tokens, bytes), int64 [2]: counted on the device and not yet added to the two counts above.
     on_device: Tensor | None = field(default=None, compare=False)
 
     def add_read(self, tokens: Tensor, per_token: Tensor) -> None:
-        """Count keys that were read, a number on the device; `per_token` is (1, bytes)."""
-        assert self.on_device is not None, "a runner's counts"
+        """Count the keys that were read. `tokens` is their number, a tensor on the device;
+        `per_token` is (1, bytes of a token)."""
+        assert self.on_device is not None, "only the counts of a runner can be added to"
         self.on_device.addcmul_(tokens, per_token)
 
     def copy(self) -> ForwardCounts:
-        """The counts as they stand. Waits for the device."""
+        """A copy of the current counts. Waits for the device."""
         if self.on_device is not None:
             tokens, num_bytes = self.on_device.tolist()
             self.kv_tokens_read += tokens
@@ -56,12 +56,12 @@ class ForwardCounts:
         return replace(self, on_device=None)
 
     def go_back(self, other: ForwardCounts) -> None:
-        """To an earlier copy."""
-        self.copy()  # moves the device's counts here, where they are overwritten
+        """Set the counts back to an earlier copy."""
+        self.copy()  # sets the counts on the device to 0
         vars(self).update(vars(other) | {"on_device": self.on_device})
 
     def minus(self, other: ForwardCounts) -> ForwardCounts:
-        """What was added since an earlier copy."""
+        """The difference between the current counts and an earlier copy."""
         self.copy()
         return ForwardCounts(
             self.num_forwards - other.num_forwards,
@@ -72,18 +72,19 @@ class ForwardCounts:
 
 
 QueryWatch = Callable[[int, Tensor], None]
-"""Shown the rotated queries [B, T, H, D] of every layer, before it attends."""
+"""A function that is called for each layer with its queries [B, T, H, D] after RoPE, before the
+layer computes attention."""
 
 
 @dataclass
 class ModelRunner:
-    """`model` with set positions; `num_rows` sequences of at most `max_tokens` cached tokens
-    each.
+    """Runs `model` for `num_rows` sequences of at most `max_tokens` cached tokens each.
 
-    `offsets` [num_rows] is how far a row's tokens stand past their place in the cache: not 0 where
-    the cache holds a choice of a longer context. `window` is the model's sliding window, None where
-    no text gets past it; the cache keeps what lies before it, unread, for another pass to begin at
-    the prompts' ends.
+    `offsets` [num_rows] is the difference between the position of a row's next token and the number
+    of its tokens in the cache. It is not 0 if the cache holds only selected tokens of a longer
+    context. `window` is the model's sliding window; None if no sequence can become longer than it.
+    The cache keeps the tokens before the window, although they are not read, because another pass
+    may go back to the end of the prompts.
     """
 
     model: Transformer
@@ -91,8 +92,8 @@ class ModelRunner:
     group: Group
     num_rows: int
     max_tokens: int
-    policy: Visible = FULL  # what a forward sees unless told otherwise
-    kv_dtype: torch.dtype | None = None  # of the cache; default: the weights'
+    policy: Visible = FULL  # which tokens a forward sees by default
+    kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
 
@@ -114,20 +115,20 @@ class ModelRunner:
         self.window = None if window is None or window >= self.max_tokens else window
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
-        with torch.inference_mode(False):  # counts are read and reset outside of it
+        with torch.inference_mode(False):  # counts change outside inference mode
             self.counts.on_device = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._per_token = torch.tensor([1, self.cache.bytes_per_token], device=self.device)
         self.offsets: Tensor | None = None
 
     @cached_property
     def vocab_places(self) -> list[tuple[int, int]]:
-        """Which vocabulary rows each rank's logits are of, in the order in which the group gathers
-        (shards may be uneven). Asked by all ranks together: the first time they tell each other."""
+        """The range of vocabulary ids of each rank's logits, in the order in which the group
+        gathers. Shards may be uneven. The first use is a collective: all ranks must take part."""
         return self.group.all_gather_range(self.model.head_rows, self.device)
 
     def with_cache(self, max_tokens: int, kv_dtype: torch.dtype | None = None) -> ModelRunner:
-        """The same model over a cache of its own, of that many tokens a row; forwards of both are
-        counted together."""
+        """A runner for the same model with its own cache of `max_tokens` tokens for each row. Both
+        runners share their counts."""
         kv_dtype = kv_dtype or self.kv_dtype
         backend = copy(self.backend)
         runner = replace(self, backend=backend, max_tokens=max_tokens, kv_dtype=kv_dtype)
@@ -136,14 +137,14 @@ class ModelRunner:
         return runner
 
     def storage(self) -> tuple[int, int, int]:
-        """(tokens a block, blocks that a row addresses, blocks of the pool): every row may hold
-        max_tokens."""
+        """(tokens in a block, blocks of a row, blocks of the pool). Every row can hold `max_tokens`
+        tokens."""
         block_size = self.backend.block_size(self.max_tokens)
         blocks_per_row = -(-self.max_tokens // block_size)
         return block_size, blocks_per_row, self.num_rows * blocks_per_row
 
     def allocate(self, row: int) -> None:
-        """Make room for a prompt and what follows it, in a row that was released."""
+        """Allocate `max_tokens` tokens in a row that was released before."""
         self.cache.allocate(row, self.max_tokens)
 
     @torch.inference_mode()
@@ -157,11 +158,11 @@ class ModelRunner:
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
     ) -> Tensor:
-        """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V] ([B, 1, V] with
-        `last_only`).
+        """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V], or [B, 1, V]
+        with `last_only`.
 
-        `policy` (default: the runner's own) says what is visible of the first `committed` tokens of
-        each row (default: all it holds).
+        `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
+        tokens of each row (default: all tokens of the row).
         """
         num_new = token_ids.shape[1]
         rows = BatchRows.of(rows, self.device)
@@ -202,11 +203,11 @@ class ModelRunner:
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
     ) -> None:
-        """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to see their
+        """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
         attention weights or queries.
 
-        Leaves the cache as it was, to the bit: a forward of another T may round K and V otherwise,
-        so they are put back. Not counted.
+        A forward with another T may round K and V differently, so the old K and V are saved and
+        written back: the cache stays equal to the bit. This forward is not counted.
         """
         cache, counts = self.cache, self.counts.copy()
         rows = BatchRows.of(rows, self.device)
@@ -221,5 +222,5 @@ class ModelRunner:
         self.counts.go_back(counts)
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
-        """Forget what `rows` hold past `lengths` tokens."""
+        """Remove the tokens of `rows` after the first `lengths` tokens."""
         self.cache.truncate(rows, lengths)

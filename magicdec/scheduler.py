@@ -1,8 +1,8 @@
-"""Scheduler: which requests the next step advances, and the only writer of their state. Imports no
-torch.
+"""Scheduler: decides which requests the next step advances. No other code changes the state of a
+request. Imports no torch.
 
-Static batching: up to `num_rows` requests are admitted together and decoded until each has ended;
-rows end alone.
+It uses static batching: up to `num_rows` requests are admitted together, and no new ones until all
+of them have ended. Each request may end at a different step.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from magicdec.request import Batch, Request, Status, StepOutput
 
 
 class Scheduler:
-    """Admits waiting requests to rows of the KV cache and commits what steps emit."""
+    """Admits waiting requests to rows of the KV cache, and appends the tokens that steps emit."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.requests: list[Request] = []
 
     def add(self, requests: Sequence[Request], now: float) -> None:
-        """Admit `requests`, one a row. At most `num_rows`, and only when none is running."""
+        """Admit at most `num_rows` requests, one for each row. No request may be running."""
         assert len(requests) <= self.num_rows and not self.running
         self.requests = list(requests)
         for row, request in enumerate(self.requests):
@@ -31,7 +31,8 @@ class Scheduler:
         return [r for r in self.requests if r.status is Status.RUNNING]
 
     def schedule(self) -> Batch | None:
-        """The next batch: prompts first, then every running request; None when all have ended."""
+        """The next batch: first the requests that need prefill, then all running requests. None if
+        all have ended."""
         running = self.running
         if not running:
             return None
@@ -39,7 +40,7 @@ class Scheduler:
         return Batch(new or tuple(running), is_prefill=bool(new))
 
     def commit(self, batch: Batch, output: StepOutput, now: float) -> None:
-        """Append emitted tokens, each request up to its own end token or length."""
+        """Append the emitted tokens to each request, up to its own end token or length limit."""
         for i, (request, tokens) in enumerate(zip(batch.requests, output.token_ids, strict=True)):
             time = now if output.emitted_s is None else output.emitted_s[i]
             for token in tokens:
@@ -51,5 +52,5 @@ class Scheduler:
                     break
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
-        """Go back to an earlier state of the same requests (a second pass over one prefill)."""
+        """Go back to an earlier state of the same requests, for a second pass after one prefill."""
         self.requests = [snapshot.snapshot() for snapshot in snapshots]

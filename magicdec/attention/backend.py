@@ -1,8 +1,9 @@
-"""AttentionBackend: the one contract for prefill, decode and verification, which differ only in T.
+"""AttentionBackend: the interface that every attention kernel implements. Prefill, decoding and
+verification all go through it; they differ only in T.
 
-Owns the protocol and what every backend shares: the causal rule over a view and its window.
-Must not know of policies or models. A backend also says of itself what it can serve and what it
-allocates, so that nothing elsewhere branches on its name.
+Owns the protocol and the code that all backends share, such as the causal mask over a view and its
+sliding window. Must not know of KV policies or models. Each backend also declares what it supports
+and how much memory it allocates, so that no other code has to branch on its name.
 
 Shapes: B rows, T new tokens, H query heads, G KV heads (H a multiple of G), D head size, N visible
 keys.
@@ -24,7 +25,8 @@ from magicdec.names import ATTENTION_BACKENDS, REFERENCE_BACKEND, load_named
 
 @dataclass(frozen=True)
 class CallSize:
-    """The size of one layer's attention on one rank: B rows of T new tokens over S cached ones."""
+    """The size of one layer's attention call on one rank: B rows, T new tokens a row, S cached
+    tokens a row."""
 
     B: int
     T: int
@@ -36,68 +38,69 @@ class CallSize:
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of all cached tokens."""
+        """Bytes of K and V of all cached tokens."""
         return 2 * self.B * self.S * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def mask_bytes(self) -> int:
-        """A mask as booleans, and once more as the numbers that are added to scores."""
+        """Bytes of the boolean mask, and of its copy as numbers that are added to the scores."""
         return self.B * self.T * self.S * (1 + self.dtype_bytes)
 
 
 class AttentionBackend(Protocol):
-    """One is built for each model. `plan` is called once in a forward, then `run` once in each
-    layer with the same view. Backends derive from this class."""
+    """Every backend derives from this class, and each model gets its own instance. A forward calls
+    `plan` once, and then `run` once for each layer with the same view."""
 
     capabilities: ClassVar[Capabilities]
 
     @staticmethod
     def load(device: str) -> None:
-        """Load what must be loaded before anything else of the run. Most need nothing."""
+        """Load whatever must be loaded before the rest of the run. Most backends need nothing."""
         return None
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """An estimate of what `run` allocates for one layer beside its inputs and output."""
+        """An estimate of the bytes that `run` allocates for one layer, without its inputs and its
+        output."""
         return 0
 
     @staticmethod
     def weights_bytes(size: CallSize) -> int:
-        """What `run_with_mass` allocates beyond `run`."""
+        """The bytes that `run_with_mass` allocates in addition to those of `run`."""
         return 0
 
     def block_size(self, max_tokens: int) -> int:
-        """Tokens in a KV block, for rows of at most `max_tokens`: a multiple of what the layout
-        asks for."""
+        """The number of tokens in a KV block, for rows of at most `max_tokens` tokens. It is a
+        multiple of the tile size of the layout."""
         ...
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        """The order of a cache of that dtype that `run` reads."""
+        """The memory layout in which `run` expects a KV cache of that dtype."""
         ...
 
     def plan(self, view: KVView) -> None:
-        """Prepare what the layers of one forward share."""
+        """Prepare the data that all layers of one forward share."""
         ...
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        """Append k, v [B,T,G,D] to the cache and attend: q [B,T,H,D] -> [B,T,H,D]. Keys are scored
-        q.k / sqrt(D)."""
+        """Append k, v [B,T,G,D] to the cache and compute attention: q [B,T,H,D] -> [B,T,H,D]. The
+        score of a key is q.k / sqrt(D)."""
         ...
 
     def run_with_mass(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, to the bit, and where the attention went: float32 [B, G, num_mass_blocks], the
-        softmax probability of a block's keys summed over the new tokens and the query heads of a
-        KV head. Raises ValueError for what the backend cannot serve."""
+        """Return the output of `run`, equal to the bit, and the attention weights of each block of
+        keys: float32 [B, G, num_mass_blocks], summed over the block's keys, the new tokens and the
+        query heads of a KV head. Raises ValueError if the backend cannot return them."""
         ...
 
 
 def visible_mask(
     view: KVView, key_positions: Tensor, first: int = 0, last: int | None = None
 ) -> Tensor:
-    """Which of the keys [B, G or 1, N] (position, or -1 for padding) of the view's rows `first` to
-    `last` each new token sees: bool [B, G or 1, T, N]."""
+    """The attention mask of rows `first` to `last` of the view: bool [B, G or 1, T, N], true where
+    a new token sees a key. `key_positions` [B, G or 1, N] is -1 for padding."""
     keys = key_positions.unsqueeze(2)
     queries = view.query_positions()[first:last, None, :, None]
     seen = (keys >= 0) & (keys <= queries)
@@ -105,23 +108,24 @@ def visible_mask(
 
 
 def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tensor:
-    """Probabilities of keys [B, G, N], float32, at positions [B, G or 1, N], added up by block:
-    [B, G, num_blocks]."""
-    blocks = (key_positions.clamp(min=0) // WEIGHTS_BLOCK).expand_as(weights)  # padding weighs 0
+    """Sum attention weights, float32 [B, G, N], by block: [B, G, num_blocks]. `key_positions`
+    [B, G or 1, N] says to which block a key belongs."""
+    # Padding has weight 0, so it may be added to block 0.
+    blocks = (key_positions.clamp(min=0) // WEIGHTS_BLOCK).expand_as(weights)
     return weights.new_zeros(*weights.shape[:2], num_blocks).scatter_add_(2, blocks, weights)
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The backend of that name, not yet built. Its library may be missing."""
+    """The class of the backend of that name. The library that it needs may be missing."""
     found: type[AttentionBackend] = load_named(ATTENTION_BACKENDS, name)
     return found
 
 
 def check_mass(backend: str, num_new: int, limit: int) -> None:
-    """Raise ValueError for `limit` new tokens or more: their attention cannot be added up."""
+    """Raise ValueError if there are `limit` new tokens or more, for which the backend does not
+    compute attention weights that can be summed."""
     if num_new >= limit:
         raise ValueError(
-            f"--attention {backend} tells where the attention of at most {limit - 1} new tokens "
-            f"goes, not of {num_new}; choose a smaller --gamma, or --attention "
-            f"{REFERENCE_BACKEND}"
+            f"--attention {backend} returns attention weights for at most {limit - 1} new tokens, "
+            f"not for {num_new}; choose a smaller --gamma, or --attention {REFERENCE_BACKEND}"
         )

@@ -1,9 +1,10 @@
-"""The flash-attn library: `flash_attn_with_kvcache` of version 3 (module `flash_attn_interface`)
-where it is installed, else of version 2 (module `flash_attn`). CUDA, bfloat16.
+"""The backend for the flash-attn library. It calls `flash_attn_with_kvcache` of version 3 (module
+`flash_attn_interface`) if that is installed, otherwise of version 2 (module `flash_attn`). It needs
+CUDA and bfloat16.
 
-Owns the calling of it. A full view is read in place through the block table; version 2 asks for
-blocks of 256 tokens, version 3 takes any. Other views are gathered, which costs a copy of what they
-show: the library knows a left padding and a window, but no sinks.
+Owns the calls to the library. A full view is read in place through the block table: version 2 needs
+blocks of 256 tokens, version 3 takes any block size. The keys of any other view are first copied
+into a buffer, because the library supports left padding and a window, but no sink tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.view import KVView
 
 MODULES = ("flash_attn_interface", "flash_attn")  # versions 3 and 2
-TABLES = ("page_table", "block_table")  # what they call the block table
+TABLES = ("page_table", "block_table")  # the name of the block table in versions 3 and 2
 BLOCK_SIZE = 256
 
 
 def missing_parts() -> str | None:
-    """What is not installed, if anything."""
+    """A message if the library is not installed, otherwise None."""
     if any(find_spec(name) is not None for name in MODULES):
         return None
     return "flash-attn is not installed; pip install flash-attn (it is built with nvcc)"
@@ -58,7 +59,7 @@ class FlashAttnBackend(LibraryBackend):
             self._lengths = real_lengths(view)
 
     def attend_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
-        # [blocks, block_size, G, D], strided: heads lie outside of tokens in our pools.
+        # A strided [blocks, block_size, G, D]: in our pools the head comes before the token.
         pools = (pool[layer].transpose(1, 2) for pool in (view.cache.k, view.cache.v))
         table = {self._table_name: self._table}
         return self._attend(q, *pools, cache_seqlens=self._lengths, causal=True, **table)
@@ -69,7 +70,8 @@ class FlashAttnBackend(LibraryBackend):
 
 
 def find_function() -> tuple[Callable[..., Tensor], str]:
-    """`flash_attn_with_kvcache` of the newest version here, and its name for the block table."""
+    """`flash_attn_with_kvcache` of the newest installed version, and the name of its parameter for
+    the block table."""
     module = next(name for name in MODULES if find_spec(name) is not None)
     function = importlib.import_module(module).flash_attn_with_kvcache
     parameters = inspect.signature(function).parameters

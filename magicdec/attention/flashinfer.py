@@ -1,10 +1,11 @@
-"""The flashinfer library: its paged prefill wrapper, which serves decoding and verification too, on
-tensor cores. CUDA, bfloat16.
+"""The backend for the flashinfer library. It uses the paged prefill wrapper, which runs on tensor
+cores, for prefill, decoding and verification. It needs CUDA and bfloat16.
 
-Owns the calling of it. Our pools are its HND layout, so that a full view is its pages as they lie.
-Any other view is pages of one token, one list for each row and KV head: nothing is copied, and
-heads may see different tokens. The library plans on the host, so that lengths there must be exact.
-Kernels are built when first called; the run warms them up.
+Owns the calls to the library. Our pools have the library's HND layout, so the blocks of a full view
+are its pages. Any other view is given as pages of one token, with one list of pages for each row
+and KV head: nothing is copied, and heads may see different tokens. The library plans on the host
+and therefore needs exact lengths there. It builds its kernels at the first call, which is why a run
+warms them up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
 
 def missing_parts() -> str | None:
-    """What is not installed, if anything."""
+    """A message if the library is not installed, otherwise None."""
     if find_spec("flashinfer") is not None:
         return None
     return "flashinfer is not installed; pip install flashinfer-python"
@@ -51,7 +52,8 @@ class FlashInferBackend(LibraryBackend):
         return True
 
     def plan(self, view: KVView) -> None:
-        """The library's own plan waits for the first layer, which knows the query heads."""
+        """Make the wrapper. The library's own plan is made in the first layer, where the number of
+        query heads is known."""
         super().plan(view)
         self._is_planned = False
         if self._wrapper is None:
@@ -75,7 +77,7 @@ class FlashInferBackend(LibraryBackend):
         return self._wrapper.run(q.flatten(0, 1), pages).view(q.shape)
 
     def _plan_blocks(self, q: Tensor, view: KVView) -> None:
-        """A sequence a row; its pages are its blocks. q is [B,T,H,D]."""
+        """Plan one sequence for each row, whose pages are the row's blocks. q is [B,T,H,D]."""
         size = view.cache.shape.block_size
         totals = [length + view.num_new for length in view.lengths]
         counts = [-(-total // size) for total in totals]
@@ -85,8 +87,8 @@ class FlashInferBackend(LibraryBackend):
         self._plan(q, counts, pages, last, view.cache.shape.num_kv_heads, size)
 
     def _plan_tokens(self, q: Tensor, chosen: Chosen, view: KVView) -> None:
-        """A sequence for each row and KV head; its pages are the slots of what it sees. q is
-        [S,T,H/G,D]."""
+        """Plan one sequence for each row and KV head, whose pages are the slots of its visible
+        tokens. q is [S,T,H/G,D]."""
         seen = [n + view.num_new for n in view.num_visible]
         rows = zip(chosen.slots, seen, strict=True)
         pages = torch.cat([slots[:, :n].reshape(-1) for slots, n in rows])
@@ -97,8 +99,9 @@ class FlashInferBackend(LibraryBackend):
         self, q: Tensor, counts: list[int], pages: Tensor, last: list[int], num_kv_heads: int,
         page_size: int,
     ) -> None:  # fmt: skip
-        """Sequences of T queries, q [sequences,T,heads,D], over `counts` pages each, `last` tokens
-        in the last. Sizes stay on the host, where the library wants them."""
+        """Plan sequences of T queries, q [sequences,T,heads,D]. Sequence i has `counts[i]` pages
+        and `last[i]` tokens in the last of them. Sizes stay on the host, where the library expects
+        them."""
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         queries = torch.arange(len(counts) + 1, dtype=torch.int32) * q.shape[1]
         self._wrapper.plan(

@@ -1,9 +1,9 @@
-"""The portable fast backend: two batched matrix products around a softmax, query heads of a KV head
-packed together.
+"""The fast backend for any device: two batched matrix products around a softmax. The query heads of
+a KV head are packed into one matrix.
 
-Reads the cache in place where a row's visible tokens are one run of memory (full view, or all of a
-sliding window), and gathers them into a small buffer where they are not (a budgeted view). Long
-chunks (prefill) go through torch's fused kernel instead: there scores would be large.
+If the visible tokens of a row are contiguous in memory (a full view or a sliding window), they are
+read in place. Otherwise (a view with a budget) they are copied into a small buffer. Long chunks
+(prefill) use torch's fused attention kernel, because their matrix of scores would be large.
 """
 
 from __future__ import annotations
@@ -27,38 +27,40 @@ from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 
-FUSED_FROM = 32  # new tokens from which the fused kernel is used: it never writes the scores out
+# The fused kernel, which never stores the scores, is used for this many new tokens and more.
+FUSED_FROM = 32
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows `first` to `last` of a batch that are read with one call. `slots` is None where they are
-    read in place, from `first_key` on."""
+    """Rows `first` to `last` of a batch, which are read with one call. If `slots` is None, they are
+    read in place, beginning at key `first_key`."""
 
     first: int
     last: int
     block: int
     first_key: int
     num_keys: int
-    positions: Tensor  # of the keys, [rows, G or 1, num_keys], -1 for padding
+    positions: Tensor  # positions of the keys, [rows, G or 1, num_keys], -1 for padding
     slots: Tensor | None
-    num_unmasked: int  # leading keys that every new token of every row sees
-    mask: Tensor | None  # bool [rows, G or 1, T, num_keys - num_unmasked]; None: all see all
+    num_unmasked: int  # number of leading keys that every new token of every row sees
+    # bool [rows, G or 1, T, num_keys - num_unmasked]; None if every token sees every key
+    mask: Tensor | None
 
 
 class GroupedBackend(AttentionBackend):
-    """One block holds a row, so that a row's cache is one strided matrix for the GEMM. Rows of
-    several blocks (a rolling cache chooses its own block size) are gathered."""
+    """A block holds a whole row, so that the cache of a row is one strided matrix for the GEMM. The
+    keys of rows with several blocks (a rolling cache chooses its own block size) are copied."""
 
     capabilities = Capabilities("grouped", can_be_recorded=False, rounds_scores=True)
 
     def __init__(self) -> None:
         self._new: Tensor | None = None
-        self._runs: list[Run] | None = None  # None where every layer reads keys of its own
+        self._runs: list[Run] | None = None  # None if the layers read different keys
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """Scores, weights, and these once more; torch's fused kernel has a mask instead."""
+        """The scores, and the weights in two dtypes; for torch's fused kernel the mask."""
         if size.T >= FUSED_FROM:
             return size.mask_bytes
         return size.B * size.num_heads * size.T * size.S * (2 * size.dtype_bytes + 4)
@@ -96,7 +98,8 @@ class GroupedBackend(AttentionBackend):
     def run_with_mass(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """From the weights that attention computes; the fused kernel never has them."""
+        """Sums the attention weights that `_attend` computes. The fused kernel never stores them,
+        so FUSED_FROM new tokens or more raise ValueError."""
         check_mass("grouped", q.shape[1], FUSED_FROM)
         outputs, masses = [], []
         for r in self._write(layer, k, v, view):
@@ -106,14 +109,15 @@ class GroupedBackend(AttentionBackend):
         return torch.cat(outputs), torch.cat(masses)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[Run]:
-        """Append k and v; what the layer then reads."""
+        """Append k and v to the cache, and return the runs that this layer reads."""
         assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
         return [_gathered_run(layer, view)] if self._runs is None else self._runs
 
 
 def _dense_runs(view: KVView) -> Iterator[Run]:
-    """Batch rows whose blocks follow each other in the pool, as stretches read in place."""
+    """Group neighbouring rows of the batch whose blocks are also neighbours in the pool, so that
+    each group is read in place with one call."""
     blocks = [view.cache.blocks[row] for row in view.rows]
     first = 0
     for i in range(1, len(blocks) + 1):
@@ -129,8 +133,8 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
 
 
 def _gathered_run(layer: int, view: KVView) -> Run:
-    """The visible keys of all rows, to be copied together; shorter rows are padded and the padding
-    masked."""
+    """The visible keys of all rows, which are copied together. Shorter rows are padded, and the
+    padding is masked."""
     keys = view.key_positions(layer)  # [B, G or 1, N]
     least, most = min(view.num_visible), max(view.num_visible)
     unmasked, mask = _mask(view, 0, len(view.rows), keys, least, most)
@@ -141,11 +145,12 @@ def _gathered_run(layer: int, view: KVView) -> Run:
 def _mask(
     view: KVView, first: int, last: int, keys: Tensor, least: int, most: int
 ) -> tuple[int, Tensor | None]:
-    """How many leading keys every token sees, and who sees the rest.
+    """The number of leading keys that every new token sees, and the mask for the other keys.
 
-    Without a window only the last columns can be hidden from some token: those past the shortest
-    row's old tokens, `least` of at most `most`. They are the same in every head, since all heads of
-    a row see equally many. With one the first can be too."""
+    `least` and `most` are the numbers of old tokens that the shortest and the longest row see.
+    Without a sliding window, only the keys after the first `least` can be masked, and the mask is
+    the same for all heads, because all heads of a row see equally many keys. With a window, the
+    first keys can be masked too."""
     longest = max(view.lengths[first:last]) + view.num_new
     is_cut = view.window is not None and view.window < longest
     if view.num_new == 1 and least == most and not (is_cut and view.per_head):
@@ -156,7 +161,7 @@ def _mask(
 
 
 def _keys(layer: int, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
-    """K and V of one run, [rows, G, num_keys, D] each."""
+    """K and V of one run: [rows, G, num_keys, D] each."""
     cache = view.cache
     if run.slots is not None:
         return cache.read(layer, run.slots)
@@ -166,8 +171,8 @@ def _keys(layer: int, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
 
 
 def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tensor]:
-    """q [rows, T, H, D] -> [rows, T, H, D] over the keys of one run, and the weights, float32
-    [rows, G, H/G * T, num_keys]."""
+    """Attention over the keys of one run: q [rows, T, H, D] -> the output [rows, T, H, D] and the
+    attention weights, float32 [rows, G, H/G * T, num_keys]."""
     k, v = _keys(layer, run, view)
     rows, num_new, num_heads, size = q.shape
     groups = k.shape[1]
@@ -183,7 +188,7 @@ def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tens
 
 
 def _fused(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
-    """torch's scaled_dot_product_attention with the mask widened to all keys."""
+    """Call torch's scaled_dot_product_attention, with the mask padded to cover all keys."""
     k, v = _keys(layer, run, view)
     mask = run.mask
     if mask is not None:

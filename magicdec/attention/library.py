@@ -1,9 +1,9 @@
-"""What the backends over libraries for GPUs share: the steps of the contract around one call of the
-library.
+"""The base class of the backends that call an attention library for GPUs.
 
-Owns when new keys are written, which views are read where they lie and which keys of the others are
-given. Must not know any library: its backend says how it is found, its block size, what it reads in
-place and how it is called.
+Owns the steps around the call: writing the new keys, deciding whether a view is read in place, and
+choosing the keys of the views that are not. Must not know any particular library: a subclass says
+whether the library is installed, which block size it needs, which views it reads in place and how
+it is called.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def library_capabilities(
     missing_parts: Callable[[], str | None],
     can_be_recorded: bool = True,
 ) -> Capabilities:
-    """What the libraries have in common: CUDA and bfloat16 alone, no window, no weights."""
+    """The capabilities that all these libraries share: only CUDA and bfloat16, no sliding window,
+    no attention weights."""
     return Capabilities(
         name,
         devices=("cuda",),
@@ -41,21 +42,21 @@ def library_capabilities(
 
 
 class LibraryBackend(AttentionBackend, ABC):
-    """A full view is read in place where the library can, one sequence for each row. Of any other
-    view every row and KV head is a sequence of its own."""
+    """If the library can read a full view in place, each row is one sequence. In all other cases,
+    each pair of a row and a KV head is a sequence of its own."""
 
     def __init__(self) -> None:
-        """Raises ValueError for what is not installed."""
+        """Raises ValueError if the library is not installed."""
         missing = self.capabilities.missing_parts()
         if missing:
             raise ValueError(f"--attention {self.capabilities.name}: {missing}")
         self._new: Tensor | None = None
         self._in_place = False
-        self._chosen: Chosen | None = None  # what all layers read, where it is the same
+        self._chosen: Chosen | None = None  # the keys to read, if they are the same in all layers
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """What a view that is not full gathers."""
+        """The copies of K and V that are made for a view that is not full."""
         return size.kv_bytes
 
     @abstractmethod
@@ -63,21 +64,22 @@ class LibraryBackend(AttentionBackend, ABC):
 
     @abstractmethod
     def can_read_in_place(self, view: KVView) -> bool:
-        """Of a full view: whether the library takes the blocks as they lie."""
+        """Whether the library can read this full view directly from the blocks of the cache."""
 
     @abstractmethod
     def attend_in_place(self, layer: int, q: Tensor, view: KVView) -> Tensor:
-        """q [B,T,H,D] over all that the rows hold, new tokens included: [B,T,H,D]."""
+        """Attention of q [B,T,H,D] over all tokens of the rows, including the new ones:
+        [B,T,H,D]."""
 
     @abstractmethod
     def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
-        """q [S,T,H/G,D], each sequence over its own chosen keys: [S,T,H/G,D]."""
+        """Attention of q [S,T,H/G,D], each sequence over its own chosen keys: [S,T,H/G,D]."""
 
     def layout(self, dtype: torch.dtype) -> Layout:
         return PLAIN
 
     def plan(self, view: KVView) -> None:
-        assert view.window is None, "refused before the run"
+        assert view.window is None, "a sliding window is refused before the run"
         self._new = view.cache.slots(view.row_index, view.query_positions())
         self._in_place = view.is_full and self.can_read_in_place(view)
         chooses_alike = not self._in_place and not view.per_head
@@ -95,14 +97,14 @@ class LibraryBackend(AttentionBackend, ABC):
     def run_with_mass(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """The libraries keep their weights to themselves."""
+        """Always raises ValueError: the libraries do not return their attention weights."""
         fitting = ", ".join(list_backends(lambda c: c.returns_weights))
         raise ValueError(
-            f"--attention {self.capabilities.name} does not tell where the attention goes; "
+            f"--attention {self.capabilities.name} does not return attention weights; "
             f"choose from {fitting}"
         )
 
 
 def real_lengths(view: KVView) -> Tensor:
-    """Tokens that each row of a full view holds with the new ones: int32 [B]."""
+    """The number of tokens in each row of a full view, including the new ones: int32 [B]."""
     return (view.seq_lens + view.num_new).to(torch.int32)

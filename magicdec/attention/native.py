@@ -1,8 +1,9 @@
-"""The CPU kernel: attention over the paged cache in one pass of C++ (`native.cpp`).
+"""The CPU backend: attention over the paged cache in one pass of a C++ kernel (`native.cpp`).
 
-Owns the calling of the library. Called through `torch.library`, so that it traces. Chunks of
-PREFILL_FROM tokens and more go to the library too where it has GEMMs for them (bfloat16 on CPUs
-with dot products for it), and to the portable backend, torch's fused kernel, where it has not.
+Owns the calls to the compiled library. When torch traces a model, the call goes through
+`torch.library`. Chunks of PREFILL_FROM tokens or more need GEMMs: the library has them for bfloat16
+on CPUs with dot products for it, and all other long chunks go to the portable backend, which uses
+torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ HEADERS = (
     SHARED_HEADERS / "int8.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
-PREFILL_FROM = 32  # new tokens from which a chunk is a matter of GEMMs
-STORAGE = (torch.float32, torch.bfloat16, torch.int8)  # of the pools, as native.cpp counts them
+PREFILL_FROM = 32  # chunks of this many new tokens and more are computed with GEMMs
+# The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
+STORAGE = (torch.float32, torch.bfloat16, torch.int8)
 Shape = ctypes.c_int64 * 17
 
 
 class NativeBackend(AttentionBackend):
-    """float32 and bfloat16 storage, int8 beside bfloat16 where the CPU has dot products for it;
-    float32 arithmetic."""
+    """Stores K and V as float32 or bfloat16. With bfloat16 activations it can also store them as
+    int8, if the CPU has dot products for bfloat16. Computes in float32."""
 
     capabilities = Capabilities(
         "native",
@@ -52,13 +54,13 @@ class NativeBackend(AttentionBackend):
     )
 
     def __init__(self, portable: bool = False) -> None:
-        """`portable` keeps to the arithmetic that every CPU has, for tests and comparisons."""
+        """`portable` uses only instructions that every CPU has, for tests and comparisons."""
         self._portable = portable
         self._prefill: AttentionBackend = backend_class(PORTABLE_BACKEND)()
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """Nothing, but where the portable backend takes a chunk of a prompt in float32."""
+        """0, except for float32 chunks of a prompt, which the portable backend computes."""
         is_delegated = size.T >= PREFILL_FROM and size.dtype_bytes > 2
         return backend_class(PORTABLE_BACKEND).working_bytes(size) if is_delegated else 0
 
@@ -73,7 +75,7 @@ class NativeBackend(AttentionBackend):
 
     def plan(self, view: KVView) -> None:
         cache = view.cache
-        assert cache.shape.layout is self.layout(cache.k.dtype), "the cache was made for another"
+        assert cache.shape.layout is self.layout(cache.k.dtype), "another backend's layout"
         if self._delegates(view):
             self._prefill.plan(view)
 
@@ -85,9 +87,9 @@ class NativeBackend(AttentionBackend):
     def run_with_lse(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, and the log of each softmax's denominator, float32 [B,T,H]."""
+        """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]."""
         cache = view.cache
-        # Dispatch costs as much as the kernel on a short context, so only tracing goes through it.
+        # On a short context torch's dispatch costs as much as the kernel, so only tracing uses it.
         compiling = torch.compiler.is_compiling()
         call = torch.ops.magicdec.native_attention if compiling else attention
         out: tuple[Tensor, Tensor] = call(
@@ -99,7 +101,7 @@ class NativeBackend(AttentionBackend):
     def run_with_mass(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """A by-product of the same pass. Does not trace."""
+        """The kernel sums the weights in the same pass. Cannot be traced by torch."""
         check_mass("native", q.shape[1], PREFILL_FROM)
         mass = torch.empty(q.shape[0], k.shape[2], view.num_mass_blocks)
         cache = view.cache
@@ -117,7 +119,8 @@ class NativeBackend(AttentionBackend):
 
 @cache
 def kernel(head_size: int) -> ctypes.CDLL:
-    """The library for one head size: a second's work at first use, then from the user's cache."""
+    """The compiled library for one head size. Compiling takes about a second at first use; later
+    runs load it from the user's cache."""
     if head_size % 16:
         raise ValueError(
             f"--attention native serves head sizes that are multiples of 16, not {head_size}"
@@ -132,7 +135,7 @@ def kernel(head_size: int) -> ctypes.CDLL:
 
 
 def has_bfloat16_path() -> bool:
-    """Whether this CPU has dot products for bfloat16, and so GEMMs in the library."""
+    """Whether this CPU has dot products for bfloat16, which the GEMMs of the library need."""
     return bool(kernel(64).magicdec_has_bfloat16_path())
 
 
@@ -141,17 +144,19 @@ def attention(
     block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, window: int,
     portable: bool, mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Append k, v [B,T,G,D] to one layer's pools [blocks, G, block_size, D] and attend: output
-    [B,T,H,D] and log-sum-exp of the scores, float32 [B,T,H]. `ranges` [B, G or 1, R, 2] holds the
-    visible keys, of which a token sees the last `window` positions (0: all); `mass`, float32 [B, G,
-    blocks], is filled with the probability of each block."""
+    """Append k, v [B,T,G,D] to the pools [blocks, G, block_size, D] of one layer and compute
+    attention. Returns the output [B,T,H,D] and the log-sum-exp of the scores, float32 [B,T,H].
+
+    `ranges` [B, G or 1, R, 2] holds the start and the end of each range of visible positions. A
+    token sees only the last `window` positions of them; 0 stands for all. If `mass`, float32
+    [B, G, blocks], is given, it is filled with the attention weights of each block."""
     if q.dtype not in STORAGE[:2]:
         raise ValueError(f"--attention native computes in float32 or bfloat16, not {q.dtype}")
-    assert k_pool.dtype in (q.dtype, torch.int8), "what the pools were made for"
+    assert k_pool.dtype in (q.dtype, torch.int8), "pools have the dtype of q, or int8"
     num_rows, num_new, num_heads, size = q.shape
     strides = q.stride(), k.stride(), v.stride()
-    assert all(s[2:] == (size, 1) for s in strides), "heads are adjacent"
-    assert ranges.is_contiguous(), "the library goes by shape"
+    assert all(s[2:] == (size, 1) for s in strides), "heads must be adjacent"
+    assert ranges.is_contiguous(), "the library computes addresses from the shape"
     out = torch.empty(num_rows, num_new, num_heads, size, dtype=q.dtype)
     lse = torch.empty(num_rows, num_new, num_heads, dtype=torch.float32)
     shape = Shape(
@@ -169,7 +174,8 @@ def attention(
     )
     if failed:
         raise ValueError(
-            "--attention native serves int8 KV beside bfloat16 on CPUs with dot products for it"
+            "--attention native supports int8 KV only with bfloat16 activations, on CPUs with "
+            "dot products for bfloat16"
         )
     return out, lse
 

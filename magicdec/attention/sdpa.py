@@ -1,5 +1,5 @@
-"""The reference backend: gather the visible keys, mask, torch's scaled_dot_product_attention.
-Plain, and the others' test."""
+"""The reference backend, against which the other backends are tested. It copies the visible keys
+and calls torch's scaled_dot_product_attention with a mask."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from magicdec.names import DTYPES
 
 
 class SDPABackend(AttentionBackend):
-    """Copies what is visible in every layer. Right for any block size, row lengths, policy and
-    dtype."""
+    """Copies the visible keys and values in every layer. Correct for any block size, row lengths,
+    KV policy and dtype."""
 
     capabilities = Capabilities("sdpa", int8_kv_dtypes=DTYPES)
 
@@ -28,12 +28,12 @@ class SDPABackend(AttentionBackend):
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """The gathered keys and values, and the mask."""
+        """The copies of the keys and values, and the mask."""
         return size.kv_bytes + size.mask_bytes
 
     @staticmethod
     def weights_bytes(size: CallSize) -> int:
-        """The softmax is computed a second time, in float32."""
+        """The keys, scores and weights of the second softmax, in float32."""
         scores = size.B * size.num_heads * size.T * size.S
         return 4 * (size.B * size.S * size.num_kv_heads * size.head_dim + 3 * scores)
 
@@ -62,7 +62,7 @@ class SDPABackend(AttentionBackend):
     def run_with_mass(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """The softmax a second time, written out, in float32."""
+        """Computes the softmax a second time, in float32, because torch does not return it."""
         out = self.run(layer, q, k, v, view)
         positions, slots, mask = self._chosen or _choose(layer, view)
         keys = view.cache.read(layer, slots)[0].float()  # [B, G, N, D]
@@ -75,7 +75,8 @@ class SDPABackend(AttentionBackend):
 
 
 def _choose(layer: int, view: KVView) -> tuple[Tensor, Tensor, Tensor]:
-    """What a layer reads: positions [B, G or 1, N], slots [B, G, N] and mask [B, G or 1, T, N]."""
+    """The keys that a layer reads: their positions [B, G or 1, N], their slots [B, G, N] and their
+    mask [B, G or 1, T, N]."""
     positions = view.key_positions(layer)
     slots = view.cache.slots(view.row_index, positions.clamp(min=0))
     return positions, slots, visible_mask(view, positions)

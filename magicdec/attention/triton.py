@@ -1,9 +1,11 @@
-"""Our own kernels for GPUs, in Triton: query heads of a KV head packed together, keys read in place
-from the paged cache in splits that are merged by their log-sum-exp.
+"""The backend with our own GPU kernels, written in Triton. The query heads of a KV head are packed
+together. Keys are read in place from the paged cache; they are split among programs (split-KV), and
+the partial results are merged by their log-sum-exp.
 
-Owns how a forward is cut into programs. Prefill, decoding and verification are the same kernel; a
-long chunk has enough tiles of queries and is not split. On a CPU the same kernels run in Triton's
-interpreter: right, and far slower, for tests.
+Owns how a forward is divided into programs. The same kernel serves prefill, decoding and
+verification; a long chunk has enough tiles of queries to fill the GPU, so its keys are not split.
+On a CPU the same kernels run in Triton's interpreter, which is correct but far slower and meant for
+tests.
 """
 
 from __future__ import annotations
@@ -22,23 +24,23 @@ from magicdec.kernels.triton_modules import next_power
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
-BLOCK_SIZE = 64  # tokens of a KV block: a tile of keys lies in one or two
-LEAST_SPLIT = 128  # keys: below, merging costs more than it brings
+BLOCK_SIZE = 64  # tokens in a KV block: a tile of keys lies in one or two blocks
+LEAST_SPLIT = 128  # keys; with smaller splits, merging costs more than splitting gains
 MOST_SPLITS = 64
-INTERPRETED_PROGRAMS = 4  # that a CPU is asked for at least, so that tests split as a GPU does
+INTERPRETED_PROGRAMS = 4  # processors assumed on a CPU, so that tests split keys as a GPU does
 STORAGE = (torch.float32, torch.bfloat16)
 
 
 def missing_parts() -> str | None:
-    """What is not installed, if anything."""
+    """A message if Triton is not installed, otherwise None."""
     if find_spec("triton") is not None:
         return None
     return "triton is not installed; pip install triton"
 
 
 class TritonBackend(AttentionBackend):
-    """float32 and bfloat16 storage, float32 accumulation. What merging splits allocates is a few
-    megabytes and not estimated."""
+    """Stores K and V as float32 or bfloat16 and accumulates in float32. The buffers for merging
+    splits take a few megabytes and are not part of the estimate."""
 
     capabilities = Capabilities(
         "triton",
@@ -49,13 +51,14 @@ class TritonBackend(AttentionBackend):
 
     @staticmethod
     def load(device: str) -> None:
-        """Where the kernels are to be interpreted, Triton must be told so when it is first
+        """On a CPU, load the kernels now: Triton decides to interpret kernels when it is first
         imported."""
         if device == "cpu":
             load_kernels(device)
 
     def __init__(self, split_keys: int | None = None) -> None:
-        """`split_keys` is how many keys a split takes; default: as the device is filled."""
+        """`split_keys` is the number of keys in a split. By default it is chosen so that the splits
+        fill the device."""
         self._split_keys = split_keys
         self._kernels: ModuleType | None = None
 
@@ -75,7 +78,7 @@ class TritonBackend(AttentionBackend):
     def run_with_lse(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, and the log of each softmax's denominator, float32 [B,T,H]."""
+        """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]."""
         assert self._kernels is not None, "plan before run"
         call = Call(self._kernels, layer, q, k.shape[2], view)
         call.append(k, v)
@@ -86,19 +89,21 @@ class TritonBackend(AttentionBackend):
     def run_with_mass(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """A second pass over the keys alone, with the log-sum-exp of the first."""
+        """Computes the weights in a second pass over the keys, from the log-sum-exp of the
+        first."""
         assert self._kernels is not None, "plan before run"
         out, lse = self.run_with_lse(layer, q, k, v, view)
         return out, Call(self._kernels, layer, q, k.shape[2], view).mass(lse)
 
 
 class Call:
-    """One layer of one forward as kernel arguments: q [B,T,H,D] over `num_kv_heads` KV heads."""
+    """The kernel arguments for one layer of one forward: q [B,T,H,D] over `num_kv_heads` KV
+    heads."""
 
     def __init__(
         self, kernels: ModuleType, layer: int, q: Tensor, num_kv_heads: int, view: KVView
     ) -> None:
-        assert q.dtype in STORAGE and q.shape[3] <= 256, "refused before the run"
+        assert q.dtype in STORAGE and q.shape[3] <= 256, "others are refused before the run"
         _check_heads(q)
         self.kernels, self.q, self.view, self.num_kv_heads = kernels, q, view, num_kv_heads
         self.rows, self.num_new, self.num_heads, size = q.shape
@@ -124,12 +129,12 @@ class Call:
 
     @property
     def num_programs(self) -> int:
-        """Programs of a forward that is not split."""
+        """The number of programs if the keys are not split."""
         return self.rows * self.num_kv_heads * self.num_tiles
 
     @property
     def starts_at_0(self) -> bool:
-        """Rows see all they hold: the i-th visible key stands at position i."""
+        """Whether every row sees all of its tokens, so that the i-th visible key has position i."""
         return self.view.is_full and not any(self.view.first_keys)
 
     @property
@@ -139,7 +144,7 @@ class Call:
         return torch.cuda.get_device_properties(self.q.device).multi_processor_count
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v [B,T,G,D] to the pools, after what the rows hold."""
+        """Write k, v [B,T,G,D] to the pools, after the tokens that the rows already hold."""
         _check_heads(k, v)
         table = self.view.cache.block_table
         self.kernels.append[(self.rows, self.num_new)](
@@ -149,8 +154,8 @@ class Call:
         )  # fmt: skip
 
     def attend(self, split_keys: int, num_splits: int) -> tuple[Tensor, Tensor]:
-        """Output [B,T,H,D] and log-sum-exp, float32 [B,T,H], from so many splits of so many
-        keys."""
+        """Compute the output [B,T,H,D] and the log-sum-exp, float32 [B,T,H], with `num_splits`
+        splits of `split_keys` keys each."""
         shape, device = (num_splits, *self.q.shape), self.q.device
         dtype = self.q.dtype if num_splits == 1 else torch.float32
         parts = torch.empty(shape, dtype=dtype, device=device)
@@ -170,7 +175,8 @@ class Call:
         return out, lse
 
     def mass(self, lse: Tensor) -> Tensor:
-        """Float32 [B, G, num_mass_blocks], of queries whose log-sum-exp is `lse` [B,T,H]."""
+        """Attention weights summed by block, float32 [B, G, num_mass_blocks], for queries whose
+        log-sum-exp is `lse` [B,T,H]."""
         num_blocks = self.view.num_mass_blocks
         shape = (self.rows, self.num_kv_heads, num_blocks)
         mass = torch.empty(shape, dtype=torch.float32, device=self.q.device)
@@ -186,7 +192,8 @@ class Call:
         return view.cache.block_table, view.row_index, view.seq_lens, self.ranges
 
     def _sizes(self) -> tuple[float, ...]:
-        """Scale and the sizes and strides that `attend_split` and `sum_mass` share."""
+        """The scale of the scores, and the sizes and strides that both `attend_split` and
+        `sum_mass` take."""
         heads_differ = self.ranges.shape[1] > 1
         return (
             self.head["SIZE"] ** -0.5, self.num_new, self.num_heads,
@@ -196,9 +203,10 @@ class Call:
 
 
 def choose_tile(dtype: torch.dtype, block_d: int, interpreted: bool) -> tuple[int, int, int]:
-    """(most packed queries, keys, warps) of a tile: what the compiler fits into registers without
-    spilling, for GPUs since Ampere. Float32 is multiplied without tensor cores, to be exact: its
-    products are written out, and larger tiles would take minutes to compile."""
+    """The size of a tile: (most packed queries, keys, warps). These are the largest sizes that the
+    compiler fits into registers without spilling, on GPUs since Ampere. Float32 is multiplied
+    without tensor cores, to be exact. The compiler unrolls these products, so larger tiles would
+    take minutes to compile."""
     if interpreted:
         return 64, 64, 1
     if dtype == torch.float32:
@@ -207,14 +215,15 @@ def choose_tile(dtype: torch.dtype, block_d: int, interpreted: bool) -> tuple[in
 
 
 def choose_split(num_keys: int, num_programs: int, num_processors: int) -> int:
-    """Keys a split: a power of two, so few that two programs come to each processor, and not so
-    few that merging counts. `num_programs` is what there is without splitting."""
+    """The number of keys in a split, a power of two: small enough that each processor gets two
+    programs, but large enough that merging costs little. `num_programs` is the number of programs
+    without splitting."""
     wanted = min(MOST_SPLITS, -(-2 * num_processors // num_programs))
     return max(LEAST_SPLIT, next_power(-(-num_keys // wanted)))
 
 
 def load_kernels(device: str) -> ModuleType:
-    """Compiled on CUDA, interpreted on a CPU."""
+    """The kernels, which are compiled on CUDA and interpreted on a CPU."""
     return triton_modules.load_kernels(
         "magicdec.attention.triton_kernels", "--attention triton", device
     )
@@ -222,4 +231,4 @@ def load_kernels(device: str) -> ModuleType:
 
 def _check_heads(*tensors: Tensor) -> None:
     for tensor in tensors:
-        assert tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3], "heads are adjacent"
+        assert tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3], "heads not adjacent"

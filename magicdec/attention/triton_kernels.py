@@ -1,14 +1,15 @@
-"""Triton kernels over the paged KV cache: append, attend to a split of the keys, merge splits, and
-where the attention went.
+"""Triton kernels over the paged KV cache. They append new tokens, compute attention over a split of
+the keys, merge splits, and sum attention weights by block.
 
-Owns the arithmetic on the device. Must not know of views, policies or when to split: pointers,
-strides and sizes come from `triton.py`. Imported only where Triton is, and compiled for the GPU or
-interpreted, as `TRITON_INTERPRET` said when Triton was first imported.
+Owns the arithmetic on the device. Must not know of views, KV policies or when to split: pointers,
+strides and sizes come from `triton.py`. Import it only if Triton is installed. The kernels are
+compiled for the GPU, or interpreted if `TRITON_INTERPRET` was set when Triton was first imported.
 
 Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are contiguous unless
-strides are given; pools are one layer's, [num_blocks, G, block_size, D]. The visible keys of a row
-and head are counted along its ranges, [start, stop) each: key i is the i-th of them. The last T are
-the new tokens. Queries of a KV head are packed together, token by token: m = t * H/G + head.
+strides are given. Pools belong to one layer: [num_blocks, G, block_size, D]. The visible positions
+of a row and head are given as ranges [start, stop); key i is the i-th visible position, counted
+along these ranges. The last T keys are the new tokens. The queries of a KV head are packed
+together, token by token: m = t * H/G + head.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-WEIGHTS_BLOCK = tl.constexpr(16)  # keys whose probability is summed up; `kv.policy.WEIGHTS_BLOCK`
+WEIGHTS_BLOCK = tl.constexpr(16)  # keys whose weights are summed; equals `kv.view.WEIGHTS_BLOCK`
 
 
 @triton.jit
 def _count_keys(ranges, num_ranges):
-    """Keys that the ranges hold."""
+    """The number of keys in all ranges."""
     total = (tl.load(ranges + 1) - tl.load(ranges)).to(tl.int32)
     for r in range(1, num_ranges):
         total += (tl.load(ranges + 2 * r + 1) - tl.load(ranges + 2 * r)).to(tl.int32)
@@ -31,8 +32,8 @@ def _count_keys(ranges, num_ranges):
 
 @triton.jit
 def _find_positions(keys, ranges, num_ranges, IS_FULL: tl.constexpr):
-    """Positions of the visible `keys` [N], int32, counted along the ranges; -1 past the last. With
-    `IS_FULL` there is no loop here: then a caller's loads run ahead of its arithmetic."""
+    """The positions, int32 [N], of the visible `keys` [N]; -1 after the last key. `IS_FULL` avoids
+    the loop, so that the compiler can start a caller's loads ahead of its arithmetic."""
     if IS_FULL:
         positions = keys
     else:
@@ -49,14 +50,14 @@ def _find_positions(keys, ranges, num_ranges, IS_FULL: tl.constexpr):
 
 @triton.jit
 def _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE: tl.constexpr):
-    """Where tokens lie in the pools, in tokens: int64 [N]. `table` is a row's blocks."""
+    """The slots of tokens in the pools, int64 [N]. `table` is the block table of a row."""
     block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0)
     return (block * num_kv_heads + head) * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 @triton.jit
 def _load_tokens(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys or values [N, D] at `slots` [N]; 0 where not `valid`."""
+    """Load the keys or values [N, D] at `slots` [N]; 0 where `valid` is false."""
     d = tl.arange(0, BLOCK_D)
     mask = valid[:, None] & (d < SIZE)[None, :]
     return tl.load(pool + slots[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
@@ -67,8 +68,8 @@ def _load_queries(
     q, first, row, head, num_new, q_row, q_token,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Packed queries of a KV head from `first` on, [M, D], 0 past the last; and their tokens and
-    query heads, [M] each."""
+    """Load the packed queries [M, D] of a KV head, beginning at query `first`; 0 after the last
+    query. Also returns their tokens and query heads, [M] each."""
     m, d = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     token, query_head = m // GROUP, head * GROUP + m % GROUP
     address = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
@@ -78,7 +79,7 @@ def _load_queries(
 
 @triton.jit
 def _dot(a, b, IN_FLOAT32: tl.constexpr):
-    """a @ b, summed in float32."""
+    """a @ b, accumulated in float32."""
     if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -86,7 +87,7 @@ def _dot(a, b, IN_FLOAT32: tl.constexpr):
 
 @triton.jit
 def _is_seen(positions, valid, own_position, WINDOW: tl.constexpr):
-    """Which `valid` keys at `positions` [N] are seen by queries at `own_position` [M]: [M, N]."""
+    """Causal mask [M, N] of `valid` keys at `positions` [N] for queries at `own_position` [M]."""
     seen = valid[None, :] & (positions[None, :] <= own_position[:, None])
     if WINDOW:
         seen = seen & (positions[None, :] > own_position[:, None] - WINDOW)
@@ -95,10 +96,10 @@ def _is_seen(positions, valid, own_position, WINDOW: tl.constexpr):
 
 @triton.jit
 def _add_keys(scores, values, most, total, sums, IN_FLOAT32: tl.constexpr):
-    """A step of the online softmax: `scores` [M, N] in units of log 2 and `values` [N, D] into each
-    query's largest score and sum of weights [M] and weighted sum of values [M, D]."""
+    """One step of the online softmax: adds `scores` [M, N], in units of log 2, and `values` [N, D]
+    to each query's largest score [M], sum of weights [M] and weighted sum of values [M, D]."""
     new_most = tl.maximum(most, tl.max(scores, 1))
-    shift = tl.where(new_most == float("-inf"), 0.0, new_most)  # no key seen yet: all weigh 0
+    shift = tl.where(new_most == float("-inf"), 0.0, new_most)  # no key so far: all weights are 0
     weights = tl.exp2(scores - shift[:, None])
     rescale = tl.exp2(most - shift)
     total = total * rescale + tl.sum(weights, 1)
@@ -110,9 +111,9 @@ def _add_keys(scores, values, most, total, sums, IN_FLOAT32: tl.constexpr):
 def _store_part(
     out, lse, place, is_query, most, total, sums, SIZE: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Normalised sums [M, D] and log-sum-exp [M] to their `place` [M]."""
+    """Store the normalised sums [M, D] and the log-sum-exp [M] at `place` [M]."""
     d = tl.arange(0, BLOCK_D)
-    total = tl.where(total == 0.0, 1.0, total)  # nothing seen: the sums are 0, `most` says so
+    total = tl.where(total == 0.0, 1.0, total)  # no visible key: `sums` is 0 and `most` is -inf
     mask = is_query[:, None] & (d < SIZE)[None, :]
     values = (sums / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + place[:, None] * SIZE + d[None, :], values, mask=mask)
@@ -125,7 +126,7 @@ def append(
     num_kv_heads, table_width, k_row, k_token, v_row, v_token,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """k, v [B,T,G,D], heads adjacent, to their places. Programs: (B, T)."""
+    """Write k, v [B,T,G,D], whose heads are adjacent, to the pools. Programs: (B, T)."""
     row, token = tl.program_id(0), tl.program_id(1)
     head, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     inside = (head < num_kv_heads)[:, None] & (d < SIZE)[None, :]
@@ -149,10 +150,10 @@ def attend_split(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """One tile of packed queries against keys `split * split_keys` on: out [splits,B,T,H,D], the
-    softmax over those keys alone, and its log-sum-exp, float32 [splits,B,T,H]; 0 and -inf where
-    none is visible. `IS_FULL` where rows see all they hold; a query sees its last `WINDOW`
-    positions, all where that is 0; `GROUP` is H/G. Programs: (B, G * query tiles, splits)."""
+    """Attention of one tile of packed queries over one split of `split_keys` keys: out
+    [splits,B,T,H,D] and log-sum-exp, float32 [splits,B,T,H]; 0 and -inf if no key is visible.
+    `IS_FULL` says that rows see all of their tokens. A query sees its last `WINDOW` positions (0:
+    all). `GROUP` is H/G. Programs: (B, G * query tiles, splits)."""
     row, split = tl.program_id(0), tl.program_id(2)
     num_kv_heads = num_heads // GROUP
     head, tile = tl.program_id(1) % num_kv_heads, tl.program_id(1) // num_kv_heads
@@ -190,8 +191,8 @@ def merge_splits(
     parts, part_lse, out, lse, num_splits, num_queries,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """parts, float32 [splits, queries, D], weighted by their log-sum-exp: out [queries, D] and the
-    log-sum-exp of the whole. Programs: (queries,), which are all of B, T and H."""
+    """Merge parts, float32 [splits, queries, D], with weights from their log-sum-exp. Writes out
+    [queries, D] and the log-sum-exp over all splits. Programs: (B * T * H queries,)."""
     query = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     is_split, inside = s < num_splits, d < SIZE
@@ -216,9 +217,9 @@ def sum_mass(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """mass, float32 [B, G, num_blocks]: the probability of WEIGHTS_BLOCK positions, summed over the
-    queries of a KV head, from the keys and each query's log-sum-exp, float32 [B,T,H]. Each program
-    has BLOCK_N positions to itself, so that sums have one order. Programs: (B, G, tiles)."""
+    """Writes mass, float32 [B, G, num_blocks]: attention weights of WEIGHTS_BLOCK positions, summed
+    over the queries of a KV head. `lse`, float32 [B,T,H], is each query's log-sum-exp. One program
+    sums a block alone, so additions have a fixed order. Programs: (B, G, BLOCK_N tiles)."""
     row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = num_heads // GROUP
     positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)

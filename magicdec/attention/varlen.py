@@ -1,10 +1,10 @@
-"""torch's own variable-length attention (`torch.nn.attention.varlen`), the flash kernels that come
-with torch. CUDA, bfloat16.
+"""The backend for torch's own variable-length attention (`torch.nn.attention.varlen`), which runs
+the flash-attention kernels that come with torch. It needs CUDA and bfloat16.
 
-Owns the calling of it. A block holds a row, and a full view is read in place as stretches of one
-long text: `cu_seq_k` says where each row begins and `seqused_k` how far it goes. Its block tables
-are left alone, since the kernels that torch brings along did not serve them in every release. Other
-views are gathered, which costs a copy of what they show.
+Owns the calls to it. A block holds a whole row, and a full view is read in place: the pool is
+passed as one long sequence, `cu_seq_k` says where each row begins in it and `seqused_k` how long
+each row is. The block tables of the function are not used, because not every release of torch
+supports them. The keys of any other view are first copied into a buffer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from magicdec.attention.sequences import Chosen, gather_keys
 from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.view import KVView
 
-NEEDED = ("window_size", "enable_gqa", "seqused_k")  # parameters that came one by one
-CAUSAL = (-1, 0)  # window_size: all before, none after; aligned at the end
+NEEDED = ("window_size", "enable_gqa", "seqused_k")  # parameters that older releases lack
+CAUSAL = (-1, 0)  # window_size: see all earlier tokens and no later one
 
 
 def missing_parts() -> str | None:
-    """What this torch lacks, if anything."""
+    """A message if this version of torch lacks the function or a parameter, otherwise None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -73,8 +73,8 @@ class VarlenBackend(LibraryBackend):
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int
     ) -> Tensor:
-        """q [S,T,H,D] over stretches of k, v [tokens, G, D] that begin at `starts` [S+1] and are
-        `lengths` [S] long."""
+        """Attention of q [S,T,H,D]. Sequence i reads `lengths[i]` tokens of k, v [tokens, G, D],
+        beginning at token `starts[i]`; `starts` has S+1 entries."""
         num_new = q.shape[1]
         queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * num_new
         out = self._attend(
@@ -86,8 +86,9 @@ class VarlenBackend(LibraryBackend):
 
 
 def as_one_text(pool: Tensor) -> Tensor:
-    """[blocks, G, block_size, D] as [tokens, G, D] without a copy: token t of block b is number
-    b * G * block_size + t, and what lies between blocks' numbers is other heads' keys."""
+    """View a pool [blocks, G, block_size, D] as [tokens, G, D] without a copy. Token t of block b
+    has the index b * G * block_size + t. The indices that no block uses show keys of other
+    heads; they are never read."""
     blocks, heads, size, head_dim = pool.shape
     tokens = ((blocks - 1) * heads + 1) * size
     return pool.as_strided((tokens, heads, head_dim), (head_dim, size * head_dim, 1))

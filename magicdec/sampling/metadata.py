@@ -1,9 +1,8 @@
-"""SamplingMetadata: what the rows of a batch sample their tokens by, as tensors: parameters, seeds,
-and what they have emitted so far.
+"""SamplingMetadata: everything that sampling needs to know of the rows of a batch, as tensors: the
+sampling parameters, the seeds, and which tokens the rows have emitted so far.
 
-Made from requests by the host, then brought up to date on the device after each step. Which parts
-there are at all (a seed, penalties) is decided by the host when it is made. Must not know how
-tokens are sampled (`sampling`).
+The host makes it from the requests and decides then which parts exist (seeds, penalties). After
+each step it is updated on the device. Must not know how tokens are sampled (`sampling`).
 
 Shapes: B rows, R of them with penalties, T tokens, V vocabulary.
 """
@@ -25,13 +24,13 @@ NO_TOP_K = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Filters:
-    """What each row's probabilities are made with, [B, 1, 1] each, to go with logits [B, T, V].
-    None where no row filters so."""
+    """The parameters that turn each row's logits into probabilities. Each is a [B, 1, 1] tensor,
+    which broadcasts against logits [B, T, V], or None if no row uses the filter."""
 
     is_greedy: Tensor  # bool
-    temperature: Tensor  # float64, 1 of greedy rows
-    top: tuple[Tensor, Tensor] | None  # top_k int64, `NO_TOP_K`: off; top_p float64, 1: off
-    min_p: Tensor | None  # float64, 0: off
+    temperature: Tensor  # float64; 1 in greedy rows
+    top: tuple[Tensor, Tensor] | None  # (top_k int64, off if `NO_TOP_K`; top_p float64, off if 1)
+    min_p: Tensor | None  # float64; off if 0
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Filters:
@@ -47,15 +46,16 @@ class Filters:
 
 @dataclass(frozen=True)
 class Draws:
-    """What the random numbers of each row, and what they choose from, depend on."""
+    """The inputs of random sampling: the filters of each row, and the seed and position from which
+    its random numbers are computed."""
 
     filters: Filters
     seeds: Tensor  # int64 [B]
-    emitted: Tensor  # int64 [B]: how many tokens
+    emitted: Tensor  # int64 [B]: number of tokens emitted so far
 
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device) -> Draws | None:
-        """None where all are greedy."""
+        """None if all requests are greedy."""
         params = [r.sampling for r in requests]
         if all(p.is_greedy for p in params):
             return None
@@ -63,16 +63,17 @@ class Draws:
         return cls(Filters.of(params, device), upload([p.seed for p in params], device), emitted)
 
     def ahead(self, count: int, purpose: Purpose, skip: int = 0) -> Tensor:
-        """See `uniforms_ahead`: float64 [B, count]."""
+        """Random numbers for the next positions, float64 [B, count]; see `uniforms_ahead`."""
         return uniforms_ahead(self.seeds, self.emitted, count, purpose, skip)
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Of the R rows that have any: `places` among all rows, and what they have seen."""
+    """The penalties of the R rows that have any. `places` are the indices of these rows in the
+    batch; `in_prompt` and `in_output` say which tokens occurred in them."""
 
     places: tuple[int, ...]
-    index: Tensor  # int64 [R], the same
+    index: Tensor  # int64 [R]: `places` as a tensor
     repetition: Tensor  # float32 [R, 1, 1]
     presence: Tensor  # float32 [R, 1, 1]
     in_prompt: Tensor  # bool [R, V]
@@ -82,7 +83,7 @@ class Penalties:
     def of(
         cls, requests: Sequence[Request], vocab_size: int, device: torch.device
     ) -> Penalties | None:
-        """None where no request has any."""
+        """None if no request has a penalty."""
         places = tuple(i for i, r in enumerate(requests) if r.sampling.has_penalties)
         if not places:
             return None
@@ -99,7 +100,7 @@ class Penalties:
         )
 
     def take(self, ids: Tensor, is_emitted: Tensor) -> None:
-        """Add those of ids [B, T] to the outputs that are `is_emitted` [B, T]."""
+        """Mark the tokens ids [B, T] as part of the outputs, where `is_emitted` [B, T] is true."""
         ids, is_emitted = ids[self.index], is_emitted[self.index]
         count = torch.zeros_like(self.in_output, dtype=torch.int64)
         count.scatter_add_(1, ids, is_emitted.long())
@@ -108,7 +109,8 @@ class Penalties:
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """The rows of one batch; by default greedy and without penalties, which takes no tensor."""
+    """The sampling metadata of one batch. The default is greedy without penalties, which needs no
+    tensors."""
 
     draws: Draws | None = None
     penalties: Penalties | None = None
@@ -117,18 +119,18 @@ class SamplingMetadata:
     def of(
         cls, requests: Sequence[Request], vocab_size: int, device: torch.device
     ) -> SamplingMetadata:
-        """`vocab_size`: of the model, whole."""
+        """`vocab_size` is the size of the model's whole vocabulary, not of one rank's shard."""
         return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device))
 
     @property
     def state(self) -> list[Tensor]:
-        """What changes as tokens are emitted."""
+        """The tensors that change when tokens are emitted."""
         emitted = [] if self.draws is None else [self.draws.emitted]
         return emitted + ([] if self.penalties is None else [self.penalties.in_output])
 
     def take(self, ids: Tensor, counts: Tensor, active: Tensor) -> None:
-        """Count, on the device, the first `counts` [B] of ids [B, T] as emitted by the rows that
-        are `active` [B] (1 or 0)."""
+        """Record on the device that the rows that are `active` [B] (1 or 0) emitted the first
+        `counts` [B] of the tokens ids [B, T]."""
         if self.draws is None and self.penalties is None:
             return
         counts = counts * active
@@ -139,7 +141,8 @@ class SamplingMetadata:
             self.penalties.take(ids, place < counts.unsqueeze(1))
 
     def load(self, requests: Sequence[Request | None]) -> None:
-        """Set what each row has emitted from the host's requests; None stands for nothing."""
+        """Set the emitted tokens of each row from the host's requests. None stands for a row that
+        has emitted nothing."""
         outputs = [[] if r is None else r.output_ids for r in requests]
         if self.draws is not None:
             emitted = self.draws.emitted
@@ -152,13 +155,13 @@ class SamplingMetadata:
 def _per_row(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """[B, 1, 1], to go with [B, T, V]."""
+    """A value for each row as [B, 1, 1], which broadcasts against logits [B, T, V]."""
     return upload(values, device, dtype).view(-1, 1, 1)
 
 
 def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """Which tokens occur in each row: bool [R, V]. Those that a draft's smaller vocabulary does not
-    have are none of it."""
+    """Which tokens occur in each row: bool [R, V]. Tokens that the smaller vocabulary of a draft
+    model does not have are left out."""
     seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
     for row, ids in enumerate(token_ids):
         seen[row, upload([i for i in ids if i < vocab_size], device)] = True

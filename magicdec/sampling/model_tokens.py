@@ -1,8 +1,8 @@
-"""From a model's logits to tokens: the next token of each row, a draft token, the judgement of a
-chain of drafts.
+"""Turns a model's logits into tokens: the next token of each row, the next draft token, and the
+verification of a chain of draft tokens.
 
-Owns the meeting of logits that are sharded over ranks with the sampling metadata of a batch. The
-arithmetic is in `sampling` and `verification`.
+Owns the step from logits that are sharded over ranks to tokens, with the sampling metadata of a
+batch. The arithmetic is in `sampling` and `verification`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from magicdec.sampling.verification import verify
 class Proposal:
     """Draft tokens of a batch and the distributions they were drawn from.
 
-    `probabilities` is None where no draft was drawn: greedy requests, prompt lookup.
+    `probabilities` is None if the drafts were not drawn at random: with greedy requests and with
+    prompt lookup.
     """
 
     ids: Tensor  # int64 [B, K]
@@ -45,8 +46,8 @@ class Proposal:
 def greedy_tokens(
     runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor | None = None
 ) -> Tensor:
-    """Greedy ids [B, T] of this rank's logits [B, T, V], the same on every rank of the runner's
-    group. The T positions follow `drafts` (see `sampling.process`)."""
+    """The greedy token ids [B, T] from this rank's logits [B, T, V]. They are the same on every
+    rank of the runner's group. `sampling.process` explains the T positions and `drafts`."""
     if sampling.penalties is None:
         return greedy(logits, runner.model.head_rows[0], runner.group)
     return whole_logits(runner, logits, sampling, drafts).argmax(dim=-1)
@@ -55,15 +56,14 @@ def greedy_tokens(
 def whole_logits(
     runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor | None = None
 ) -> Tensor:
-    """Logits over the whole vocabulary with each request's penalties, the same on every rank:
-    float32 [B, T, V]."""
+    """The logits over the whole vocabulary after each request's penalties, float32 [B, T, V]. They
+    are the same on every rank."""
     whole = gather_vocab(logits, runner.vocab_places, runner.group)
     return process(whole, sampling.penalties, drafts)
 
 
 def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
-    """The token after each request's output, from this rank's logits [B, 1, V] of it: int64 [B,
-    1]."""
+    """The next token of each request, int64 [B, 1], from this rank's logits [B, 1, V]."""
     draws = sampling.draws
     if draws is None:
         return greedy_tokens(runner, logits, sampling)
@@ -75,9 +75,9 @@ def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata)
 def draft_token(
     runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of a drafting model:
-    ids [B, 1], and the probabilities it was drawn from [B, 1, V], None where all requests are
-    greedy."""
+    """The next draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of the drafting
+    model. Returns its ids [B, 1], and the probabilities [B, 1, V] from which it was drawn; None
+    instead of these if all requests are greedy."""
     draws = sampling.draws
     if draws is None:
         return greedy_tokens(runner, logits, sampling, drafts), None
@@ -89,9 +89,9 @@ def draft_token(
 def judge(
     runner: ModelRunner, sampling: SamplingMetadata, proposal: Proposal, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many drafts of each row are accepted [B], and ids [B, K+1] of which the row emits the
-    first that many + 1, given this rank's logits [B, K+1, V] of its newest token and the K
-    drafts."""
+    """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
+    and of the K drafts. Returns how many drafts of each row are accepted, [B], and ids [B, K+1]: a
+    row that accepts n drafts emits the first n + 1 of its ids."""
     draws, drafts = sampling.draws, proposal.ids
     if drafts.shape[1] == 0:
         token = next_tokens(runner, logits, sampling)

@@ -1,13 +1,14 @@
-"""Random numbers without a generator's state: each is a hash of (request seed, output position,
-purpose).
+"""Random numbers without the state of a generator: each number is a hash of (request seed, output
+position, purpose).
 
-So every rank draws the same number without exchanging it, a request draws the same numbers in any
-batch, and rewinding needs no care. A step may draw for positions that it then does not reach, and
-the next step draws the same numbers for them again: what was emitted before a position never
-depended on that position's numbers, so they are still fresh.
+Every rank therefore computes the same number without communication, a request gets the same numbers
+in any batch, and going back to an earlier state needs no special care. A step may draw numbers for
+positions that it does not reach in the end, and the next step draws the same numbers for them
+again. That is correct, because no token that was emitted before a position depends on the numbers
+of that position.
 
-Source: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"),
-whose i-th output is a function of state and i alone.
+Source: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"). Its
+i-th output depends only on its initial state and on i.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, whose products and sums wrap
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64; products and sums wrap around
 MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 class Purpose(IntEnum):
-    """What a position's random number decides. One position may use all three."""
+    """What a random number decides. One output position may use all three purposes."""
 
     DRAFT = 0  # which token a draft model proposes there
-    ACCEPT = 1  # whether verification takes it
-    RESAMPLE = 2  # which token the target itself gives: correction, bonus, or without any draft
+    ACCEPT = 1  # whether verification accepts it
+    RESAMPLE = 2  # which token the target chooses: a correction, a bonus or an undrafted token
 
 
 def splitmix64(state: Tensor, index: Tensor) -> Tensor:
-    """Output `index` (from 0) of the generator started at `state`: int64, broadcast, 64 random
-    bits."""
+    """Output number `index`, counted from 0, of the generator that starts at `state`: 64 random
+    bits as int64. The two tensors are broadcast."""
     return _mix(state + (index + 1) * GAMMA)
 
 
 def uniforms(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
-    """float64 in [0, 1) for each of `positions` [B] or [B, K] (int64, counted in the request's
-    output) of the requests with `seeds` [B]."""
+    """A random number, float64 in [0, 1), for each of `positions` [B] or [B, K] of the requests
+    with `seeds` [B]. Positions are int64 and counted in the request's output."""
     started = _mix(seeds).view(-1, *[1] * (positions.ndim - 1))
     bits = splitmix64(started, positions * len(Purpose) + int(purpose))
     return _shift_right(bits, 11).double() * 2.0**-53
@@ -46,26 +47,26 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
 def uniforms_ahead(
     seeds: Tensor, emitted: Tensor, count: int, purpose: Purpose, skip: int = 0
 ) -> Tensor:
-    """float64 [B, count] for the next `count` output positions of requests with `seeds` [B] that
-    have `emitted` [B] tokens, `skip` positions further on (a draft token is that many places ahead
-    of the committed output)."""
+    """Random numbers, float64 [B, count], for the next `count` output positions of the requests
+    with `seeds` [B], which have emitted `emitted` [B] tokens. The first `skip` positions are left
+    out; a draft token is that many positions ahead of the committed output."""
     first = emitted.unsqueeze(1) + skip
     return uniforms(seeds, first + torch.arange(count, device=seeds.device), purpose)
 
 
 def derive_seed(seed: int, request_id: int) -> int:
-    """A request's own seed, 0 <= seed < 2^63."""
+    """The seed of one request, 0 <= seed < 2^63."""
     bits = splitmix64(_mix(torch.tensor(seed)), torch.tensor(request_id))
     return int(_shift_right(bits, 1))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer: a bijection of 64 bits."""
+    """The finalizer of SplitMix64, which is a bijection on 64 bits."""
     x = (x ^ _shift_right(x, 30)) * MULTIPLIERS[0]
     x = (x ^ _shift_right(x, 27)) * MULTIPLIERS[1]
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Zeros come in from the left; `>>` of int64 copies the sign."""
+    """Shift to the right and fill with zeros; `>>` alone would copy the sign bit of an int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,10 +1,11 @@
-"""Choosing tokens: pure functions of logits and ids. Random numbers are given (`randomness`);
-drafts of a sampling target are judged by `verification`.
+"""Chooses tokens with pure functions of logits and ids. Random numbers are arguments; `randomness`
+makes them. `verification` judges drafts if the target samples.
 
-Greedy drafts are judged here, by Leviathan et al. 2023, section 2.3, in its greedy case: a draft
-token is accepted while it is the target's own choice; the target's next choice, correction or
-bonus, follows the accepted ones. Source of the filters: Holtzman et al. 2020 (top_p), Nguyen et al.
-2024 (min_p); of the repetition penalty: Keskar et al. 2019, section 4.1.
+If the target is greedy, drafts are judged here, as in the greedy case of Leviathan et al. 2023,
+section 2.3: draft tokens are accepted up to the first that is not the target's own choice. The
+target's next choice, a correction or a bonus, follows the accepted tokens. Sources of the filters:
+Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p); of the repetition penalty: Keskar et al.
+2019, section 4.1.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from magicdec.sampling.randomness import derive_seed
 
 
 def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
-    """Ids of the largest logits over a vocabulary sharded by rank: [B, T, V] -> int64 [B, T], the
-    same on every rank.
+    """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
+    int64 [B, T], the same on every rank.
 
-    `first_row` is the vocabulary id of this rank's first row. One collective: values and ids travel
-    as a float64 pair, which holds both exactly. Equal values go to the smaller id, as one rank's
-    argmax would do.
+    `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
+    ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
+    wins, as with argmax on one rank.
     """
     value, index = logits.max(dim=-1)
     if group.size == 1:
@@ -40,18 +41,19 @@ def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
 
 
 def count_accepted(draft_ids: Tensor, target_ids: Tensor) -> Tensor:
-    """How many leading draft ids [B, K] equal the target's choices [B, K+1] at their places: int64
-    [B]."""
+    """How many leading draft ids [B, K] equal the target's choices [B, K+1] at the same positions:
+    int64 [B]."""
     equal = draft_ids == target_ids[:, :-1]
     return equal.long().cumprod(dim=1).sum(dim=1)
 
 
 def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:
-    """Logits of a vocabulary sharded by rank, whole on every rank: [B, T, columns of this rank] ->
-    [B, T, V].
+    """Gather the logits of a vocabulary that is sharded over ranks: [B, T, columns of this rank] ->
+    [B, T, V] on every rank.
 
     `places` are the half-open ranges of ids of every rank's columns, in the order in which the
-    group gathers (`Group.all_gather_range`). One collective, of columns padded to the widest.
+    group gathers (`Group.all_gather_range`). This takes one collective; every shard is padded to
+    the widest.
     """
     if group.size == 1:
         return logits
@@ -63,14 +65,15 @@ def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group
 
 
 def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None = None) -> Tensor:
-    """Penalties of each row on its logits [B, T, V]: float32 [B, T, V]. What they have seen may be
-    of a larger vocabulary.
+    """Apply the penalties of each row to its logits [B, T, V]: float32 [B, T, V]. The vocabulary of
+    `penalties` may be larger than V.
 
-    `drafts` [B, D] are the tokens proposed after the committed output, and the T positions are the
-    last of the D + 1 that follow it: T = D + 1 when a chain is verified, T = 1 when its next token
-    is drafted. A position's history is prompt, output and the drafts before it; drafts count as
-    output. First the repetition penalty (as transformers': divides positive logits, multiplies
-    negative ones), then the presence penalty (as vLLM's: subtracted, once a token).
+    `drafts` [B, D] are the tokens proposed after the committed output. D + 1 positions follow that
+    output, and the T positions of the logits are the last of these: T = D + 1 when a chain is
+    verified, T = 1 when its next token is drafted. The history of a position is the prompt, the
+    output and the drafts before it; drafts count as output. The repetition penalty comes first (as
+    in transformers, it divides positive logits and multiplies negative ones), then the presence
+    penalty (as in vLLM, it is subtracted once for each token).
     """
     logits = logits.float()
     if penalties is None:
@@ -87,17 +90,18 @@ def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None =
 
 
 def probabilities(logits: Tensor, filters: Filters) -> Tensor:
-    """What each position's token is sampled from: logits [B, T, V] -> float64 [B, T, V].
+    """The probabilities from which each position's token is sampled: logits [B, T, V] -> float64
+    [B, T, V].
 
-    The order is that of transformers' `generate`: temperature, top_k, top_p, min_p, each on what
-    the one before left. Tokens as likely as the last one kept are kept too, so the result does not
-    depend on how equal values are sorted; the likeliest token always stays. A greedy row is one-hot
-    at its largest logit, the smallest id among equals.
+    The order is that of `generate` in transformers: temperature, top_k, top_p, min_p, each applied
+    to the result of the one before. Tokens that are as likely as the last one kept are kept too, so
+    the result does not depend on the order in which equal values are sorted. The likeliest token is
+    always kept. A greedy row is one-hot at its largest logit; among equals, at the smallest id.
     """
     best = logits.argmax(dim=-1, keepdim=True)
     choice = torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, best, 1.0)
     scores = logits.double()
-    # The largest becomes 0 first: no temperature, however small, makes it infinite.
+    # The largest score is shifted to 0 first, so that it stays finite at any temperature.
     scores = (scores - scores.gather(-1, best)) / filters.temperature
     if filters.top is not None:
         scores = _keep_top(scores, *filters.top)
@@ -110,11 +114,12 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF: ids int64 [B] from probs float64 [B, V], which need not sum to 1, at u [B] in
-    [0, 1).
+    """Sample by the inverse CDF: ids int64 [B] from probs float64 [B, V], which need not sum to 1,
+    with random numbers u [B] in [0, 1).
 
-    The first token whose cumulative probability exceeds u, in order of ids; never one of
-    probability 0, even where rounding lets no sum exceed u. Each row must have a positive entry.
+    Chooses the first token, in order of ids, whose cumulative probability exceeds u. A token of
+    probability 0 is never chosen, even if no sum exceeds u because of rounding. Each row must have
+    a positive entry.
     """
     is_possible = probs > 0
     cumulative = probs.cumsum(dim=-1)
@@ -126,20 +131,22 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 def make_params(
     section: SamplingSection, max_new_tokens: int, eos_token_ids: tuple[int, ...], request_id: int
 ) -> SamplingParams:
-    """A request's parameters; its seed derives from the section's and its id."""
+    """The sampling parameters of a request. Its seed is derived from the section's seed and from
+    its id."""
     values = dataclasses.asdict(section)
     values["seed"] = derive_seed(section.seed, request_id)
     return SamplingParams(max_new_tokens, eos_token_ids, **values)
 
 
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scores float64 [B, T, V] with -inf for what top_k, then top_p, [B, 1, 1] each, drops."""
+    """The scores, float64 [B, T, V], with -inf for the tokens that top_k and then top_p drop; both
+    are [B, 1, 1]."""
     vocab_size = scores.shape[-1]
     ascending = scores.sort(dim=-1).values
     first = vocab_size - top_k.clamp(max=vocab_size)
     floor = ascending.gather(-1, first.expand(*scores.shape[:2], 1))
     ascending = torch.where(ascending < floor, -torch.inf, ascending)
-    # A token goes if it and all less likely ones hold no more than 1 - top_p.
+    # A token is dropped if it and all less likely tokens together have at most 1 - top_p.
     held = ascending.softmax(dim=-1).cumsum(dim=-1)
     num_dropped = (held <= 1 - top_p).sum(-1, keepdim=True)
     floor = ascending.gather(-1, num_dropped.clamp(max=vocab_size - 1))
@@ -147,8 +154,8 @@ def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _drafted(drafts: Tensor, num_positions: int, vocab_size: int) -> Tensor:
-    """Which tokens are among the drafts [R, D] before each of the last T = `num_positions` of D + 1
-    positions: bool [R, T, V]."""
+    """Which tokens of the drafts [R, D] come before a position, for each of the last
+    T = `num_positions` of D + 1 positions: bool [R, T, V]."""
     num_rows, num_drafts = drafts.shape
     assert num_positions <= num_drafts + 1
     shape = (num_rows, num_drafts + 1, vocab_size)

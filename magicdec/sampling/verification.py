@@ -1,10 +1,10 @@
-"""Judging sampled drafts so that the target's distribution is kept: pure functions.
+"""Verifies sampled drafts so that the output has exactly the target's distribution. Pure functions.
 
 Source: Leviathan et al. 2023, algorithm 1 and appendix A.1; Chen et al. 2023 ("Accelerating large
 language model decoding with speculative sampling"), algorithm 2 and theorem 1. A draft token x is
-accepted with min(1, p(x)/q(x)); at the first rejection the token comes from norm(max(0, p - q));
-after K acceptances one more comes from p. Greedy rows (p one-hot) among sampled ones need no case
-of their own: p(x) is 1 or 0.
+accepted with probability min(1, p(x)/q(x)). At the first rejection, the token is sampled from
+norm(max(0, p - q)) instead. If all K drafts are accepted, one more token is sampled from p. Greedy
+rows in the same batch need no special case: their p is one-hot, so p(x) is 1 or 0.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ def verify(
     u_accept: Tensor,
     u_resample: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(accepted [B], next_ids [B]), both int64: how many leading drafts are kept, and the token
-    after them.
+    """Returns (accepted [B], next_ids [B]), both int64: how many leading drafts are accepted, and
+    the token after them.
 
-    draft_ids [B, K]; draft_probs float64 [B, K, V] is what each draft was sampled from, None for
-    drafts without chance (q is one-hot); target_probs float64 [B, K+1, V], given the drafts before;
-    u_accept [B, K] and u_resample [B, K+1] are independent uniform numbers.
+    draft_ids [B, K] are the drafts. draft_probs, float64 [B, K, V], are the probabilities q from
+    which they were sampled; None if they were not sampled (then q is one-hot). target_probs,
+    float64 [B, K+1, V], are the target's probabilities p at each position, given the drafts before
+    it. u_accept [B, K] and u_resample [B, K+1] are independent uniform random numbers.
     """
     num_drafts = draft_ids.shape[1]
     p = target_probs[:, :num_drafts].gather(2, draft_ids.unsqueeze(2)).squeeze(2)  # [B, K]
     if draft_probs is None:
         is_kept = u_accept < p
     else:
-        # u < p / q without the division: a token with p = 0 is never kept, whatever q.
+        # This is u < p / q without the division. A token with p = 0 is never accepted.
         is_kept = u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p
     accepted = is_kept.long().cumprod(dim=1).sum(dim=1)
     remaining = residual(draft_ids, draft_probs, target_probs, accepted)
@@ -45,10 +46,11 @@ def verify(
 def residual(
     draft_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor, accepted: Tensor
 ) -> Tensor:
-    """What the token after `accepted` [B] drafts is sampled from: [B, V], not normalised.
+    """The distribution from which the token after `accepted` [B] drafts is sampled: [B, V], not
+    normalised.
 
-    max(0, p - q) of the rejected position; p where every draft was accepted. Where rounding left
-    nothing of p - q, p and q are equal up to rounding, and it is p.
+    It is max(0, p - q) at the rejected position, and p if every draft was accepted. If no entry of
+    p - q is positive, then p and q are equal up to rounding, and p is used.
     """
     (num_rows, num_drafts), vocab_size = draft_ids.shape, target_probs.shape[2]
     rows = torch.arange(num_rows, device=draft_ids.device)

@@ -125,7 +125,7 @@ class TestContract:
         assert ours == baseline == decode_both(plain, make_requests(prompts, 20), kv, 3)[0]
 
     def test_mass_is_refused(self, backend: str) -> None:
-        with pytest.raises(ValueError, match=f"--attention {backend} does not tell where the"):
+        with pytest.raises(ValueError, match=f"--attention {backend} does not return"):
             BACKENDS[backend]().run_with_mass(0, *[torch.empty(0)] * 3, None)
 
 
