@@ -1,7 +1,8 @@
-"""The memory plan of `magicdec latency`: the largest cell of its grid, and whether all cells fit.
-Arithmetic; allocates nothing.
+"""The memory plan of `magicdec latency`: how much the largest cell of its grid needs, and whether
+every cell fits. It only computes and allocates nothing.
 
-The caches are made anew at each (B, context), those of all drafts together. No prompt is prefilled.
+New caches are made for each (B, context); the caches of all drafts exist at the same time. No
+prompt is prefilled.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from magicdec.memory.plan import MemoryPlan, Models
 def check_grid_memory(
     config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, free: int | None
 ) -> str:
-    """The line to print. `config` is resolved. Raises ValueError if a cell does not fit, and names
-    the largest cell that does."""
+    """The line to print. `config` is resolved. Raises ValueError if a cell does not fit; the
+    message names the largest cell that does."""
     plans = {
         (B, context): plan_place(config, grid, models, launch, B, context)
         for B in grid.batch_sizes
@@ -48,8 +49,8 @@ def check_grid_memory(
 def plan_place(
     config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
-    """The plan of a run that verifies the most new tokens at that context. The caches of all drafts
-    are held at the same time."""
+    """The memory plan of a run that verifies the largest number of new tokens at that context. The
+    caches of all drafts exist at the same time."""
     plans = [needed(as_run(config, grid, kv, B, context), models, launch) for kv in grid.drafts]
     return replace(
         plans[0],
@@ -61,7 +62,8 @@ def plan_place(
 def as_run(
     config: ResolvedConfig, grid: Grid, kv: KVSection, B: int, context: int
 ) -> ResolvedConfig:
-    """A run of self-speculation whose rows hold as many tokens as the caches of the forwards."""
+    """The config of a self-speculative run whose rows hold as many tokens as the caches of these
+    forwards."""
     most = max(grid.new_tokens)
     return replace(
         config,

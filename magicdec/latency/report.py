@@ -1,6 +1,6 @@
-"""What `magicdec latency` gives the user: the table, and the rows as JSON and CSV.
+"""The output of `magicdec latency`: the table, and the rows as JSON and CSV files.
 
-Owns the shape of the JSON and the columns of the CSV (docs/latency.md).
+Owns the structure of the JSON and the columns of the CSV (docs/latency.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from magicdec.setup.prepare import describe_model
 
 @dataclass(frozen=True)
 class Latency:
-    """What the JSON file holds."""
+    """The content of the JSON file."""
 
     environment: Environment
     config: dict[str, Any]
@@ -38,7 +38,8 @@ def make_latency(
     environment: Environment,
     rows: list[Row],
 ) -> Latency:
-    """Of `config`, what a forward depends on is kept."""
+    """The content of the JSON file. It keeps only the parts of `config` on which a forward
+    depends."""
     sections = config.to_dict()
     attention, decoding, kv = (sections[name] for name in ("attention", "decoding", "kv"))
     kept = {
@@ -65,7 +66,8 @@ def _describe_grid(grid: Grid) -> dict[str, Any]:
 
 
 def write_files(found: Latency, json_path: Path | None, csv_path: Path | None) -> None:
-    """Raises ValueError, naming the flag, for a file that cannot be written."""
+    """Write the files whose paths are given. Raises ValueError, naming the flag, if a file cannot
+    be written."""
     if json_path is not None:
         write_file("--json", json_path, "latency", found)
         print(f"written to {json_path}", file=sys.stderr)
@@ -75,7 +77,7 @@ def write_files(found: Latency, json_path: Path | None, csv_path: Path | None) -
 
 
 def to_csv(rows: list[Row]) -> str:
-    """A header and a line a row; null is empty."""
+    """A header and one line for each row. A null is an empty field."""
     text = io.StringIO()
     names = [item.name for item in fields(Row)]
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -1,7 +1,7 @@
-"""The rows of `magicdec latency`: what each is about, and how ranks' times become one.
+"""The rows that `magicdec latency` reports, and how the times of all ranks become one row.
 
-Owns the keys of a row (docs/latency.md is made from them). Must not know how anything is timed;
-imports no torch.
+Owns the keys of a row (docs/latency.md is made from them). Must not know how anything is timed.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from magicdec.records.metrics import percentile
 
 @dataclass(frozen=True)
 class Cell:
-    """What a row of the result is about."""
+    """The forward that a row describes."""
 
     phase: str = recorded(
         "`decode`, `verify`, `first_draft` or `draft`, as above",
@@ -24,47 +24,50 @@ class Cell:
     context: int = recorded("tokens that each row's cache holds before the forward", "tokens")
     T: int = recorded("new tokens a row", "tokens")
     budget: int | None = recorded(
-        "KV entries that a draft reads of the context, at most",
+        "largest number of KV entries of the context that a draft reads",
         "tokens",
-        null="unless a draft; under `full`",
+        null="unless the forward is a draft; under `full`",
     )
     kv_policy: str | None = recorded(
-        "what a draft reads; of a `verify`, the policy that it tells where the attention went",
-        null="`decode`; `verify` that tells no policy",
+        "the KV policy of a draft; of a `verify`, the policy for which it also returns attention "
+        "weights",
+        null="`decode`; `verify` that returns no attention weights",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Cell):
-    """What one forward took. Each repeat lasts as long as its slowest rank."""
+    """The times of one forward. The time of a repeat is that of its slowest rank."""
 
     tokens: int = recorded("new tokens of the forward: B x T", "tokens")
     ms_median: float = recorded("median over the repeats", "ms")
     ms_p10: float = recorded("10th percentile", "ms")
     ms_p90: float = recorded("90th percentile", "ms")
     bytes: int = recorded(
-        "least bytes that all ranks together had to read: weights once, K and V of every visible "
-        "token, new ones included",
+        "smallest number of bytes that all ranks together must read: the weights once, and K and V "
+        "of every visible token, including new ones",
         "bytes",
     )
     roofline_fraction: float = recorded(
-        "`bytes` over the read bandwidth of the same run (`environment`) and the median; above 1 "
-        "where a cache, not memory, held them",
+        "`bytes` divided by the median time and by the read bandwidth of the same run "
+        "(`environment`); above 1 if they were read from a CPU or GPU cache instead of memory",
         "ratio",
     )
 
 
 Timing = tuple[Cell, list[float], int]
-"""A cell, this rank's seconds of each repeat, the bytes that this rank had to read each time."""
+"""A cell, the seconds of each repeat on this rank, and the bytes that this rank must read in each
+repeat."""
 
 
 def summarise(ranks: list[list[Timing]], bandwidth: float) -> list[Row]:
-    """A row a cell, from every rank's timings: each repeat lasts as long as its slowest rank;
-    bytes are those of all ranks, and `bandwidth` what they read together."""
+    """Make one row for each cell from the timings of all ranks. The time of a repeat is that of its
+    slowest rank, and the bytes are summed over the ranks. `bandwidth` is the read bandwidth of all
+    ranks together, in bytes/s."""
     rows = []
     for parts in zip(*ranks, strict=True):
         cell = parts[0][0]
-        assert all(part[0] == cell for part in parts), "ranks go in lockstep"
+        assert all(part[0] == cell for part in parts), "all ranks time the same cells"
         slowest = [max(repeat) for repeat in zip(*(part[1] for part in parts), strict=True)]
         rows.append(_row(cell, slowest, sum(part[2] for part in parts), bandwidth))
     return rows

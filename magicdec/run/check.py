@@ -1,8 +1,10 @@
-"""Did two ways of decoding emit the same tokens, and if not, was it a tie?
+"""Checks whether two ways of decoding emitted the same tokens and, if they did not, whether the
+difference is a tie.
 
-A difference is settled by replaying the whole row, both versions of it, in the next wider dtype:
-every token that either emitted must be the wider model's choice to within the bound below. What is
-beyond it is a divergence. Nothing is excused unseen.
+To decide this, both versions of the sequence are replayed as a whole in the next wider dtype. The
+difference is a tie if every token of both versions is the greedy choice of the wider model, or its
+logit is lower than that of the choice by at most MARGIN_BOUND. Otherwise it is a divergence. No
+difference is excused without this replay.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
 WIDER = {"float32": "float64", "bfloat16": "float32"}
-# How far below the wider model's largest logit an emitted token may lie: rounding of the narrower
-# one, with room.
+# By how much the logit of an emitted token may be lower than the largest logit of the wider model.
+# This is the rounding error of the narrower dtype, with a safety margin.
 MARGIN_BOUND = {"float32": 1e-4, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two outputs of one prompt part."""
+    """The first position at which two outputs of one prompt differ."""
 
     sequence: int
     index: int
@@ -51,10 +53,10 @@ def check_outputs(
     make_wider: Callable[[], ModelRunner],
     chunk: int,
 ) -> Correctness:
-    """Compare outputs prompt by prompt; `make_wider` builds the replaying runner, only if a
-    difference needs it.
+    """Compare the outputs prompt by prompt. `make_wider` makes the runner for the replay; it is
+    called only if there is a difference.
 
-    Called by every rank of the group with the same requests.
+    Every rank of the group must call this with the same requests.
     """
     differences = [
         d
@@ -88,9 +90,10 @@ def check_outputs(
 
 
 def margin(wider: ModelRunner, request: Request, chunk: int) -> float:
-    """How far from a greedy output of `wider` this is: see `deficit`; infinite if it does not end
-    where its sampling parameters say, or has penalties, which the replay does not apply: between
-    such outputs no difference is excused."""
+    """How far the output of `request` is from a greedy output of `wider`, in logits (see
+    `deficit`). It is infinite if the output does not end where its sampling parameters say. It is
+    also infinite with penalties, because the replay does not apply them; a difference between such
+    outputs is therefore never excused."""
     if not request.sampling.is_plain:
         return float("inf")
     output, ends = request.output_ids, request.sampling.ends
@@ -102,8 +105,8 @@ def margin(wider: ModelRunner, request: Request, chunk: int) -> float:
 
 @torch.inference_mode()
 def deficit(runner: ModelRunner, prompt: Sequence[int], output: Sequence[int], chunk: int) -> float:
-    """How far the emitted tokens fall short of `runner`'s greedy choices at worst: 0 if each is its
-    largest logit."""
+    """The largest difference, over the emitted tokens, between `runner`'s largest logit and the
+    logit of the token. It is 0 if every token has the largest logit."""
     cache, group = runner.cache, runner.group
     cache.release(0)
     cache.allocate(0, runner.max_tokens)

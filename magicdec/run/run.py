@@ -1,8 +1,9 @@
-"""One run on one rank: build, measure, check, record. All ranks of the group go through it in
-lockstep.
+"""One run on one rank: load the models, measure, check the tokens and make the record. All ranks of
+the group execute the same steps together.
 
-Owns the order of a run: each batch has one prefill, every pass starts from its state, and at the
-end the outputs of two passes are compared. Must not know how a strategy decodes.
+Owns the order of a run: each batch is prefilled once, every pass starts from the state after that
+prefill, and at the end the outputs of the two passes are compared. Must not know how a strategy
+decodes.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ from magicdec.setup.session import RankSession
 
 @dataclass
 class Outcome:
-    """The result of `execute`: the record and the finished requests, in prompt order."""
+    """The result of `execute`: the record, and the finished requests in the order of the
+    prompts."""
 
     record: RunRecord
     requests: list[Request] = field(default_factory=list)
 
 
 class Run:
-    """One rank's part of a run: the runner it decodes with and what it measured."""
+    """One rank's part of a run: its models and runners, and its measurements."""
 
     def __init__(self, prepared: Prepared, session: RankSession, progress: Progress) -> None:
         self.prepared, self.progress = prepared, progress
@@ -82,7 +84,7 @@ class Run:
         return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
 
     def make_reference(self) -> ModelRunner:
-        """A runner with the same weights in a wider dtype, computed by torch's operators only."""
+        """A runner with the same weights in a wider dtype, which uses only torch's operators."""
         dtype = WIDER[self.config.model.dtype]
         weights = "int8" if self.config.model.target_dtype == "int8" else dtype
         return self.make_runner(Kinds(dtype, weights), 1, REFERENCE_BACKEND)
@@ -97,7 +99,8 @@ class Run:
         return make_strategy(name, setup)
 
     def runners(self) -> list[ModelRunner]:
-        """The runners of this rank: the target's, and the draft's if this rank holds one."""
+        """The runners of this rank: the target's, and the draft's if this rank has a shard of
+        it."""
         drafts = [] if self.draft is None else [self.draft.runner]
         return [self.runner, *(runner for runner in drafts if runner is not None)]
 
@@ -116,8 +119,8 @@ class Run:
         ]
 
     def measure(self) -> PrefillMetrics:
-        """Measure every batch: one prefill, then every pass from the same state. Returns the
-        metrics of the prefill."""
+        """Measure every batch: prefill it once, then run every pass from the same state. Returns
+        the metrics of the prefills."""
         w, ttft, seconds = self.config.workload, [], 0.0
         if self.device.type == "cuda":
             prompt, chunk = self.prepared.workload.prompts[0], self.config.attention.prefill_chunk
@@ -134,7 +137,8 @@ class Run:
             ]
             if batch == 0:
                 warm_up(self, snapshots)
-            # The passes take turns in going first, so that drift of the machine favours neither.
+            # The passes take turns at going first, so that a drift in the machine's speed favours
+            # neither of them.
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
                 self.measure_pass(name, snapshots)
         if self.config.output.profile is not None:
@@ -177,18 +181,18 @@ class Run:
         samples.peak_memory_bytes = max(samples.peak_memory_bytes, sum(t[1] for t in totals))
 
     def measured(self, prefill: PrefillMetrics, memory: MemoryTaken) -> Measured:
-        """What the record is made of."""
+        """The measurements from which the record is made."""
         for name, samples in self.samples.items():
             samples.phase_s = dict(self.timers[name].seconds)
         self.samples[self.passes[-1]].calibration_s = self.draft_length.calibration_s
         return Measured(self.samples, self.finished, prefill, memory)
 
     def check(self) -> Correctness:
-        """Compare the pass that was asked for with the baseline of the same run."""
+        """Compare the tokens of the requested strategy with those of the baseline of this run."""
         asked, dtype = self.passes[-1], self.config.model.dtype
         num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
-        # Sampled tokens differ between passes. Speculation keeps their distribution, which the
-        # tests show.
+        # Sampled tokens differ between passes, so they cannot be compared. The tests check that
+        # speculation keeps their distribution.
         if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
             return Correctness(None, num_tokens=num_tokens)
         return check_outputs(
@@ -202,7 +206,7 @@ class Run:
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
-    """Run on this rank. Errors of the run itself propagate; the caller records them."""
+    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record."""
     config, model = prepared.config, prepared.source.config
     draft_ranks = None if config.draft is None else config.draft.rank_group
     draft_model = None if prepared.draft_source is None else prepared.draft_source.config
@@ -212,7 +216,7 @@ def execute(prepared: Prepared, is_leader: bool) -> Outcome:
         run = Run(replace(prepared, config=config), session, make_progress(is_leader))
         bandwidth = read_bandwidth(group, device)
         prefill = run.measure()
-        # The ceiling is the larger of two measurements: a busy host rarely slows both.
+        # The larger of two measurements counts, because a busy host rarely slows down both.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
         memory = run.memory.measured(group)
         correctness = run.check()

@@ -1,6 +1,7 @@
-"""The record of a run from what it measured: metrics enter it only if the check passed.
+"""Makes the record of a run from its measurements. The record has metrics only if the check of the
+tokens passed.
 
-Owns which numbers of a pass are told. Must not measure anything.
+Owns the choice of the numbers that a record reports for a pass. Must not measure anything.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ BASELINE = "autoregressive"
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measured, of all ranks together. The pass that was asked for is the last one, and
-    the baseline, if it was decoded too, stands before it."""
+    """The measurements of a run, for all ranks together. The last pass is the requested strategy.
+    If the baseline was decoded too, it comes before that."""
 
-    samples: dict[str, PassSamples]  # by pass
-    finished: dict[str, list[Request]]  # by pass: every prompt's request, in prompt order
+    samples: dict[str, PassSamples]  # for each pass
+    finished: dict[str, list[Request]]  # for each pass, the requests in the order of the prompts
     prefill: PrefillMetrics
     memory: MemoryTaken
 
@@ -40,7 +41,7 @@ class Measured:
 def make_record(
     prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
 ) -> RunRecord:
-    """Metrics enter the record only if the check passed."""
+    """The record of a run. It has metrics only if the check of the tokens passed."""
     asked, passed = measured.asked, correctness.passed
     bandwidth = environment.read_bandwidth_bytes_per_s
     assert bandwidth is not None, "measured in every run"
@@ -63,7 +64,8 @@ def make_record(
 
 
 def pass_metrics(prepared: Prepared, measured: Measured, name: str, bandwidth: float) -> Metrics:
-    """Of one pass, with what it shares with the others and what follows from comparing them."""
+    """The metrics of one pass, including those of the shared prefill and the speedup over the
+    baseline."""
     metrics = replace(
         decode_metrics(measured.samples[name], bandwidth, is_drafting=name != BASELINE),
         prefill_tokens_per_s=measured.prefill.tokens_per_s,
@@ -81,14 +83,15 @@ def pass_metrics(prepared: Prepared, measured: Measured, name: str, bandwidth: f
 
 
 def score_pass(prepared: Prepared, finished: list[Request]) -> float | None:
-    """How right the pass's outputs are; None without known answers, and with random weights."""
+    """The answer score of the outputs of a pass. None if the workload has no known answers, or if
+    the target has random weights."""
     answers = None if prepared.source.is_random else prepared.workload.answers
     return answer_score(answers, finished, prepared.tokenizer)
 
 
 def describe_samples(samples: PassSamples, is_undrafted: bool) -> SamplesRecord:
-    """Raw step times and accepted counts by batch; without counts where nothing was drafted, or
-    they have no meaning."""
+    """The raw step times and the counts of draft tokens, by batch. The counts of draft tokens are
+    None if `is_undrafted`: nothing was drafted, or random weights make them meaningless."""
     return SamplesRecord(
         step_ms=[[round(1e3 * s, 4) for s in batch] for batch in samples.step_s],
         num_tokens=samples.num_tokens,

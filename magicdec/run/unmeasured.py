@@ -1,7 +1,7 @@
-"""What a run does beside its measurements: warming up, and the passes that `--profile` traces.
+"""The passes of a run that are not measured: the warm-up, and the passes that `--profile` traces.
 
-Owns these passes. They start from the state that prefill left, as measured ones do, and change no
-number of the record.
+Owns these passes. Like the measured ones, they start from the state after prefill. They change no
+number in the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from magicdec.request import Request, SamplingParams
 
 
 class Passes(Protocol):
-    """What is asked of a run (`run.run.Run`)."""
+    """The part of `run.run.Run` that this module uses."""
 
     config: ResolvedConfig
     engine: Engine
@@ -36,14 +36,15 @@ class Passes(Protocol):
 
 
 def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
-    """Take one full chunk of a prompt and its last, shorter one, so that kernels which are built
-    when first called are there before a prefill is timed. The engine is as new after it."""
+    """Prefill one full chunk of a prompt and one chunk as short as its last, so that kernels that
+    are built at their first call exist before a prefill is timed. The request ends with its first
+    token, so the engine is free again afterwards."""
     beginning = tuple(prompt[: min(len(prompt), chunk + len(prompt) % chunk)])
     engine.prefill([Request(-1, beginning, SamplingParams(max_new_tokens=1))])
 
 
 def warm_up(run: Passes, snapshots: list[Request]) -> None:
-    """The first batch by every strategy, as often as was asked."""
+    """Decode the first batch with every strategy, as often as the config says."""
     rounds = run.config.workload.warmup_batches
     with run.progress.task("warm-up", rounds * len(run.passes)) as advance:
         for name in run.passes * rounds:
@@ -52,8 +53,9 @@ def warm_up(run: Passes, snapshots: list[Request]) -> None:
 
 
 def profile(run: Passes, snapshots: list[Request], directory: Path) -> None:
-    """Trace every strategy once over a batch that was measured: a file of Chrome's trace format a
-    strategy and rank, with the phases as ranges. Raises OSError where it cannot be written."""
+    """Trace every strategy once, on the last measured batch. Writes one file in Chrome's trace
+    format for each strategy and rank, in which the phases are ranges. Raises OSError if a file
+    cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
     group = run.groups.target
     for name in run.passes:
@@ -68,7 +70,8 @@ def profile(run: Passes, snapshots: list[Request], directory: Path) -> None:
 
 @contextmanager
 def mark_phase(name: str) -> Iterator[None]:
-    """A range in the profiler's trace, and on CUDA one that Nsight Systems shows (NVTX)."""
+    """Mark a phase as a range in the profiler's trace and, on CUDA, as an NVTX range, which Nsight
+    Systems shows."""
     with ExitStack() as ranges:
         ranges.enter_context(torch.profiler.record_function(name))
         if torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""From checked models to this rank's runners: weights loaded, caches made.
+"""Makes this rank's runners from checked models: loads the weights and allocates the caches.
 
-Owns which kind of runner a model gets. Must not know what is measured with it.
+Owns the choice of the runner for a model. Must not know what is measured with it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from magicdec.setup.prepare import Prepared
 
 @dataclass(frozen=True)
 class Kinds:
-    """How a model is held and computed: activations in `dtype`, matrices in `weights` (`dtype` or
-    int8), multiplied and otherwise computed by what these names stand for."""
+    """How a model is stored and computed. Activations are in `dtype`, matrices in `weights` (either
+    `dtype` or int8). `linear` and `elementwise` name the kernels for matrix products and for the
+    elementwise operations."""
 
     dtype: str
     weights: str
@@ -37,14 +38,14 @@ class Kinds:
 
 
 def kinds_of(section: ResolvedModel, weights: str) -> Kinds:
-    """How a run of that section holds a model with such weights."""
+    """The `Kinds` of a model in a run with that config section, with its matrices in `weights`."""
     return Kinds(section.dtype, weights, section.linear, section.elementwise)
 
 
 def load_model(
     source: ModelSource, group: Group, kinds: Kinds, device: torch.device, progress: Progress
 ) -> Transformer:
-    """This rank's shard of a model over `group`."""
+    """Load this rank's shard of a model that is sharded over `group`."""
     shard = Shard(group.index, group.size)
     with progress.task(f"loading {source.name} as {kinds.weights}", 1) as advance:
         model = load_kind(source, shard, kinds, device)
@@ -73,8 +74,8 @@ def make_draft(
     device: torch.device,
     progress: Progress,
 ) -> DraftModel | None:
-    """The standalone draft of a run that has one; its weights and cache only on the draft's
-    ranks. Texts of at most `max_tokens`."""
+    """The standalone draft model of a run; None if the run has none. Only the draft's ranks hold
+    weights and a cache. Sequences have at most `max_tokens` tokens."""
     config, source = prepared.config, prepared.draft_source
     if config.draft is None or source is None:
         return None

@@ -1,6 +1,6 @@
-"""Everything that can be refused is refused here, before any process group starts.
+"""Prepares a run: everything that can be refused is refused here, before any process group starts.
 
-Owns the order of the checks. Every rank prepares by itself and comes to the same verdict.
+Owns the order of the checks. Every rank prepares on its own, and all ranks reach the same result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from magicdec.workload.workload import Workload, build_workload
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that nothing in the user's hands can break any more."""
+    """A run after all checks: everything that a user can cause has been refused by now."""
 
     config: ResolvedConfig
     launch: Launch
@@ -41,18 +41,18 @@ class Prepared:
     tokenizer_name: str
     workload: Workload
     draft_source: ModelSource | None = None
-    memory: str = ""  # the memory plan, in a line
-    plan: MemoryPlan = MemoryPlan(0, 0)  # of all ranks together
-    free: int | None = None  # bytes, as this rank read them
+    memory: str = ""  # the memory plan as one line of text
+    plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
+    free: int | None = None  # bytes of free memory that this rank read
 
     @property
     def is_random(self) -> bool:
-        """Whether acceptance means nothing: the target, or what drafts for it, has random
-        weights."""
+        """Whether the target or its standalone draft has random weights, which make acceptance
+        meaningless."""
         return self.source.is_random or bool(self.draft_source and self.draft_source.is_random)
 
     def describe_workload(self) -> WorkloadRecord:
-        """For the record: what was decoded, by which model, from which tokenizer."""
+        """The record's `workload`: the prompts, the models and the tokenizer."""
         model, w = describe_model(self.source), self.workload
         return WorkloadRecord(
             model=model.model,
@@ -78,7 +78,8 @@ def describe_model(source: ModelSource) -> ModelRecord:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """Tells two sets of weights of one shape apart at the price of reading a few small tensors."""
+    """A hash that differs between two models of the same shape with different weights. It is cheap:
+    besides names and shapes, only the one-dimensional tensors are read."""
     digest = hashlib.sha256(repr(sorted(source.weights.shapes().items())).encode())
     config = source.config
     for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
@@ -89,8 +90,8 @@ def fingerprint(source: ModelSource) -> str:
 
 
 def prepare(asked: RunConfig, launch: Launch) -> Prepared:
-    """Resolve and check everything. Raises ValueError, one line naming the flag, for what a user
-    can mend."""
+    """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
+    errors that a user can correct."""
     asked.check(launch.world_size)
     flag = flag_of(asked.model, "model")
     source = find_model(flag, asked.model.model)
@@ -112,8 +113,8 @@ def prepare(asked: RunConfig, launch: Launch) -> Prepared:
         backend = config.draft.backend_choice.settled
         check_scores(backend, config.model.dtype, draft_flag, draft)
         check_window(backend, max_tokens(config), draft_flag, draft)
-    # Random weights have no tokenizer; the demo's ids are valid in any vocabulary at least as
-    # large.
+    # Random weights have no tokenizer, so the demo's is used. Its ids are valid in any vocabulary
+    # that is at least as large.
     described = find_model("--model", "demo") if source.tokenizer_directory is None else source
     directory = described.tokenizer_directory
     assert directory is not None
@@ -139,8 +140,8 @@ def prepare(asked: RunConfig, launch: Launch) -> Prepared:
 def as_stored(
     config: RunConfig, source: ModelSource, draft: ModelSource | None = None
 ) -> RunConfig:
-    """`config` with int8 weights where they are stored so. Raises ValueError where others were
-    asked for: they are not there any more."""
+    """`config` with int8 as the weight dtype of each model that is stored in int8. Raises
+    ValueError if another dtype was requested, because the original weights are not stored."""
     model, section = config.model, config.draft
     if source.is_int8:
         named = f"{flag_of(model, 'model')} {model.model}"
@@ -155,21 +156,21 @@ def as_stored(
 
 
 def check_int8(flag: str, asked: str, named: str) -> None:
-    """What was asked for a model that is stored in int8."""
+    """Raise ValueError if a model that is stored in int8 should have another weight dtype."""
     if asked not in ("auto", "int8"):
         raise ValueError(f"{flag} {asked}: {named} holds int8 weights; choose from auto, int8")
 
 
 def check_interpreter(config: ResolvedConfig) -> None:
-    """Load what a backend must load before anything else does. Triton, where it is to be
-    interpreted, decides on that when it is first imported."""
+    """Let each attention backend load what must be loaded first: Triton decides whether to
+    interpret its kernels when it is first imported."""
     drafts = [] if config.draft is None else [config.draft.backend]
     for name in [config.attention.backend, *drafts]:
         backend_class(name).load(config.parallel.device)
 
 
 def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
-    """The token that begins every prompt, if the model has one, must be one of its tokenizer's."""
+    """Raise ValueError if the BOS token of the model is not a valid id of its tokenizer."""
     bos = source.config.bos_token_id
     size = source.config.vocab_size
     if source.tokenizer_directory is not None:
@@ -182,7 +183,8 @@ def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
 
 
 def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
-    """The model must reach as far as the run, and must be divisible over the ranks."""
+    """Raise ValueError if the run is longer than the model's maximum length, if the attention
+    backend does not support the model, or if its heads cannot be divided among the ranks."""
     w, flag = config.workload, flag_of(config.asked.model, "model")
     length = w.prefix_len + w.num_new_tokens
     asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
@@ -196,8 +198,8 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
 
 
 def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
-    """Refuse ALiBi where scores are rounded to bfloat16: they grow with the position, and the
-    difference between neighbours would be lost."""
+    """Raise ValueError if the model uses ALiBi and the backend rounds scores to bfloat16. ALiBi
+    scores grow with the position, so rounding would remove the difference between neighbours."""
     if backend is None or (source.config.positions, dtype) != ("alibi", "bfloat16"):
         return
     if capabilities_of(backend).rounds_scores:
@@ -210,24 +212,26 @@ def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource
 
 
 def check_window(backend: str | None, length: int, flag: str, source: ModelSource) -> None:
-    """Refuse texts of `length` tokens past a sliding window that the backend would not keep to."""
+    """Raise ValueError if sequences of `length` tokens exceed the model's sliding window and the
+    backend does not support windows."""
     window = source.config.sliding_window
     if backend is None or window is None or window >= length:
         return
     if not capabilities_of(backend).keeps_window:
         fitting = ", ".join(list_backends(lambda c: c.keeps_window))
         raise ValueError(
-            f"--attention {backend} does not keep to the window of {window} tokens of {flag} "
-            f"{source.name}; choose from auto, {fitting}"
+            f"--attention {backend} does not support the sliding window of {window} tokens of "
+            f"{flag} {source.name}; choose from auto, {fitting}"
         )
 
 
 def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
-    """Refuse `asked`, which makes texts of `length` tokens, if the model reaches less far."""
+    """Raise ValueError if `length` exceeds the model's maximum length. `asked` names the flags and
+    values from which the length follows."""
     model = source.config
     if length > model.max_length:
         dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"
-        why = "; dynamic rope scaling past them would turn cached keys anew" if dynamic else ""
+        why = "; dynamic RoPE scaling beyond them would change cached keys" if dynamic else ""
         raise ValueError(
             f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
         )

@@ -1,7 +1,7 @@
-"""One rank of a launched command, from its start-up to its clean-up.
+"""RankSession: one rank of a launched command, from its start-up to its clean-up.
 
-Owns what surrounds every measurement on ranks: the number of threads, the device, the process
-groups and the description of the machine. Must not know what is measured.
+Owns what every measurement on ranks needs: the number of threads, the device, the process groups
+and the description of the machine. Must not know what is measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from magicdec.records.environment import Environment
 
 
 class RankSession:
-    """A context manager that all ranks enter and leave in lockstep. `groups` exists inside it;
-    `device` is this rank's device, on CUDA that of its local rank."""
+    """A context manager that all ranks enter and leave together. `groups` exists inside it.
+    `device` is this rank's device; on CUDA, the GPU whose index is the local rank."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class RankSession:
         parallel: ResolvedParallel,
         draft_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """`draft_ranks` hold a standalone draft; None without one."""
+        """`draft_ranks` are the ranks that hold a standalone draft; None if there is none."""
         self.launch, self.parallel, self.draft_ranks = launch, parallel, draft_ranks
         self.started = datetime.datetime.now(datetime.timezone.utc)
         is_cuda = parallel.device == "cuda"
@@ -42,12 +42,13 @@ class RankSession:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
-        """Leave the groups after success only: after an error, leaving a group would wait for ranks
-        that may have ended already."""
+        """Close the process groups, but not after an error: closing waits for the other ranks, and
+        these may have ended already."""
         if error is None:
             close_groups()
 
     def describe_environment(self, bandwidth: float | None = None) -> Environment:
-        """A record's `environment`, with the read bandwidth of all ranks where it was measured."""
+        """The `environment` of a record. `bandwidth` is the read bandwidth of all ranks together,
+        None if it was not measured."""
         found = describe_environment(self.launch, self.parallel.device, self.started)
         return replace(found, read_bandwidth_bytes_per_s=bandwidth)
