@@ -1,5 +1,5 @@
-"""The drivers and tools by name: what `magicdec <command>` and the scripts in tests/ start. Imports
-no torch."""
+"""The commands by name, which `magicdec <command>` and the scripts in tests/ start. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from magicdec.config.sections import DecodingSection
 
 
 def baseline() -> None:
-    """Autoregressive decoding of long book prefixes: the baseline of every comparison."""
+    """Autoregressive decoding of long prompts: the baseline of every comparison."""
     main(RunConfig(decoding=DecodingSection(strategy="autoregressive")), baseline.__doc__ or "")
 
 
 def selfspec() -> None:
-    """Self-speculation: the target drafts for itself on a budgeted view of its own KV cache."""
+    """Self-speculation: the target drafts for itself with a small budget of its own KV cache."""
     decoding = DecodingSection(strategy="speculative", drafter="self")
     main(RunConfig(decoding=decoding), selfspec.__doc__ or "")
 
@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
     "selfspec": ("self-speculation, checked against the baseline of the same run", selfspec),
     "longspec": ("speculation with a standalone draft on a subgroup of ranks", longspec),
     "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
-    "probe": ("measure what this machine can do at most; write it to a file", probe),
+    "probe": ("measure this machine's bandwidth and speed; write them to a file", probe),
     "latency": ("time single forwards at fixed cache lengths, over a grid", latency),
     "plan": ("predict when speculation pays, from the model's shape and the machine", plan),
     "download": ("fetch a model from the Hugging Face hub", download),
@@ -55,8 +55,7 @@ COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
 
 
 def console() -> NoReturn:
-    """`magicdec <command>`: the same drivers without a checkout, and the tools that read
-    records."""
+    """`magicdec <command>`: run the command that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print("usage: magicdec <command> [flags]; magicdec <command> --help\n")

@@ -1,4 +1,5 @@
-"""`magicdec compare NEW BASELINE`: the gate as a command. Exit code 1 on a regression.
+"""`magicdec compare NEW BASELINE`: compares new records with a baseline. Exit code 1 if there is a
+regression.
 
 Owns the command line; `records/compare.py` compares.
 """
@@ -16,14 +17,19 @@ from magicdec.records.reading import load_records
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="magicdec compare",
-        description="Compare the acceptance of new records with a baseline; exit 1 if it fell.",
+        description="Compare the acceptance of new records with a baseline. The exit code is 1 if "
+        "it fell.",
     )
-    parser.add_argument("new", type=Path, help="records of new runs, JSON lines")
+    parser.add_argument("new", type=Path, help="file with the records of new runs, as JSON lines")
     parser.add_argument(
-        "baseline", type=Path, help="committed records (results/baselines/acceptance.jsonl)"
+        "baseline",
+        type=Path,
+        help="file with baseline records, such as results/baselines/acceptance.jsonl",
     )
     parser.add_argument(
-        "--require_all", action="store_true", help="exit 1 if a baseline has no new record"
+        "--require_all",
+        action="store_true",
+        help="also exit with code 1 if a baseline has no new record",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""`magicdec convert`: one file of weights out of a checkpoint of many, or of the original suite's.
+"""`magicdec convert`: writes a checkpoint as one file of weights, with checksums beside it.
 
     magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --dtype bfloat16
     magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --quantize int8
@@ -26,7 +26,7 @@ QUANTIZATIONS = ("int8",)
 
 
 def main() -> NoReturn:
-    """Convert or verify; exit code 1 where a verified file is damaged."""
+    """Convert a checkpoint or verify a file. The exit code is 1 if a verified file is damaged."""
     try:
         args = parse(sys.argv[1:])
         code = verify(args.verify) if args.verify else run(args)
@@ -40,22 +40,29 @@ def main() -> NoReturn:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises ValueError, one line naming the flag."""
+    """Raises ValueError, one line naming the flag, for flags that cannot be used."""
     parser = Parser(
-        description="Write one model.safetensors or model.pth from sharded or single safetensors "
-        "or .bin files, or from a model.pth that the original suite's converter wrote, with a "
-        "manifest of checksums beside it.",
+        description="Write a checkpoint as one file, .safetensors or .pth, with a manifest of "
+        "checksums beside it. The checkpoint consists of one or more safetensors or .bin files, or "
+        "of a model.pth that the original suite's converter wrote.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--checkpoint_dir", type=Path, metavar="DIR", help="what to convert, beside config.json")
+    add(
+        "--checkpoint_dir",
+        type=Path,
+        metavar="DIR",
+        help="directory of the checkpoint and its config.json",
+    )
     add("--out", type=Path, metavar="FILE",
-        help="a .safetensors or .pth file [DIR/model.pth]")  # fmt: skip
-    add("--dtype", choices=DTYPES, help="what to store; default: as it is stored")
+        help="the .safetensors or .pth file to write; default: DIR/model.pth, with --quantize "
+        "DIR/model_int8.pth")  # fmt: skip
+    add("--dtype", choices=DTYPES, help="dtype of the written weights; default: as they are stored")
     add("--quantize", choices=QUANTIZATIONS,
-        help="store all matrices but embeddings in int8, with a scale for each output; --dtype is "
-        "then of the rest [--out: DIR/model_int8.pth]")  # fmt: skip
-    add("--verify", type=Path, metavar="FILE", help="check FILE against the manifest beside it")
+        help="store all matrices except embeddings in int8, with one scale for each output; "
+        "--dtype then applies to the other tensors; default: do not quantize")  # fmt: skip
+    add("--verify", type=Path, metavar="FILE",
+        help="compare FILE with the manifest of checksums beside it; writes nothing")  # fmt: skip
     args = parser.parse_args(argv)
     if (args.checkpoint_dir is None) == (args.verify is None):
         raise ValueError("give either --checkpoint_dir or --verify")
@@ -77,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         source = quantized(source)
     elif source.is_int8 and args.dtype:
         raise ValueError(
-            f"--dtype {args.dtype}: {args.checkpoint_dir} holds int8 weights; leave it out, or "
-            "give --quantize int8 too: then it is of the rest"
+            f"--dtype {args.dtype}: {args.checkpoint_dir} holds int8 weights; leave --dtype out, "
+            "or give --quantize int8 too: then --dtype applies to the other tensors"
         )
     num_tensors = len(source.stored_shapes)
     with make_progress(True).task(f"writing {args.out.name}", num_tensors) as advance:
@@ -96,5 +103,5 @@ def verify(file: Path) -> int:
     from magicdec.model.checkpoint.manifest import find_damage
 
     damage = find_damage(file)
-    print(damage or f"{file}: as its manifest says", file=sys.stderr if damage else sys.stdout)
+    print(damage or f"{file}: matches its manifest", file=sys.stderr if damage else sys.stdout)
     return 1 if damage else 0

@@ -36,7 +36,7 @@ def main() -> NoReturn:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises ValueError, one line naming the flag."""
+    """Raises ValueError, one line naming the flag, for flags that cannot be used."""
     parser = Parser(
         description="Download the files that running a model needs (safetensors, else .bin; "
         "config and tokenizer) and compare their checksums. After an interruption, the same "
@@ -44,11 +44,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--repo_id", required=True, metavar="ID", help="owner/model on the hub")
-    add("--out_dir", required=True, type=Path, metavar="DIR", help="where the files go")
-    add("--revision", default="main", metavar="NAME", help="branch, tag or commit [main]")
+    add(
+        "--repo_id", required=True, metavar="ID", help="the model's name on the hub, as owner/model"
+    )
+    add("--out_dir", required=True, type=Path, metavar="DIR", help="directory for the files")
+    add(
+        "--revision",
+        default="main",
+        metavar="NAME",
+        help="branch, tag or commit of the repository [main]",
+    )
     add("--hf_token", metavar="T",
-        help="token of the hub; default: HF_TOKEN, else the stored login")  # fmt: skip
+        help="access token of the hub; default: the variable HF_TOKEN, otherwise the stored "
+        "login")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -68,5 +76,5 @@ def run(args: argparse.Namespace) -> None:
 
 
 def announce(file: RemoteFile) -> None:
-    """Print a line for each file, which also a log shows; progress bars are for terminals."""
+    """Print a line for each file, which is also useful in a log file."""
     print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)

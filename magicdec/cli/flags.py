@@ -1,4 +1,5 @@
-"""The command line: flags made from the config's dataclasses, refusals in one line, exit codes.
+"""The command line: makes flags from the config's dataclasses, prints errors in one line and sets
+the exit code.
 
 Exit codes: 0 when the run is done and correct; 1 when outputs diverged, a rate regressed or the run
 failed; 2 when the user can correct the error; 130 when interrupted. Heavy imports happen after the
@@ -27,7 +28,7 @@ LEADER_FIRST_S = 20.0
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that refuses in one line."""
+    """An argparse parser that raises ValueError with one line instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -108,7 +109,7 @@ def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
 
 
 def main(config: RunConfig, description: str, argv: Sequence[str] | None = None) -> NoReturn:
-    """Run a driver. `config` carries its strategy; the command line gives everything else."""
+    """Run a command that decodes. `config` has its strategy; the command line sets the rest."""
     launch = read_launch()
     try:
         parsed = parse(config, sys.argv[1:] if argv is None else argv, description)

@@ -1,8 +1,9 @@
-"""`magicdec plan`: when does speculation pay? Predicted before a run, from the model's shape, the
-machine's ceilings and an acceptance; nothing is run, no weights are read, no torch is imported.
+"""`magicdec plan`: predicts when speculation is faster, from the shape of the model, the bandwidth
+and speed of the machine and an acceptance rate. It runs no model, reads no weights and imports no
+torch.
 
-Owns the flags and their checks, and which cells are predicted; `costs.py` does the arithmetic,
-`plan_report.py` prints.
+Owns the flags and their checks, and the choice of the predicted cells. `costs.py` does the
+arithmetic, `plan_report.py` prints.
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ from magicdec.names import DTYPES, KV_POLICIES, WEIGHT_DTYPES
 from magicdec.records.writing import write_file
 
 MAX_GAMMA = 8
-# flag, unit in SI, what it is, whether it may be 0
+# (flag, its unit in SI units, help text, whether it may be 0)
 RATES: tuple[tuple[str, float, str, bool], ...] = (
-    ("bandwidth", 1e9, "GB/s that one rank reads; with --flops in place of --machine", False),
-    ("flops", 1e12, "TFLOP/s of one rank in --dtype", False),
-    ("link", 1e9, "GB/s between the ranks of a node", False),
-    ("link_latency_us", 1e-6, "us of a small all-reduce within a node", True),
-    ("node_link", 1e9, "GB/s between nodes", False),
-    ("node_link_latency_us", 1e-6, "us of a small all-reduce between nodes", True),
-    ("overhead_us", 1e-6, "us of fixed cost a forward of --model (launches, Python)", True),
+    ("bandwidth", 1e9, "GB/s that one rank reads from memory; instead of --machine", False),
+    ("flops", 1e12, "TFLOP/s of one rank in --dtype; instead of --machine", False),
+    ("link", 1e9, "GB/s between the ranks of a node; default: from --machine", False),
+    ("link_latency_us", 1e-6, "us of a small all-reduce in a node; default: from --machine", True),
+    ("node_link", 1e9, "GB/s between nodes; default: from --machine", False),
+    (
+        "node_link_latency_us",
+        1e-6,
+        "us of a small all-reduce between nodes; default: from --machine",
+        True,
+    ),
+    (
+        "overhead_us",
+        1e-6,
+        "us of fixed cost for each forward of --model (kernel launches, Python); default: from "
+        "--machine, otherwise 0",
+        True,
+    ),
 )
 
 
@@ -55,39 +67,52 @@ def main() -> NoReturn:
 
 def build_parser() -> Parser:
     parser = Parser(
-        description="Predict when speculation pays, from the model's shape and the machine.",
+        description="Predict when speculation is faster than autoregressive decoding, from the "
+        "model's shape and the machine's speed.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", default="demo", help="a preset, demo, random:<preset>, or a directory [demo]")
-    add("--draft_model", help="a draft with its own weights; default: the model drafts for itself")
-    add("--machine", type=Path, metavar="FILE", help="what `magicdec probe` wrote")
+    add(
+        "--model",
+        default="demo",
+        help="the model: demo, a preset, random:<preset> or a directory [demo]",
+    )
+    add("--draft_model", help="a standalone draft model; default: the model drafts for itself")
+    add("--machine", type=Path, metavar="FILE", help="the file that `magicdec probe` wrote")
     for flag, _, text, _ in RATES:
         add(f"--{flag}", type=float, metavar="X", help=text)
     add("--acceptance", nargs="+", required=True, metavar="A",
-        help="0.8 (a rate), 0.8,0.7,0.6 (at least 1, 2, 3 accepted), or a file of records; "
-        "one, or one a budget")  # fmt: skip
-    add("--dtype", default="bfloat16", choices=DTYPES, help="[bfloat16]")
-    for flag in ("--target_dtype", "--draft_dtype"):
+        help="the acceptance: a rate such as 0.8, or the probabilities that at least 1, 2, 3 "
+        "drafts are accepted, such as 0.8,0.7,0.6, or a file of records; give one value, or one "
+        "for each --budget")  # fmt: skip
+    add("--dtype", default="bfloat16", choices=DTYPES,
+        help="dtype of the activations and the KV cache [bfloat16]")  # fmt: skip
+    for flag, name in (("--target_dtype", "--model"), ("--draft_dtype", "--draft_model")):
         add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
-            help="matrices; int8 or auto, which is --dtype [auto]")  # fmt: skip
-    add("--B", nargs="+", type=int, default=[1, 8, 32], metavar="N", help="[1 8 32]")
+            help=f"dtype of the matrices of {name}; auto is --dtype [auto]")  # fmt: skip
+    add("--B", nargs="+", type=int, default=[1, 8, 32], metavar="N",
+        help="batch sizes to predict, in sequences [1 8 32]")  # fmt: skip
     add("--prefix_len", nargs="+", type=int, default=[4096, 16384, 32768], metavar="N",
-        help="cached tokens a sequence [4096 16384 32768]")  # fmt: skip
+        help="cached tokens of each sequence, lengths to predict [4096 16384 32768]")  # fmt: skip
     add("--budget", nargs="+", type=int, metavar="N",
-        help="KV entries a draft step reads; default: those of the records, or 257")  # fmt: skip
+        help="KV entries that a draft step reads; default: the budgets of the records, "
+        "otherwise 257")  # fmt: skip
     add("--kv_policy", choices=[name for name in KV_POLICIES if name != "full"],
-        help=f"whose records of the file count [{DEFAULT_POLICY}]")  # fmt: skip
-    add("--max_gamma", type=int, metavar="N", help=f"most draft tokens a step [{MAX_GAMMA}]")
+        help="use the records of this KV policy, if --acceptance is a file "
+        f"[{DEFAULT_POLICY}]")  # fmt: skip
+    add("--max_gamma", type=int, metavar="N",
+        help=f"largest number of draft tokens in a step to predict [{MAX_GAMMA}]")  # fmt: skip
     add("--tp", type=int, default=1, metavar="N", help="ranks that share the model [1]")
     add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
-    add("--nodes", type=int, default=1, metavar="N", help="hosts the ranks are spread over [1]")
-    add("--json", type=Path, metavar="FILE", help="write the predictions to this file")
+    add("--nodes", type=int, default=1, metavar="N",
+        help="number of hosts over which the ranks are spread [1]")  # fmt: skip
+    add("--json", type=Path, metavar="FILE",
+        help="also write the predictions to this file; default: none is written")  # fmt: skip
     return parser
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Raises ValueError, one line naming the flag, for what a user can mend."""
+    """Raises ValueError, one line naming the flag, for errors that a user can correct."""
     _check_sizes(args)
     config = find_config("--model", args.model)
     _check_tp("--tp", args.tp, "--model", config)
@@ -138,7 +163,8 @@ def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:
 
 
 def find_hardware(args: argparse.Namespace, num_layers: int) -> Hardware:
-    """From the file, or from flags; links and overhead of flags go over those of the file."""
+    """The speeds of the machine, from the file or from flags. If a flag gives a link or the
+    overhead, it replaces the value in the file."""
     rates = {flag: _rate(args, flag, unit, zero) for flag, unit, _, zero in RATES}
     by_hand = rates["bandwidth"] is not None, rates["flops"] is not None
     if (args.machine is None) != all(by_hand) or any(by_hand) != all(by_hand):

@@ -1,4 +1,5 @@
-"""`magicdec probe`: what this machine can do at most, in a file that `magicdec plan` reads.
+"""`magicdec probe`: measures the bandwidth and speed of this machine, and writes them to a file
+that `magicdec plan` reads.
 
     magicdec probe --out machine.json
     torchrun --standalone --nproc_per_node=2 --no-python magicdec probe --out machine.json
@@ -25,7 +26,7 @@ from magicdec.probe.probe import measure
 
 
 def main() -> NoReturn:
-    """Measure on all ranks; the first writes the file and prints what it holds."""
+    """Measure on all ranks. Rank 0 writes the file and prints the results."""
     launch = read_launch()
     try:
         out, config = parse(sys.argv[1:])
@@ -47,19 +48,31 @@ def main() -> NoReturn:
 
 
 def parse(argv: list[str]) -> tuple[Path, RunConfig]:
-    """Raises ValueError for flags that do not exist or hold what they cannot."""
+    """Raises ValueError for flags that do not exist or have an impossible value."""
     parser = Parser(
-        description="Measure bandwidth, FLOP/s, all-reduce and overhead; write them to a file. "
-        "Under torchrun with several ranks all measure at once.",
+        description="Measure memory bandwidth, FLOP/s, all-reduce and overhead, and write them to "
+        "a file. If torchrun starts several ranks, they all measure at the same time.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("machine.json"), metavar="FILE", help="[machine.json]"
+        "--out",
+        type=Path,
+        default=Path("machine.json"),
+        metavar="FILE",
+        help="the file to write [machine.json]",
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads a rank; default: cores / ranks"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of each rank; default: the cores divided by the ranks",
     )
-    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="[auto]")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", *DEVICES),
+        help="the device to measure; auto is cuda if there is a GPU [auto]",
+    )
     args = parser.parse_args(argv)
     if args.out.is_dir():
         raise ValueError(f"--out {args.out} is a directory; name a file")

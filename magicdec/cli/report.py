@@ -1,5 +1,5 @@
-"""From a prepared run to what the user gets: the resolved config, the table, tokens, the record,
-the exit code."""
+"""Executes a prepared run and reports it: prints the resolved config and the table, saves the
+tokens, appends the record and returns the exit code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from magicdec.setup.prepare import Prepared
 
 
 def conclude(prepared: Prepared) -> int:
-    """Run and report; the exit code. On a failure the leader records it, and the error goes on to
-    end this rank."""
+    """Execute the run, report it and return the exit code. If the run raises an exception, the
+    leading rank writes a record of the failure, and the exception ends this rank."""
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -60,7 +60,8 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> None:
 
 
 def save_tokens(path: Path, outcome: Outcome) -> None:
-    """One JSON line a sequence, in prompt order; the file appears whole or not at all."""
+    """Write one JSON line for each sequence, in the order of the prompts. The complete file appears
+    at once, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps({"prompt_ids": list(r.prompt_ids), "output_ids": r.output_ids})
@@ -72,7 +73,7 @@ def save_tokens(path: Path, outcome: Outcome) -> None:
 
 
 def describe_config(config: ResolvedConfig) -> str:
-    """The resolved config, a line a section."""
+    """The resolved config, with one line for each section."""
     lines = []
     for section, values in config.to_dict().items():
         if values is None:

@@ -1,4 +1,5 @@
-"""`magicdec table FILE...`: records as tables. Owns the command line; `records/table.py` prints."""
+"""`magicdec table FILE...`: prints records as a table. Owns the command line; `records/table.py`
+prints."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from magicdec.records.table import print_records
 def main() -> None:
     """`magicdec table FILE...`"""
     parser = argparse.ArgumentParser(
-        prog="magicdec table", description="Print records, a line a run."
+        prog="magicdec table", description="Print records as a table, with one line for each run."
     )
-    parser.add_argument("files", nargs="+", type=Path, help="records, JSON lines")
+    parser.add_argument("files", nargs="+", type=Path, help="files of records, as JSON lines")
     args = parser.parse_args()
     try:
         print_records([record for path in args.files for record in load_records(path)])

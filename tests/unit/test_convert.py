@@ -292,7 +292,7 @@ def test_the_command(
     assert run(monkeypatch, "--checkpoint_dir", tmp_path, "--dtype", "bfloat16") == 0
     assert f"{out}: 27 tensors, bfloat16" in capsys.readouterr().out
     assert run(monkeypatch, "--verify", out) == 0
-    assert capsys.readouterr().out == f"{out}: as its manifest says\n"
+    assert capsys.readouterr().out == f"{out}: matches its manifest\n"
     flip(out, 3000)
     assert run(monkeypatch, "--verify", out) == 1
     assert str(out) in capsys.readouterr().err
@@ -315,7 +315,7 @@ def test_the_command_quantises(
     torch.testing.assert_close(torch.load(out, weights_only=True), expected, atol=0, rtol=0)
     again = ("--checkpoint_dir", tmp_path / "int8", "--out", tmp_path / "again.safetensors")
     assert run(monkeypatch, *again, "--dtype", "bfloat16") == 2
-    assert "holds int8 weights; leave it out" in capsys.readouterr().err
+    assert "holds int8 weights; leave --dtype out" in capsys.readouterr().err
     assert run(monkeypatch, *again, "--dtype", "bfloat16", "--quantize", "int8") == 0
     stored = load_file(tmp_path / "again.safetensors")
     assert torch.equal(stored[Q_PROJ], expected[Q_PROJ])
