@@ -1,4 +1,5 @@
-"""Correctness: how the tokens that a run emitted compare with the reference's. Imports no torch."""
+"""Correctness: how the emitted tokens of a run compare with those of the baseline. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -11,45 +12,48 @@ UNCOMPARED = "if nothing was compared"
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where one sequence differs from the reference, and how far it is from a tie."""
+    """The first position at which a sequence differs from the reference, and its margin."""
 
     sequence: int = recorded("prompt, counted from 0")
     index: int = recorded("output token, counted from 0, at which the two outputs first differ")
     expected: int | None = recorded(
-        "the reference's token id there", null="if the reference had ended"
+        "the reference's token id at that position", null="if the reference had already ended"
     )
     found: int | None = recorded(
-        "the asked strategy's token id there", null="if its output had ended"
+        "the requested strategy's token id at that position", null="if its output had already ended"
     )
     margin: float | None = recorded(
         "the sequence's margin (see *How a tie is settled*)",
         "logits",
-        null="if an output does not end where it must",
+        null="if an output does not end where its end token or length limit says",
     )
 
 
 @dataclass(frozen=True)
 class Correctness:
-    """`reference` is None when nothing was compared."""
+    """The result of the comparison. `reference` is None if nothing was compared."""
 
     reference: str | None = recorded(
         "what the outputs were compared with: `autoregressive`, in the same run", null=UNCOMPARED
     )
-    identical: bool | None = recorded("every token of every sequence is equal", null=UNCOMPARED)
+    identical: bool | None = recorded(
+        "whether every token of every sequence is equal", null=UNCOMPARED
+    )
     num_tokens: int | None = recorded(
-        "tokens that the asked strategy emitted, over all sequences, first tokens included",
+        "number of tokens that the requested strategy emitted, over all sequences, including their "
+        "first tokens",
         null="never in a run's record",
     )
     first_divergence: Divergence | None = recorded(
-        "where the first diverged sequence differs from the reference; if none diverged, the first "
-        "one that was settled as a tie",
+        "the position at which the first diverged sequence differs from the reference; if no "
+        "sequence diverged, that of the first tie",
         null="if identical or not compared",
     )
     num_excused: int | None = recorded(
-        "differing sequences that were settled as ties", null=UNCOMPARED
+        "number of differing sequences that are ties", null=UNCOMPARED
     )
     num_diverged: int | None = recorded(
-        "differing sequences that are not ties; the run is `diverged` unless this is 0",
+        "number of differing sequences that are not ties; the run is `diverged` unless this is 0",
         null=UNCOMPARED,
     )
     margin_bound: float | None = recorded(
@@ -58,5 +62,5 @@ class Correctness:
 
     @property
     def passed(self) -> bool:
-        """Nothing to compare with, identical, or every difference settled as a tie."""
+        """Whether nothing was compared, all tokens are identical, or every difference is a tie."""
         return self.reference is None or bool(self.identical) or self.num_diverged == 0

@@ -1,9 +1,10 @@
-"""Writes what the documents say of the fields of a record, so that it is said once, in the code.
+"""Writes the documentation of a record's fields from their descriptions in the code.
 
     python -m magicdec.records.document
 
-renews the tables of `docs/record.md` and `docs/latency.md`, and `docs/record.schema.json`. A table
-stands between `<!-- fields: MODULE:CLASS -->` and `<!-- end of fields -->`. Imports no torch.
+updates the tables in `docs/record.md` and `docs/latency.md`, and `docs/record.schema.json`. Each
+table is between the lines `<!-- fields: MODULE:CLASS -->` and `<!-- end of fields -->`. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SINGULAR = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def main() -> None:
-    """Write all of them."""
+    """Update all these files."""
     for name in PAGES:
         path = DOCS / name
         path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
@@ -40,12 +41,13 @@ def schema_text() -> str:
 
 
 def renewed(text: str) -> str:
-    """A page with the tables that the code makes today."""
+    """The text of a page with its tables made anew from the code."""
     return TABLE.sub(lambda found: f"{found[1]}{table_of(_class(found[2], found[3]))}{END}", text)
 
 
 def table_of(kind: type) -> str:
-    """A row a field: key, type and unit, meaning, when it is null."""
+    """A table with one row for each field: its key, type and unit, meaning, and when it is
+    null."""
     lines = ["| Key | Type, unit | Meaning | Null |", "|---|---|---|---|"]
     for key, hint, description in described_fields(kind):
         null = "never" if description.null is None else description.null
@@ -55,7 +57,7 @@ def table_of(kind: type) -> str:
 
 
 def type_text(hint: Any, description: Recorded) -> str:
-    """`list of numbers, ms`."""
+    """The type and the unit of a field, such as `list of numbers, ms`."""
     shape = _shape(hint)
     return f"{shape}, {description.unit}" if description.unit else shape
 

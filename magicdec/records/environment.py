@@ -1,4 +1,5 @@
-"""Environment: what a record says of the machine, the software and the launch. Imports no torch."""
+"""Environment: the machine, the software and the launch of a run, as a record describes them.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ GPU_NULL = "on CPU; without `nvidia-ml-py`; if `failed`; in `probe` and `latency
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Host names are left out."""
+    """The machine, the software and the launch. Host names are not recorded."""
 
     time_utc: str = recorded("start of the run, ISO 8601, UTC")
     argv: list[str] = recorded("the command line, the program without its folder")
@@ -19,14 +20,14 @@ class Environment:
     python: str = recorded("version of Python")
     torch: str = recorded("version of PyTorch, with its build")
     system: str = recorded("operating system and processor architecture")
-    cpu: str = recorded("model name of the CPU; empty where the system does not tell")
+    cpu: str = recorded("model name of the CPU; empty if the system does not say")
     num_cpus: int | None = recorded(
         "logical CPUs of the machine, whether this run may use them or not", null="if unknown"
     )
     cpu_capability: str = recorded("vector instructions that PyTorch uses, such as `AVX2`")
     gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")
     gpu_sm_mhz: list[int] | None = recorded(
-        "lowest and highest clock of that GPU's processors, read after each measured pass",
+        "lowest and highest SM clock of that GPU among the readings after each measured pass",
         "MHz",
         null=GPU_NULL,
         is_later=True,
@@ -35,8 +36,8 @@ class Environment:
         "highest clock that the GPU supports", "MHz", null="as `gpu_sm_mhz`", is_later=True
     )
     gpu_slowed_by: list[str] | None = recorded(
-        "reasons, in NVML's words, why the clock was held back at any of these readings; empty if "
-        "there were none",
+        "reasons, with the names that NVML uses, why the clock was reduced at any of these "
+        "readings; empty if there was none",
         null="as `gpu_sm_mhz`",
         is_later=True,
     )

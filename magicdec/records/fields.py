@@ -1,5 +1,5 @@
-"""How a field of a record describes itself: what it means, its unit, when it is null, and how a
-table prints it. The documents and the table are made from these descriptions.
+"""The description of a record's field: its meaning, its unit, when it is null, and how a table
+prints it. The documentation and the tables are made from these descriptions.
 
 Must not know any particular record. Imports no torch.
 """
@@ -22,18 +22,16 @@ class Recorded:
     meaning: str  # Markdown, for the documents
     unit: str = ""
     null: str | None = None  # when the value is null; None: never
-    label: str = ""  # of its row in the table for people; empty: it has none
-    digits: int = 0  # after the decimal point, in that row
-    scale: float = (
-        1.0  # what the printed number is multiplied with, so that it is in the label's unit
-    )
+    label: str = ""  # label of its row in the printed table; empty: it has no row
+    digits: int = 0  # digits after the decimal point in the printed table
+    scale: float = 1.0  # the printed number is multiplied by this, to be in the unit of the label
     suffix: str = ""  # printed after the number
-    choices: tuple[str, ...] = ()  # all that a string can be
+    choices: tuple[str, ...] = ()  # all possible values of a string
     is_later: bool = False  # records that are older than the field lack its key
-    by_chance: bool = False  # random weights make it a number of no meaning
+    by_chance: bool = False  # the number has no meaning if weights are random
 
     def show(self, value: Any) -> str:
-        """`value`, which is not None, as the table prints it."""
+        """The text that the table prints for `value`, which is not None."""
         if isinstance(value, list):
             return " ".join(self.show(v) for v in value)
         return f"{value * self.scale:,.{self.digits}f}{self.suffix}"
@@ -55,8 +53,8 @@ def description_of(item: dataclasses.Field[Any]) -> Recorded:
 
 
 def described_fields(kind: type) -> list[tuple[str, Any, Recorded]]:
-    """(key, type, description) of each field of a record's dataclass, in the order of the keys. The
-    type is without `| None`, which the description tells."""
+    """(key, type, description) of each field of a record's dataclass, in order. The type is given
+    without `| None`, because the description says whether the field can be null."""
     hints = typing.get_type_hints(kind)
     return [
         (item.name, without_none(hints[item.name]), description_of(item))
@@ -65,7 +63,7 @@ def described_fields(kind: type) -> list[tuple[str, Any, Recorded]]:
 
 
 def without_none(hint: Any) -> Any:
-    """`X` of `X | None`."""
+    """`X` if the type is `X | None`, otherwise the type itself."""
     if not is_optional(hint):
         return hint
     (inner,) = (part for part in typing.get_args(hint) if part is not types.NoneType)

@@ -16,7 +16,7 @@ PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def schema_of(kind: type) -> dict[str, Any]:
-    """The schema of a file's lines, each of which is one `kind`."""
+    """The schema of one line of a file, which is one object of the dataclass `kind`."""
     return {"$schema": DIALECT, "title": kind.__name__, **_object(kind)}
 
 

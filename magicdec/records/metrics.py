@@ -1,11 +1,12 @@
-"""From raw times and counts to the flat metrics of a record. A metric that does not apply is None,
+"""Computes the metrics of a record from raw times and counts. A metric that does not apply is None,
 never 0.
 
-Definitions: acceptance rate = accepted / drafted; acceptance length = tokens a verification yields,
-bonus included; acceptance per position k = share of verifications that accepted at least k drafts
-(as vLLM counts it; where steps draft different numbers, the product of the shares of those that
-drafted k and accepted k - 1). TTFT runs from submission of the batch; TPOT of a request is its
-decode time over the tokens after its first.
+Definitions: The acceptance rate is accepted tokens / draft tokens. The acceptance length is the
+mean number of tokens that a verification emits, including the bonus token. The acceptance of
+position k is the share of verifications that accepted at least k drafts, as in vLLM. If steps draft
+different numbers of tokens, it is a product over the positions up to k: the share of the steps that
+accepted this position among those that drafted it and accepted all before it. TTFT begins when the
+batch is submitted. TPOT of a request is its decode time / the number of tokens after its first.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from magicdec.request import Request, StepOutput
 
 @dataclass
 class PassSamples:
-    """What one strategy did over all measured batches."""
+    """The raw times and counts of one strategy over all measured batches."""
 
-    step_s: list[list[float]] = field(default_factory=list)  # a list a batch
-    num_accepted: list[list[list[int]]] = field(default_factory=list)  # batch, step, row
-    num_tokens: list[int] = field(default_factory=list)  # decoded after the first, a number a batch
-    tpot_s: list[float] = field(default_factory=list)  # one a request
-    bytes_read: int = 0  # over all ranks
-    peak_memory_bytes: int = 0  # over all ranks
-    phase_s: dict[str, list[float]] = field(default_factory=dict)  # of the steps that had it
-    draft_prefill_s: list[float] = field(default_factory=list)  # a number a batch
-    num_drafted: list[list[int]] = field(default_factory=list)  # a row: batch, step
-    calibration_s: float | None = None  # before decoding, over all batches
+    step_s: list[list[float]] = field(default_factory=list)  # by batch and step
+    num_accepted: list[list[list[int]]] = field(default_factory=list)  # by batch, step and row
+    # Tokens after the first ones, by batch.
+    num_tokens: list[int] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)  # by request
+    bytes_read: int = 0  # summed over all ranks
+    peak_memory_bytes: int = 0  # summed over all ranks
+    # By phase; one time for each step that had the phase.
+    phase_s: dict[str, list[float]] = field(default_factory=dict)
+    draft_prefill_s: list[float] = field(default_factory=list)  # by batch
+    num_drafted: list[list[int]] = field(default_factory=list)  # for each row, by batch and step
+    calibration_s: float | None = None  # over all batches; outside the decode steps
 
     def begin_batch(self) -> None:
         self.step_s.append([])
@@ -60,7 +63,7 @@ class PassSamples:
 
 @dataclass(frozen=True)
 class PrefillMetrics:
-    """Both passes of a run share one prefill, so they share these."""
+    """The metrics of prefill. Both passes of a run share one prefill, so they share these."""
 
     tokens_per_s: float | None
     mean_ttft_ms: float | None
@@ -68,7 +71,7 @@ class PrefillMetrics:
 
 @dataclass(frozen=True)
 class AcceptanceMetrics:
-    """None where nothing was drafted."""
+    """The acceptance metrics. They are None if nothing was drafted."""
 
     rate: float | None = None
     length: float | None = None
@@ -76,8 +79,9 @@ class AcceptanceMetrics:
 
 
 def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> Metrics:
-    """Metrics of one pass; `is_drafting` where its strategy may draft. Whoever has the prefill, the
-    answers or another pass to compare with adds what follows from them."""
+    """The metrics that follow from the samples of one pass. `is_drafting` says whether its strategy
+    may draft. `bandwidth` is the read bandwidth of all ranks, in bytes/s. The metrics of prefill,
+    the answer score and the speedup are added by the caller."""
     tokens, seconds, prefills = sum(samples.num_tokens), samples.seconds, samples.draft_prefill_s
     num_steps, calibration_s = samples.num_steps, samples.calibration_s
     step_ms = 1e3 * seconds / num_steps if num_steps else None
@@ -111,7 +115,8 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
 def acceptance(
     num_accepted: list[list[list[int]]], num_drafted: list[list[int]]
 ) -> AcceptanceMetrics:
-    """Of accepted counts by batch, step and row, and tokens drafted a row by batch and step."""
+    """The acceptance metrics from the accepted counts by batch, step and row, and from the number
+    of draft tokens for each row, by batch and step."""
     steps = [
         (drafted, count)
         for batch, drafts in zip(num_accepted, num_drafted, strict=True)
@@ -134,12 +139,14 @@ def acceptance(
 
 
 def prefill_metrics(ttft_s: Sequence[float], num_tokens: int, seconds: float) -> PrefillMetrics:
-    """Of all prefills: the TTFT of each request, the prompt tokens, and the time that they took."""
+    """The metrics of all prefills, from the TTFT of each request, the number of prompt tokens and
+    the time of all prefills."""
     return PrefillMetrics(num_tokens / seconds if seconds else None, mean_ms(ttft_s))
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear interpolation between the two nearest ranks, as numpy does it."""
+    """A percentile with linear interpolation between the two nearest values, as in numpy. None if
+    there are no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -150,7 +157,8 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
-    """Tokens a second against the baseline's, batch by batch (the same prompts within one run)."""
+    """The ratio of tokens/s to the baseline's tokens/s for each batch. Both passes decode the same
+    prompts."""
     return [
         (n / sum(s)) / (base_n / sum(base_s))
         for n, s, base_n, base_s in zip(

@@ -19,23 +19,23 @@ NO_BASELINE = "in `baseline_metrics`; without a baseline" + CHANCE + "; " + NO_S
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """One pass over all measured batches; warm-up is left out. None where a metric does not apply,
-    never 0."""
+    """The metrics of one pass over all measured batches, without the warm-up. A metric that does
+    not apply is None, never 0."""
 
     prefill_tokens_per_s: float | None = recorded(
-        "prompt tokens over the time of all prefills; both passes share one prefill",
+        "prompt tokens divided by the time of all prefills; both passes share one prefill",
         "tokens/s",
         null="never in a run's record",
         label="prefill, tokens/s",
     )
     mean_ttft_ms: float | None = recorded(
-        "mean TTFT; both passes share it too",
+        "mean TTFT; both passes share one prefill and therefore this value",
         "ms",
         null="never in a run's record",
         label="TTFT mean, ms (shared prefill)",
     )
     decode_tokens_per_s: float | None = recorded(
-        "tokens kept, over all rows, over the time of all decode steps",
+        "emitted tokens of all rows, divided by the time of all decode steps",
         "tokens/s",
         null=NO_STEP + "; with random weights, where drafted",
         label="decode, tokens/s",
@@ -43,23 +43,23 @@ class Metrics:
         by_chance=True,
     )
     mean_step_ms: float | None = recorded(
-        "mean time of a decode step: one forward, or one draft and verification",
+        "mean time of a decode step, which is one forward, or drafting and one verification",
         "ms",
         null=NO_STEP,
         label="step, ms",
         digits=2,
     )
     draft_prefill_ms: float | None = recorded(
-        "mean time a batch that a standalone draft takes for its own prefill, which is outside the "
-        "decode steps and outside TTFT",
+        "mean time for each batch of a standalone draft's own prefill, which is not part of the "
+        "decode steps or of TTFT",
         "ms",
         null="without a standalone draft; in `baseline_metrics`",
         label="draft's own prefill, ms/batch",
         is_later=True,
     )
     calibration_ms: float | None = recorded(
-        "time spent on measuring steps under `--gamma auto`, over all batches and the warm-up; "
-        "outside the decode steps and outside TTFT",
+        "time that `--gamma auto` spends on measuring steps, over all batches and the warm-up; it "
+        "is not part of the decode steps or of TTFT",
         "ms",
         null="without `--gamma auto`; in `baseline_metrics`",
         label="calibration for gamma, ms",
@@ -80,21 +80,22 @@ class Metrics:
         digits=2,
     )
     decode_ms: float | None = recorded(
-        "mean time of the forward and the choice of the token, over the steps without drafts",
+        "mean time of the forward and of sampling, over the steps without drafts",
         "ms",
         null="if every step drafts; on CUDA without `--benchmark`",
         label="  decode, ms/step",
         digits=2,
     )
     other_ms: float | None = recorded(
-        "what remains of `mean_step_ms` without these phases",
+        "the rest of `mean_step_ms` without these phases",
         "ms",
         null="if no phase is known",
         label="  other, ms/step",
         digits=2,
     )
     mean_draft_tokens: float | None = recorded(
-        "draft tokens a row, mean over all steps, those without drafts included",
+        "mean number of draft tokens for each row in a step, over all steps, including those "
+        "without drafts",
         "tokens",
         null="in `baseline_metrics`; " + NO_STEP + CHANCE,
         label="draft tokens a step",
@@ -103,16 +104,17 @@ class Metrics:
         by_chance=True,
     )
     bytes_read: int = recorded(
-        "least bytes that the decode steps had to read from memory, over all ranks: weights once a "
-        "forward, KV cache as far as each forward sees it; drafting included",
+        "smallest number of bytes that the decode steps, including drafting, must read from "
+        "memory, summed over ranks: the weights once in each forward, and the KV cache as far as "
+        "each forward sees it",
         "bytes",
         label="bytes to read, GB",
         digits=2,
         scale=1e-9,
     )
     roofline_fraction: float | None = recorded(
-        "share of the memory roofline that was reached; above 1 if caches held part of what was "
-        "read, or the host read faster than when it was measured",
+        "share of the memory roofline that was reached; above 1 if part of the data was read from "
+        "CPU or GPU caches, or if the host was slower when its bandwidth was measured",
         "ratio",
         null=NO_STEP,
         label="of the memory roofline",
@@ -137,7 +139,7 @@ class Metrics:
         is_later=True,
     )
     speedup: float | None = recorded(
-        "against the baseline of the same run: median of `speedup_per_batch`",
+        "speedup over the baseline of the same run: the median of `speedup_per_batch`",
         "ratio",
         null=NO_BASELINE,
         label="speedup (median of batches)",
@@ -207,8 +209,9 @@ class Metrics:
 
 
 def without_chance(metrics: Metrics) -> Metrics:
-    """Random weights agree with themselves by chance: the times of a step have a meaning, but
-    acceptance and what follows from it have none, and become null."""
+    """The metrics without those that have no meaning with random weights. Such a draft and target
+    agree only by chance, so acceptance and every metric that depends on it become None. The times
+    of a step keep their meaning."""
     absent: dict[str, Any] = {
         item.name: None for item in fields(Metrics) if description_of(item).by_chance
     }

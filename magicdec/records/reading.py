@@ -1,8 +1,8 @@
-"""Reads records back: every line becomes a `RunRecord` or an error that names its file and line.
+"""Reads records: every line becomes a `RunRecord`, or an error that names the file and the line.
 Imports no torch.
 
-Keys that a record does not know are ignored: older programs wrote some that are gone. Keys that
-older records lack (`is_later`) are read as null.
+Unknown keys are ignored, because older versions wrote keys that no longer exist. Keys that older
+records lack (`is_later`) are read as null.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from magicdec.records.fields import described_fields
 from magicdec.records.record import SCHEMA_VERSION, RunRecord, contradiction
 
-# What tables and comparisons read of every record's `config`.
+# The keys of `config` that tables and comparisons need in every record.
 CONFIG_KEYS = {
     "model": ("model", "dtype"),
     "parallel": ("device",),
@@ -28,8 +28,8 @@ CONFIG_KEYS = {
 
 
 def load_records(path: Path) -> list[RunRecord]:
-    """All records of a file. Raises ValueError naming file and line for what is not a record of
-    this schema."""
+    """All records of a file. Raises ValueError, naming the file and the line, for a line that is
+    not a record of this schema."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +46,7 @@ def load_records(path: Path) -> list[RunRecord]:
 
 
 def parse_line(line: str) -> RunRecord:
-    """Raises ValueError, one line, for what is not a record of this schema."""
+    """Parse one line. Raises ValueError, one line, if it is not a record of this schema."""
     try:
         raw = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -55,7 +55,7 @@ def parse_line(line: str) -> RunRecord:
 
 
 def parse_record(raw: Any) -> RunRecord:
-    """A record from its JSON value. Raises ValueError as `parse_line`."""
+    """Make a record from its JSON value. Raises ValueError as `parse_line` does."""
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version is {version}, this program reads {SCHEMA_VERSION}")
@@ -75,7 +75,7 @@ def parse_record(raw: Any) -> RunRecord:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Raises ValueError for a key that is not there."""
+    """Raises ValueError if a needed key is missing."""
     for section, keys in CONFIG_KEYS.items():
         values = config.get(section)
         if not isinstance(values, dict):
@@ -86,7 +86,8 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _parse_fields(kind: type, raw: Any, path: str) -> dict[str, Any]:
-    """The fields of a dataclass; `path` is where it is, with a dot behind it."""
+    """Parse the fields of a dataclass. `path` names its place in the record and ends with a dot; it
+    is empty for the record itself."""
     if not isinstance(raw, dict):
         raise ValueError(f"{path.rstrip('.')} is not an object")
     values = {}
@@ -101,7 +102,7 @@ def _parse_fields(kind: type, raw: Any, path: str) -> dict[str, Any]:
 
 
 def _parse(hint: Any, raw: Any, path: str) -> Any:
-    """A value of that type: a dataclass, a list, an object by names, or a plain value."""
+    """Parse a value of that type: a dataclass, a list, a dictionary or a plain value."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         assert isinstance(hint, type)

@@ -1,8 +1,8 @@
-"""RunRecord: one JSON line a run, appended and never rewritten. Imports no torch. The schema is in
-docs/record.md, which is made from these classes.
+"""RunRecord: one JSON line for each run, which is appended and never rewritten. Imports no torch.
+docs/record.md documents the schema and is made from these classes.
 
-A record with metrics but without a passed check (or a stated absence of one) cannot be made;
-failures are records too.
+A record can have metrics only if the check of the tokens passed, or if it says that nothing was
+compared. A run that failed has a record too.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ STATUSES = ("ok", "diverged", "failed")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: what was asked for and where, whether its tokens were right, how fast it was."""
+    """One run: its configuration and environment, whether its tokens were correct, and how fast it
+    was."""
 
     status: str = recorded(
-        "`ok`: done and correct; `diverged`: done, and the outputs differ by more than ties; "
-        "`failed`: an error ended the run",
+        "`ok`: the run finished and is correct; `diverged`: it finished, and some differences "
+        "between the outputs are not ties; `failed`: an error ended the run",
         choices=STATUSES,
     )
-    config: dict[str, Any] = recorded("the resolved configuration: what ran, with no `auto` left")
-    environment: Environment = recorded("machine, software and launch")
+    config: dict[str, Any] = recorded("the resolved configuration, in which no value is `auto`")
+    environment: Environment = recorded("the machine, the software and the launch")
     error: str | None = recorded(
         "type and message of the error that ended the run", null="unless `failed`"
     )
-    workload: WorkloadRecord | None = recorded("what was decoded", null="never in a run's record")
+    workload: WorkloadRecord | None = recorded(
+        "the prompts and the models", null="never in a run's record"
+    )
     correctness: Correctness | None = recorded(
         "the comparison with the baseline's tokens", null="if `failed`"
     )
-    metrics: Metrics | None = recorded(
-        "performance of the strategy that was asked for", null="unless `ok`"
-    )
+    metrics: Metrics | None = recorded("performance of the requested strategy", null="unless `ok`")
     baseline_metrics: Metrics | None = recorded(
         "performance of autoregressive decoding in the same run, on the same prompts, from the "
         "same prefill",
@@ -56,17 +57,17 @@ class RunRecord:
         null="if `failed`; in committed baselines (`results/baselines/`)",
     )
     memory: MemoryRecord | None = recorded(
-        "what all ranks together were planned to hold, and what they took",
+        "the planned and the measured memory of all ranks together",
         null="never in a run's record",
         is_later=True,
     )
     tolerance: dict[str, float] | None = recorded(
-        "metric: how far it may fall before `magicdec compare` calls it a regression",
+        "for a metric, by how much it may fall before `magicdec compare` reports a regression",
         null="except in committed baselines (`results/baselines/`)",
         is_later=True,
     )
     schema_version: int = recorded(
-        f"{SCHEMA_VERSION}; a program refuses records of another version", default=SCHEMA_VERSION
+        f"{SCHEMA_VERSION}; records of another version are refused", default=SCHEMA_VERSION
     )
 
     def __post_init__(self) -> None:
@@ -81,8 +82,8 @@ class RunRecord:
 def contradiction(
     status: str, error: str | None, correctness: Correctness | None, has_metrics: bool
 ) -> str | None:
-    """What keeps these from being one record; None if nothing does. No record has metrics unless
-    its tokens were checked, or it says that nothing was compared."""
+    """Why these values cannot be in one record; None if they can. No record has metrics unless the
+    check of the tokens passed, or the record says that nothing was compared."""
     if status not in STATUSES:
         return f"status is {status}; choose from {', '.join(STATUSES)}"
     if (error is not None) != (status == "failed"):

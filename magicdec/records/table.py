@@ -1,5 +1,5 @@
-"""Tables for people, from records alone: one run's passes side by side, or many runs a line
-each. How a metric is labelled and printed is declared with its field (`performance.py`)."""
+"""Prints records as tables: the passes of one run side by side, or many runs with one line each.
+The label and the format of a metric are declared with its field (`performance.py`)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ COLUMNS = (
 
 
 def rows() -> list[tuple[str, Recorded]]:
-    """(metric, its description) of each row of one run's table."""
+    """(metric, its description) for each row of the table of one run."""
     found = {item.name: description_of(item) for item in fields(Metrics)}
     return [(name, found[name]) for name in SHOWN]
 
 
 def print_record(record: RunRecord) -> None:
-    """One run: the baseline and the strategy side by side, and the verdict."""
+    """Print one run: the result of the check, and the baseline and the strategy side by side."""
     from rich.table import Table
 
     console = make_console()
@@ -58,13 +58,13 @@ def print_record(record: RunRecord) -> None:
 
 
 def print_records(records: list[RunRecord]) -> None:
-    """Many runs, a line each."""
+    """Print many runs, with one line each."""
     from rich.table import Table
 
     table = Table()
     labels = ("model", "strategy", "ranks", "B", "prefix", *(c[1] for c in COLUMNS), "status")
     for label in labels:
-        # On a narrow page texts fold; a number is never cut.
+        # If the page is narrow, text is wrapped. Numbers are never wrapped.
         is_text = label in ("model", "strategy")
         table.add_column(label, justify="right", overflow="fold", no_wrap=not is_text)
     for record in records:
@@ -110,7 +110,7 @@ def _title(record: RunRecord) -> str:
 
 
 def _dtypes(model: dict[str, Any]) -> str:
-    """Records older than `target_dtype` had one for all."""
+    """The dtypes of a run's model. Records that are older than `target_dtype` have only one."""
     dtype: str = model["dtype"]
     return f"{dtype}, int8 weights" if model.get("target_dtype") == "int8" else dtype
 

@@ -1,4 +1,4 @@
-"""WorkloadRecord: what a run decoded, by which model. Imports no torch."""
+"""WorkloadRecord: the prompts of a run and the models that decoded them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ GENERATED = "if prompts are generated (`ruler:`)"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord:
-    """Which weights a model had."""
+    """A model and the fingerprint of its weights."""
 
     model: str = recorded("name of the model that was loaded, without its folder")
     random_weights: bool = recorded(
-        "the weights are random: times have a meaning, acceptance has none (for that it is enough "
-        "that the target or the draft is random)"
+        "whether the weights are random; if those of the target or of the draft are, times are "
+        "meaningful but acceptance is not"
     )
     model_sha256: str = recorded(
         "fingerprint of the weights: a hash over the names and shapes of all tensors and the "
@@ -29,14 +29,14 @@ class WorkloadRecord(ModelRecord):
     """The prompts, and the models that decoded them."""
 
     draft: ModelRecord | None = recorded(
-        "the model of a standalone draft", null="without one", is_later=True
+        "the standalone draft model", null="without a standalone draft", is_later=True
     )
     tokenizer: str = recorded("the model whose tokenizer made the prompts")
     dataset: str = recorded(
-        "name of the dataset, without its folder; `recall:` stands in front of it where a cue was "
-        "added to its prefixes"
+        "name of the dataset, without its folder; it begins with `recall:` if a cue was added to "
+        "its prefixes"
     )
-    num_prompts: int = recorded("prompts that were decoded, over all batches")
+    num_prompts: int = recorded("number of decoded prompts, over all batches")
     prefix_len: int = recorded("length of a prompt", "tokens")
     num_available: int | None = recorded(
         "number of prefixes that the prompts were drawn from", null=GENERATED

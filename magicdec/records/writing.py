@@ -1,8 +1,8 @@
-"""Writes what the commands found: a line for each run, a file for everything else. Imports no
-torch.
+"""Writes the results of the commands: one line for each run, and a file for everything else.
+Imports no torch.
 
-Every file of a command begins with the same envelope: `schema_version` and `kind`. NaN and infinity
-are refused. Must not know what is in a record.
+Every such file begins with the same two keys, `schema_version` and `kind`. NaN and infinity are
+refused. Must not know the content of a record.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-# The kinds of file beside records, and the version of each one's schema.
+# The kinds of files other than records, and the version of the schema of each.
 VERSIONS = {"latency": 1, "plan": 1, "machine": 2}
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """Of a dataclass or of plain JSON values. Raises ValueError for NaN and infinity."""
+    """A dataclass or plain JSON values as JSON text. Raises ValueError for NaN and infinity."""
     is_typed = is_dataclass(content) and not isinstance(content, type)
     return json.dumps(asdict(content) if is_typed else content, allow_nan=False, indent=indent)
 
 
 def write_file(flag: str, path: Path, kind: str, content: Any) -> None:
-    """Write a dataclass in the envelope of its kind. Raises ValueError as `write_text`."""
+    """Write a dataclass as JSON, after `schema_version` and `kind`. Raises ValueError as
+    `write_text` does."""
     envelope = {"schema_version": VERSIONS[kind], "kind": kind}
     write_text(flag, path, to_json(envelope | asdict(content), indent=1) + "\n")
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """A file appears whole or not at all; a link or a device is written to directly. Raises
-    ValueError, naming the flag, where that cannot be done."""
+    """Write a file. The complete file appears at once, or not at all; links and devices are written
+    to directly. Raises ValueError, naming the flag, if the file cannot be written."""
     is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
     partial = path.with_name(path.name + ".partial") if is_plain else path
     try:
@@ -43,8 +44,8 @@ def write_text(flag: str, path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line in one write, and make sure that it is on disk. If a crash cut off the last
-    line of the file, that line is ended first."""
+    """Append a line in one write, and wait until it is on disk. If the last line of the file has no
+    line end because of a crash, one is written first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = line + "\n"
     if path.exists() and path.stat().st_size:
