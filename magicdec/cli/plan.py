@@ -30,8 +30,13 @@ from magicdec.records.writing import write_file
 MAX_GAMMA = 8
 # (flag, its unit in SI units, help text, whether it may be 0)
 RATES: tuple[tuple[str, float, str, bool], ...] = (
-    ("bandwidth", 1e9, "GB/s that one rank reads from memory; instead of --machine", False),
-    ("flops", 1e12, "TFLOP/s of one rank in --dtype; instead of --machine", False),
+    ("bandwidth", 1e9, "GB/s that one rank reads; with --flops it replaces --machine", False),
+    (
+        "flops",
+        1e12,
+        "TFLOP/s of one rank in --dtype; with --bandwidth it replaces --machine",
+        False,
+    ),
     ("link", 1e9, "GB/s between the ranks of a node; default: from --machine", False),
     ("link_latency_us", 1e-6, "us of a small all-reduce in a node; default: from --machine", True),
     ("node_link", 1e9, "GB/s between nodes; default: from --machine", False),

@@ -66,13 +66,13 @@ def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head
 
 
 def check_tells_mass(backend: str, policy: str) -> None:
-    """Refuse the `verified` policy, which asks the target's attention where it went, beside a
-    backend that does not return its weights."""
+    """Raise ValueError for the `verified` policy, which needs the target's attention weights, with
+    a backend that does not return them."""
     if policy == "verified" and not capabilities_of(backend).returns_weights:
         fitting = ", ".join(list_backends(lambda c: c.returns_weights))
         raise ValueError(
-            f"--attention {backend} does not tell where the attention goes, which --kv_policy "
-            f"verified needs; choose from auto, {fitting}"
+            f"--attention {backend} does not return attention weights, which --kv_policy verified "
+            f"needs; choose from auto, {fitting}"
         )
 
 

@@ -1,5 +1,5 @@
-"""Checks before anything is allocated whether the memory plan of a run fits. The user gets one line
-with the plan, or one line of refusal with the numbers and with what would fit.
+"""Checks whether the memory plan of a run fits, before anything is allocated. The user gets one
+line with the plan, or one line of refusal with the numbers and with what would fit.
 
 Every rank makes its own plan and reads its own free memory. The readings may differ, so if one rank
 refuses, all refuse with the same message.

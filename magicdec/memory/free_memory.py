@@ -1,4 +1,4 @@
-"""How much memory a run may still take: of the host, of its container, of a GPU.
+"""Reads how much memory is still free: on the host, in its container or on a GPU.
 
 Owns the files in which the system gives these numbers. Must not know of models.
 """
@@ -21,9 +21,9 @@ def free_device_memory(kind: str, local_rank: int) -> int | None:
 
 
 def free_host_memory(root: Path = ROOT) -> int | None:
-    """Bytes that can be taken without swapping, counting the file cache as free. The smaller of the
-    host's and of what the memory limits of the enclosing control groups leave. None if there is no
-    /proc/meminfo."""
+    """Bytes that can be allocated without swapping; the file cache counts as free. This is the
+    smallest of the host's free memory and of what the memory limits of the enclosing control groups
+    leave. None if /proc/meminfo does not say."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -36,9 +36,9 @@ def free_host_memory(root: Path = ROOT) -> int | None:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """What each control group that has a limit leaves, from this process's group up to the root, of
-    version 2 or 1. In a container, the path that the kernel names may not be mounted, but the root
-    of the container's groups is."""
+    """Free bytes under the memory limit of each control group (version 2 or 1) that has one, from
+    this process's group up to the root. In a container, the path that the kernel names may not be
+    mounted, but the root of the container's groups is."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -63,7 +63,8 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
-    """The limit minus the memory in use. File cache that can be dropped is not in use."""
+    """The limit minus the memory in use. File cache that can be dropped does not count as in
+    use."""
     try:
         limit = (directory / limit_file).read_text().strip()
         used = int((directory / used_file).read_text())

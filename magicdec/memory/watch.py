@@ -1,6 +1,6 @@
-"""The memory that a run took, beside what was planned: the record's `memory`.
+"""Measures the memory that a run takes, which the record's `memory` shows next to the plan.
 
-Owns the readings of one rank. Must not know what is allocated, nor when.
+Owns the readings of one rank. Must not know what is allocated or when.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from magicdec.records.memory import MemoryRecord
 class MemoryTaken:
     """Bytes of all ranks together."""
 
-    process: int | None  # taken before anything was loaded
-    peak: int | None  # most of each rank since then
+    process: int | None  # in use before anything was loaded
+    peak: int | None  # sum of the largest use of each rank since then
 
 
 NOT_MEASURED = MemoryTaken(None, None)
 
 
 class MemoryWatch:
-    """Made before anything is loaded."""
+    """Watches the memory of this rank. It must be made before anything is loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +39,7 @@ class MemoryWatch:
         self.most = max(self.most, peak_memory_bytes(self.device))
 
     def measured(self, group: Group) -> MemoryTaken:
-        """Of all ranks together."""
+        """The readings of all ranks together. Every rank of the group must call this."""
         found = group.all_gather_object((self.before, self.most))
         return MemoryTaken(sum(f[0] for f in found), sum(f[1] for f in found))
 
@@ -47,7 +47,7 @@ class MemoryWatch:
 def describe_memory(
     plan: MemoryPlan, free: int | None, taken: MemoryTaken = NOT_MEASURED
 ) -> MemoryRecord:
-    """For the record: a plan of all ranks together, by part, and what was taken of it."""
+    """The record's `memory`: the plan of all ranks together by part, and the measured memory."""
     return MemoryRecord(
         weights_bytes=plan.weights,
         kv_bytes=plan.kv,

@@ -127,7 +127,7 @@ def _verdict(record: RunRecord) -> str:
         return f"identical: {compared}, no difference"
     where = "" if c.first_divergence is None else f"; {_place(c.first_divergence)}"
     if record.status == "ok":
-        return f"equal up to {c.num_excused} settled tie(s): {compared}{where}"
+        return f"equal except for {c.num_excused} tie(s): {compared}{where}"
     return f"DIVERGED: {compared}{where}; no performance is reported"
 
 

@@ -304,7 +304,7 @@ def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str])
     assert "answer score" in (out := printed(scored, capsys)) and "0.125" in out
     tie = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2, "num_diverged": 0})
     out = printed(tie, capsys)
-    assert "equal up to 2 settled tie(s)" in out and "sequence 3, token 5 (margin 1e-05)" in out
+    assert "equal except for 2 tie(s)" in out and "sequence 3, token 5 (margin 1e-05)" in out
     alone = make(correctness=asdict(Correctness(None, num_tokens=99)), baseline_metrics=None)
     assert "99 tokens; not compared" in printed(alone, capsys)
 

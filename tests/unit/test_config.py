@@ -584,9 +584,9 @@ def test_a_backend_that_was_measured_decides_on_graphs_again() -> None:
 
 @pytest.mark.parametrize("name", ["varlen", "flash_attn", "flashinfer"])
 def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
-    machine, message = Machine(2, has_cuda=True), f"--attention {name} does not tell where the"
+    machine, message = Machine(2, has_cuda=True), f"--attention {name} does not return attention"
     flags = ("--attention", name, "--dtype", "bfloat16", "--kv_policy")
-    with pytest.raises(ValueError, match=f"{message} attention goes, which --kv_policy verified"):
+    with pytest.raises(ValueError, match=f"{message} weights, which --kv_policy verified"):
         resolve(parsed(*flags, "verified"), machine)
     assert resolve(parsed(*flags, "snapkv"), machine).attention.backend == name
     whole = parsed(*flags, "verified", "--draft_budget", -1)  # all of the cache: the full policy
