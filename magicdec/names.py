@@ -28,7 +28,10 @@ KV_POLICIES = {
     "streaming_llm": "magicdec.drafting.policies.streaming_llm:StreamingLLM",
     "snapkv": "magicdec.drafting.policies.snapkv:SnapKV",
     "verified": "magicdec.drafting.policies.verified:VerifiedKV",
+    "retrieval": "magicdec.drafting.policies.retrieval:Retrieval",
 }
+DEFAULT_KV_POLICY = "streaming_llm"
+FULL_KV_POLICY = "full"  # what a budget of -1 means; the only policy without a budget
 STRATEGIES = {
     "autoregressive": "magicdec.decoding.speculative:autoregressive",
     "speculative": "magicdec.decoding.speculative:speculative",

@@ -53,6 +53,7 @@ CASES = (
     ),
     *(Case("self", KVSection("snapkv", budget)) for budget in (129, 257, 513)),
     *(Case("self", KVSection("verified", budget)) for budget in (129, 257, 513)),
+    *(Case("self", KVSection("retrieval", budget)) for budget in (129, 257, 513)),
     Case("ngram", FULL),  # reads no cache: one row for all policies
     Case("model", FULL),
     Case("model", KVSection("streaming_llm", 257)),

@@ -16,6 +16,7 @@ from magicdec.drafting.policies.policy import load_policy, make_policy
 from magicdec.kv.view import FULL, Visible
 from magicdec.memory.working_memory import max_tokens
 from magicdec.model.config import ModelConfig
+from magicdec.names import FULL_KV_POLICY
 
 MOST_BYTES = 1 << 30  # of keys and values that a measurement makes
 
@@ -87,7 +88,7 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> Read:
 
 def _name_drafts(config: ResolvedConfig) -> str:
     kv = config.kv
-    of = "" if kv.policy == "full" else f", budget {kv.budget}"
+    of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     return f"{config.decoding.most_draft_tokens} drafts ({kv.policy}{of})"
 
 

@@ -20,6 +20,7 @@ from magicdec.autotune.backend_timing import Measured, measure
 from magicdec.config.capabilities import Capabilities, capabilities_of
 from magicdec.config.choice import Choice, How
 from magicdec.config.machine import Machine
+from magicdec.config.policies import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.recorder import Eager, Recorder
@@ -93,7 +94,8 @@ def _obstacle(
 ) -> str | None:
     """Why a backend cannot serve this run; None where it can."""
     dtype, longest = config.model.dtype, max_tokens(config)
-    needs_weights = config.decoding.drafter == "self" and config.kv.policy == "verified"
+    is_self = config.decoding.drafter == "self"
+    needs_weights = is_self and policy_called(config.kv.policy).needs_weights
     obstacles = {
         "it rounds scores to bfloat16, too coarse for ALiBi": (
             capabilities.rounds_scores and (model.positions, dtype) == ("alibi", "bfloat16")

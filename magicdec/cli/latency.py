@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from magicdec.cli.flags import Parser, add_section, announce_backend, read_sections, refuse
 from magicdec.config.backend_choice import check_tells_mass
 from magicdec.config.checks import MOST_WATCHED, check_budget
+from magicdec.config.policies import policy_called
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -28,7 +29,7 @@ from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.latency.grid import KV_FIELDS, Grid
-from magicdec.names import KV_POLICIES
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
@@ -95,10 +96,11 @@ def build_parser() -> Parser:
     add("--T", **numbers, default=[1, 2, 4, 5, 8],
         help="new tokens a row of a verify forward; the decode (1) is always timed [1 2 4 5 8]",
     )  # fmt: skip
-    add("--kv_policy", nargs="+", choices=tuple(KV_POLICIES), default=["streaming_llm"],
-        help="what a draft forward reads of the cache [streaming_llm]")  # fmt: skip
+    add("--kv_policy", nargs="+", choices=tuple(KV_POLICIES), default=[DEFAULT_KV_POLICY],
+        help=f"what a draft forward reads of the cache [{DEFAULT_KV_POLICY}]")  # fmt: skip
     add("--budget", **numbers,
-        help="KV entries a draft forward reads of the context [65 257]; none for full")  # fmt: skip
+        help="KV entries a draft forward reads of the context [65 257]; none where the "
+        "policy reads it all")  # fmt: skip
     add("--repeats", type=int, default=20, metavar="N", help="timed rounds of each forward [20]")
     add("--warmup", type=int, default=3, metavar="N", help="rounds beforehand [3]")
     output = parser.add_argument_group("output").add_argument
@@ -120,9 +122,10 @@ def parse(argv: Sequence[str]) -> Asked:
         args.repeats,
         args.warmup,
     )
-    if "verified" in args.kv_policy and max(args.T) > MOST_WATCHED:
+    watching = next((p for p in args.kv_policy if policy_called(p).needs_weights), None)
+    if watching and max(args.T) > MOST_WATCHED:
         raise ValueError(
-            f"--T {max(args.T)} is too large for --kv_policy verified; "
+            f"--T {max(args.T)} is too large for --kv_policy {watching}; "
             f"it must be at most {MOST_WATCHED}"
         )
     check_outputs(args.json, args.csv)
@@ -151,14 +154,15 @@ def find_drafts(
 ) -> tuple[KVSection, ...]:
     """Each policy with each budget; `full` alone has none. Raises ValueError for a budget that a
     policy cannot keep."""
-    if budgets and list(policies) == ["full"]:
+    if budgets and list(policies) == [FULL_KV_POLICY]:
         raise ValueError(
-            f"--budget {' '.join(map(str, budgets))} does nothing: --kv_policy full reads it all; "
-            f"add a policy of {', '.join(p for p in KV_POLICIES if p != 'full')}"
+            f"--budget {' '.join(map(str, budgets))} does nothing: --kv_policy "
+            f"{FULL_KV_POLICY} reads it all; "
+            f"add a policy of {', '.join(p for p in KV_POLICIES if p != FULL_KV_POLICY)}"
         )
     drafts = []
     for policy in policies:
-        for budget in (-1,) if policy == "full" else budgets or BUDGETS:
+        for budget in (-1,) if policy == FULL_KV_POLICY else budgets or BUDGETS:
             draft = replace(kv, policy=policy, budget=budget)
             check_budget(draft, 0, flag="--budget")
             drafts.append(draft)

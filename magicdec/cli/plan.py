@@ -24,7 +24,7 @@ from magicdec.distributed.groups import read_launch
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.named import find_config
-from magicdec.names import DTYPES, KV_POLICIES, WEIGHT_DTYPES
+from magicdec.names import DTYPES, FULL_KV_POLICY, KV_POLICIES, WEIGHT_DTYPES
 from magicdec.records.writing import write_file
 
 MAX_GAMMA = 8
@@ -102,7 +102,7 @@ def build_parser() -> Parser:
     add("--budget", nargs="+", type=int, metavar="N",
         help="KV entries that a draft step reads; default: the budgets of the records, "
         "otherwise 257")  # fmt: skip
-    add("--kv_policy", choices=[name for name in KV_POLICIES if name != "full"],
+    add("--kv_policy", choices=[name for name in KV_POLICIES if name != FULL_KV_POLICY],
         help="use the records of this KV policy, if --acceptance is a file "
         f"[{DEFAULT_POLICY}]")  # fmt: skip
     add("--max_gamma", type=int, metavar="N",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
+from magicdec.config.policies import policy_called
 from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 
 INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
@@ -66,12 +67,12 @@ def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head
 
 
 def check_tells_mass(backend: str, policy: str) -> None:
-    """Raise ValueError for the `verified` policy, which needs the target's attention weights, with
-    a backend that does not return them."""
-    if policy == "verified" and not capabilities_of(backend).returns_weights:
+    """Refuse a policy that needs the target's attention weights beside a backend that does not
+    return them."""
+    if policy_called(policy).needs_weights and not capabilities_of(backend).returns_weights:
         fitting = ", ".join(list_backends(lambda c: c.returns_weights))
         raise ValueError(
-            f"--attention {backend} does not return attention weights, which --kv_policy verified "
+            f"--attention {backend} does not return attention weights, which --kv_policy {policy} "
             f"needs; choose from auto, {fitting}"
         )
 

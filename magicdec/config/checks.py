@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from magicdec.config.policies import list_policies, policy_called, policy_name
+
 
 class SamplingValues(Protocol):
     """What `SamplingSection` and `SamplingParams` have in common."""
@@ -114,39 +116,12 @@ class BudgetValues(Protocol):
     def policy(self) -> str: ...
     @property
     def budget(self) -> int: ...
-    @property
-    def num_sink_tokens(self) -> int: ...
-    @property
-    def window_size(self) -> int: ...
-    @property
-    def num_recent_tokens(self) -> int: ...
 
 
 def check_budget(kv: BudgetValues, num_draft_tokens: int, flag: str | None = None) -> None:
-    """The budget must hold what always stays visible, and a verification must be one that can be
-    watched. A budget of -1 is the whole cache. `flag` is the budget's, where it is not the
-    drivers'."""
-    policy = "full" if kv.budget == -1 else kv.policy
-    if policy in ("streaming_llm", "verified") and kv.budget <= kv.num_sink_tokens:
-        raise ValueError(
-            f"{flag or '--streamingllm_budget'} {kv.budget} must be larger than "
-            f"--num_sink_tokens {kv.num_sink_tokens}"
-        )
-    if policy == "snapkv" and kv.budget <= kv.window_size:
-        raise ValueError(
-            f"{flag or '--draft_budget'} {kv.budget} must be larger than "
-            f"--window_size {kv.window_size}"
-        )
-    if policy == "verified" and kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
-        raise ValueError(
-            f"--recent_window {kv.num_recent_tokens} does not fit "
-            f"{flag or '--draft_budget'} {kv.budget} beside --num_sink_tokens {kv.num_sink_tokens}"
-        )
-    if policy == "verified" and num_draft_tokens >= MOST_WATCHED:
-        raise ValueError(
-            f"--gamma {num_draft_tokens} is too large for --kv_policy verified; "
-            f"it must be at most {MOST_WATCHED - 1}"
-        )
+    """The budget and the other settings must suit the policy, which knows how. `flag` is the
+    budget's, where it is not the drivers'."""
+    policy_called(policy_name(kv.policy, kv.budget)).check(kv, num_draft_tokens, flag)
 
 
 def check_draft_kv(asked: str, drafter: str | None, policy: str) -> None:
@@ -155,8 +130,19 @@ def check_draft_kv(asked: str, drafter: str | None, policy: str) -> None:
         return
     if drafter not in ("self", "model"):
         raise ValueError("--draft_kv_dtype int8: nothing here drafts with a KV cache; choose auto")
-    if drafter == "self" and policy != "snapkv":
+    if drafter == "self" and not policy_called(policy).is_copied:
+        copying = list_policies(lambda p: p.is_copied)
         raise ValueError(
             f"--draft_kv_dtype int8: under --kv_policy {policy} self-speculation reads the "
-            "target's own cache; choose auto, or --kv_policy snapkv, which copies"
+            f"target's own cache; choose auto, or --kv_policy {copying}, which copies"
+        )
+
+
+def check_standalone(policy: str) -> None:
+    """A policy whose choice follows from verifications serves self-speculation alone."""
+    if policy_called(policy).needs_verification:
+        fitting = list_policies(lambda p: not p.needs_verification)
+        raise ValueError(
+            f"--kv_policy {policy}: a standalone draft is never verified itself; "
+            f"choose from {fitting}"
         )

@@ -15,9 +15,11 @@ from magicdec.config.checks import (
     check_lengths,
     check_rank_group,
     check_sampling,
+    check_standalone,
 )
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.model_section import ModelSection
+from magicdec.config.policies import policy_name
 from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
@@ -71,7 +73,7 @@ class RunConfig:
         check_sampling(self.sampling)
         check_filters_act(self.sampling)
         self._check_draft(world_size)
-        policy = "full" if kv.budget == -1 else kv.policy
+        policy = policy_name(kv.policy, kv.budget)
         check_draft_kv(kv.draft_kv_dtype, self.decoding.drafter, policy)
 
     def _check_draft(self, world_size: int) -> None:
@@ -86,11 +88,7 @@ class RunConfig:
                 f"--drafter {drafter}: the draft --model would do nothing; "
                 "choose model, or run selfspec"
             )
-        if self.kv.policy == "verified" and self.kv.budget != -1:
-            raise ValueError(
-                "--kv_policy verified: a standalone draft is never verified itself; "
-                "choose from full, streaming_llm, snapkv"
-            )
+        check_standalone(policy_name(self.kv.policy, self.kv.budget))
         if self.kv.reselect_every:
             raise ValueError(
                 f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "

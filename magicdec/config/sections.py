@@ -10,9 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from magicdec.config.options import count_or_auto, option
+from magicdec.config.policies import policy_called, policy_name
 from magicdec.names import (
     ATTENTION_BACKENDS,
     COLLECTIVES,
+    DEFAULT_KV_POLICY,
     DEVICES,
     DRAFTERS,
     KV_POLICIES,
@@ -47,7 +49,7 @@ class ParallelSection:
 @dataclass(frozen=True)
 class KVSection:
     policy: str = option(
-        "streaming_llm",
+        DEFAULT_KV_POLICY,
         "Which entries of the KV cache a draft step reads.",
         "--kv_policy",
         choices=tuple(KV_POLICIES),
@@ -58,32 +60,37 @@ class KVSection:
         "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
-        16, "First tokens that stay visible (streaming_llm, verified).", "--num_sink_tokens"
+        16,
+        "First tokens (attention sinks) that stay visible, where the policy keeps any.",
+        "--num_sink_tokens",
     )
     window_size: int = option(
-        32, "Newest prompt tokens that are observed and kept (SnapKV).", "--window_size"
+        32,
+        "Newest prompt tokens that are observed and kept, where the policy copies what they "
+        "attend to.",
+        "--window_size",
     )
     pooling: str = option(
         "avg",
-        "How neighbouring tokens share a score (SnapKV).",
+        "How neighbouring tokens share a score, where the policy copies tokens by their scores.",
         "--pooling",
         choices=("avg", "max"),
     )
     reselect_every: int = option(
         0,
-        "Tokens after which SnapKV chooses again. 0 chooses only once, after prefill.",
+        "Tokens after which a policy that copies chooses again. 0 chooses once, after prefill.",
         "--reselect_every",
     )
     recent_window: int | None = option(
         None,
-        "Newest tokens that stay visible (verified). Default: a quarter of the budget without the "
-        "sinks.",
+        "Newest tokens that stay visible, where the policy chooses blocks. Default: a quarter of "
+        "the budget without the sinks.",
         "--recent_window",
     )
 
     draft_kv_dtype: str = option(
         "auto",
-        "The dtype of a draft's own KV cache: that of a standalone draft, or what snapkv copies. "
+        "The dtype of a draft's own KV cache: a standalone draft's, or what the policy copies. "
         "int8 has a scale for each token and head; auto is --dtype.",
         "--draft_kv_dtype",
         choices=("auto", "int8"),
@@ -98,8 +105,9 @@ class KVSection:
 
     def resolve(self) -> KVSection:
         """A budget of -1 is the original suite's spelling of the full cache."""
-        policy = "full" if self.budget == -1 else self.policy
-        window = self.num_recent_tokens if policy == "verified" else self.recent_window
+        policy, window = policy_name(self.policy, self.budget), self.recent_window
+        if "recent_window" in policy_called(policy).settings:
+            window = self.num_recent_tokens
         return dataclasses.replace(self, policy=policy, recent_window=window)
 
 

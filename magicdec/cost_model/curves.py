@@ -13,10 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from magicdec.cost_model.costs import Acceptance
+from magicdec.names import DEFAULT_KV_POLICY
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
-DEFAULT_BUDGET, DEFAULT_POLICY = 257, "streaming_llm"
+DEFAULT_BUDGET, DEFAULT_POLICY = 257, DEFAULT_KV_POLICY
 CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"
 
 

@@ -55,12 +55,13 @@ class BlockSelection(KVPolicy):
             )
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         check_sinks(kv, flag)
         if kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
             raise ValueError(
                 f"--recent_window {kv.num_recent_tokens} does not fit "
-                f"{flag} {kv.budget} beside --num_sink_tokens {kv.num_sink_tokens}"
+                f"{flag or '--draft_budget'} {kv.budget} beside "
+                f"--num_sink_tokens {kv.num_sink_tokens}"
             )
 
     def draft_reads(self, context: int) -> tuple[int, Visible]:
@@ -154,7 +155,7 @@ class BlockKV(DraftKV):
         self._choice: tuple[Lengths, ChosenBlocks, tuple[int, ...]] | None = None
 
     @abstractmethod
-    def scores(self, rows: BatchRows, num_blocks: int) -> Tensor:
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
         """The score of the first `num_blocks` blocks of each row, float32 [L, B, G, blocks]."""
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -181,7 +182,7 @@ class BlockKV(DraftKV):
                 most = self.policy.budget // BLOCK
             else:
                 most = max(self.policy.split(length)[1] for length in committed.bounds)
-            scores = self.scores(rows, num_blocks)
+            scores = self.scores(rows, committed, num_blocks)
             ranges = self.policy.top_blocks(committed.tensor, scores, min(most, num_blocks))
             self._choice = committed, ChosenBlocks(self.policy, ranges), rows.numbers
         return self._choice[1]

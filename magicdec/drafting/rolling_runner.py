@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
-from magicdec.kv.view import Visible
+from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
@@ -37,9 +37,10 @@ class RollingRunner(ModelRunner):
     block_size: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        assert isinstance(self.policy, StreamingLLM) and self.max_tail > 0
+        assert self.max_tail > 0
         assert self.model.config.positions == "rope", "other positions cannot be turned"
-        self.num_sinks, self.budget = self.policy.num_sink_tokens, self.policy.budget
+        self.rule = cast("SinksAndWindow", self.policy)
+        self.num_sinks, self.budget = self.rule.num_sink_tokens, self.rule.budget
         super().__post_init__()
         self.window = None  # of the model: the cache is no longer (`setup.draft_checks`)
         self.settled = [0] * self.num_rows  # what each row was last rolled to
@@ -51,8 +52,7 @@ class RollingRunner(ModelRunner):
     def storage(self) -> tuple[int, int, int]:
         """As `ModelRunner.storage`, for what a row holds at once: neither window nor sinks need to
         begin or end with a block."""
-        assert isinstance(self.policy, StreamingLLM)
-        held = blocks_held(self.max_tokens, self.policy, self.max_tail, self.block_size)
+        held = blocks_held(self.max_tokens, self.rule, self.max_tail, self.block_size)
         return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
 
     def allocate(self, row: int) -> None:
@@ -130,7 +130,7 @@ class RollingRunner(ModelRunner):
 
 
 def blocks_held(
-    max_tokens: int, policy: StreamingLLM, max_tail: int, block_size: int = BLOCK_SIZE
+    max_tokens: int, policy: SinksAndWindow, max_tail: int, block_size: int = BLOCK_SIZE
 ) -> int:
     """Blocks that a row needs at once."""
     window = policy.budget - policy.num_sink_tokens + max_tail

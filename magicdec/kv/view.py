@@ -46,6 +46,15 @@ class Visible(Protocol):
         ...
 
 
+class SinksAndWindow(Visible, Protocol):
+    """A rule that shows the first `num_sink_tokens` tokens and the newest ones, `budget` in all."""
+
+    @property
+    def num_sink_tokens(self) -> int: ...
+    @property
+    def budget(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class FullView:
     """Every committed token is visible: what the target itself reads."""

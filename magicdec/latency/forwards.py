@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from magicdec.autotune.fastest_backend import settle
+from magicdec.config.policies import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import bytes_read
@@ -78,7 +79,7 @@ def largest_step(config: ResolvedConfig, grid: Grid) -> ResolvedConfig:
     decoding = replace(
         config.decoding, strategy="speculative", drafter=drafter, num_draft_tokens=max(1, most)
     )
-    watched = [kv for kv in grid.drafts if kv.policy == "verified"]
+    watched = [kv for kv in grid.drafts if policy_called(kv.policy).needs_weights]
     kv = [*watched, *grid.drafts, config.kv][0].resolve()
     return replace(config, decoding=decoding, kv=kv)
 

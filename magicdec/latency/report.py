@@ -17,6 +17,7 @@ from magicdec.console import make_console
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.latency.rows import Row
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.names import FULL_KV_POLICY
 from magicdec.records.environment import Environment
 from magicdec.records.writing import write_file, write_text
 from magicdec.setup.prepare import describe_model
@@ -57,8 +58,8 @@ def _describe_grid(grid: Grid) -> dict[str, Any]:
     drafts = [
         {
             "kv_policy": kv.policy,
-            "budget": None if kv.policy == "full" else kv.budget,
-            "recent_window": kv.num_recent_tokens if kv.policy == "verified" else None,
+            "budget": None if kv.policy == FULL_KV_POLICY else kv.budget,
+            "recent_window": kv.resolve().recent_window,
         }
         for kv in grid.drafts
     ]

@@ -26,7 +26,7 @@ class Cell:
     budget: int | None = recorded(
         "largest number of KV entries of the context that a draft reads",
         "tokens",
-        null="unless the forward is a draft; under `full`",
+        null="unless the forward is a draft; where the policy reads the whole cache",
     )
     kv_policy: str | None = recorded(
         "the KV policy of a draft; of a `verify`, the policy for which it also returns attention "

@@ -16,7 +16,6 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import int8_kv_bytes_per_token, kv_bytes_per_token, weight_bytes
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_policy
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.memory.working_memory import DTYPE_BYTES, max_tokens, working_bytes
@@ -104,17 +103,21 @@ def _draft_kv_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, ba
     is_int8 = config.kv.draft_kv_dtype == "int8"
     per_token = int8_kv_bytes_per_token(model, shard) if is_int8 else in_run_dtype
     whole, policy = _stored_tokens(config, backend, longest), make_policy(config.kv)
-    if config.kv.policy == "snapkv":  # a copy of chosen tokens, with room for those that follow
-        copied = min(min(config.kv.budget, w.prefix_len) + longest - w.prefix_len, longest)
+    if policy.is_copied:  # with room for the tokens that follow
+        copied = min(policy.copied_tokens(w.prefix_len) + longest - w.prefix_len, longest)
         context = 0 if is_self else whole * in_run_dtype
         return context + _stored_tokens(config, backend, copied) * per_token
-    if is_self and config.kv.policy == "verified":  # the attention that each block received
-        first, last = shard.heads(model.num_heads, model.num_kv_heads)[1]
-        blocks = -(-longest // WEIGHTS_BLOCK)
-        return model.num_layers * w.batch_size * (last - first) * blocks * 4
     if is_self:
-        return 0
-    if isinstance(policy, StreamingLLM):
+        queries, (first, last) = shard.heads(model.num_heads, model.num_kv_heads)
+        blocks, group = -(-longest // WEIGHTS_BLOCK), (queries[1] - queries[0]) // (last - first)
+        numbers = policy.state_numbers(blocks, model.cached_head_dim, group)
+        return model.num_layers * w.batch_size * (last - first) * numbers * 4
+    if policy.can_roll:
         tail = min(config.attention.prefill_chunk, w.prefix_len) + config.decoding.most_draft_tokens
-        return w.batch_size * blocks_held(longest, policy, tail) * BLOCK_SIZE * per_token
+        return (
+            w.batch_size
+            * blocks_held(longest, policy.rolling_rule(), tail)
+            * BLOCK_SIZE
+            * per_token
+        )
     return whole * per_token

@@ -8,7 +8,7 @@ from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import kv_bytes_per_token
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.block_kv import RERUN_TOKENS
+from magicdec.drafting.policies.policy import load_policy, make_policy
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.source import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
@@ -31,7 +31,8 @@ def working_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> i
     w, longest = config.workload, max_tokens(config)
     chunk = min(config.attention.prefill_chunk, w.prefix_len)
     T = 1 + longest - w.prefix_len - w.num_new_tokens
-    observes = config.decoding.drafter == "self" and config.kv.policy == "verified"
+    is_self = config.decoding.drafter == "self"
+    observes = is_self and load_policy(config.kv.policy).needs_weights
     buffer = BANDWIDTH_BYTES // shard.size
     needs = (
         forward_bytes(config, model, shard, (1, chunk, longest)),
@@ -46,15 +47,18 @@ def working_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> i
 
 def first_choice_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
     """What a policy needs to choose after prefill by the attention of the newest prompt tokens,
-    which run a second time. SnapKV takes one row after another, `verified` all rows together."""
-    kv, w, size = config.kv, config.workload, DTYPE_BYTES[config.model.dtype]
-    if config.decoding.drafter != "self" or kv.policy not in ("snapkv", "verified"):
+    which run a second time: one row after another under a policy that copies, else all rows
+    together."""
+    w, size = config.workload, DTYPE_BYTES[config.model.dtype]
+    policy = make_policy(config.kv)
+    T = policy.rerun_tokens(w.prefix_len)
+    if config.decoding.drafter != "self" or not T:
         return 0
     S, per_token = w.prefix_len, kv_bytes_per_token(model, shard, size)
-    if kv.policy == "verified":
-        B, T = w.batch_size, min(RERUN_TOKENS, S)
-        return B * T * per_token + forward_bytes(config, model, shard, (B, T, S), observes=True)
-    T = min(kv.window_size, S)
+    if not policy.is_copied:
+        B = w.batch_size
+        forward = forward_bytes(config, model, shard, (B, T, S), policy.needs_weights)
+        return B * T * per_token + forward
     call = _call_size(config, model, shard, (1, T, S))
     # K once more in float32, then scores and probabilities in float32; positions of all layers.
     keys = S * call.num_kv_heads * call.head_dim

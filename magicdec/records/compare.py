@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from magicdec.config.policies import policy_called
+from magicdec.names import KV_POLICIES
 from magicdec.records.record import RunRecord
 
 Key = tuple[tuple[str, Any], ...]
 DEFAULT_TOLERANCE = {"acceptance_rate": 0.03}
 PLAIN = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
-# Fields of a record's KV section, and which of them a policy reads. One that is not here reads all,
-# so that it is never taken for another.
+# Fields of a record's KV section, by the names that the gate prints.
 SHORT_NAMES = {
     "budget": "budget",
     "num_sink_tokens": "sinks",
@@ -24,13 +25,6 @@ SHORT_NAMES = {
     "pooling": "pooling",
     "reselect_every": "reselect_every",
     "recent_window": "recent_window",
-}
-POLICY_SETTINGS: dict[str | None, tuple[str, ...]] = {
-    None: (),
-    "full": (),
-    "streaming_llm": ("budget", "num_sink_tokens"),
-    "snapkv": ("budget", "window_size", "pooling", "reselect_every"),
-    "verified": ("budget", "num_sink_tokens", "recent_window"),
 }
 
 
@@ -50,7 +44,7 @@ def measured_thing(record: RunRecord) -> Key:
     draft = None if record.workload is None else record.workload.draft
     # Prompt lookup reads no cache, whatever policy the run names.
     policy = None if decoding["drafter"] == "ngram" else kv["policy"]
-    settings = POLICY_SETTINGS.get(policy, tuple(SHORT_NAMES))
+    settings = settings_of(policy)
     return (
         ("strategy", decoding["strategy"]),
         ("drafter", decoding["drafter"]),
@@ -59,6 +53,14 @@ def measured_thing(record: RunRecord) -> Key:
         *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
         ("gamma", decoding["num_draft_tokens"]),
     )
+
+
+def settings_of(policy: str | None) -> tuple[str, ...]:
+    """The fields of a record's KV section that a policy reads. A policy that this version does not
+    know reads all, so that it is never taken for another."""
+    if policy is None:
+        return ()
+    return policy_called(policy).settings if policy in KV_POLICIES else tuple(SHORT_NAMES)
 
 
 def conditions(record: RunRecord) -> dict[str, Any]:

@@ -17,8 +17,8 @@ class MemoryRecord:
         "planned: a standalone draft's weights; 0 if there is none", "bytes"
     )
     draft_kv_bytes: int = recorded(
-        "planned: a standalone draft's KV cache, the draft KV that SnapKV selects, and the "
-        "attention weights that `verified` keeps",
+        "planned: a standalone draft's KV cache, and the draft KV or attention that a KV "
+        "policy keeps",
         "bytes",
     )
     working_bytes: int = recorded(

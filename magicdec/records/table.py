@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from magicdec.console import make_console
+from magicdec.names import FULL_KV_POLICY
 from magicdec.records.correctness import Divergence
 from magicdec.records.fields import Recorded, description_of
 from magicdec.records.performance import Metrics
@@ -89,7 +90,7 @@ def _cell(metrics: Metrics | None, name: str, digits: int) -> str:
 def _name(decoding: dict[str, Any], kv: dict[str, Any]) -> str:
     if decoding["strategy"] == "autoregressive":
         return "autoregressive"
-    budget = "full KV" if kv["policy"] == "full" else f"{kv['policy']} {kv['budget']}"
+    budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
     names = {"model": "standalone draft"}
     drafter = names.get(decoding["drafter"], f"{decoding['drafter']}-speculation")
     return f"{drafter}, {budget}, gamma {decoding['num_draft_tokens']}"

@@ -6,6 +6,7 @@ Raises ValueError, one line with the flags of both. Must not know how anything i
 from __future__ import annotations
 
 from magicdec.config.options import flag_of
+from magicdec.config.policies import list_policies, policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource
@@ -52,11 +53,12 @@ def check_vocabularies(
 def check_rolling(config: ResolvedConfig, named: str, draft: ModelSource) -> None:
     """Under StreamingLLM a draft's positions are those within its cache (`rolling_runner`)."""
     positions = draft.config.positions
-    if config.kv.policy == "streaming_llm" and positions != "rope":
+    if policy_called(config.kv.policy).can_roll and positions != "rope":
+        fitting = list_policies(lambda p: not (p.can_roll or p.needs_verification))
         what = {"learned": "learned positions", "alibi": "ALiBi"}[positions]
         raise ValueError(
-            f"--kv_policy streaming_llm moves a draft's cached keys by rotation, but {named} has "
-            f"{what}; choose from full, snapkv"
+            f"--kv_policy {config.kv.policy} moves a draft's cached keys by rotation, but {named} "
+            f"has {what}; choose from {fitting}"
         )
 
 
@@ -71,7 +73,8 @@ def check_reach(config: ResolvedConfig, named: str, draft: ModelSource) -> None:
     if length <= reach:
         return
     if not is_rolling(config):
-        rolls = "; --kv_policy streaming_llm would serve" if model.positions == "rope" else ""
+        rolling = list_policies(lambda p: p.can_roll)
+        rolls = f"; --kv_policy {rolling} would serve" if model.positions == "rope" else ""
         raise ValueError(
             f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
             f"the {reach} positions of the draft {named} under --kv_policy {kv.policy}{rolls}"
@@ -87,19 +90,20 @@ def check_reach(config: ResolvedConfig, named: str, draft: ModelSource) -> None:
 
 def is_rolling(config: ResolvedConfig) -> bool:
     """Whether a standalone draft keeps a rolling cache (`rolling_runner`)."""
-    return config.draft is not None and config.kv.policy == "streaming_llm"
+    return config.draft is not None and policy_called(config.kv.policy).can_roll
 
 
 def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None:
-    """What SnapKV chooses once must stay in the model's sliding window, if it has one."""
+    """What a policy chooses once must stay in the model's sliding window, if it has one."""
     window, kv = source.config.sliding_window, config.kv
     after = config.workload.num_new_tokens + config.decoding.most_draft_tokens
-    if kv.policy == "snapkv" and not kv.reselect_every and window is not None and after >= window:
+    is_once = policy_called(kv.policy).is_copied and not kv.reselect_every
+    if is_once and window is not None and after >= window:
         again = "" if config.draft is not None else " or --reselect_every"
         raise ValueError(
-            f"--kv_policy snapkv chooses once after prefill, and nothing of that is left in the "
-            f"sliding window of {flag} {source.name} ({window}) after {after} generated and draft "
-            f"tokens; choose a smaller --gen_len{again}"
+            f"--kv_policy {kv.policy} chooses once after prefill, and nothing of that is left in "
+            f"the sliding window of {flag} {source.name} ({window}) after {after} generated "
+            f"and draft tokens; choose a smaller --gen_len{again}"
         )
 
 

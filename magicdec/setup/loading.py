@@ -16,7 +16,6 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import make_policy, standalone_kv_dtype
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
@@ -82,16 +81,18 @@ def make_draft(
     chunk = config.attention.prefill_chunk
     runner: ModelRunner | None = None
     policy = make_policy(config.kv)
-    is_rolling = isinstance(policy, StreamingLLM)
+    is_rolling = policy.can_roll
     if groups.draft is not None:
         kinds = kinds_of(config.model, config.draft.draft_dtype)
         model = load_model(source, groups.draft, kinds, device, progress)
         place = (model, make_backend(config.draft.backend), groups.draft)
         num_rows = config.workload.batch_size
         kv_dtype = standalone_kv_dtype(config.kv)
-        if isinstance(policy, StreamingLLM):
+        if policy.can_roll:
             tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
-            runner = RollingRunner(*place, num_rows, max_tokens, policy, kv_dtype, max_tail=tail)
+            runner = RollingRunner(
+                *place, num_rows, max_tokens, policy.rolling_rule(), kv_dtype, max_tail=tail
+            )
         else:
             runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype)
     first = groups.target.ranks.index(config.draft.rank_group[0])

@@ -37,6 +37,7 @@ KV_SECTIONS = [
     KVSection("snapkv", 50, window_size=6),
     KVSection("snapkv", 120, window_size=6, reselect_every=30),
     KVSection("verified", 120, 4),
+    KVSection("retrieval", 120, 4),
 ]
 
 

@@ -38,6 +38,7 @@ KV_SECTIONS = [
     KVSection("streaming_llm", 17, 16),
     KVSection("snapkv", 20, window_size=8, reselect_every=7),
     KVSection("verified", 33, 4),
+    KVSection("retrieval", 33, 4),
 ]
 
 

@@ -68,6 +68,10 @@ KV_SECTIONS = [
     KVSection("verified", 60, 4),
     KVSection("verified", 64, 0, recent_window=1),
     KVSection("verified", 5000, 16),
+    KVSection("retrieval", 17, 16),
+    KVSection("retrieval", 60, 4),
+    KVSection("retrieval", 64, 0, recent_window=1),
+    KVSection("retrieval", 5000, 16),
 ]
 
 

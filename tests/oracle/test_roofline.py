@@ -25,6 +25,7 @@ LENGTHS = [5, 70, 1, 33]
         ("speculative", KVSection("full")),
         ("speculative", KVSection("streaming_llm", 21, 16)),
         ("speculative", KVSection("verified", 50, 4)),
+        ("speculative", KVSection("retrieval", 50, 4)),
     ],
     ids=str,
 )

@@ -43,6 +43,7 @@ KV_SECTIONS = [
     KVSection("snapkv", 20, window_size=8),
     KVSection("snapkv", 20, window_size=8, reselect_every=7),
     KVSection("verified", 37, 4),
+    KVSection("retrieval", 37, 4),
     KVSection("verified", 37, 4, recent_window=20),
 ]
 

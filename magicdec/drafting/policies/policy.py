@@ -11,7 +11,7 @@ import torch
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.kv.view import Visible
+from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.runner import ModelRunner
 
@@ -37,14 +37,18 @@ class KVPolicy(ABC):
         """From the settings of a run."""
 
     @classmethod  # noqa: B027 - most policies have nothing to check
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         """Raise ValueError, in one line, for settings that contradict each other. `flag` is the
-        name of the budget's flag."""
+        name of the budget's flag; None: the driver's."""
 
     @abstractmethod
     def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
         """What drafts of `runner`'s model read. `kv_dtype` is that of a cache which the policy
         keeps beside the runner's; None: as the runner's."""
+
+    def rolling_rule(self) -> SinksAndWindow:
+        """The rule of a rolling cache, of a policy that `can_roll`."""
+        raise NotImplementedError("asked of policies that can roll")
 
     @abstractmethod
     def draft_reads(self, context: int) -> tuple[int, Visible]:
@@ -56,15 +60,22 @@ class KVPolicy(ABC):
         return 0
 
     def rerun_tokens(self, context: int) -> int:
-        """Newest tokens of a prompt that run a second time when a request is admitted."""
+        """Newest tokens of a prompt that run a second time when a request is admitted: one row
+        after another under a policy that copies, all rows together under others."""
+        return 0
+
+    def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
+        """Float32 numbers that the policy keeps for a layer and KV head of a row of so many blocks
+        of WEIGHTS_BLOCK tokens, beside any copy of K and V."""
         return 0
 
 
-def check_sinks(kv: KVSection, flag: str) -> None:
+def check_sinks(kv: KVSection, flag: str | None) -> None:
     """The budget holds more than the attention sinks."""
     if kv.budget <= kv.num_sink_tokens:
         raise ValueError(
-            f"{flag} {kv.budget} must be larger than --num_sink_tokens {kv.num_sink_tokens}"
+            f"{flag or '--streamingllm_budget'} {kv.budget} must be larger than "
+            f"--num_sink_tokens {kv.num_sink_tokens}"
         )
 
 

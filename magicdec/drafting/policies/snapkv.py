@@ -49,10 +49,11 @@ class SnapKV(KVPolicy):
         return cls(kv.budget, kv.window_size, kv.pooling, kv.reselect_every)
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         if kv.budget <= kv.window_size:
             raise ValueError(
-                f"{flag} {kv.budget} must be larger than --window_size {kv.window_size}"
+                f"{flag or '--draft_budget'} {kv.budget} must be larger than "
+                f"--window_size {kv.window_size}"
             )
 
     def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:

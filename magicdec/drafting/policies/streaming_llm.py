@@ -40,11 +40,14 @@ class StreamingLLM(KVPolicy):
         return cls(kv.num_sink_tokens, kv.budget)
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         check_sinks(kv, flag)
 
     def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
         return DraftKV(runner, self)
+
+    def rolling_rule(self) -> StreamingLLM:
+        return self
 
     def draft_reads(self, context: int) -> tuple[int, Visible]:
         return context, self

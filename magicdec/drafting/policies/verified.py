@@ -33,13 +33,16 @@ class VerifiedKV(BlockSelection):
         return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
 
     @classmethod
-    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str) -> None:
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         super().check(kv, num_draft_tokens, flag)
         if num_draft_tokens >= MOST_WATCHED:
             raise ValueError(
                 f"--gamma {num_draft_tokens} is too large for --kv_policy {kv.policy}; "
                 f"it must be at most {MOST_WATCHED - 1}"
             )
+
+    def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
+        return num_blocks
 
     def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
         return WeighedBlocks(runner, self)
@@ -64,7 +67,7 @@ class WeighedBlocks(BlockKV):
     def state(self) -> list[Tensor]:
         return [self._weights]
 
-    def scores(self, rows: BatchRows, num_blocks: int) -> Tensor:
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
         return self._weights[:, rows.index, :, :num_blocks]
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:

@@ -1,0 +1,124 @@
+"""Retrieval: the blocks whose mean key the newest query points to.
+
+Source: TriForce (Sun et al. 2024), section 4: the context is cut into chunks, each is represented
+by the mean of its keys, and the chunks with the largest attention from the newest query are read,
+chosen again after each verification. Here a chunk is a block of WEIGHTS_BLOCK tokens, every KV head
+chooses for itself, and sinks and a window of the newest tokens are always read beside the chunks.
+
+Owns the mean keys and the newest query of each row. A verification shows its queries; no attention
+weights are needed, so that every attention backend serves.
+
+Shapes: L layers, B rows, T new tokens, H query heads, G KV heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import KVSection
+from magicdec.drafting.block_kv import BLOCK, BlockKV, BlockSelection
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.kv.rows import BatchRows, Lengths, upload
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+
+HIDDEN = -1e30  # score of a block that may not be chosen
+
+
+@dataclass(frozen=True)
+class Retrieval(BlockSelection):
+    """Blocks are scored by the attention of the newest query to their mean keys: the softmax over
+    blocks, summed over the query heads of a KV head."""
+
+    @classmethod
+    def build(cls, kv: KVSection) -> Retrieval:
+        return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
+
+    def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
+        return (num_blocks + queries_per_head) * head_dim
+
+    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+        return RetrievedBlocks(runner, self)
+
+
+class RetrievedBlocks(BlockKV):
+    """Keeps a mean key for each complete block, and the query of each row's newest cached token."""
+
+    def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
+        super().__init__(runner, policy)
+        shape, model, rows = runner.cache.shape, runner.model.config, runner.num_rows
+        first, last = runner.model.shard.heads(model.num_heads, model.num_kv_heads)[0]
+        queries = shape.num_kv_heads, (last - first) // shape.num_kv_heads, shape.head_dim
+        keys = shape.num_kv_heads, self.num_blocks, shape.head_dim
+        self._query = torch.zeros(shape.num_layers, rows, *queries, device=runner.device)
+        self._mean_keys = torch.zeros(shape.num_layers, rows, *keys, device=runner.device)
+        self._committed = torch.zeros(rows, dtype=torch.int64, device=runner.device)
+        self._complete = [0] * rows  # blocks of each row whose mean key is known, on the host
+        self._seen: dict[int, Tensor] = {}  # layer -> queries [B, T, H, D] of the last verification
+
+    def watch_queries(self, layer: int, queries: Tensor) -> None:
+        self._seen[layer] = queries
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [self._query, self._committed]
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.row is not None, "an admitted request has a row"
+            self._complete[request.row] = 0
+            self._committed[request.row] = request.num_cached
+        super().admit(requests)
+        self._add_means(requests)
+
+    def rerun(self, rows: BatchRows, tokens: Tensor) -> None:
+        self._committed[rows.index] -= tokens.shape[1]  # as before a verification of these tokens
+        super().rerun(rows, tokens)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+        self._add_means(requests)
+
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
+        """Softmax over the complete blocks of mean key . query / sqrt(D)."""
+        keys = self._mean_keys[:, rows.index, :, :num_blocks]  # [L, B, G, blocks, D]
+        query = self._query[:, rows.index] * keys.shape[-1] ** -0.5  # [L, B, G, H/G, D]
+        block = torch.arange(num_blocks, device=keys.device)
+        is_partial = block >= (committed.tensor // BLOCK).view(-1, 1, 1, 1)  # [B, 1, 1, blocks]
+        return (query @ keys.mT).masked_fill(is_partial, HIDDEN).softmax(dim=-1).sum(dim=3)
+
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """Keep the query of the last committed token that a verification showed."""
+        before = self._committed[rows.index]
+        for layer, queries in self._seen.items():
+            place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)
+            newest = queries.gather(1, place.view(-1, 1, 1, 1).expand(-1, 1, *queries.shape[2:]))
+            kept = newest[:, 0].unflatten(1, self._query.shape[2:4]).float()  # [B, G, H/G, D]
+            self._query[layer].index_copy_(0, rows.index, kept)
+        self._seen.clear()
+        self._committed.index_copy_(0, rows.index, lengths.tensor)
+        super().commit(rows, lengths)
+
+    def _add_means(self, requests: Sequence[Request]) -> None:
+        """The mean keys of blocks that have become complete."""
+        rows = [r.row for r in requests if r.row is not None]
+        known = [self._complete[row] for row in rows]
+        complete = [r.num_cached // BLOCK for r in requests]
+        count = max(new - old for new, old in zip(complete, known, strict=True))
+        if count <= 0:
+            return
+        cache, device = self.runner.cache, self.runner.device
+        index, first = upload(rows, device), upload(known, device).unsqueeze(1)
+        # Rows with fewer new blocks add some that are not complete; these are added again later.
+        blocks = (first + torch.arange(count, device=device)).clamp(max=self.num_blocks - 1)
+        tokens = (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=device)).flatten(1)
+        tokens = tokens.clamp(max=cache.tokens_per_row - 1)
+        for layer in range(cache.shape.num_layers):
+            keys, _ = cache.read(layer, cache.slots(index, tokens))  # [B, G, count * BLOCK, D]
+            means = keys.float().unflatten(2, (-1, BLOCK)).mean(dim=3)
+            self._mean_keys[layer, index.unsqueeze(1), :, blocks] = means.transpose(1, 2)
+        for row, number in zip(rows, complete, strict=True):
+            self._complete[row] = number
