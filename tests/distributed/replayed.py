@@ -16,6 +16,7 @@ from recorder import Recorder
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding.recorder import Eager
 from magicdec.decoding.strategy import Setup
 from magicdec.distributed.groups import Group, close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
@@ -69,7 +70,7 @@ def main() -> None:
     for drafter, policy in [(None, None), *sorted(served_pairs(), key=str)]:
         kv, tokens, recorder = section_of(policy), [], Recorder()
         name = "speculative" if drafter else "autoregressive"
-        for each in (None, recorder):
+        for each in (Eager(), recorder):
             engine.rewind(snapshots)
             draft = None
             if drafter == "model":
