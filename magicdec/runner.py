@@ -25,7 +25,7 @@ from magicdec.model.transformer import Transformer
 
 Watch = Callable[[int, Tensor], None]
 """A function that is called for each layer of a forward with the layer and its attention weights
-[B, G, blocks], as `AttentionBackend.run_with_mass` returns them."""
+[B, G, blocks], as `AttentionBackend.run_with_weights` returns them."""
 
 
 @dataclass
@@ -175,8 +175,8 @@ class ModelRunner:
                 watch_queries(index, q)
             if watch is None:
                 return self.backend.run(index, q, k, v, view)
-            out, mass = self.backend.run_with_mass(index, q, k, v, view)
-            watch(index, mass)
+            out, weights = self.backend.run_with_weights(index, q, k, v, view)
+            watch(index, weights)
             return out
 
         positions = view.query_positions()

@@ -66,7 +66,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def weights_bytes(size: CallSize) -> int:
-        """The bytes that `run_with_mass` allocates in addition to those of `run`."""
+        """The bytes that `run_with_weights` allocates in addition to those of `run`."""
         return 0
 
     def block_size(self, max_tokens: int) -> int:
@@ -87,12 +87,12 @@ class AttentionBackend(Protocol):
         score of a key is q.k / sqrt(D)."""
         ...
 
-    def run_with_mass(
+    def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """Return the output of `run`, equal to the bit, and the attention weights of each block of
-        keys: float32 [B, G, num_mass_blocks], summed over the block's keys, the new tokens and the
-        query heads of a KV head. Raises ValueError if the backend cannot return them."""
+        keys: float32 [B, G, num_weight_blocks], summed over the block's keys, the new tokens and
+        the query heads of a KV head. Raises ValueError if the backend cannot return them."""
         ...
 
 
@@ -121,7 +121,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
     return found
 
 
-def check_mass(backend: str, num_new: int, limit: int) -> None:
+def check_weights(backend: str, num_new: int, limit: int) -> None:
     """Raise ValueError if there are `limit` new tokens or more, for which the backend does not
     compute attention weights that can be summed."""
     if num_new >= limit:

@@ -18,7 +18,7 @@ from torch import Tensor
 from magicdec.attention.backend import (
     AttentionBackend,
     CallSize,
-    check_mass,
+    check_weights,
     sum_blocks,
     visible_mask,
 )
@@ -95,17 +95,17 @@ class GroupedBackend(AttentionBackend):
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def run_with_mass(
+    def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """Sums the attention weights that `_attend` computes. The fused kernel never stores them,
         so FUSED_FROM new tokens or more raise ValueError."""
-        check_mass("grouped", q.shape[1], FUSED_FROM)
+        check_weights("grouped", q.shape[1], FUSED_FROM)
         outputs, masses = [], []
         for r in self._write(layer, k, v, view):
             out, weights = _attend(layer, q[r.first : r.last], r, view)
             outputs.append(out)
-            masses.append(sum_blocks(weights.sum(dim=2), r.positions, view.num_mass_blocks))
+            masses.append(sum_blocks(weights.sum(dim=2), r.positions, view.num_weight_blocks))
         return torch.cat(outputs), torch.cat(masses)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[Run]:

@@ -94,7 +94,7 @@ class LibraryBackend(AttentionBackend, ABC):
         out = self.attend_chosen(layer, split_heads(q, k.shape[2]), chosen, view)
         return join_heads(out, q.shape[0])
 
-    def run_with_mass(
+    def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """Always raises ValueError: the libraries do not return their attention weights."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend, CallSize, backend_class, check_mass
+from magicdec.attention.backend import AttentionBackend, CallSize, backend_class, check_weights
 from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
 from magicdec.kv.int8_layout import INT8_TILED
@@ -98,12 +98,12 @@ class NativeBackend(AttentionBackend):
         )  # fmt: skip
         return out
 
-    def run_with_mass(
+    def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """The kernel sums the weights in the same pass. Cannot be traced by torch."""
-        check_mass("native", q.shape[1], PREFILL_FROM)
-        mass = torch.empty(q.shape[0], k.shape[2], view.num_mass_blocks)
+        check_weights("native", q.shape[1], PREFILL_FROM)
+        mass = torch.empty(q.shape[0], k.shape[2], view.num_weight_blocks)
         cache = view.cache
         out, _ = attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,

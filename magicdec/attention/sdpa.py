@@ -59,7 +59,7 @@ class SDPABackend(AttentionBackend):
         )
         return out.transpose(1, 2)
 
-    def run_with_mass(
+    def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """Computes the softmax a second time, in float32, because torch does not return it."""
@@ -71,7 +71,7 @@ class SDPABackend(AttentionBackend):
         scores = packed @ keys.unsqueeze(2).transpose(-1, -2) * size**-0.5  # [B, G, H/G, T, N]
         scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
         weights = torch.softmax(scores, dim=-1).sum(dim=(2, 3))
-        return out, sum_blocks(weights, positions, view.num_mass_blocks)
+        return out, sum_blocks(weights, positions, view.num_weight_blocks)
 
 
 def _choose(layer: int, view: KVView) -> tuple[Tensor, Tensor, Tensor]:

@@ -86,7 +86,7 @@ class TritonBackend(AttentionBackend):
         size = self._split_keys or choose_split(num_keys, call.num_programs, call.num_processors)
         return call.attend(size, -(-num_keys // size))
 
-    def run_with_mass(
+    def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """Computes the weights in a second pass over the keys, from the log-sum-exp of the
@@ -175,9 +175,9 @@ class Call:
         return out, lse
 
     def mass(self, lse: Tensor) -> Tensor:
-        """Attention weights summed by block, float32 [B, G, num_mass_blocks], for queries whose
+        """Attention weights summed by block, float32 [B, G, num_weight_blocks], for queries whose
         log-sum-exp is `lse` [B,T,H]."""
-        num_blocks = self.view.num_mass_blocks
+        num_blocks = self.view.num_weight_blocks
         shape = (self.rows, self.num_kv_heads, num_blocks)
         mass = torch.empty(shape, dtype=torch.float32, device=self.q.device)
         blocks_a_tile = self.tile["BLOCK_N"] // self.kernels.WEIGHTS_BLOCK.value

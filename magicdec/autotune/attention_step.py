@@ -31,7 +31,7 @@ class Read:
     context: int
     policy: Visible
     window: int | None = None
-    tells_mass: bool = False  # where the attention goes is asked too
+    returns_weights: bool = False  # where the attention goes is asked too
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def measure_read(
     visible = _choose(read, cache, random)
     heads = (step.num_heads, step.num_kv_heads, step.num_kv_heads)
     q, k, v = (random(step.rows, read.num_new, n, step.head_dim).to(step.dtype) for n in heads)
-    attend = _with_mass(backend) if read.tells_mass else backend.run
+    attend = _with_weights(backend) if read.returns_weights else backend.run
     num_layers = min(step.num_layers, MOST_LAYERS)
     view = _make_view(cache, read, visible, recorder.captures)
 
@@ -112,11 +112,11 @@ def _make_view(cache: KVCache, read: Read, visible: Visible, is_captured: bool) 
     return make_view(cache, rows, visible, read.num_new, committed, read.window)
 
 
-def _with_mass(backend: AttentionBackend) -> Callable[..., Tensor]:
+def _with_weights(backend: AttentionBackend) -> Callable[..., Tensor]:
     """As the backend's `run`, where the attention went being asked too."""
 
     def run(layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        return backend.run_with_mass(layer, q, k, v, view)[0]
+        return backend.run_with_weights(layer, q, k, v, view)[0]
 
     return run
 

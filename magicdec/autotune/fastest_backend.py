@@ -100,7 +100,7 @@ def _obstacle(
         "it rounds scores to bfloat16, too coarse for ALiBi": (
             capabilities.rounds_scores and (model.positions, dtype) == ("alibi", "bfloat16")
         ),
-        "it does not tell where the attention goes": (
+        "it does not return attention weights": (
             needs_weights and not capabilities.returns_weights
         ),
         "it does not keep to a sliding window": (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.flags import Parser, add_section, announce_backend, read_sections, refuse
-from magicdec.config.backend_choice import check_tells_mass
+from magicdec.config.backend_choice import check_returns_weights
 from magicdec.config.checks import MOST_WATCHED, check_budget
 from magicdec.config.policies import policy_called
 from magicdec.config.resolve import resolve
@@ -209,7 +209,7 @@ def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, 
     config = resolve(stored, probe_machine(launch), model.cached_head_dim)
     check_interpreter(config)
     for kv in asked.grid.drafts:
-        check_tells_mass(config.attention.backend, kv.resolve().policy)
+        check_returns_weights(config.attention.backend, kv.resolve().policy)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
     shown = f"--context {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)

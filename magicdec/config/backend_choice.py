@@ -66,7 +66,7 @@ def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head
     return asked
 
 
-def check_tells_mass(backend: str, policy: str) -> None:
+def check_returns_weights(backend: str, policy: str) -> None:
     """Refuse a policy that needs the target's attention weights beside a backend that does not
     return them."""
     if policy_called(policy).needs_weights and not capabilities_of(backend).returns_weights:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from magicdec.config.backend_choice import check_tells_mass, choose_backend, choose_draft_kv
+from magicdec.config.backend_choice import check_returns_weights, choose_backend, choose_draft_kv
 from magicdec.config.choice import Choice, How
 from magicdec.config.collectives_choice import choose_collectives
 from magicdec.config.draft_section import DraftSection
@@ -46,7 +46,7 @@ def resolve(
     backend = choose_backend(asked, device, machine, head_dim, dtype)
     model = resolve_model(config.model, device, dtype, machine)
     if config.decoding.drafter == "self":
-        check_tells_mass(backend.name, kv.policy)
+        check_returns_weights(backend.name, kv.policy)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim

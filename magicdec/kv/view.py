@@ -107,7 +107,7 @@ class KVView:
         return self.ranges.ndim == 5
 
     @property
-    def num_mass_blocks(self) -> int:
+    def num_weight_blocks(self) -> int:
         """Blocks of WEIGHTS_BLOCK positions that hold all keys of the longest row, new ones
         included."""
         return -(-(max(self.lengths) + self.num_new) // WEIGHTS_BLOCK)

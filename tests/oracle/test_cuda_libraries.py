@@ -23,8 +23,8 @@ from test_attention import (
 from test_attention import (
     test_backend_equals_attention_written_out as equals_written_out,
 )
-from test_mass import Scattered
-from test_mass import test_every_head_reads_its_own_ranges as reads_its_own_ranges
+from test_attention_weights import Scattered
+from test_attention_weights import test_every_head_reads_its_own_ranges as reads_its_own_ranges
 from torch import Tensor
 
 from magicdec.attention.flash_attn import FlashAttnBackend
@@ -124,9 +124,9 @@ class TestContract:
         plain = make_runner(tiny_transformer(), 2, 330)
         assert ours == baseline == decode_both(plain, make_requests(prompts, 20), kv, 3)[0]
 
-    def test_mass_is_refused(self, backend: str) -> None:
+    def test_attention_weights_are_refused(self, backend: str) -> None:
         with pytest.raises(ValueError, match=f"--attention {backend} does not return"):
-            BACKENDS[backend]().run_with_mass(0, *[torch.empty(0)] * 3, None)
+            BACKENDS[backend]().run_with_weights(0, *[torch.empty(0)] * 3, None)
 
 
 READ_ON_DEVICE = ["sdpa", "triton", "varlen", "flash_attn 2", "flash_attn 3"]
@@ -163,8 +163,8 @@ def test_lengths_on_the_host_may_be_bounds(
         assert (out - expected.run(layer, *inputs, view)).abs().max() < 1e-5, layer
     if not capabilities_of(backend).returns_weights:
         return
-    _, mass = built.run_with_mass(1, *inputs, loose)
-    _, of_all = expected.run_with_mass(1, *inputs, view)
+    _, mass = built.run_with_weights(1, *inputs, loose)
+    _, of_all = expected.run_with_weights(1, *inputs, view)
     num_blocks = of_all.shape[2]
     assert (mass[..., :num_blocks] - of_all).abs().max() < 1e-4
     assert mass.shape[2] > num_blocks and not mass[..., num_blocks:].any()

@@ -93,7 +93,7 @@ def test_kernel_equals_attention_written_out(
         q = torch.randn(len(rows), num_new, num_heads, size).bfloat16()
         k, v = (torch.randn(len(rows), num_new, kv_heads, size).bfloat16() for _ in "kv")
         backend.plan(view)
-        call = backend.run_with_mass if num_new < 32 else backend.run_with_lse
+        call = backend.run_with_weights if num_new < 32 else backend.run_with_lse
         out, mass = call(1, q, k, v, view)
         held_k, held_v = cache.read(1, everything(cache, MAX_TOKENS))
         for i, (r, keys) in enumerate(zip(rows, view.key_positions()[:, 0].tolist(), strict=True)):

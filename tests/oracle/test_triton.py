@@ -88,7 +88,7 @@ def test_splits_are_merged_by_their_log_sum_exp(
     results = []
     for backend in (TritonBackend(split), SDPABackend(24)):
         backend.plan(view)
-        results.append(backend.run_with_mass(0, q, k, v, view))
+        results.append(backend.run_with_weights(0, q, k, v, view))
     (out, mass), (expected, expected_mass) = results
     exact = dtype == torch.float32
     assert (out.float() - expected.float()).abs().max() < (2e-6 if exact else 2e-2)
@@ -131,7 +131,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
     assert choose_split(33_000, 8, 132) == 1024, "33 splits of 8 programs: two to a processor"
 
 
-def test_mass_blocks_are_the_policys() -> None:
+def test_weight_blocks_are_the_policys() -> None:
     assert load_kernels(DEVICE.type).WEIGHTS_BLOCK.value == WEIGHTS_BLOCK
 
 

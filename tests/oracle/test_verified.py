@@ -151,18 +151,18 @@ def test_drafts_read_the_blocks_that_the_verification_before_looked_at() -> None
     strategy.admit(batch)
     told: list[tuple[int, Tensor]] = []
     views = []
-    run, run_with_mass = runner.backend.run, runner.backend.run_with_mass
+    run, run_with_weights = runner.backend.run, runner.backend.run_with_weights
 
     def spy(layer, q, k, v, view):  # type: ignore[no-untyped-def]
         views.append((layer, view))
         return run(layer, q, k, v, view)
 
-    def spy_mass(layer, q, k, v, view):  # type: ignore[no-untyped-def]
-        out, mass = run_with_mass(layer, q, k, v, view)
+    def spy_weights(layer, q, k, v, view):  # type: ignore[no-untyped-def]
+        out, mass = run_with_weights(layer, q, k, v, view)
         told.append((layer, mass.clone()))
         return out, mass
 
-    runner.backend.run, runner.backend.run_with_mass = spy, spy_mass  # type: ignore[method-assign]
+    runner.backend.run, runner.backend.run_with_weights = spy, spy_weights  # type: ignore[method-assign]
     chosen = []
     for _ in range(4):
         settled = list(runner.cache.lengths)

@@ -59,7 +59,7 @@ def test_the_reads_follow_the_policy() -> None:
     assert reads(KVSection("snapkv", 5000))[0] == Read(4, 1, 1000, whole)
     assert reads(KVSection("verified", 257, 17)) == (
         Read(4, 1, 1000, VerifiedKV(17, 60, 257)),
-        Read(1, 5, 1000, whole, tells_mass=True),
+        Read(1, 5, 1000, whole, returns_weights=True),
     )
     assert [read.window for read in reads(KVSection("streaming_llm", 257), window)] == [500, 500]
     assert [read.window for read in reads(KVSection("snapkv", 257), window)] == [None, 500]
@@ -86,7 +86,7 @@ def test_latency_is_measured_by_the_largest_step_of_its_grid() -> None:
     config = largest_step(BASELINE, replace(grid, drafts=drafts))
     drafted, verification = target_step(config, MODEL).reads
     assert (drafted.times, drafted.policy.num_visible(1000) <= 129) == (3, True)
-    assert verification.tells_mass and "flashinfer" not in list_candidates(config, MODEL)[0]
+    assert verification.returns_weights and "flashinfer" not in list_candidates(config, MODEL)[0]
     graphs = resolve(replace(BASELINE.asked, decoding=DecodingSection(cuda_graphs="on")), GPU)
     assert largest_step(graphs, grid).decoding.cuda_graphs == "on"
     decode = largest_step(BASELINE, replace(grid, new_tokens=(1,)))
@@ -97,7 +97,7 @@ READS = [
     Read(4, 1, 150, StreamingLLM(4, 20)),
     Read(4, 1, 150, VerifiedKV(4, 16, 64)),
     Read(4, 1, 150, VerifiedKV(4, 16, 64), window=120),
-    Read(1, 3, 150, FULL, tells_mass=True),
+    Read(1, 3, 150, FULL, returns_weights=True),
     Read(1, 3, 150, FULL, window=30),
 ]
 

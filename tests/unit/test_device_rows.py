@@ -95,7 +95,7 @@ def test_a_view_by_tensors_shows_what_the_hosts_shows(
         if view.is_full and goes_on:
             assert len(expected) == length + num_new
     assert view.query_positions().tolist() == host.query_positions().tolist()
-    assert view.num_mass_blocks >= host.num_mass_blocks
+    assert view.num_weight_blocks >= host.num_weight_blocks
 
 
 def test_lengths_move_on_the_device_alone_until_they_are_noted() -> None:

@@ -124,7 +124,7 @@ def test_candidates_are_what_can_serve(
     verified = replace(BFLOAT16, kv=KVSection("verified"))
     candidates, left_out = list_candidates(verified, MODEL)
     assert candidates == ["sdpa", "grouped", "triton"]
-    assert set(left_out.values()) == {"it does not tell where the attention goes"}
+    assert set(left_out.values()) == {"it does not return attention weights"}
 
     alibi = replace(MODEL, num_kv_heads=6, positions="alibi")
     candidates, left_out = list_candidates(BFLOAT16, alibi)
@@ -151,11 +151,11 @@ class Slow(SDPABackend):
         self.clock[0] += self.on_full if view.is_full else self.on_others
         return super().run(layer, q, k, v, view)
 
-    def run_with_mass(
+    def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         self.clock[0] += 1.0
-        return super().run_with_mass(layer, q, k, v, view)
+        return super().run_with_weights(layer, q, k, v, view)
 
 
 @pytest.fixture

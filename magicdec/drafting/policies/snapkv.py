@@ -75,7 +75,7 @@ class SnapKV(KVPolicy):
         everything = torch.arange(num_keys, device=keys.device).expand(keys.shape[0], -1)
         if num_keys <= self.budget:
             return everything
-        scores = self._pool(observed_mass(queries, keys)[:, : num_keys - window])
+        scores = self._pool(observed_weights(queries, keys)[:, : num_keys - window])
         best = scores.topk(self.budget - window, dim=1).indices.sort(dim=1).values
         return torch.cat([best, everything[:, num_keys - window :]], dim=1)
 
@@ -84,7 +84,7 @@ class SnapKV(KVPolicy):
         return pool(scores.unsqueeze(0), KERNEL, stride=1, padding=KERNEL // 2).squeeze(0)
 
 
-def observed_mass(queries: Tensor, keys: Tensor) -> Tensor:
+def observed_weights(queries: Tensor, keys: Tensor) -> Tensor:
     """Attention probability that each key received from the last tokens' queries, summed over them
     and over the query heads of its KV head: float32 [G, S].
 

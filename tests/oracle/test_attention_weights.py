@@ -74,7 +74,7 @@ class Case:
         )
         backend.plan(view)
         if with_mass:
-            return backend.run_with_mass(1, self.q, k, v, view)
+            return backend.run_with_weights(1, self.q, k, v, view)
         return backend.run(1, self.q, k, v, view), torch.empty(0)
 
     def heads(self) -> list[tuple[int, int, slice, list[int]]]:
@@ -135,7 +135,7 @@ def test_every_head_reads_its_own_ranges(
     cases(HEADS, DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
-def test_mass_is_what_the_softmax_gives_each_block(
+def test_weights_are_what_the_softmax_gives_each_block(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Whatever is visible; and asking for it changes no bit of the output."""
@@ -147,7 +147,7 @@ def test_mass_is_what_the_softmax_gives_each_block(
             plain, _ = case.run(backend, with_mass=False)
             out, mass = case.run(backend, with_mass=True)
             assert torch.equal(out, plain)
-            assert mass.dtype == torch.float32 and mass.shape[2] == case.view.num_mass_blocks
+            assert mass.dtype == torch.float32 and mass.shape[2] == case.view.num_weight_blocks
             total = num_new * heads[0] / heads[1]
             assert (mass.sum(2) - total).abs().max() < 2e-2 * total
             for i, g, own, keys in case.heads():
@@ -163,7 +163,7 @@ def test_mass_is_what_the_softmax_gives_each_block(
     cases([2, 21], DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
-def test_mass_and_heads_of_their_own_under_a_window(
+def test_weights_and_heads_of_their_own_under_a_window(
     name: str, window: int, dtype: torch.dtype
 ) -> None:
     """Whatever a policy shows of what lies before it."""
@@ -211,7 +211,7 @@ def test_native_mass_over_pieces_and_blocks_of_queries(
         view = make_view(cache, [1, 0], FullKV(), num_new)
         backend.plan(view)
         plain = backend.run(0, q, k, v, view)
-        out, mass = backend.run_with_mass(0, q, k, v, view)
+        out, mass = backend.run_with_weights(0, q, k, v, view)
         assert torch.equal(plain, out)
         results.append(mass)
     assert (results[0] - results[1]).abs().max() < 1e-4 * results[1].max()
@@ -250,5 +250,8 @@ def test_a_chunk_too_long_to_be_watched_is_refused(name: str, build: type) -> No
         if num_new == MOST_WATCHED:
             case.run(backend, with_mass=True)
             continue
-        with pytest.raises(ValueError, match=f"--attention {name} tells .* at most 31 new tokens"):
+        with pytest.raises(
+            ValueError,
+            match=f"--attention {name} returns attention weights for at most 31 new tokens",
+        ):
             case.run(backend, with_mass=True)
