@@ -65,7 +65,7 @@ def test_how_far_scaled_rope_reaches() -> None:
         check_length("--prefix_len 513", 513, "--model", source(rope=yarn))
     dynamic = source(rope=RopeConfig(1e4, "dynamic", 4.0))
     check_length("--prefix_len 128", 128, "--model", dynamic)
-    with pytest.raises(ValueError, match="128 positions of --model plain; dynamic rope scaling"):
+    with pytest.raises(ValueError, match="128 positions of --model plain; dynamic RoPE scaling"):
         check_length("--prefix_len 129", 129, "--model", dynamic)
 
 
