@@ -202,6 +202,7 @@ class ModelRunner:
         token_ids: Tensor,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
+        is_counted: bool = False,
     ) -> None:
         """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
         attention weights or queries.
@@ -219,7 +220,8 @@ class ModelRunner:
         self.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
         for layer, (k, v) in enumerate(kept):
             cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
-        self.counts.go_back(counts)
+        if not is_counted:
+            self.counts.go_back(counts)
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Remove the tokens of `rows` after the first `lengths` tokens."""

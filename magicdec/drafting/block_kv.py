@@ -172,7 +172,7 @@ class BlockKV(DraftKV):
 
     def rerun(self, rows: BatchRows, tokens: Tensor) -> None:
         """Run tokens [B, T], the newest of `rows`, once more."""
-        self.runner.rerun_tail(rows, tokens, self.watch, self.watch_queries)
+        self.runner.rerun_tail(rows, tokens, self.watch, self.watch_queries, is_counted=True)
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         rows = BatchRows.of(rows, self.runner.device)

@@ -25,7 +25,7 @@ from scipy.stats import chisquare
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import Recorder
+from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 from magicdec.request import Request
@@ -72,7 +72,7 @@ def emitted(
     if drafter == "model":
         draft = make_draft(tiny_transformer(TOY, seed=4), kv, ROWS, 32, copy(backend))
     decoding = DecodingSection(strategy, drafter, num_draft_tokens)
-    setup = Setup(runner, decoding, kv, draft=draft, recorder=recorder)
+    setup = Setup(runner, decoding, kv, draft=draft, recorder=recorder or Eager())
     for seed in range(ROUNDS):
         engine = Engine(runner, 16)
         section = replace(SECTION, seed=seed)
