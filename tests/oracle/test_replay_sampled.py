@@ -133,7 +133,7 @@ def test_any_sequence_of_draft_lengths_samples_the_same(
     engine, snapshots = started(kind)
     kv, outputs = section_of(policy), []
     # A measurement leaves what the drafter saw of the attention meanwhile, of rows at rest too.
-    script = Scripted if policy == "verified" else OneAlone
+    script = Scripted if policy in ("verified", "retrieval") else OneAlone
     for recorder in (None, Recorder()):
         found = run(engine, snapshots, drafter, kv, "auto", recorder, script(SCRIPT))
         outputs.append(found[:2])
