@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.kv.rows import BatchRows, upload
+from magicdec.kv.cache import BatchRows, upload
 from magicdec.request import Batch, Request
 from magicdec.sampling.metadata import SamplingMetadata
 

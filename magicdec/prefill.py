@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from magicdec.kv.rows import BatchRows, upload
+from magicdec.kv.cache import BatchRows, upload
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
-from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.rows import BatchRows, Lengths, Rows
+from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
 

@@ -36,7 +36,8 @@ from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.draft_length import FixedLength
 from magicdec.drafting.policies.snapkv import SnapKV
 from magicdec.drafting.self_drafter import SelfDrafter
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner

@@ -34,7 +34,8 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.drafting.policies.full import FullKV
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, make_view
 from magicdec.model.linear.packed import PackedLinear
 

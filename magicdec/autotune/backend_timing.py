@@ -19,8 +19,8 @@ from magicdec.config.capabilities import capabilities_of
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.drafting.block_kv import BlockSelection, ChosenBlocks
 from magicdec.hardware.timing import synchronize
-from magicdec.kv.cache import CacheShape, KVCache
-from magicdec.kv.rows import BatchRows
+from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 from magicdec.setup.loading import make_backend
 

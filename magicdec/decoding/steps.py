@@ -18,7 +18,7 @@ from magicdec.decoding.recorder import Recorder, Work, record
 from magicdec.decoding.strategy import Phase
 from magicdec.device_batch import NEWEST, DeviceBatch
 from magicdec.drafting.drafter import Drafter
-from magicdec.kv.rows import BatchRows, Lengths, upload
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal, judge

@@ -21,7 +21,7 @@ from torch import Tensor
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
-from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
+from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
 from magicdec.kv.view import Visible
 from magicdec.request import Request

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
+from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.view import FULL, first_key
 from magicdec.request import Request
 from magicdec.runner import ModelRunner

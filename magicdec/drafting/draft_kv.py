@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from magicdec.kv.rows import BatchRows, Lengths, Rows
+from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import Visible
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch

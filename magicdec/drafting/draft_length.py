@@ -25,7 +25,7 @@ import torch
 from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.drafting.forecast import Acceptance, seconds_until_done, tokens_of_steps
-from magicdec.kv.rows import upload
+from magicdec.kv.cache import upload
 from magicdec.request import Batch
 
 Measure = Callable[[Batch], Sequence[float]]

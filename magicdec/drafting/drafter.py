@@ -16,7 +16,7 @@ from torch import Tensor
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch

@@ -18,7 +18,7 @@ from magicdec.device_batch import NEWEST, DeviceBatch, last_tokens
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.drafter import DraftModel, DraftSetup, draft_chain
 from magicdec.drafting.policies.policy import make_draft_kv
-from magicdec.kv.rows import BatchRows, Lengths, upload
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner

@@ -12,7 +12,7 @@ import torch
 
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.drafter import DraftSetup
-from magicdec.kv.rows import BatchRows, Lengths, upload
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Request
 from magicdec.sampling.model_tokens import Proposal
 

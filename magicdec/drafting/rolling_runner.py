@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
+from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner import ModelRunner, QueryWatch, Watch

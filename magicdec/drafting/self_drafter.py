@@ -14,7 +14,7 @@ from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.drafter import DraftSetup, draft_chain
 from magicdec.drafting.policies.policy import make_draft_kv
-from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.request import Request
 from magicdec.runner import QueryWatch, Watch
 from magicdec.sampling.model_tokens import Proposal

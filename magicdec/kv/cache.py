@@ -1,43 +1,90 @@
-"""KVCache: a pool of KV blocks, a block table and a length per row. `append` and `truncate` are all
-that changes it.
+"""KVCache: the rows of the KV cache: their blocks, and how many tokens they hold, on the device and
+as far as the host knows it.
 
-Owns storage and its addressing. Must not know who reads it (a policy says what is visible, a
-backend reads it) nor why. Source: PagedAttention (Kwon et al. 2023), section 4.
-
-Shapes: B rows of a forward, T new tokens, G KV heads on this rank, D head size. A *slot* is an
-index into the pool seen as [num_blocks * G * block_size, D], the address of one token of one head.
+Owns the block table and the lengths; `advance` and `truncate` are all that changes them in a step.
+Must not know who reads the cache (a policy says what is visible, a backend reads it) nor why.
+Source: PagedAttention (Kwon et al. 2023), section 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from magicdec.kernels.huge_pages import use_huge_pages
-from magicdec.kv.layout import PLAIN, Layout
-from magicdec.kv.rows import BatchRows, Lengths, Rows, upload
+from magicdec.kv.pool import CacheShape, KVPool
 
-EVICTED = -1  # in `KVCache.blocks`: the row gave this block back, tokens after it stay
+EVICTED = -1  # in `KVCache.blocks`: the row gave this block back; tokens after it stay
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of the host's numbers. On CUDA the copy goes through pinned memory, because a copy
+    from pageable memory would wait for all earlier work of the device."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """Sizes of a rank's cache. `block_size` and `layout` are the attention backend's choice."""
+class BatchRows:
+    """The rows of the cache that a forward appends to, as tensors on the device.
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    num_blocks: int
-    layout: Layout = PLAIN
+    `max_tail` is None for a forward that the host starts: the host then knows every length before
+    the forward. If the step is captured and replayed (CUDA graphs), the host knows no length, only
+    that a row never holds more than `max_tail` uncommitted tokens before a forward. A captured
+    batch keeps the rows that have ended: they are computed too, but they read nothing of their
+    context and keep their length (`active` is 0).
+    """
+
+    numbers: tuple[int, ...]
+    index: Tensor  # int64 [B], the same numbers
+    active: Tensor  # int64 [B]: 1, or 0 for rows that have ended
+    max_tail: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def is_captured(self) -> bool:
+        return self.max_tail is not None
+
+    @classmethod
+    def of(cls, rows: Rows, device: torch.device, max_tail: int | None = None) -> BatchRows:
+        """From row numbers. A `BatchRows` is returned as it is."""
+        if isinstance(rows, BatchRows):
+            return rows
+        index = upload(list(rows), device)
+        return cls(tuple(rows), index, torch.ones_like(index), max_tail)
 
 
-class KVCache:
-    """Per layer K and V pools [num_blocks, G, block_size, D], in the order of `shape.layout`; rows
-    own blocks through `block_table`."""
+Rows = BatchRows | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A number of tokens for each row: on the device, and upper bounds of it on the host. The
+    bounds are exact if the host starts the work itself (see `BatchRows`), except between a
+    verification and the moment when its result is read."""
+
+    tensor: Tensor  # int64 [B]
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Lengths | Sequence[int], device: torch.device) -> Lengths:
+        if isinstance(lengths, Lengths):
+            return lengths
+        bounds = tuple(int(length) for length in lengths)
+        return cls(upload(bounds, device), bounds)
+
+    def plus(self, count: int) -> Lengths:
+        return Lengths(self.tensor + count, tuple(bound + count for bound in self.bounds))
+
+
+class KVCache(KVPool):
+    """Rows own blocks of the pool through `block_table`."""
 
     def __init__(
         self,
@@ -47,41 +94,16 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.shape = shape
-        assert shape.block_size % shape.layout.block_multiple == 0, "blocks of whole tiles"
-        pool = (
-            shape.num_layers,
-            shape.num_blocks,
-            shape.num_kv_heads,
-            shape.block_size,
-            shape.layout.bytes_per_token(shape.head_dim, dtype.itemsize) // dtype.itemsize,
-        )
-        # Zeros, not empty: a kernel may read a masked slot that was never written, and 0 * nan is
-        # nan.
-        self.k, self.v = (torch.empty(pool, dtype=dtype, device=device) for _ in "kv")
-        for tensor in (self.k, self.v):
-            use_huge_pages(tensor)
-            tensor.zero_()
+        super().__init__(shape, dtype, device)
         self.block_table = torch.zeros(num_rows, blocks_per_row, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.lengths = [
-            0
-        ] * num_rows  # the same on the host: bounds for slicing without asking the device
+        self.lengths = [0] * num_rows  # the same on the host, as it last knew them
         self.blocks: list[list[int]] = [[] for _ in range(num_rows)]
         self._free = list(range(shape.num_blocks - 1, -1, -1))
 
     @property
-    def num_bytes(self) -> int:
-        return 2 * self.k.numel() * self.k.element_size()
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of K and V of one token in all layers and heads."""
-        return self.num_bytes // (self.shape.num_blocks * self.shape.block_size)
-
-    @property
     def tokens_per_row(self) -> int:
-        """Positions that a row's table addresses."""
+        """The number of positions that the block table of a row addresses."""
         return self.block_table.shape[1] * self.shape.block_size
 
     def allocate(self, row: int, num_tokens: int) -> None:
@@ -105,17 +127,17 @@ class KVCache:
         self.truncate([row], [0])
 
     def evict(self, row: int, first: int, last: int) -> None:
-        """Return blocks `first` to `last` - 1 of `row`, counted along its tokens, to the pool.
-        Their tokens keep their positions and may not be read again."""
+        """Return blocks `first` to `last` - 1 of `row`, in the order of its tokens, to the pool.
+        The tokens in them keep their positions and may not be read again."""
         blocks = self.blocks[row]
-        assert EVICTED not in blocks[first:last] and last <= len(blocks), "evicted once"
+        assert EVICTED not in blocks[first:last] and last <= len(blocks), "a block goes back once"
         self._free.extend(reversed(blocks[first:last]))
         blocks[first:last] = [EVICTED] * (last - first)
-        self.block_table[row, first:last] = 0  # an address, should a kernel look ahead
+        self.block_table[row, first:last] = 0  # a valid address, because a kernel may prefetch
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
-        """Forget what `rows` hold past `lengths` tokens. The only undo; it moves no data. A row
-        that holds fewer is left as it is."""
+        """Remove the tokens of `rows` after the first `lengths` tokens. This moves no data. A row
+        that holds fewer tokens stays as it is."""
         rows = BatchRows.of(rows, self.seq_lens.device)
         if not isinstance(lengths, Lengths):
             held = [self.lengths[row] for row in rows.numbers]
@@ -129,7 +151,7 @@ class KVCache:
                 self.lengths[row] = min(self.lengths[row], bound)
 
     def advance(self, rows: Rows, num_tokens: int) -> None:
-        """Count `num_tokens` that were just written to each of `rows`."""
+        """Add `num_tokens`, which were just written, to the length of each of `rows`."""
         rows = BatchRows.of(rows, self.seq_lens.device)
         self.seq_lens.index_add_(0, rows.index, rows.active, alpha=num_tokens)
         if not rows.is_captured:
@@ -137,7 +159,7 @@ class KVCache:
                 self.lengths[row] += num_tokens
 
     def lengths_of(self, rows: Rows) -> Lengths:
-        """Tokens that `rows` hold now."""
+        """The number of tokens that each of `rows` holds now."""
         rows = BatchRows.of(rows, self.seq_lens.device)
         if rows.is_captured:
             bounds = (self.tokens_per_row,) * len(rows)
@@ -146,49 +168,16 @@ class KVCache:
         return Lengths(self.seq_lens[rows.index], bounds)
 
     def set_host_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Bring the host's copy up to date with lengths that were read from the device."""
+        """Set the host's copy to lengths that were read from the device."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots of token positions [B, N], or [B, G or 1, N] by KV head, of `rows` [B]: int64 [B,
-        G, N]."""
+        """The slots of token positions [B, N], or [B, G or 1, N] by KV head, of `rows` [B]: int64
+        [B, G, N]."""
         if positions.ndim == 2:
             positions = positions.unsqueeze(1)
         size, heads = self.shape.block_size, self.shape.num_kv_heads
         blocks = self.block_table[rows.view(-1, 1, 1), positions // size]  # [B, G or 1, N]
         head = torch.arange(heads, device=positions.device).view(1, heads, 1)
         return (blocks * heads + head) * size + positions % size
-
-    def read_keys(self, slots: Tensor) -> Tensor:
-        """Copies of all layers' K at `slots` [B, G, N]: [B, layers, G, N, D]."""
-        keys = self.shape.layout.read_keys(self.k, slots.flatten())
-        return keys.view(-1, *slots.shape, self.shape.head_dim).transpose(0, 1)
-
-    def write_keys(self, slots: Tensor, keys: Tensor) -> None:
-        """Replace all layers' K at `slots` [B, G, N] by keys [B, layers, G, N, D]."""
-        flat = keys.transpose(0, 1).reshape(self.shape.num_layers, -1, self.shape.head_dim)
-        self.shape.layout.write_keys(self.k, slots.flatten(), flat)
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [B, T, G, D] at `slots` [B, G, T]."""
-        flat, tokens = slots.transpose(1, 2).flatten(), (1, -1, self.shape.head_dim)
-        layout, one = self.shape.layout, slice(layer, layer + 1)
-        layout.write_keys(self.k[one], flat, k.reshape(tokens))
-        layout.write_values(self.v[one], flat, v.reshape(tokens))
-
-    def copy_from(self, other: KVCache, source: Tensor, target: Tensor) -> None:
-        """Copy K and V of all layers from `other`'s slots `source` to this cache's slots `target`,
-        of one shape."""
-        read, write, source, target = (
-            other.shape.layout, self.shape.layout, source.flatten(), target.flatten(),
-        )  # fmt: skip
-        write.write_keys(self.k, target, read.read_keys(other.k, source))
-        write.write_values(self.v, target, read.read_values(other.v, source))
-
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
-        flat, shape = slots.flatten(), (*slots.shape, self.shape.head_dim)
-        layout, one = self.shape.layout, slice(layer, layer + 1)
-        keys, values = layout.read_keys(self.k[one], flat), layout.read_values(self.v[one], flat)
-        return keys.view(shape), values.view(shape)

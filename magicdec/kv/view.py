@@ -1,14 +1,12 @@
-"""KVView: what attention reads in one forward, and Visible, the rule that says so as arithmetic on
-lengths.
+"""KVView: what attention reads in one forward. Visible: the rule that chooses it from the lengths.
 
-A rule names at most a few half-open ranges of the committed context. The uncommitted tail (draft
-tokens in flight and the forward's own tokens) is always visible on top of them. Tokens that a rule
-leaves out are not read; nothing is masked away.
+A rule names a few half-open ranges of the committed context. The uncommitted tail (draft tokens and
+the forward's own tokens) is always visible as well. Tokens outside the ranges are not read at all;
+they are not masked.
 
-The sliding window of a model bounds all of this from below: with a window of W tokens a token at
-position p sees p - W + 1 .. p and nothing before, whatever the rule. Keys that no token of a
-forward sees are not read either; between the first and the last of them the backend masks
-(`attention.backend`).
+The sliding window of a model limits every rule: with a window of W tokens, a token at position p
+sees only positions p - W + 1 to p. Keys that no token of a forward sees are not read either. Where
+some of its tokens see a key and others do not, the backend masks (`attention.backend`).
 """
 
 from __future__ import annotations
@@ -21,33 +19,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from magicdec.kv.cache import KVCache
-from magicdec.kv.rows import BatchRows, Lengths, Rows
+from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 
-WEIGHTS_BLOCK = 16  # keys, from a multiple of it on, whose attention weights are summed up
+WEIGHTS_BLOCK = 16  # keys of a block whose attention weights are summed
 
 
 class Visible(Protocol):
-    """Which committed tokens a forward reads: a policy, or the choice one has made."""
+    """Which committed tokens a forward reads: a policy, or a choice that a policy has made."""
 
     def ranges(self, committed: Tensor) -> Tensor:
-        """Visible token ranges (start, stop) of rows with `committed` [B] tokens, disjoint and
-        ascending, some perhaps empty: [B, R, 2], or [L, B, G, R, 2] where each layer and KV head
-        has its own, as many tokens in each."""
+        """Visible token ranges (start, stop) of rows with `committed` [B] tokens: [B, R, 2], or
+        [L, B, G, R, 2] where each layer and KV head has its own. They are disjoint and ascending
+        and may be empty. Every layer and head of a row sees the same number of tokens."""
         ...
 
     def num_visible(self, committed: int) -> int:
-        """Committed tokens a row of that length reads: the sum of its ranges, computed on the
+        """The number of tokens in the ranges of a row with `committed` tokens, computed on the
         host."""
         ...
 
     def most_visible(self, committed: int) -> int:
-        """No row of at most that many committed tokens reads more."""
+        """An upper bound of `num_visible` for rows of at most `committed` tokens."""
         ...
 
 
 class SinksAndWindow(Visible, Protocol):
-    """A rule that shows the first `num_sink_tokens` tokens and the newest ones, `budget` in all."""
+    """A rule that shows the first `num_sink_tokens` tokens and the newest ones, `budget` tokens in
+    all."""
 
     @property
     def num_sink_tokens(self) -> int: ...
@@ -57,7 +55,7 @@ class SinksAndWindow(Visible, Protocol):
 
 @dataclass(frozen=True)
 class FullView:
-    """Every committed token is visible: what the target itself reads."""
+    """Every committed token is visible, as for the target itself."""
 
     def ranges(self, committed: Tensor) -> Tensor:
         return torch.stack([torch.zeros_like(committed), committed], dim=1).unsqueeze(1)
@@ -76,12 +74,12 @@ FULL = FullView()
 class KVView:
     """What attention reads for one forward of T new tokens over `rows`.
 
-    Rows hold `seq_lens` tokens before the forward, the first `committed` of them settled. New token
-    t of a row stands at position seq_lens + t and sees the policy's ranges of the committed tokens
-    and every tail token up to itself, of all these the last `window` positions.
+    Rows hold `seq_lens` tokens before the forward, of which the first `committed` are committed.
+    New token t of a row has position seq_lens + t. It sees the ranges and every tail token up to
+    itself, but only the last `window` positions of these.
 
-    `lengths` and `num_visible` are what the host knows: exact, or of captured rows what no row
-    exceeds.
+    `lengths` and `num_visible` are the host's numbers. They are exact, except for captured rows,
+    where they are upper bounds.
     """
 
     cache: KVCache
@@ -91,30 +89,30 @@ class KVView:
     committed: Tensor  # [B]
     ranges: Tensor  # [B, R, 2] or [L, B, G, R, 2]
     lengths: tuple[int, ...]  # seq_lens on the host
-    num_visible: tuple[int, ...]  # policy tokens plus tail before this forward, on the host
+    num_visible: tuple[int, ...]  # tokens in the ranges and in the tail before this forward
     num_new: int
-    is_full: bool  # every cached token of every row is visible, but for those before the window
-    window: int | None = None  # tokens that a new one sees at most, itself included; None: all
+    is_full: bool  # every cached token is visible, except those before the window
+    window: int | None = None  # most tokens that a token sees, itself included; None: no limit
 
     @property
     def first_keys(self) -> tuple[int, ...]:
-        """The first position that any new token of each row may see, on the host."""
+        """The first position of each row that its new tokens may see, on the host."""
         return tuple(first_key(length, self.window) for length in self.lengths)
 
     @property
     def per_head(self) -> bool:
-        """Each layer and KV head has ranges of its own."""
+        """Whether each layer and KV head has ranges of its own."""
         return self.ranges.ndim == 5
 
     @property
     def num_weight_blocks(self) -> int:
-        """Blocks of WEIGHTS_BLOCK positions that hold all keys of the longest row, new ones
+        """The number of blocks of WEIGHTS_BLOCK positions that the longest row has, its new tokens
         included."""
         return -(-(max(self.lengths) + self.num_new) // WEIGHTS_BLOCK)
 
     @cached_property
     def _visible(self) -> Tensor:
-        """All ranges with the tail as the last: [L or 1, B, G or 1, R+1, 2]."""
+        """The ranges, with the tail as the last one: [L or 1, B, G or 1, R+1, 2]."""
         ranges = self.ranges if self.per_head else self.ranges[None, :, None]
         start = self.committed
         if self.window is not None:
@@ -124,13 +122,13 @@ class KVView:
         return torch.cat([ranges, tail], dim=3)
 
     def layer_ranges(self, layer: int) -> Tensor:
-        """What a layer sees, tail and new tokens included: [B, G, R+1, 2], or [B, 1, R+1, 2] where
-        the heads see the same."""
+        """The ranges that a layer sees, with the tail and the new tokens: [B, G, R+1, 2], or
+        [B, 1, R+1, 2] if all heads see the same."""
         return self._visible[layer if self.per_head else 0]
 
     def count_keys(self) -> Tensor:
-        """Visible keys of each row, its new tokens included: int64 [B]."""
-        first_head = self.layer_ranges(0)[:, 0]  # every head sees as many
+        """The number of visible keys of each row, its new tokens included: int64 [B]."""
+        first_head = self.layer_ranges(0)[:, 0]  # every head sees the same number
         return (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
 
     def query_positions(self) -> Tensor:
@@ -138,8 +136,8 @@ class KVView:
         return self.seq_lens.unsqueeze(1) + torch.arange(self.num_new, device=self.seq_lens.device)
 
     def key_positions(self, layer: int = 0) -> Tensor:
-        """Positions of all visible keys, new tokens included, ascending: [B, G, N], or [B, 1, N]
-        where the heads see the same; padded with -1 to the longest row."""
+        """The positions of all visible keys, new tokens included, in ascending order: [B, G, N], or
+        [B, 1, N] if all heads see the same. Padded with -1 to the longest row."""
         size = max(self.num_visible) + self.num_new
         ranges = self.layer_ranges(layer)
         stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
@@ -154,8 +152,8 @@ class KVView:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the host knows of a view, a number a row: cached tokens, and visible ones of them. Exact
-    for a forward that the host starts; for one that is captured no row will ever exceed them."""
+    """The host's numbers of cached and of visible tokens for each row. They are exact for a forward
+    that the host starts, and upper bounds for one that is captured."""
 
     lengths: tuple[int, ...]
     num_visible: tuple[int, ...]
@@ -170,13 +168,13 @@ def make_view(
     committed: Lengths | Sequence[int] | None = None,
     window: int | None = None,
 ) -> KVView:
-    """The view of `rows` under a rule. `committed` defaults to all that the rows hold. Under a
-    `window`, a rule whose heads have ranges of their own keeps within the window by itself."""
+    """The view of `rows` under a rule. `committed` defaults to all tokens that the rows hold. A
+    rule whose heads have ranges of their own must keep them within the `window` itself."""
     device = cache.seq_lens.device
     rows = BatchRows.of(rows, device)
     held = cache.lengths_of(rows)
-    settled = held if committed is None else Lengths.of(committed, device)
-    start = settled.tensor
+    base = held if committed is None else Lengths.of(committed, device)
+    start = base.tensor
     if rows.is_captured and committed is not None:
         start = torch.where(rows.active > 0, start, held.tensor)
     ranges = visible.ranges(start)
@@ -188,20 +186,11 @@ def make_view(
         ranges = ranges * rows.active.view(is_row)
         bounds = _captured_bounds(cache, rows, visible, num_new, committed is None, window)
     else:
-        bounds = _exact_bounds(held.bounds, settled.bounds, visible, ranges.ndim == 5, window)
+        bounds = _exact_bounds(held.bounds, base.bounds, visible, ranges.ndim == 5, window)
     return KVView(
-        cache=cache,
-        rows=rows.numbers,
-        row_index=rows.index,
-        seq_lens=held.tensor,
-        committed=start,
-        ranges=ranges,
-        lengths=bounds.lengths,
-        num_visible=bounds.num_visible,
-        num_new=num_new,
-        is_full=bounds.is_full,
-        window=window,
-    )
+        cache, rows.numbers, rows.index, held.tensor, start, ranges,
+        bounds.lengths, bounds.num_visible, num_new, bounds.is_full, window,
+    )  # fmt: skip
 
 
 def _exact_bounds(
@@ -221,7 +210,7 @@ def _exact_bounds(
     tails = [length - max(c, first) for length, c, first in starts]
     num_visible = tuple(s + tail for s, tail in zip(seen, tails, strict=True))
     in_window = tuple(length - first for length, first in zip(lengths, first_keys, strict=True))
-    # Ranges of single heads are not cut at the window, since heads might then see unequal numbers.
+    # Ranges of single heads are not cut at the window: heads could then see different numbers.
     return Bounds(lengths, num_visible, num_visible == in_window and not (per_head and is_cut))
 
 
@@ -233,7 +222,7 @@ def _captured_bounds(
     is_committed: bool,
     window: int | None,
 ) -> Bounds:
-    assert rows.max_tail is not None, "captured"
+    assert rows.max_tail is not None, "the rows are captured"
     longest = cache.tokens_per_row - num_new
     most = visible.most_visible(longest)
     seen = min(longest, most if is_committed else most + rows.max_tail)
@@ -249,7 +238,7 @@ def first_key(position: int, window: int | None) -> int:
 def num_within(
     visible: Visible, committed: Sequence[int], first_keys: Sequence[int]
 ) -> tuple[int, ...]:
-    """As `Visible.num_visible`, a number a row, of the tokens from `first_keys` on."""
-    ranges = visible.ranges(torch.tensor(committed))  # on the CPU, since the host asks
+    """As `Visible.num_visible` for each row, but counts only tokens from `first_keys` on."""
+    ranges = visible.ranges(torch.tensor(committed))  # on the CPU: the host reads the result
     ranges = ranges.clamp(min=torch.tensor(first_keys).view(-1, 1, 1))
     return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())

@@ -16,7 +16,7 @@ from magicdec.config.sections import KVSection
 from magicdec.decoding.recorder import Eager, Recorder, Work, record
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import make_draft_kv
-from magicdec.kv.rows import BatchRows
+from magicdec.kv.cache import BatchRows
 from magicdec.latency.grid import Grid
 from magicdec.latency.rows import Cell
 from magicdec.request import Batch

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.kv.rows import upload
+from magicdec.kv.cache import upload
 from magicdec.request import Request, SamplingParams
 from magicdec.sampling.randomness import Purpose, uniforms_ahead
 

@@ -18,7 +18,8 @@ from magicdec.config.machine import Machine
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.drafting.policies.full import FullKV
 from magicdec.hardware.environment import missing_backends
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import make_view
 from magicdec.setup.loading import make_backend
 

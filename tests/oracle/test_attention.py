@@ -29,7 +29,8 @@ from magicdec.config.machine import Machine
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import make_view
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {

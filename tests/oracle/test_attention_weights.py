@@ -17,7 +17,8 @@ from magicdec.config.capabilities import list_backends
 from magicdec.config.checks import MOST_WATCHED
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 
 WITHOUT_WEIGHTS = list_backends(lambda c: not c.returns_weights)

@@ -38,7 +38,8 @@ from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, Visible, make_view
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]

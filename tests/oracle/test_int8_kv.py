@@ -23,9 +23,10 @@ from magicdec.cost_model.roofline import bytes_read, weight_bytes
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILED, Layout
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]

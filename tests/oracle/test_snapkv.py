@@ -14,7 +14,7 @@ from magicdec.attention.native import NativeBackend
 from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.policies.snapkv import SnapKV
 from magicdec.engine import Engine
-from magicdec.kv.rows import BatchRows
+from magicdec.kv.cache import BatchRows
 from magicdec.request import Batch
 
 

@@ -28,7 +28,7 @@ from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.drafting.model_drafter import ModelDrafter, fold
 from magicdec.engine import Engine
-from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.request import Batch
 from magicdec.sampling.model_tokens import Proposal
 

@@ -33,7 +33,8 @@ from magicdec.attention.triton import (
 from magicdec.config.sections import KVSection
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView, make_view
 
 pytest.importorskip("triton")

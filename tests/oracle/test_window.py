@@ -19,8 +19,7 @@ from magicdec.config.sections import KVSection
 from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_draft_kv
-from magicdec.kv.cache import KVCache
-from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.view import KVView, make_view
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer

@@ -12,7 +12,7 @@ from magicdec.drafting.block_kv import ChosenBlocks
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.policies.verified import VerifiedKV
-from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 
 CAPACITY, MOST_TAIL = 128, 5

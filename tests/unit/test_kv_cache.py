@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kv.cache import CacheShape, KVCache
+from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import PLAIN, TILED, Layout
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import make_view
 
 

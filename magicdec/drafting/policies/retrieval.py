@@ -22,7 +22,7 @@ from torch import Tensor
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BLOCK, BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.kv.rows import BatchRows, Lengths, upload
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 

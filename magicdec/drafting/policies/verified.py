@@ -17,7 +17,7 @@ from magicdec.config.checks import MOST_WATCHED
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.kv.rows import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.runner import ModelRunner
 
 

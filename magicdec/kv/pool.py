@@ -1,0 +1,94 @@
+"""KVPool: the memory of a KV cache: blocks of K and V for each layer, in a backend's layout.
+
+Owns this memory and the reading and writing of single slots. Must not know which row of the cache
+has which block (`cache`).
+
+Shapes: B rows of a forward, T new tokens, N tokens, G KV heads on this rank, D head size. A *slot*
+is an index into the pool seen as [num_blocks * G * block_size, D]: the address of one token of one
+head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.kernels.huge_pages import use_huge_pages
+from magicdec.kv.layout import PLAIN, Layout
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes of a rank's cache. `block_size` and `layout` are the attention backend's choice."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    layout: Layout = PLAIN
+
+
+class KVPool:
+    """The tensors `k` and `v` [layers, num_blocks, G, block_size, D], ordered by `shape.layout`."""
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        assert shape.block_size % shape.layout.block_multiple == 0, "blocks of whole tiles"
+        pool = (
+            shape.num_layers,
+            shape.num_blocks,
+            shape.num_kv_heads,
+            shape.block_size,
+            shape.layout.bytes_per_token(shape.head_dim, dtype.itemsize) // dtype.itemsize,
+        )
+        # Filled with zeros: a kernel may read a masked slot that was never written, and 0 * nan is
+        # nan.
+        self.k, self.v = (torch.empty(pool, dtype=dtype, device=device) for _ in "kv")
+        for tensor in (self.k, self.v):
+            use_huge_pages(tensor)
+            tensor.zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.k.numel() * self.k.element_size()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of one token's K and V in all layers and heads of this rank."""
+        return self.num_bytes // (self.shape.num_blocks * self.shape.block_size)
+
+    def read_keys(self, slots: Tensor) -> Tensor:
+        """Copies of all layers' K at `slots` [B, G, N]: [B, layers, G, N, D]."""
+        keys = self.shape.layout.read_keys(self.k, slots.flatten())
+        return keys.view(-1, *slots.shape, self.shape.head_dim).transpose(0, 1)
+
+    def write_keys(self, slots: Tensor, keys: Tensor) -> None:
+        """Replace all layers' K at `slots` [B, G, N] by keys [B, layers, G, N, D]."""
+        flat = keys.transpose(0, 1).reshape(self.shape.num_layers, -1, self.shape.head_dim)
+        self.shape.layout.write_keys(self.k, slots.flatten(), flat)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [B, T, G, D] at `slots` [B, G, T]."""
+        flat, tokens = slots.transpose(1, 2).flatten(), (1, -1, self.shape.head_dim)
+        layout, one = self.shape.layout, slice(layer, layer + 1)
+        layout.write_keys(self.k[one], flat, k.reshape(tokens))
+        layout.write_values(self.v[one], flat, v.reshape(tokens))
+
+    def copy_from(self, other: KVPool, source: Tensor, target: Tensor) -> None:
+        """Copy K and V of all layers from `other`'s slots `source` to this pool's slots `target`,
+        of one shape."""
+        read, write, source, target = (
+            other.shape.layout, self.shape.layout, source.flatten(), target.flatten(),
+        )  # fmt: skip
+        write.write_keys(self.k, target, read.read_keys(other.k, source))
+        write.write_values(self.v, target, read.read_values(other.v, source))
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
+        flat, shape = slots.flatten(), (*slots.shape, self.shape.head_dim)
+        layout, one = self.shape.layout, slice(layer, layer + 1)
+        keys, values = layout.read_keys(self.k[one], flat), layout.read_values(self.v[one], flat)
+        return keys.view(shape), values.view(shape)
