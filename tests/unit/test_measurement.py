@@ -1,0 +1,296 @@
+"""The measuring code under a scripted clock: every number of a record is the one that follows from
+the script.
+
+The run is real (`execute`, on a tiny model), and so are its prefills. Only the strategy is
+scripted: its steps advance the clock by given times, and emit given numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    AttentionSection,
+    DecodingSection,
+    KVSection,
+    OutputSection,
+    ParallelSection,
+    WorkloadSection,
+)
+from magicdec.cost_model.roofline import weight_bytes
+from magicdec.decoding.strategy import Phase, Setup
+from magicdec.distributed.groups import Group, Launch
+from magicdec.hardware import timing
+from magicdec.hardware.timing import PhaseTimer
+from magicdec.records.record import RunRecord
+from magicdec.request import Batch, StepOutput
+from magicdec.run import run as run_module
+from magicdec.run.run import execute
+from magicdec.runner import ModelRunner
+from magicdec.setup.prepare import prepare
+
+PROMPT, CHUNK, NEW = 20, 8, 7
+PREFILL_S = [[0.2, 0.1], [0.3, 0.3], [0.2, 0.5]]  # by batch and row
+SLOWNESS = [1.0, 2.0, 4.0]  # of the machine in each batch
+BASELINE_STEP_S = [0.020, 0.015, 0.030]  # of each batch, before the slowness
+UNMEASURED = 100.0  # slowness of the passes that must change no number
+ADMIT_S, RELEASE_S = 0.05, 0.006  # both lie outside the decode steps
+BANDWIDTHS = [2e9, 3e9]  # before and after
+
+
+@dataclass(frozen=True)
+class ScriptedStep:
+    """Phases in seconds, then what is not part of any phase; the accepted drafts of each row."""
+
+    phases: dict[str, float]
+    other_s: float = 0.001
+    num_drafted: int = 0
+    accepted: Sequence[int] | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values()) + self.other_s
+
+
+# Rows 0 and 1 emit 3 and 1, 1 and 1, 2 and 2 tokens; then row 0 has its 6, and row 1 emits 2.
+SPECULATION = [
+    ScriptedStep({"draft": 0.004, "verify": 0.015}, num_drafted=2, accepted=[2, 0]),
+    ScriptedStep({"decode": 0.007}),
+    ScriptedStep({"draft": 0.004, "verify": 0.015}, num_drafted=2, accepted=[1, 1]),
+    ScriptedStep({"draft": 0.003, "verify": 0.008}, num_drafted=2, accepted=[1]),
+]
+
+
+@dataclass
+class Clock:
+    """What `time.perf_counter` reads."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Script:
+    """The clock and what has happened so far. `passes` are (name, index of the batch, whether the
+    phases of its steps are timed)."""
+
+    clock: Clock = field(default_factory=Clock)
+    passes: list[tuple[str, int, bool]] = field(default_factory=list)
+    num_forwards: int = 0
+
+    def prefill_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` of a runner, which takes an equal share of its prompt's time."""
+        chunks = -(-PROMPT // CHUNK)
+        times = [seconds / chunks for seconds in chain(*PREFILL_S) for _ in range(chunks)]
+
+        def scripted(*args: Any, **options: Any) -> Any:
+            self.clock.advance(times[self.num_forwards])
+            self.num_forwards += 1
+            return forward(*args, **options)
+
+        return scripted
+
+    def make_strategy(self, name: str, setup: Setup) -> ScriptedStrategy:
+        return ScriptedStrategy(self, name, setup.runner, setup.phase)
+
+
+@dataclass
+class ScriptedStrategy:
+    """One pass of the script over the requests that it is given."""
+
+    script: Script
+    name: str
+    runner: ModelRunner
+    phase: Phase
+
+    def admit(self, batch: Batch) -> None:
+        index = batch.requests[0].request_id // len(batch.requests)
+        assert isinstance(self.phase, PhaseTimer)
+        self.script.passes.append((self.name, index, self.phase.enabled))
+        self.slowness = SLOWNESS[index] if self.phase.enabled else UNMEASURED
+        baseline = [ScriptedStep({"decode": BASELINE_STEP_S[index] - 0.001})] * (NEW - 1)
+        self.steps = iter(baseline if self.name == "autoregressive" else SPECULATION)
+        self._advance(ADMIT_S)
+
+    def step(self, batch: Batch) -> StepOutput:
+        step = next(self.steps)
+        for name, seconds in step.phases.items():
+            with self.phase(name):
+                self._advance(seconds)
+        self._advance(step.other_s)
+        self.runner.counts.num_forwards += 1
+        accepted = None if step.accepted is None else list(step.accepted)
+        emitted = [[7] * (1 + count) for count in accepted or [0] * len(batch.requests)]
+        return StepOutput(emitted, step.num_drafted, accepted)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self._advance(RELEASE_S)
+
+    def _advance(self, seconds: float) -> None:
+        self.script.clock.advance(seconds * self.slowness)
+
+
+def make_config(model: Path, text: Path, results: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelSection(str(model), "float32"),
+        parallel=ParallelSection(device="cpu", threads=1),
+        kv=KVSection("streaming_llm", 18),
+        attention=AttentionSection("grouped", CHUNK),
+        decoding=DecodingSection("speculative", "self", 2, ignore_eos=True),
+        workload=WorkloadSection(
+            str(text), batch_size=2, prefix_len=PROMPT, gen_len=NEW, num_batches=3, warmup_batches=2
+        ),
+        output=OutputSection(results=str(results)),
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    script: Script
+    record: RunRecord
+    weight_bytes: int
+
+
+@pytest.fixture(scope="module")
+def measured(
+    tiny_checkpoint: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Measured]:
+    """A whole run of the script."""
+    results = tmp_path_factory.mktemp("scripted") / "runs.jsonl"
+    prepared = prepare(make_config(tiny_checkpoint, text_file, results), Launch(0, 1, 0, 1))
+    script, bandwidths, weights = Script(), iter(BANDWIDTHS), []
+    forward = script.prefill_forward(ModelRunner.forward)
+
+    def make_strategy(name: str, setup: Setup) -> ScriptedStrategy:
+        weights.append(weight_bytes(setup.runner.model))
+        return script.make_strategy(name, setup)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.perf_counter", script.clock)
+        patch.setattr(ModelRunner, "forward", forward)
+        patch.setattr(run_module, "make_strategy", make_strategy)
+        patch.setattr(run_module, "read_bandwidth", lambda group, device: next(bandwidths))
+        record = execute(prepared, is_leader=False).record
+    assert record.status == "ok"
+    yield Measured(script, record, weights[0])
+
+
+def test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first(measured: Measured) -> None:
+    both = ["autoregressive", "speculative"]
+    warm_up = [(name, 0, False) for name in both * 2]
+    assert measured.script.passes[:4] == warm_up
+    timed = [(name, 0) for name in both] + [(name, 1) for name in reversed(both)]
+    timed += [(name, 2) for name in both]
+    assert measured.script.passes[4:] == [(name, batch, True) for name, batch in timed]
+    assert measured.script.num_forwards == 3 * 2 * 3, "every prompt is prefilled once, in 3 chunks"
+
+
+def test_the_time_of_a_step_is_that_of_the_strategy(measured: Measured) -> None:
+    """Drafting or not, and nothing of what is done between steps."""
+    samples = measured.record.samples
+    assert samples is not None
+    for name, seconds in (
+        ("autoregressive", [[s] * (NEW - 1) for s in BASELINE_STEP_S]),
+        ("speculative", [[step.seconds for step in SPECULATION]] * 3),
+    ):
+        expected = [
+            [pytest.approx(1e3 * s * slowness) for s in batch]
+            for batch, slowness in zip(seconds, SLOWNESS, strict=True)
+        ]
+        assert samples[name].step_ms == expected, name
+
+
+def test_metrics_of_the_steps(measured: Measured) -> None:
+    """By hand: a batch of speculation takes 60 ms before the slowness, which is 7 in sum."""
+    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    assert metrics is not None and baseline is not None
+    found = asdict(metrics)
+    expected = {
+        "decode_tokens_per_s": 3 * 12 / 0.420,
+        "mean_step_ms": 420 / 12,
+        "draft_ms": 11 * 7 / 9,
+        "verify_ms": 38 * 7 / 9,
+        "decode_ms": 7 * 7 / 3,
+        "other_ms": 4 * 7 / 12,
+        "mean_draft_tokens": 6 / 4,
+        "acceptance_rate": 5 / 10,
+        "acceptance_length": 2.0,
+        "acceptance_per_position": [0.8, 0.2],
+        "bytes_read": 12 * measured.weight_bytes,
+        "roofline_fraction": 12 * measured.weight_bytes / 3e9 / 0.420,
+    }
+    assert {name: found[name] for name in expected} == {
+        name: pytest.approx(value) for name, value in expected.items()
+    }
+    assert baseline.decode_tokens_per_s == pytest.approx(36 / 1.020)
+    assert baseline.mean_step_ms == pytest.approx(1020 / 18)
+    assert baseline.draft_ms is baseline.verify_ms is baseline.acceptance_rate is None
+
+
+def test_tpot_is_the_time_from_the_first_step_to_the_own_last_token(measured: Measured) -> None:
+    """Row 0 ends after 48 ms, row 1 12 ms of a step and 6 ms of a release later; 6 tokens each."""
+    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    assert metrics is not None and baseline is not None
+    tpot_ms = sorted(ms * slowness for ms in (48 / 6, 66 / 6) for slowness in SLOWNESS)
+    assert metrics.mean_tpot_ms == pytest.approx(sum(tpot_ms) / 6)
+    assert metrics.p50_tpot_ms == pytest.approx((tpot_ms[2] + tpot_ms[3]) / 2)
+    assert metrics.p90_tpot_ms == pytest.approx((tpot_ms[4] + tpot_ms[5]) / 2)
+    assert metrics.p99_tpot_ms == pytest.approx(tpot_ms[4] + 0.95 * (tpot_ms[5] - tpot_ms[4]))
+    assert baseline.mean_tpot_ms == pytest.approx((20 + 30 + 120) / 3)
+
+
+def test_prefill_rate_and_the_ttft_of_each_sequence(measured: Measured) -> None:
+    """A row's prompt waits for those of the rows before it."""
+    ttft_s = [sum(rows[: row + 1]) for rows in PREFILL_S for row in range(len(rows))]
+    for metrics in (measured.record.metrics, measured.record.baseline_metrics):
+        assert metrics is not None
+        assert metrics.mean_ttft_ms == pytest.approx(1e3 * sum(ttft_s) / len(ttft_s))
+        assert metrics.prefill_tokens_per_s == pytest.approx(6 * PROMPT / sum(chain(*PREFILL_S)))
+
+
+def test_the_speedup_is_the_median_of_batches(measured: Measured) -> None:
+    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    assert metrics is not None and baseline is not None
+    assert metrics.speedup_per_batch == [pytest.approx(x) for x in (2.0, 1.5, 3.0)]
+    assert metrics.speedup == pytest.approx(2.0)
+    assert baseline.speedup is baseline.speedup_per_batch is None
+
+
+def test_the_bandwidth_is_the_larger_of_those_before_and_after(measured: Measured) -> None:
+    assert measured.record.environment.read_bandwidth_bytes_per_s == 3e9
+
+
+def test_bandwidth_is_the_best_of_all_reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, the second of which reads fastest while the first reads slowest."""
+    clock, reads = Clock(), iter([0.5, 0.25, 0.1])
+
+    class Buffer:
+        def sum(self) -> None:
+            clock.advance(next(reads))
+
+    class TwoRanks(Group):
+        def all_gather_object(self, value: Any) -> list[Any]:
+            return [value, [8e9, 5e9, 1e9]]
+
+    sizes: list[int] = []
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(torch, "ones", lambda n, device: sizes.append(4 * n) or Buffer())
+    found = timing.read_bandwidth(TwoRanks((0, 1), 0), torch.device("cpu"), repeats=3)
+    share = timing.BANDWIDTH_BYTES // 2
+    assert sizes == [share]
+    rates = [share / 0.5 + 8e9, share / 0.25 + 5e9, share / 0.1 + 1e9]
+    assert found == pytest.approx(max(rates)) and max(rates) == rates[0]

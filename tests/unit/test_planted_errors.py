@@ -1,0 +1,98 @@
+"""Errors planted in a copy of the package, one at a time, in the code that measures: a test fails.
+
+Each case is a file, a text that occurs in it once, the text that replaces it, and the test of
+`test_measurement.py` that must fail.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+from conftest import HANG, ROOT
+
+PACKAGE, TESTS = ROOT / "magicdec", Path(__file__).with_name("test_measurement.py")
+ERRORS = {
+    "step time halved on drafting steps": (
+        "engine.py",
+        "observe(output, now - started)",
+        "observe(output, (now - started) / (2 if output.num_drafted else 1))",
+        "test_the_time_of_a_step_is_that_of_the_strategy",
+    ),
+    "speedup as the maximum over batches": (
+        "run/run_record.py",
+        "median = statistics.median(values)",
+        "median = max(values)",
+        "test_the_speedup_is_the_median_of_batches",
+    ),
+    "TPOT's clock shifted by 0.5 ms": (
+        "records/metrics.py",
+        "(request.finished_s - started_s)",
+        "(request.finished_s - started_s - 0.0005)",
+        "test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
+    ),
+    "TTFT of the first sequence for all": (
+        "scheduler.py",
+        "output.emitted_s[i]",
+        "output.emitted_s[0]",
+        "test_prefill_rate_and_the_ttft_of_each_sequence",
+    ),
+    "prefill rate doubled": (
+        "records/metrics.py",
+        "PrefillMetrics(num_tokens / seconds",
+        "PrefillMetrics(2 * num_tokens / seconds",
+        "test_prefill_rate_and_the_ttft_of_each_sequence",
+    ),
+    "bandwidth as the smaller of two": (
+        "run/run.py",
+        "bandwidth = max(",
+        "bandwidth = min(",
+        "test_the_bandwidth_is_the_larger_of_those_before_and_after",
+    ),
+    "bandwidth as the worst of all reads": (
+        "hardware/timing.py",
+        "return max(sum(rank_rates)",
+        "return min(sum(rank_rates)",
+        "test_bandwidth_is_the_best_of_all_reads_at_once",
+    ),
+    "the baseline always first": (
+        "run/run.py",
+        "self.passes if batch % 2 == 0 else reversed(self.passes)",
+        "self.passes",
+        "test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first",
+    ),
+    "the baseline not warmed up": (
+        "run/unmeasured.py",
+        "for name in run.passes * rounds:",
+        "for name in run.passes[1:] * rounds:",
+        "test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first",
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_has_its_place(error: str) -> None:
+    file, text, _, _ = ERRORS[error]
+    assert (PACKAGE / file).read_text().count(text) == 1
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_fails_a_test(error: str, tmp_path: Path) -> None:
+    """The copy consists of links, except for the file with the error."""
+    file, text, planted, test = ERRORS[error]
+    copy = tmp_path / "magicdec"
+    copytree(PACKAGE, copy, ignore=ignore_patterns("__pycache__"), copy_function=os.symlink)
+    (copy / file).unlink()
+    (copy / file).write_text((PACKAGE / file).read_text().replace(text, planted))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-r", "f", str(TESTS)]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG
+    )
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"::{test}" in done.stdout, done.stdout[-3000:]
