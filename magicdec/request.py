@@ -54,9 +54,10 @@ class SamplingParams:
         return num_output >= self.max_new_tokens or token in self.eos_token_ids
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One prompt and its output so far. Only the scheduler changes it."""
+    """One prompt and its output so far. Only the scheduler changes it. A request equals only
+    itself."""
 
     request_id: int
     prompt_ids: tuple[int, ...]

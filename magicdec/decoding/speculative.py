@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from statistics import median
 
 from magicdec.decoding.steps import Steps
-from magicdec.decoding.strategy import Setup, untimed
+from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.request import Batch, StepOutput
@@ -60,7 +61,7 @@ class Speculative:
         """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. Changes nothing but what
         the drafter saw of the attention. Drafting is taken to be linear in the number of tokens;
         verification is measured for each."""
-        phase, self.steps.phase = self.steps.phase, untimed
+        phase, self.steps.phase = self.steps.phase, nullcontext
         try:
             return self._measure(batch)
         finally:

@@ -71,7 +71,7 @@ class Steps:
         """The next token of each request, a list a row."""
         with self.phase("decode"):
             self._show(batch)
-            verdict = self._judged(batch, None)
+            verdict = self._judged(None)
         return [row[1:] for row in verdict]
 
     @torch.inference_mode()
@@ -100,7 +100,7 @@ class Steps:
         that many + 1."""
         with self.phase("verify"):
             self._show(batch)
-            return self._judged(batch, proposal)
+            return self._judged(proposal)
 
     @torch.inference_mode()
     def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class Steps:
             self.drafter.commit(rows, Lengths.of(lengths, device))
         self._batch.load(batch)
 
-    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+    def _judged(self, proposal: Proposal | None) -> list[list[int]]:
         """Verify, and read the verdict: the one read of a step."""
         caches = [runner.cache for runner in self._runners]
         if self.recorder.captures:
@@ -124,10 +124,10 @@ class Steps:
         read = result.tolist()
         found = [read[place] for place in self._places]
         for i, cache in enumerate(caches):
-            cache.set_host_lengths(batch.rows, [row[i] for row in found])
+            cache.set_host_lengths(self._rows, [row[i] for row in found])
         if self.recorder.captures and self.drafter is not None and not self._captures_drafts:
-            # Its cache is the host's: the captured verification did not touch it.
-            rows = BatchRows.of(batch.rows, self.runner.device)
+            # The captured verification did not truncate the drafter's cache.
+            rows = BatchRows.of(self._rows, self.runner.device)
             self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
         return [row[len(caches) :] for row in found]
 
@@ -212,23 +212,22 @@ class Steps:
         """A new device batch of just these requests."""
         tail = self._most + 1 if self.recorder.captures else None
         self._batch = DeviceBatch.of(batch, self._vocab_size, self.runner.device, tail)
-        self._shown, self._places = batch.requests, list(range(len(batch.requests)))
+        self._shown, self._rows = batch.requests, batch.rows
+        self._places = list(range(len(self._rows)))
         self._place_index = upload(self._places, self.runner.device)
 
     def _show(self, batch: Batch) -> None:
         """Make `batch` the one that is computed, if it has changed."""
-        is_same = len(batch.requests) == len(self._shown) and all(
-            new is old for new, old in zip(batch.requests, self._shown, strict=True)
-        )
-        if is_same:
+        if batch.requests == self._shown:
             return
         if not self.recorder.captures:
             self._load(batch)
             return
         place_of = {row: place for place, row in enumerate(self._batch.rows.numbers)}
-        self._shown, self._places = batch.requests, [place_of[row] for row in batch.rows]
+        self._shown, self._rows = batch.requests, batch.rows
+        self._places = [place_of[row] for row in self._rows]
         self._place_index = upload(self._places, self.runner.device)
-        ended = [row for row in self._batch.rows.numbers if row not in batch.rows]
+        ended = [row for row in self._batch.rows.numbers if row not in self._rows]
         for runner in self._runners:
             # Ended rows are computed on, from where all that a step appends has room.
             cache = runner.cache

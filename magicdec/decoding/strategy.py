@@ -16,12 +16,9 @@ from magicdec.names import STRATEGIES, load_named
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
-Phase = Callable[[str], AbstractContextManager[None]]
-"""Called with a phase's name ("draft", "verify", ...), gives a context that may time it."""
-
-
-def untimed(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
+Phase = Callable[[str], AbstractContextManager[object]]
+"""A function from the name of a phase ("draft", "verify", ...) to a context that may time it.
+`nullcontext` does not."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Setup:
     runner: ModelRunner
     decoding: DecodingSection
     kv: KVSection
-    phase: Phase = untimed
+    phase: Phase = nullcontext
     draft: DraftModel | None = None
     draft_length: DraftLength | None = None  # default: made from the section
     recorder: Recorder = Eager()  # default: the host starts every operation

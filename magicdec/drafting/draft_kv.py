@@ -1,21 +1,25 @@
-"""DraftKV: what a drafting model reads of its context, and where its own tokens go meanwhile.
+"""DraftKV: what a drafting model reads of its context, and where its own tokens go meanwhile; and
+the loop in which a model drafts with it.
 
 Owns the meeting of draft forwards with a KV policy; every policy makes its own
 (`KVPolicy.draft_kv`). The class here serves policies whose choice is arithmetic on lengths: a draft
-reads the runner's own cache through a view, and nothing is copied or kept. Must not know which
-tokens are drafted nor why.
+reads the runner's own cache through a view, and nothing is copied or kept. Must not know how drafts
+are judged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import Visible
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch
+from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.sampling.model_tokens import Proposal, draft_token
 
 
 class DraftKV:
@@ -70,3 +74,23 @@ class DraftKV:
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """A verification has ended: the target holds `lengths` committed tokens of `rows`."""
+
+
+def draft_chain(
+    kv: DraftKV,
+    rows: BatchRows,
+    committed: Lengths,
+    newest: Tensor,
+    sampling: SamplingMetadata,
+    count: int,
+) -> Proposal:
+    """Draft `count` tokens of each row, one after the other, after its newest tokens [B, T]. Before
+    the call the cache holds the `committed` tokens. The call appends `newest` and all drafts but
+    the last, uncommitted."""
+    drafts, drawn_from = newest[:, :0], []
+    for _ in range(count):
+        logits = kv.forward(newest, rows, committed)[:, -1:]
+        newest, probs = draft_token(kv.runner, logits, sampling, drafts)
+        drafts = torch.cat([drafts, newest], dim=1)
+        drawn_from += [] if probs is None else [probs]
+    return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)

@@ -1,4 +1,4 @@
-"""Drafter: the protocol of what proposes draft tokens, and the loop in which a model drafts.
+"""Drafter: the protocol of what proposes draft tokens.
 
 Owns how a drafter takes part in the life of requests. Must not know how drafts are judged. The name
 table is `names.DRAFTERS`.
@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import DraftKV
@@ -20,8 +17,7 @@ from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch
-from magicdec.sampling.metadata import SamplingMetadata
-from magicdec.sampling.model_tokens import Proposal, draft_token
+from magicdec.sampling.model_tokens import Proposal
 
 
 @dataclass(frozen=True)
@@ -118,23 +114,3 @@ def make_drafter(name: str, setup: DraftSetup) -> Drafter:
     """The drafter of that name."""
     drafter: Drafter = load_named(DRAFTERS, name).build(setup)
     return drafter
-
-
-def draft_chain(
-    kv: DraftKV,
-    rows: BatchRows,
-    committed: Lengths,
-    newest: Tensor,
-    sampling: SamplingMetadata,
-    count: int,
-) -> Proposal:
-    """Draft `count` tokens of each row, one after the other, after its newest tokens [B, T]. The
-    cache holds the `committed` tokens before; it holds `newest` and all drafts but the last after
-    it, uncommitted."""
-    drafts, drawn_from = newest[:, :0], []
-    for _ in range(count):
-        logits = kv.forward(newest, rows, committed)[:, -1:]
-        newest, probs = draft_token(kv.runner, logits, sampling, drafts)
-        drafts = torch.cat([drafts, newest], dim=1)
-        drawn_from += [] if probs is None else [probs]
-    return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)

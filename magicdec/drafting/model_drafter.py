@@ -15,8 +15,8 @@ from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.device_batch import NEWEST, DeviceBatch, last_tokens
-from magicdec.drafting.draft_kv import DraftKV
-from magicdec.drafting.drafter import DraftModel, DraftSetup, draft_chain
+from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.drafting.drafter import DraftModel, DraftSetup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.prefill import prefill

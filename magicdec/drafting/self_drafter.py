@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_kv import DraftKV
-from magicdec.drafting.drafter import DraftSetup, draft_chain
+from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.drafting.drafter import DraftSetup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.request import Request

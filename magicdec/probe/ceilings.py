@@ -22,7 +22,7 @@ from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.model.checkpoint.source import find_model
 from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner
-from magicdec.sampling.sampling import greedy
+from magicdec.sampling.model_tokens import greedy
 from magicdec.setup.loading import Kinds, load_kind
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth

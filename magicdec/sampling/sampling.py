@@ -1,67 +1,21 @@
-"""Chooses tokens with pure functions of logits and ids. Random numbers are arguments; `randomness`
-makes them. `verification` judges drafts if the target samples.
+"""Sampling as pure functions of whole logits: penalties, filters, and the draw of a token. Random
+numbers are arguments; `randomness` makes them.
 
-If the target is greedy, drafts are judged here, as in the greedy case of Leviathan et al. 2023,
-section 2.3: draft tokens are accepted up to the first that is not the target's own choice. The
-target's next choice, a correction or a bonus, follows the accepted tokens. Sources of the filters:
-Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p); of the repetition penalty: Keskar et al.
-2019, section 4.1.
+Sources of the filters: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p); of the repetition
+penalty: Keskar et al. 2019, section 4.1.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
-from magicdec.distributed.groups import Group
 from magicdec.request import SamplingParams
 from magicdec.sampling.metadata import Filters, Penalties
 from magicdec.sampling.randomness import derive_seed
-
-
-def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
-    """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
-    int64 [B, T], the same on every rank.
-
-    `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
-    ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
-    wins, as with argmax on one rank.
-    """
-    value, index = logits.max(dim=-1)
-    if group.size == 1:
-        return index
-    pair = torch.stack([value.double(), (index + first_row).double()], dim=-1)  # [B, T, 2]
-    values, ids = group.all_gather(pair).unbind(-1)  # [ranks, B, T] each
-    best = values.max(dim=0, keepdim=True).values
-    return torch.where(values == best, ids, float("inf")).min(dim=0).values.long()
-
-
-def count_accepted(draft_ids: Tensor, target_ids: Tensor) -> Tensor:
-    """How many leading draft ids [B, K] equal the target's choices [B, K+1] at the same positions:
-    int64 [B]."""
-    equal = draft_ids == target_ids[:, :-1]
-    return equal.long().cumprod(dim=1).sum(dim=1)
-
-
-def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:
-    """Gather the logits of a vocabulary that is sharded over ranks: [B, T, columns of this rank] ->
-    [B, T, V] on every rank.
-
-    `places` are the half-open ranges of ids of every rank's columns, in the order in which the
-    group gathers (`Group.all_gather_range`). This takes one collective; every shard is padded to
-    the widest.
-    """
-    if group.size == 1:
-        return logits
-    widest = max(last - first for first, last in places)
-    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[-1]))
-    shards = zip(places, group.all_gather(padded), strict=True)
-    ordered = sorted(shards, key=lambda shard: shard[0])
-    return torch.cat([columns[..., : last - first] for (first, last), columns in ordered], dim=-1)
 
 
 def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None = None) -> Tensor:

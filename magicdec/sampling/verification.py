@@ -1,10 +1,14 @@
-"""Verifies sampled drafts so that the output has exactly the target's distribution. Pure functions.
+"""Judges drafts: pure functions of ids and probabilities.
 
-Source: Leviathan et al. 2023, algorithm 1 and appendix A.1; Chen et al. 2023 ("Accelerating large
-language model decoding with speculative sampling"), algorithm 2 and theorem 1. A draft token x is
-accepted with probability min(1, p(x)/q(x)). At the first rejection, the token is sampled from
-norm(max(0, p - q)) instead. If all K drafts are accepted, one more token is sampled from p. Greedy
-rows in the same batch need no special case: their p is one-hot, so p(x) is 1 or 0.
+Greedy (Leviathan et al. 2023, section 2.3): draft tokens are accepted up to the first that is not
+the target's own choice. The target's next choice, a correction or a bonus, follows them.
+
+Sampled (Leviathan et al. 2023, algorithm 1 and appendix A.1; Chen et al. 2023, "Accelerating large
+language model decoding with speculative sampling", algorithm 2 and theorem 1): the output has
+exactly the target's distribution. A draft token x is accepted with probability min(1, p(x)/q(x)).
+At the first rejection, the token is sampled from norm(max(0, p - q)) instead. If all K drafts are
+accepted, one more token is sampled from p. Greedy rows in the same batch need no special case:
+their p is one-hot, so p(x) is 1 or 0.
 """
 
 from __future__ import annotations
@@ -13,6 +17,13 @@ import torch
 from torch import Tensor
 
 from magicdec.sampling.sampling import sample
+
+
+def count_accepted(draft_ids: Tensor, target_ids: Tensor) -> Tensor:
+    """How many leading draft ids [B, K] equal the target's choices [B, K+1] at the same positions:
+    int64 [B]."""
+    equal = draft_ids == target_ids[:, :-1]
+    return equal.long().cumprod(dim=1).sum(dim=1)
 
 
 def verify(

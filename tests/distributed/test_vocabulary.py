@@ -7,7 +7,7 @@ import torch
 from conftest import Launch
 
 from magicdec.distributed.groups import Group
-from magicdec.sampling.sampling import gather_vocab
+from magicdec.sampling.model_tokens import gather_vocab
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.wide), 3])

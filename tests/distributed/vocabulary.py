@@ -7,7 +7,7 @@ import torch
 
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import split_evenly
-from magicdec.sampling.sampling import gather_vocab
+from magicdec.sampling.model_tokens import gather_vocab
 
 launch = read_launch()
 order = (1, 2, 0) if launch.world_size == 3 else (1, 0)

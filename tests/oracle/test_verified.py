@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,6 @@ from magicdec.config.sections import KVSection
 from magicdec.decoding.recorder import Eager
 from magicdec.decoding.speculative import Speculative
 from magicdec.decoding.steps import Steps
-from magicdec.decoding.strategy import untimed
 from magicdec.drafting.draft_length import FixedLength
 from magicdec.drafting.policies.verified import VerifiedKV, WeighedBlocks
 from magicdec.drafting.self_drafter import SelfDrafter
@@ -36,7 +36,7 @@ from magicdec.runner import ModelRunner
 
 def speculative(runner: ModelRunner, reader: WeighedBlocks, num_draft_tokens: int) -> Speculative:
     drafter = SelfDrafter(reader)
-    steps = Steps(runner, drafter, untimed, Eager())
+    steps = Steps(runner, drafter, nullcontext, Eager())
     return Speculative(runner, drafter, FixedLength(num_draft_tokens), steps)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from magicdec.request import SamplingParams
 from magicdec.sampling.metadata import Filters
 from magicdec.sampling.randomness import Purpose, uniforms
-from magicdec.sampling.sampling import count_accepted, probabilities, sample
-from magicdec.sampling.verification import residual, verify
+from magicdec.sampling.sampling import probabilities, sample
+from magicdec.sampling.verification import count_accepted, residual, verify
 
 
 def exact(values: object) -> Tensor:
