@@ -16,7 +16,8 @@ from magicdec.runner import ModelRunner
 from magicdec.scheduler import Scheduler
 
 Observer = Callable[[StepOutput, float], None]
-"""A function that is called after every decode step, with its output and its time in seconds."""
+"""A function that is called after every decode step, with the tokens that it appended to the
+requests and its time in seconds."""
 
 
 class Engine:
@@ -51,8 +52,7 @@ class Engine:
             started = time.perf_counter()
             output = strategy.step(batch)
             now = time.perf_counter()
-            self.scheduler.commit(batch, output, now)
-            observe(output, now - started)
+            observe(self.scheduler.commit(batch, output, now), now - started)
             ended = [r.row for r in batch.requests if r.status is Status.FINISHED]
             if ended:
                 strategy.release([row for row in ended if row is not None])

@@ -32,6 +32,7 @@ KV_POLICIES = {
 }
 DEFAULT_KV_POLICY = "streaming_llm"
 FULL_KV_POLICY = "full"  # what a budget of -1 means; the only policy without a budget
+BASELINE = "autoregressive"  # the strategy that every other one is compared with
 STRATEGIES = {
     "autoregressive": "magicdec.decoding.speculative:autoregressive",
     "speculative": "magicdec.decoding.speculative:speculative",

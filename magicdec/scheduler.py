@@ -8,6 +8,7 @@ of them have ended. Each request may end at a different step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from magicdec.request import Batch, Request, Status, StepOutput
 
@@ -39,8 +40,10 @@ class Scheduler:
         new = tuple(r for r in running if not r.output_ids)
         return Batch(new or tuple(running), is_prefill=bool(new))
 
-    def commit(self, batch: Batch, output: StepOutput, now: float) -> None:
-        """Append the emitted tokens to each request, up to its own end token or length limit."""
+    def commit(self, batch: Batch, output: StepOutput, now: float) -> StepOutput:
+        """Append the emitted tokens to each request, up to its own end token or length limit.
+        Returns the output with the tokens that were appended."""
+        before = [len(request.output_ids) for request in batch.requests]
         for i, (request, tokens) in enumerate(zip(batch.requests, output.token_ids, strict=True)):
             time = now if output.emitted_s is None else output.emitted_s[i]
             for token in tokens:
@@ -50,6 +53,8 @@ class Scheduler:
                 if request.sampling.ends(len(request.output_ids), token):
                     request.status, request.finished_s = Status.FINISHED, time
                     break
+        appended = zip(batch.requests, before, strict=True)
+        return replace(output, token_ids=[r.output_ids[count:] for r, count in appended])
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
         """Go back to an earlier state of the same requests, for a second pass after one prefill."""

@@ -31,10 +31,11 @@ from magicdec.console import make_progress
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch
 from magicdec.kv.view import WEIGHTS_BLOCK
-from magicdec.records.metrics import PassSamples, acceptance
+from magicdec.names import BASELINE
+from magicdec.records.metrics import acceptance
+from magicdec.records.samples import PassSamples
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.run.run import Run
-from magicdec.run.run_record import BASELINE
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
 

@@ -1,4 +1,5 @@
-"""Writes the documentation of a record's fields from their descriptions in the code.
+"""Writes the documentation of a record's fields, and their JSON Schema (draft 2020-12), from their
+descriptions in the code.
 
     python -m magicdec.records.document
 
@@ -18,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.records.fields import Recorded, described_fields
-from magicdec.records.json_schema import schema_of
 from magicdec.records.record import RunRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES, SCHEMA = ("record.md", "latency.md"), "record.schema.json"
 END = "<!-- end of fields -->"
 TABLE = re.compile(rf"(<!-- fields: ([\w.]+):(\w+) -->\n).*?({END})", re.DOTALL)
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SINGULAR = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -75,6 +76,44 @@ def _class(module: str, name: str) -> type:
     found = getattr(importlib.import_module(module), name)
     assert isinstance(found, type)
     return found
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    """The schema of one line of a file, which is one object of the dataclass `kind`."""
+    return {"$schema": DIALECT, "title": kind.__name__, **_json_object(kind)}
+
+
+def _json_object(kind: type) -> dict[str, Any]:
+    fields = described_fields(kind)
+    return {
+        "type": "object",
+        "properties": {key: _json_field(hint, description) for key, hint, description in fields},
+        "required": [key for key, _, description in fields if not description.is_later],
+    }
+
+
+def _json_field(hint: Any, description: Recorded) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": description.meaning}
+    if description.unit:
+        found["unit"] = description.unit
+    shape = _json_shape(hint)
+    if description.choices:
+        shape["enum"] = list(description.choices)
+    if description.null is None:
+        return found | shape
+    return found | {"null": description.null, "anyOf": [shape, {"type": "null"}]}
+
+
+def _json_shape(hint: Any) -> dict[str, Any]:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _json_object(hint)
+    if origin is list:
+        return {"type": "array", "items": _json_shape(inner[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _json_shape(inner[1])}
+    return {} if hint is Any else {"type": SINGULAR[hint]}
 
 
 if __name__ == "__main__":

@@ -1,72 +1,26 @@
-"""Computes the metrics of a record from raw times and counts. A metric that does not apply is None,
-never 0.
+"""Computes the metrics of a record from its samples and nothing else, so that they can be computed
+again from the record. A metric that does not apply is None, never 0.
 
-Definitions: The acceptance rate is accepted tokens / draft tokens. The acceptance length is the
-mean number of tokens that a verification emits, including the bonus token. The acceptance of
-position k is the share of verifications that accepted at least k drafts, as in vLLM. If steps draft
-different numbers of tokens, it is a product over the positions up to k: the share of the steps that
-accepted this position among those that drafted it and accepted all before it. TTFT begins when the
-batch is submitted. TPOT of a request is its decode time / the number of tokens after its first.
+Definitions: The acceptance rate is accepted tokens / draft tokens. The acceptance length is 1 +
+accepted tokens / verifications, as in vLLM; drafts that were accepted past a row's end count. The
+acceptance of position k is the share of verifications that accepted at least k drafts, as in vLLM.
+If steps draft different numbers of tokens, it is a product over the positions up to k: the share of
+the steps that accepted this position among those that drafted it and accepted all before it. TTFT
+begins when the batch is submitted. TPOT of a sequence is its decode time / the number of tokens
+after its first.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from magicdec.records.performance import Metrics
-from magicdec.request import Request, StepOutput
-
-
-@dataclass
-class PassSamples:
-    """The raw times and counts of one strategy over all measured batches."""
-
-    step_s: list[list[float]] = field(default_factory=list)  # by batch and step
-    num_accepted: list[list[list[int]]] = field(default_factory=list)  # by batch, step and row
-    # Tokens after the first ones, by batch.
-    num_tokens: list[int] = field(default_factory=list)
-    tpot_s: list[float] = field(default_factory=list)  # by request
-    bytes_read: int = 0  # summed over all ranks
-    peak_memory_bytes: int = 0  # summed over all ranks
-    # By phase; one time for each step that had the phase.
-    phase_s: dict[str, list[float]] = field(default_factory=dict)
-    draft_prefill_s: list[float] = field(default_factory=list)  # by batch
-    num_drafted: list[list[int]] = field(default_factory=list)  # for each row, by batch and step
-    calibration_s: float | None = None  # over all batches; outside the decode steps
-
-    def begin_batch(self) -> None:
-        self.step_s.append([])
-        self.num_accepted.append([])
-        self.num_drafted.append([])
-
-    def observe(self, output: StepOutput, seconds: float) -> None:
-        self.step_s[-1].append(seconds)
-        self.num_accepted[-1].append(output.num_accepted or [])
-        self.num_drafted[-1].append(output.num_drafted)
-
-    def end_batch(self, requests: Sequence[Request], started_s: float) -> None:
-        self.num_tokens.append(sum(len(r.output_ids) - 1 for r in requests))
-        for request in requests:
-            if len(request.output_ids) > 1 and request.finished_s is not None:
-                self.tpot_s.append((request.finished_s - started_s) / (len(request.output_ids) - 1))
-
-    @property
-    def seconds(self) -> float:
-        return sum(map(sum, self.step_s))
-
-    @property
-    def num_steps(self) -> int:
-        return sum(map(len, self.step_s))
-
-
-@dataclass(frozen=True)
-class PrefillMetrics:
-    """The metrics of prefill. Both passes of a run share one prefill, so they share these."""
-
-    tokens_per_s: float | None
-    mean_ttft_ms: float | None
+from magicdec.names import BASELINE
+from magicdec.records.performance import Metrics, without_chance
+from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
 
 
 @dataclass(frozen=True)
@@ -78,38 +32,108 @@ class AcceptanceMetrics:
     per_position: list[float] | None = None
 
 
+def run_metrics(
+    passes: dict[str, PassSamples], prefill: PrefillSamples, bandwidth: float, is_random: bool
+) -> dict[str, Metrics]:
+    """The metrics of each pass of a run, by its name. `bandwidth` is the read bandwidth of all
+    ranks, in bytes/s. `is_random`: the weights of the target or of the draft are random."""
+    found = {}
+    for name, samples in passes.items():
+        metrics = decode_metrics(samples, bandwidth, is_drafting=name != BASELINE)
+        metrics = add_prefill(metrics, prefill)
+        if name != BASELINE and BASELINE in passes:
+            metrics = add_speedup(metrics, passes[BASELINE], samples)
+        found[name] = without_chance(metrics) if is_random and name != BASELINE else metrics
+    return found
+
+
 def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> Metrics:
-    """The metrics that follow from the samples of one pass. `is_drafting` says whether its strategy
-    may draft. `bandwidth` is the read bandwidth of all ranks, in bytes/s. The metrics of prefill,
-    the answer score and the speedup are added by the caller."""
-    tokens, seconds, prefills = sum(samples.num_tokens), samples.seconds, samples.draft_prefill_s
-    num_steps, calibration_s = samples.num_steps, samples.calibration_s
-    step_ms = 1e3 * seconds / num_steps if num_steps else None
-    phases = {name: times for name, times in samples.phase_s.items() if times}
-    timed_ms = 1e3 * sum(map(sum, phases.values()))
+    """The metrics that follow from the samples of one pass alone. `is_drafting` says whether its
+    strategy may draft. `bandwidth` is the read bandwidth of all ranks, in bytes/s."""
+    steps = list(chain.from_iterable(samples.step_ms))
+    num_steps, step_ms = len(steps), mean(steps)
+    decode_s = sum(steps) / 1e3
+    phases_ms = sum(map(sum, (samples.draft_ms, samples.verify_ms, samples.decode_ms)))
     drafted = sum(map(sum, samples.num_drafted))
+    read = sum(map(sum, samples.bytes_read))
+    tpot_ms = tpots(samples)
     accepted = acceptance(samples.num_accepted, samples.num_drafted)
     return Metrics(
-        decode_tokens_per_s=tokens / seconds if seconds else None,
+        decode_tokens_per_s=sum(samples.num_tokens) / decode_s if decode_s else None,
         mean_step_ms=step_ms,
-        draft_prefill_ms=mean_ms(prefills),
-        calibration_ms=None if calibration_s is None else 1e3 * calibration_s,
-        draft_ms=mean_ms(phases.get("draft")),
-        verify_ms=mean_ms(phases.get("verify")),
-        decode_ms=mean_ms(phases.get("decode")),
-        other_ms=step_ms - timed_ms / num_steps if step_ms is not None and phases else None,
+        begin_ms=mean(samples.begin_ms),
+        draft_prefill_ms=mean(samples.draft_prefill_ms),
+        calibration_ms=calibration_ms(samples),
+        warmup_calibration_ms=samples.warmup_calibration_ms,
+        draft_ms=mean(samples.draft_ms),
+        verify_ms=mean(samples.verify_ms),
+        decode_ms=mean(samples.decode_ms),
+        other_ms=step_ms - phases_ms / num_steps if step_ms is not None and phases_ms else None,
         mean_draft_tokens=drafted / num_steps if num_steps and is_drafting else None,
-        bytes_read=samples.bytes_read,
-        roofline_fraction=samples.bytes_read / bandwidth / seconds if seconds else None,
-        peak_memory_bytes=samples.peak_memory_bytes or None,
-        mean_tpot_ms=mean_ms(samples.tpot_s),
-        p50_tpot_ms=percentile_ms(samples.tpot_s, 50),
-        p90_tpot_ms=percentile_ms(samples.tpot_s, 90),
-        p99_tpot_ms=percentile_ms(samples.tpot_s, 99),
+        bytes_read=read,
+        roofline_fraction=read / bandwidth / decode_s if decode_s else None,
+        peak_memory_bytes=max(map(sum, samples.peak_memory_bytes), default=0) or None,
+        answer_score=mean(samples.answer_scores),
+        mean_tpot_ms=mean(tpot_ms),
+        p50_tpot_ms=percentile(tpot_ms, 50),
+        p90_tpot_ms=percentile(tpot_ms, 90),
+        p99_tpot_ms=percentile(tpot_ms, 99),
         acceptance_rate=accepted.rate,
         acceptance_length=accepted.length,
+        mean_emitted_tokens=mean(verified_tokens(samples)),
         acceptance_per_position=accepted.per_position,
     )
+
+
+def add_prefill(metrics: Metrics, prefill: PrefillSamples) -> Metrics:
+    seconds = sum(prefill.prefill_ms) / 1e3
+    return replace(
+        metrics,
+        prefill_tokens_per_s=sum(prefill.num_tokens) / seconds if seconds else None,
+        mean_ttft_ms=mean(list(chain.from_iterable(prefill.ttft_ms))),
+    )
+
+
+def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> Metrics:
+    of_steps, net = speedups(baseline, ours), net_speedups(baseline, ours)
+    if not of_steps:
+        return metrics
+    return replace(
+        metrics,
+        speedup=statistics.median(of_steps),
+        speedup_per_batch=of_steps,
+        net_speedup=statistics.median(net),
+        net_speedup_per_batch=net,
+        break_even_gen_len=break_even_gen_len(baseline, ours),
+    )
+
+
+def calibration_ms(samples: PassSamples) -> float | None:
+    """The time of calibration in the batches and in the warm-up."""
+    if samples.calibration_ms is None:
+        return None
+    return sum(samples.calibration_ms) + (samples.warmup_calibration_ms or 0.0)
+
+
+def tpots(samples: PassSamples) -> list[float]:
+    """TPOT of each sequence that decoded a token after its first, in ms."""
+    return [
+        ms / tokens
+        for batch_ms, batch in zip(samples.sequence_ms, samples.sequence_tokens, strict=True)
+        for ms, tokens in zip(batch_ms, batch, strict=True)
+        if tokens
+    ]
+
+
+def verified_tokens(samples: PassSamples) -> list[int]:
+    """The number of tokens that each verification appended to the output of its row."""
+    return [
+        count
+        for batch, drafts in zip(samples.num_emitted, samples.num_drafted, strict=True)
+        for step, drafted in zip(batch, drafts, strict=True)
+        for count in step
+        if drafted
+    ]
 
 
 def acceptance(
@@ -138,12 +162,6 @@ def acceptance(
     )
 
 
-def prefill_metrics(ttft_s: Sequence[float], num_tokens: int, seconds: float) -> PrefillMetrics:
-    """The metrics of all prefills, from the TTFT of each request, the number of prompt tokens and
-    the time of all prefills."""
-    return PrefillMetrics(num_tokens / seconds if seconds else None, mean_ms(ttft_s))
-
-
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """A percentile with linear interpolation between the two nearest values, as in numpy. None if
     there are no values."""
@@ -156,22 +174,6 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
-    """The ratio of tokens/s to the baseline's tokens/s for each batch. Both passes decode the same
-    prompts."""
-    return [
-        (n / sum(s)) / (base_n / sum(base_s))
-        for n, s, base_n, base_s in zip(
-            ours.num_tokens, ours.step_s, baseline.num_tokens, baseline.step_s, strict=True
-        )
-        if n and base_n
-    ]
-
-
-def mean_ms(seconds: Sequence[float] | None) -> float | None:
-    return 1e3 * statistics.fmean(seconds) if seconds else None
-
-
-def percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
-    value = percentile(seconds, percent)
-    return None if value is None else 1e3 * value
+def mean(values: Sequence[float] | None) -> float | None:
+    """None if there are no values."""
+    return statistics.fmean(values) if values else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from magicdec.records.fields import description_of, recorded
+from magicdec.records.samples import LATER
 
 NO_STEP = "if no step was needed"
 CHANCE = "; with random weights"
@@ -25,13 +26,13 @@ class Metrics:
     prefill_tokens_per_s: float | None = recorded(
         "prompt tokens divided by the time of all prefills; both passes share one prefill",
         "tokens/s",
-        null="never in a run's record",
+        null=LATER,
         label="prefill, tokens/s",
     )
     mean_ttft_ms: float | None = recorded(
         "mean TTFT; both passes share one prefill and therefore this value",
         "ms",
-        null="never in a run's record",
+        null=LATER,
         label="TTFT mean, ms (shared prefill)",
     )
     decode_tokens_per_s: float | None = recorded(
@@ -49,9 +50,18 @@ class Metrics:
         label="step, ms",
         digits=2,
     )
+    begin_ms: float | None = recorded(
+        "mean time for each batch between prefill and the first decode step, without calibration: "
+        "what a KV policy chooses, a standalone draft's own prefill, the capture of CUDA graphs",
+        "ms",
+        null=LATER,
+        label="before the first step, ms/batch",
+        digits=2,
+        is_later=True,
+    )
     draft_prefill_ms: float | None = recorded(
-        "mean time for each batch of a standalone draft's own prefill, which is not part of the "
-        "decode steps or of TTFT",
+        "`begin_ms` of a standalone draft, which is its own prefill; it is not part of the decode "
+        "steps or of TTFT",
         "ms",
         null="without a standalone draft; in `baseline_metrics`",
         label="draft's own prefill, ms/batch",
@@ -59,10 +69,17 @@ class Metrics:
     )
     calibration_ms: float | None = recorded(
         "time that `--gamma auto` spends on measuring steps, over all batches and the warm-up; it "
-        "is not part of the decode steps or of TTFT",
+        "is not part of the decode steps, of `begin_ms` or of TTFT",
         "ms",
         null="without `--gamma auto`; in `baseline_metrics`",
-        label="calibration for gamma, ms",
+        label="calibration for gamma, ms in all",
+        is_later=True,
+    )
+    warmup_calibration_ms: float | None = recorded(
+        "the part of `calibration_ms` that was spent in the warm-up; `net_speedup` leaves it out",
+        "ms",
+        null="without `--gamma auto`; in `baseline_metrics`",
+        label="  of it in the warm-up, ms",
         is_later=True,
     )
     draft_ms: float | None = recorded(
@@ -139,16 +156,45 @@ class Metrics:
         is_later=True,
     )
     speedup: float | None = recorded(
-        "speedup over the baseline of the same run: the median of `speedup_per_batch`",
+        "speedup of the decode steps over the baseline's of the same run: the median of "
+        "`speedup_per_batch`",
         "ratio",
         null=NO_BASELINE,
-        label="speedup (median of batches)",
+        label="speedup of decode steps (median)",
         digits=2,
         suffix="x",
         by_chance=True,
     )
     speedup_per_batch: list[float] | None = recorded(
         "the speedup of each batch, in order", "ratio", null=NO_BASELINE, by_chance=True
+    )
+    net_speedup: float | None = recorded(
+        "speedup from the end of prefill to the last token: the median of "
+        "`net_speedup_per_batch`; see *Definitions*",
+        "ratio",
+        null=NO_BASELINE,
+        label="net speedup (median)",
+        digits=2,
+        suffix="x",
+        is_later=True,
+        by_chance=True,
+    )
+    net_speedup_per_batch: list[float] | None = recorded(
+        "the net speedup of each batch, in order",
+        "ratio",
+        null=NO_BASELINE,
+        is_later=True,
+        by_chance=True,
+    )
+    break_even_gen_len: int | None = recorded(
+        "smallest output length of each sequence for which the net speedup is above 1, if each "
+        "further token takes as long as it took on average; the median over batches, and of an "
+        "even number the larger of the two middle ones",
+        "tokens",
+        null="if the net speedup is above 1 for no length; " + NO_BASELINE,
+        label="net speedup is above 1x from, tokens",
+        is_later=True,
+        by_chance=True,
     )
     mean_tpot_ms: float | None = recorded(
         "mean TPOT over sequences",
@@ -196,6 +242,16 @@ class Metrics:
         null=NOT_DRAFTED,
         label="acceptance length",
         digits=2,
+        by_chance=True,
+    )
+    mean_emitted_tokens: float | None = recorded(
+        "mean number of tokens that a verification appends to its row's output; less than "
+        "`acceptance_length` where drafts past a row's end were accepted",
+        "tokens",
+        null=NOT_DRAFTED,
+        label="emitted tokens a verification",
+        digits=2,
+        is_later=True,
         by_chance=True,
     )
     acceptance_per_position: list[float] | None = recorded(

@@ -16,7 +16,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.memory import MemoryRecord
 from magicdec.records.performance import Metrics
-from magicdec.records.samples import SamplesRecord
+from magicdec.records.samples import LATER, PrefillSamples, SamplesRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.records.writing import append_line, to_json
 
@@ -39,9 +39,7 @@ class RunRecord:
     error: str | None = recorded(
         "type and message of the error that ended the run", null="unless `failed`"
     )
-    workload: WorkloadRecord | None = recorded(
-        "the prompts and the models", null="never in a run's record"
-    )
+    workload: WorkloadRecord | None = recorded("the prompts and the models", null=LATER)
     correctness: Correctness | None = recorded(
         "the comparison with the baseline's tokens", null="if `failed`"
     )
@@ -54,11 +52,14 @@ class RunRecord:
     samples: dict[str, SamplesRecord] | None = recorded(
         "raw times and counts of each pass that ran, by its name (`autoregressive`, "
         "`speculative`), the baseline first",
-        null="if `failed`; in committed baselines (`results/baselines/`)",
+        null="if `failed`",
+    )
+    prefill_samples: PrefillSamples | None = recorded(
+        "raw times of prefill, which the passes share", null="if `failed`", is_later=True
     )
     memory: MemoryRecord | None = recorded(
         "the planned and the measured memory of all ranks together",
-        null="never in a run's record",
+        null=LATER,
         is_later=True,
     )
     tolerance: dict[str, float] | None = recorded(

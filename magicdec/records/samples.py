@@ -1,19 +1,121 @@
-"""SamplesRecord: the raw times and counts of one pass. Imports no torch."""
+"""The raw times and counts of a run, from which `metrics.py` computes every metric. A run fills in
+`PassSamples`; a record holds the same values as a `SamplesRecord`. Imports no torch.
+
+Must not know how anything is measured.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 
-from magicdec.records.fields import recorded
+from magicdec.records.fields import description_of, recorded
+from magicdec.request import Request, StepOutput
 
 UNDRAFTED = "for `autoregressive`; with random weights"
+LATER = "never in a run's record"
+
+
+def to_ms(seconds: float) -> float:
+    """Milliseconds, rounded to the resolution of the clock, which is 1 ns."""
+    return round(1e3 * seconds, 6)
+
+
+@dataclass(kw_only=True)
+class PassSamples:
+    """The raw times and counts of one pass. `SamplesRecord` describes the fields."""
+
+    begin_ms: list[float] = field(default_factory=list)
+    calibration_ms: list[float] | None = None
+    warmup_calibration_ms: float | None = None
+    draft_prefill_ms: list[float] | None = None
+    step_ms: list[list[float]] = field(default_factory=list)
+    num_drafted: list[list[int]] = field(default_factory=list)
+    num_accepted: list[list[list[int]]] = field(default_factory=list)
+    num_emitted: list[list[list[int]]] = field(default_factory=list)
+    sequence_tokens: list[list[int]] = field(default_factory=list)
+    sequence_ms: list[list[float]] = field(default_factory=list)
+    draft_ms: list[float] = field(default_factory=list)
+    verify_ms: list[float] = field(default_factory=list)
+    decode_ms: list[float] = field(default_factory=list)
+    bytes_read: list[list[int]] = field(default_factory=list)
+    peak_memory_bytes: list[list[int]] = field(default_factory=list)
+    answer_scores: list[float] | None = None
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Emitted tokens after the first ones, summed over the sequences, by batch."""
+        return [sum(tokens) for tokens in self.sequence_tokens]
+
+    def begin_batch(self) -> None:
+        self.step_ms.append([])
+        self.num_drafted.append([])
+        self.num_accepted.append([])
+        self.num_emitted.append([])
+
+    def observe_begin(
+        self, seconds: float, calibration_s: float | None, is_draft_prefill: bool
+    ) -> None:
+        """A strategy prepared for a batch in `seconds`, of which calibration took
+        `calibration_s`."""
+        self.begin_ms.append(to_ms(seconds - (calibration_s or 0.0)))
+        if calibration_s is not None:
+            self.calibration_ms = [*(self.calibration_ms or ()), to_ms(calibration_s)]
+        if is_draft_prefill:
+            self.draft_prefill_ms = list(self.begin_ms)
+
+    def observe_phases(self, seconds: Mapping[str, Sequence[float]]) -> None:
+        """The times of the phases of all steps, by the name of the phase."""
+        self.draft_ms, self.verify_ms, self.decode_ms = (
+            [to_ms(s) for s in seconds.get(name, ())] for name in ("draft", "verify", "decode")
+        )
+
+    def observe(self, output: StepOutput, seconds: float) -> None:
+        """A step took that long; `output` has the tokens that were appended to the requests."""
+        self.step_ms[-1].append(to_ms(seconds))
+        self.num_drafted[-1].append(output.num_drafted)
+        self.num_accepted[-1].append(output.num_accepted or [])
+        self.num_emitted[-1].append([len(tokens) for tokens in output.token_ids])
+
+    def end_batch(self, requests: Sequence[Request], started_s: float) -> None:
+        """All `requests` of the batch have ended; their decoding started at `started_s`."""
+        ends = [r.finished_s for r in requests if r.finished_s is not None]
+        assert len(ends) == len(requests), "every request has ended"
+        self.sequence_tokens.append([len(r.output_ids) - 1 for r in requests])
+        self.sequence_ms.append([to_ms(max(0.0, end - started_s)) for end in ends])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesRecord:
-    """The raw times and counts of one pass, by batch."""
+    """The raw times and counts of one pass, by batch. A record that is older than a field has None
+    there."""
 
-    step_ms: list[list[float]] = recorded("time of each step, by batch and step", "ms")
+    begin_ms: list[float] | None = recorded(
+        "time between prefill and the first decode step, by batch, without `calibration_ms`",
+        "ms",
+        null=LATER,
+        is_later=True,
+    )
+    calibration_ms: list[float] | None = recorded(
+        "time that `--gamma auto` spent on measuring steps between prefill and the first decode "
+        "step, by batch",
+        "ms",
+        null="without `--gamma auto`; for `autoregressive`",
+        is_later=True,
+    )
+    warmup_calibration_ms: float | None = recorded(
+        "time that `--gamma auto` spent on measuring steps in the warm-up",
+        "ms",
+        null="without `--gamma auto`; for `autoregressive`",
+        is_later=True,
+    )
+    draft_prefill_ms: list[float] | None = recorded(
+        "`begin_ms` of a standalone draft, which is its own prefill",
+        "ms",
+        null="without a standalone draft; for `autoregressive`",
+        is_later=True,
+    )
+    step_ms: list[list[float]] = recorded("time of each decode step, by batch and step", "ms")
     num_tokens: list[int] = recorded(
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
@@ -24,8 +126,102 @@ class SamplesRecord:
         is_later=True,
     )
     num_accepted: list[list[list[int]]] | None = recorded(
-        "accepted draft tokens by batch, step and row; rows that have ended are left out, and a "
-        "step without drafts has no rows",
+        "accepted draft tokens by batch, step and row, including those past the row's end; rows "
+        "that have ended are left out, and a step without drafts has no rows",
         "tokens",
         null=UNDRAFTED,
     )
+    num_emitted: list[list[list[int]]] | None = recorded(
+        "tokens that the step appended to the row's output, by batch, step and row, up to the "
+        "row's end; rows that have ended are left out",
+        "tokens",
+        null="with random weights, where drafted",
+        is_later=True,
+    )
+    sequence_tokens: list[list[int]] | None = recorded(
+        "emitted tokens after the first one, by batch and sequence",
+        "tokens",
+        null=LATER,
+        is_later=True,
+    )
+    sequence_ms: list[list[float]] | None = recorded(
+        "time from the start of the batch's decode steps until the sequence ended, by batch and "
+        "sequence; 0 if it had ended with its first token",
+        "ms",
+        null=LATER,
+        is_later=True,
+    )
+    draft_ms: list[float] | None = recorded(
+        "time of drafting, of each step that drafts, over all batches; empty if not timed",
+        "ms",
+        null=LATER,
+        is_later=True,
+    )
+    verify_ms: list[float] | None = recorded(
+        "time of verifying, of each step that drafts; empty if not timed",
+        "ms",
+        null=LATER,
+        is_later=True,
+    )
+    decode_ms: list[float] | None = recorded(
+        "time of the forward and of sampling, of each step without drafts; empty if not timed",
+        "ms",
+        null=LATER,
+        is_later=True,
+    )
+    bytes_read: list[list[int]] | None = recorded(
+        "bytes to read in the decode steps, by batch and rank",
+        "bytes",
+        null=LATER,
+        is_later=True,
+    )
+    peak_memory_bytes: list[list[int]] | None = recorded(
+        "largest memory use, by batch and rank; 0 if unknown",
+        "bytes",
+        null=LATER,
+        is_later=True,
+    )
+    answer_scores: list[float] | None = recorded(
+        "answer score of each prompt",
+        "0 to 1",
+        null="if the workload has no known answers; with random weights",
+        is_later=True,
+    )
+
+    @classmethod
+    def of(cls, samples: PassSamples, *, is_drafting: bool, is_random: bool) -> SamplesRecord:
+        """The samples as a record holds them. With random weights the counts of a pass that drafts
+        are withheld, because they have no meaning."""
+        values = {item.name: getattr(samples, item.name) for item in fields(cls)}
+        found = cls(**values)
+        if not is_drafting or is_random:
+            found = replace(found, num_drafted=None, num_accepted=None)
+        return replace(found, num_emitted=None) if is_drafting and is_random else found
+
+    def restored(self) -> PassSamples:
+        """The samples of which this was made. Counts that were withheld are empty. Raises
+        ValueError, naming the field, if a record older than it lacks it."""
+        values = asdict(self)
+        del values["num_tokens"]
+        for item in fields(self):
+            if values.get(item.name, 0) is None and description_of(item).null == LATER:
+                raise ValueError(f"it has no samples of {item.name}")
+        for name in ("num_drafted", "num_accepted", "num_emitted"):
+            values[name] = values[name] or []
+        return PassSamples(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSamples:
+    """The raw times of prefill. Both passes of a run share one prefill."""
+
+    prefill_ms: list[float] = recorded("time of the prefill, by batch", "ms")
+    ttft_ms: list[list[float]] = recorded("TTFT, by batch and sequence", "ms")
+    num_tokens: list[int] = recorded("prompt tokens of all sequences, by batch", "tokens")
+
+    def observe(self, requests: Sequence[Request], seconds: float) -> None:
+        """The prefill of `requests` took that long."""
+        self.prefill_ms.append(to_ms(seconds))
+        firsts = [(r.arrived_s, r.first_token_s) for r in requests]
+        self.ttft_ms.append([to_ms(at - arrived) for arrived, at in firsts if at is not None])
+        self.num_tokens.append(sum(len(r.prompt_ids) for r in requests))

@@ -15,16 +15,20 @@ from magicdec.records.record import RunRecord
 
 # The rows of one run's table, in order.
 SHOWN = (
-    *("decode_tokens_per_s", "speedup", "mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms"),
-    *("p99_tpot_ms", "mean_ttft_ms", "prefill_tokens_per_s", "draft_prefill_ms", "answer_score"),
-    *("acceptance_rate", "acceptance_length", "acceptance_per_position", "mean_draft_tokens"),
-    *("calibration_ms", "mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
+    *("decode_tokens_per_s", "speedup", "net_speedup", "break_even_gen_len"),
+    *("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
+    *("mean_ttft_ms", "prefill_tokens_per_s", "answer_score"),
+    *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
+    *("acceptance_per_position", "mean_draft_tokens"),
+    *("begin_ms", "draft_prefill_ms", "calibration_ms", "warmup_calibration_ms"),
+    *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
 # The columns of the table of many runs: metric, label, digits.
 COLUMNS = (
     ("decode_tokens_per_s", "tokens/s", 1),
     ("speedup", "speedup", 2),
+    ("net_speedup", "net", 2),
     ("acceptance_rate", "accept", 3),
     ("roofline_fraction", "roofline", 2),
 )

@@ -31,13 +31,13 @@ from magicdec.hardware.timing import (
 )
 from magicdec.memory.watch import MemoryTaken, MemoryWatch
 from magicdec.memory.working_memory import max_tokens
-from magicdec.names import REFERENCE_BACKEND
+from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
-from magicdec.records.metrics import PassSamples, PrefillMetrics, prefill_metrics
 from magicdec.records.record import RunRecord
+from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request
 from magicdec.run.check import WIDER, check_outputs
-from magicdec.run.run_record import BASELINE, Measured, make_record
+from magicdec.run.run_record import Measured, make_record
 from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -118,10 +118,10 @@ class Run:
             for i, prompt in enumerate(prompts)
         ]
 
-    def measure(self) -> PrefillMetrics:
+    def measure(self) -> PrefillSamples:
         """Measure every batch: prefill it once, then run every pass from the same state. Returns
-        the metrics of the prefills."""
-        w, ttft, seconds = self.config.workload, [], 0.0
+        the times of the prefills."""
+        w, prefill = self.config.workload, PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
         if self.device.type == "cuda":
             prompt, chunk = self.prepared.workload.prompts[0], self.config.attention.prefill_chunk
             warm_up_prefill(self.engine, prompt, chunk)
@@ -131,31 +131,25 @@ class Run:
             started = time.perf_counter()
             with self.progress.task(name, w.batch_size * w.prefix_len) as advance:
                 snapshots = self.engine.prefill(requests, advance)
-            seconds += time.perf_counter() - started
-            ttft += [
-                r.first_token_s - r.arrived_s for r in snapshots if r.first_token_s is not None
-            ]
+            prefill.observe(snapshots, time.perf_counter() - started)
             if batch == 0:
                 warm_up(self, snapshots)
+                warmup_s = self.draft_length.calibration_s
+                asked = self.samples[self.passes[-1]]
+                asked.warmup_calibration_ms = None if warmup_s is None else to_ms(warmup_s)
             # The passes take turns at going first, so that a drift in the machine's speed favours
             # neither of them.
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
                 self.measure_pass(name, snapshots)
         if self.config.output.profile is not None:
             profile(self, snapshots, Path(self.config.output.profile))
-        return prefill_metrics(ttft, w.num_prompts * w.prefix_len, seconds)
+        return prefill
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w = self.samples[name], self.config.workload
         self.engine.rewind(snapshots)
         strategy = self.make_strategy(name, self.timers[name])
-        self.groups.target.barrier()
-        started = time.perf_counter()
-        self.engine.begin(strategy)
-        synchronize(self.device)
-        self.groups.target.barrier()
-        if self.draft is not None and name != BASELINE:
-            samples.draft_prefill_s.append(time.perf_counter() - started)
+        self.begin(name, strategy)
         before = [runner.counts.copy() for runner in self.runners()]
         self.memory.note()
         reset_peak_memory(self.device)
@@ -177,14 +171,26 @@ class Run:
             for runner, counts in zip(self.runners(), before, strict=True)
         )
         totals = self.groups.target.all_gather_object((read, peak_memory_bytes(self.device)))
-        samples.bytes_read += sum(t[0] for t in totals)
-        samples.peak_memory_bytes = max(samples.peak_memory_bytes, sum(t[1] for t in totals))
+        samples.bytes_read.append([t[0] for t in totals])
+        samples.peak_memory_bytes.append([t[1] for t in totals])
 
-    def measured(self, prefill: PrefillMetrics, memory: MemoryTaken) -> Measured:
+    def begin(self, name: str, strategy: DecodingStrategy) -> None:
+        """Let the strategy prepare, and note how long that took and how much was calibration."""
+        samples, calibrated_s = self.samples[name], self.draft_length.calibration_s
+        self.groups.target.barrier()
+        started = time.perf_counter()
+        self.engine.begin(strategy)
+        synchronize(self.device)
+        self.groups.target.barrier()
+        seconds, calibration_s = time.perf_counter() - started, None
+        if name != BASELINE and calibrated_s is not None:
+            calibration_s = (self.draft_length.calibration_s or 0.0) - calibrated_s
+        samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
+
+    def measured(self, prefill: PrefillSamples, memory: MemoryTaken) -> Measured:
         """The measurements from which the record is made."""
         for name, samples in self.samples.items():
-            samples.phase_s = dict(self.timers[name].seconds)
-        self.samples[self.passes[-1]].calibration_s = self.draft_length.calibration_s
+            samples.observe_phases(self.timers[name].seconds)
         return Measured(self.samples, self.finished, prefill, memory)
 
     def check(self) -> Correctness:

@@ -6,7 +6,6 @@ or decoded.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,11 +47,11 @@ class Continuation:
         return sum(expected == found for expected, found in pairs) / len(self.token_ids)
 
 
-def answer_score(
+def answer_scores(
     answers: Sequence[Answer] | None, finished: Sequence[Request], tokenizer: Tokenizer
-) -> float | None:
-    """Mean score over the finished requests of a pass. `answers` are in prompt order; without
-    answers the score is None."""
+) -> list[float] | None:
+    """The score of each finished request of a pass. `answers` are in prompt order; without answers
+    the scores are None."""
     if answers is None:
         return None
-    return statistics.fmean(answers[r.request_id].score(r.output_ids, tokenizer) for r in finished)
+    return [answers[r.request_id].score(r.output_ids, tokenizer) for r in finished]

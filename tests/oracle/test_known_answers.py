@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from conftest import Launch
 
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.request import Request, SamplingParams
-from magicdec.workload.answers import answer_score
+from magicdec.workload.answers import answer_scores
 from magicdec.workload.ruler_tasks import TASKS
 from magicdec.workload.workload import build_workload
 
@@ -32,7 +33,9 @@ def test_a_run_scores_both_passes(dataset: str, launch: Launch, tmp_path: Path) 
     requests = [
         Request(i, (), SamplingParams(16), row["output_ids"]) for i, row in enumerate(saved)
     ]
-    expected = answer_score(work.answers, requests, tokenizer)
+    scores = answer_scores(work.answers, requests, tokenizer)
+    assert scores is not None
+    expected = fmean(scores)
     assert record["metrics"]["answer_score"] == expected
     assert record["baseline_metrics"]["answer_score"] == expected
     assert "answer score" in done.stdout

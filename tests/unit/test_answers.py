@@ -11,7 +11,7 @@ from test_workload import BOS, Characters
 
 from magicdec.request import Request, SamplingParams
 from magicdec.workload import recall
-from magicdec.workload.answers import Continuation, Strings, answer_score
+from magicdec.workload.answers import Continuation, Strings, answer_scores
 from magicdec.workload.recall import repeat_passage
 from magicdec.workload.workload import SKIP_TOKENS, Workload, build_workload
 
@@ -59,11 +59,11 @@ def test_continuations_are_held_to_their_places(output: list[int], score: float)
     assert Continuation((1, 2, 3, 4)).score(output, Characters()) == score
 
 
-def test_a_pass_has_the_mean_of_its_prompts_whatever_their_order() -> None:
+def test_a_pass_has_the_score_of_each_prompt_whatever_their_order() -> None:
     answers = (Continuation((1, 2)), Strings(("x",)), Continuation((3,)))
     requests = [request(2, [3]), request(0, [1, 9]), request(1, ids("y"))]
-    assert answer_score(answers, requests, Characters()) == 0.5
-    assert answer_score(None, requests, Characters()) is None
+    assert answer_scores(answers, requests, Characters()) == [1.0, 0.5, 0.0]
+    assert answer_scores(None, requests, Characters()) is None
 
 
 @pytest.mark.parametrize("length", [64, 100, 512, 1024, 4096, 16384])

@@ -20,9 +20,10 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import compare, table
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.environment import Environment
-from magicdec.records.metrics import PassSamples, decode_metrics
+from magicdec.records.metrics import decode_metrics
 from magicdec.records.reading import load_records, parse_record
 from magicdec.records.record import RunRecord, append_record
+from magicdec.records.samples import PassSamples
 from magicdec.records.workload import WorkloadRecord
 
 Record = dict[str, Any]
@@ -41,7 +42,7 @@ WORKLOAD = WorkloadRecord(
 def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
     decoding = DecodingSection("speculative", "self")
     config = resolve(RunConfig(kv=KVSection(budget=budget), decoding=decoding), Machine(2))
-    metrics = decode_metrics(PassSamples([[0.1]]), 1e9, False)
+    metrics = decode_metrics(PassSamples(step_ms=[[100.0]]), 1e9, False)
     record = RunRecord(
         status="ok",
         config=config.to_dict(),

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from magicdec.records.metrics import (
     AcceptanceMetrics,
-    PassSamples,
-    PrefillMetrics,
     acceptance,
+    add_prefill,
     decode_metrics,
     percentile,
-    prefill_metrics,
-    speedups,
+    run_metrics,
 )
+from magicdec.records.performance import Metrics
+from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
+from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
 from magicdec.request import Request, SamplingParams, StepOutput
 
 
@@ -81,10 +82,12 @@ def test_no_values_no_percentile() -> None:
 
 def test_tpot_is_decode_time_over_the_tokens_after_the_first() -> None:
     samples = PassSamples()
-    requests = [finished(5, 10.4), finished(3, 10.1), finished(1, 10.0), finished(3, None)]
+    requests = [finished(5, 10.4), finished(3, 10.1), finished(1, 9.0)]
     samples.end_batch(requests, started_s=10.0)
-    assert samples.tpot_s == pytest.approx([0.1, 0.05])
-    assert samples.num_tokens == [4 + 2 + 0 + 2]
+    assert samples.sequence_ms == [[400, 100, 0]] and samples.sequence_tokens == [[4, 2, 0]]
+    assert samples.num_tokens == [4 + 2 + 0]
+    with pytest.raises(AssertionError, match="every request has ended"):
+        samples.end_batch([finished(3, None)], started_s=10.0)
     metrics = decode_metrics(samples, 1e9, False)
     assert metrics.mean_tpot_ms == pytest.approx(75)
     assert metrics.p50_tpot_ms == pytest.approx(75)
@@ -98,14 +101,16 @@ def observed(*batches: Sequence[tuple[float, list[int] | None]]) -> PassSamples:
         samples.begin_batch()
         for seconds, accepted in batch:
             drafted = 0 if accepted is None else 3
-            samples.observe(StepOutput([[1]], drafted, accepted), seconds)
+            tokens = [[1] * (count + 1) for count in accepted or [0]]
+            samples.observe(StepOutput(tokens, drafted, accepted), seconds)
     return samples
 
 
 def test_decode_metrics_by_hand() -> None:
     samples = observed([(0.25, [1, 0]), (0.25, [2])], [(0.5, [3])])
-    samples.num_tokens, samples.bytes_read, samples.peak_memory_bytes = [30, 20], 4 * 10**9, 7
-    samples.phase_s = {"draft": [0.1] * 3, "verify": [0.1, 0.2, 0.3], "decode": []}
+    samples.sequence_tokens, samples.sequence_ms = [[10, 20], [20]], [[100, 500], [500]]
+    samples.bytes_read, samples.peak_memory_bytes = [[10**9, 10**9], [2 * 10**9, 0]], [[3, 3], [7]]
+    samples.observe_phases({"draft": [0.1] * 3, "verify": [0.1, 0.2, 0.3]})
     metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
     assert metrics.decode_tokens_per_s == 50.0
     assert metrics.mean_step_ms == pytest.approx(1000 / 3)
@@ -124,7 +129,8 @@ def test_decode_metrics_by_hand() -> None:
 
 def test_steps_that_draft_and_steps_that_do_not() -> None:
     samples = observed([(0.2, [1, 2]), (0.1, None)], [(0.1, None), (0.2, [3])])
-    samples.phase_s = {"draft": [0.05, 0.06], "verify": [0.1, 0.1], "decode": [0.09, 0.08]}
+    phases = {"draft": [0.05, 0.06], "verify": [0.1, 0.1], "decode": [0.09, 0.08]}
+    samples.observe_phases(phases)
     metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
     assert metrics.mean_draft_tokens == 1.5
     assert metrics.draft_ms == pytest.approx(55) and metrics.decode_ms == pytest.approx(85)
@@ -140,7 +146,8 @@ def test_what_was_not_measured_is_none_and_never_zero() -> None:
     assert all(value is None for key, value in asdict(metrics).items() if key != "bytes_read"), (
         metrics
     )
-    assert prefill_metrics([], 0, 0.0) == PrefillMetrics(None, None)
+    nothing = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
+    assert add_prefill(Metrics(bytes_read=0), nothing) == Metrics(bytes_read=0)
 
 
 def test_untimed_phases_leave_no_rest() -> None:
@@ -156,16 +163,117 @@ def test_an_autoregressive_pass_has_no_acceptance() -> None:
 
 
 def test_prefill_metrics() -> None:
-    metrics = prefill_metrics([0.5, 1.0], 3000, 1.5)
-    assert metrics == PrefillMetrics(tokens_per_s=2000.0, mean_ttft_ms=750.0)
+    prefill = PrefillSamples(
+        prefill_ms=[1000.0, 500.0], ttft_ms=[[500.0, 900.0], [400.0]], num_tokens=[2000, 1000]
+    )
+    metrics = add_prefill(Metrics(bytes_read=0), prefill)
+    assert metrics.prefill_tokens_per_s == 2000.0
+    assert metrics.mean_ttft_ms == pytest.approx(600)
+
+
+def timed(
+    begin: Sequence[float],
+    steps: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    calibration: list[float] | None = None,
+) -> PassSamples:
+    """All in ms and by batch. Each sequence ends with its batch's last step."""
+    return PassSamples(
+        begin_ms=list(begin),
+        calibration_ms=calibration,
+        step_ms=[list(batch) for batch in steps],
+        sequence_tokens=[list(batch) for batch in tokens],
+        sequence_ms=[[sum(batch)] * len(row) for batch, row in zip(steps, tokens, strict=True)],
+    )
 
 
 def test_speedups_are_of_throughput_batch_by_batch() -> None:
     """The second batch emitted fewer tokens than its baseline did (ends differ between ties), which
     counts as slower."""
-    baseline = PassSamples([[1.0, 1.0], [2.0], [1.0]], [], [40, 40, 5])
-    ours = PassSamples([[0.5], [0.5, 0.5], []], [], [40, 20, 0])
-    assert speedups(baseline, ours) == [4.0, 1.0]
+    baseline = timed([0] * 3, [[1.0, 1.0], [2.0], [1.0]], [[40], [40], [5]])
+    ours = timed([0] * 3, [[0.5], [0.5, 0.5], []], [[40], [20], [0]])
+    assert speedups(baseline, ours) == net_speedups(baseline, ours) == [4.0, 1.0]
     assert speedups(ours, ours) == [1.0, 1.0]
     with pytest.raises(ValueError, match="zip"):
-        speedups(PassSamples([[1.0]], [], [4]), ours)
+        speedups(timed([0], [[1.0]], [[4]]), ours)
+
+
+def test_the_net_speedup_counts_what_comes_before_the_first_step() -> None:
+    """Steps are twice as fast. 20 ms of selection and 20 ms of calibration eat that up in the first
+    batch, and 130 ms do so and more in the second; the baseline's own 10 ms count too. Calibration
+    in the warm-up does not."""
+    baseline = timed([10, 10, 10], [[10.0] * 10] * 3, [[10, 10]] * 3)
+    ours = timed([20, 130, 0], [[5.0] * 10] * 3, [[10, 10]] * 3, [20.0, 0.0, 0.0])
+    ours.warmup_calibration_ms = 5000.0
+    assert speedups(baseline, ours) == [2.0] * 3
+    assert net_speedups(baseline, ours) == pytest.approx([110 / 90, 110 / 180, 110 / 50])
+    # After its first token a sequence gains 5 ms with each token: 30 ms are gained after 6, and
+    # the seventh makes the difference.
+    assert break_even_gen_len(baseline, ours) == 1 + 7
+    metrics = run_metrics(
+        {"autoregressive": baseline, "speculative": ours},
+        PrefillSamples(prefill_ms=[1.0], ttft_ms=[[1.0]], num_tokens=[1]),
+        1e9,
+        False,
+    )
+    found = metrics["speculative"]
+    assert (found.speedup, found.net_speedup) == (2.0, pytest.approx(110 / 90))
+    assert found.begin_ms == 50 and metrics["autoregressive"].begin_ms == 10
+    assert (found.calibration_ms, found.warmup_calibration_ms) == (5020.0, 5000.0)
+    assert found.break_even_gen_len == 8 and found.net_speedup_per_batch == net_speedups(
+        baseline, ours
+    )
+
+
+def test_steps_that_are_not_faster_never_break_even() -> None:
+    baseline, same = timed([0], [[10.0]], [[4]]), timed([1], [[10.0]], [[4]])
+    assert break_even_gen_len(baseline, same) is None
+    assert break_even_gen_len(baseline, timed([0], [[9.0]], [[4]])) == 2
+    assert break_even_gen_len(baseline, timed([0], [[]], [[0]])) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 90), st.integers(1, 30), st.integers(1, 30), st.integers(1, 40)),
+        min_size=1,
+        max_size=5,
+    ).filter(lambda batches: len(batches) % 2 == 1)
+)
+def test_the_net_speedup_is_above_1_where_the_output_is_long_enough(
+    batches: list[tuple[int, int, int, int]],
+) -> None:
+    """All batches have the same number of tokens, an odd number of times."""
+    n = batches[0][3]
+    tokens = [[n]] * len(batches)
+    baseline = timed([0] * len(batches), [[float(b)] * n for _, b, _, _ in batches], tokens)
+    ours = timed([a for a, *_ in batches], [[float(c)] * n for _, _, c, _ in batches], tokens)
+    length = break_even_gen_len(baseline, ours)
+    net = sorted(net_speedups(baseline, ours))[len(batches) // 2]
+    assert (net > 1 + 1e-12) == (length is not None and n + 1 >= length)
+
+
+def test_drafts_accepted_past_the_end_of_a_row_were_not_emitted() -> None:
+    """Both rows accept three drafts; the first row wants one more token only. The acceptance length
+    is that of vLLM, 1 + accepted / verifications."""
+    samples = PassSamples()
+    samples.begin_batch()
+    samples.observe(StepOutput([[1], [1, 1, 1, 1]], 3, [3, 3]), 0.1)
+    samples.observe(StepOutput([[1]]), 0.1)
+    metrics = decode_metrics(samples, 1e9, True)
+    assert (metrics.acceptance_length, metrics.mean_emitted_tokens) == (4.0, 2.5)
+    assert samples.num_emitted == [[[1, 4], [1]]]
+
+
+def test_samples_are_restored_from_a_record() -> None:
+    samples = observed([(0.25, [1, 0]), (0.25, None)])
+    samples.end_batch([finished(5, 10.4)], 10.0)
+    samples.observe_begin(0.3, 0.1, True)
+    assert samples.begin_ms == samples.draft_prefill_ms == [200] and samples.calibration_ms == [100]
+    kept = SamplesRecord.of(samples, is_drafting=True, is_random=False)
+    assert kept.restored() == samples
+    withheld = SamplesRecord.of(samples, is_drafting=True, is_random=True)
+    assert withheld.num_drafted is withheld.num_accepted is withheld.num_emitted is None
+    assert withheld.restored().num_emitted == []
+    older = SamplesRecord(step_ms=[[1.0]], num_tokens=[3])
+    with pytest.raises(ValueError, match="it has no samples of begin_ms"):
+        older.restored()

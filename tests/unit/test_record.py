@@ -27,10 +27,10 @@ from magicdec.memory.plan import MemoryPlan
 from magicdec.memory.watch import MemoryTaken, describe_memory
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.records.correctness import Correctness, Divergence
-from magicdec.records.metrics import PassSamples, prefill_metrics
 from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
+from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.request import Request, SamplingParams
 from magicdec.run.run_record import Measured, make_record
 from magicdec.setup.prepare import Prepared
@@ -49,7 +49,16 @@ def sample_pass(num_accepted: list[list[list[int]]]) -> PassSamples:
     """Two batches of one row: two steps, then one."""
     drafted = [[4 if step else 0 for step in batch] for batch in num_accepted]
     return PassSamples(
-        [[0.1, 0.2], [0.3]], num_accepted, [4, 3], [0.08, 0.1], 10**9, 10**8, num_drafted=drafted
+        begin_ms=[1.0, 2.0],
+        step_ms=[[100.0, 200.0], [300.0]],
+        num_drafted=drafted,
+        num_accepted=num_accepted,
+        num_emitted=[[[1 + sum(row)] for row in batch] for batch in num_accepted],
+        sequence_tokens=[[4], [3]],
+        sequence_ms=[[320.0], [300.0]],
+        verify_ms=[1.0],
+        bytes_read=[[10**9], [10**9]],
+        peak_memory_bytes=[[10**8], [10**8]],
     )
 
 
@@ -84,13 +93,11 @@ def run_record(
     accepted = {"autoregressive": [[], []], "speculative": [[[1], [2]], [[2]]]}
     samples = {name: sample_pass(accepted[name]) for name in passes}
     if has_draft:
-        samples[strategy].draft_prefill_s = [0.2, 0.4]
-    for name in passes:
-        samples[name].phase_s = {"verify": [0.001]}
+        samples[strategy].draft_prefill_ms = [1.0, 2.0]
     measured = Measured(
         samples,
         {name: finished(name) for name in passes},
-        prefill_metrics([0.1, 0.2], 4, 0.3),
+        PrefillSamples(prefill_ms=[150.0, 150.0], ttft_ms=[[100.0], [200.0]], num_tokens=[2, 2]),
         MemoryTaken(10**8, 3 * 10**8),
     )
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -215,6 +222,9 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         "mean_draft_tokens",
         "speedup",
         "speedup_per_batch",
+        "net_speedup",
+        "net_speedup_per_batch",
+        "mean_emitted_tokens",
         "decode_tokens_per_s",
         *(f"{p}_tpot_ms" for p in ("mean", "p50", "p90", "p99")),
     }
