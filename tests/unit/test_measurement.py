@@ -270,6 +270,19 @@ def test_the_speedup_is_the_median_of_batches(measured: Measured) -> None:
     assert baseline.speedup is baseline.speedup_per_batch is None
 
 
+def test_the_net_speedup_begins_at_the_end_of_prefill(measured: Measured) -> None:
+    """Each strategy is admitted in 50 ms; the last sequence ends after 66 ms of speculation. Each
+    of its 6 tokens takes 11 ms then, so that it gains 9, 4 and 19 ms with each from the first."""
+    metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
+    assert metrics is not None and baseline is not None
+    net = [(50 + 6 * 1e3 * step) / (50 + 66) for step in BASELINE_STEP_S]
+    assert metrics.net_speedup_per_batch == [pytest.approx(x) for x in net]
+    assert metrics.net_speedup == pytest.approx(net[0])
+    assert metrics.begin_ms == baseline.begin_ms == pytest.approx(50 * sum(SLOWNESS) / 3)
+    assert metrics.break_even_gen_len == 2 and metrics.calibration_ms is None
+    assert baseline.net_speedup is baseline.break_even_gen_len is None
+
+
 def test_the_bandwidth_is_the_larger_of_those_before_and_after(measured: Measured) -> None:
     assert measured.record.environment.read_bandwidth_bytes_per_s == 3e9
 

@@ -19,20 +19,26 @@ PACKAGE, TESTS = ROOT / "magicdec", Path(__file__).with_name("test_measurement.p
 ERRORS = {
     "step time halved on drafting steps": (
         "engine.py",
-        "observe(output, now - started)",
-        "observe(output, (now - started) / (2 if output.num_drafted else 1))",
+        "output, now), now - started)",
+        "output, now), (now - started) / (2 if output.num_drafted else 1))",
         "test_the_time_of_a_step_is_that_of_the_strategy",
     ),
     "speedup as the maximum over batches": (
-        "run/run_record.py",
-        "median = statistics.median(values)",
-        "median = max(values)",
+        "records/metrics.py",
+        "speedup=statistics.median(of_steps)",
+        "speedup=max(of_steps)",
         "test_the_speedup_is_the_median_of_batches",
     ),
+    "net speedup without what comes before the first step": (
+        "records/speedup.py",
+        "[added + end for",
+        "[end for",
+        "test_the_net_speedup_begins_at_the_end_of_prefill",
+    ),
     "TPOT's clock shifted by 0.5 ms": (
-        "records/metrics.py",
-        "(request.finished_s - started_s)",
-        "(request.finished_s - started_s - 0.0005)",
+        "records/samples.py",
+        "end - started_s)",
+        "end - started_s - 0.0005)",
         "test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
     ),
     "TTFT of the first sequence for all": (
@@ -43,8 +49,8 @@ ERRORS = {
     ),
     "prefill rate doubled": (
         "records/metrics.py",
-        "PrefillMetrics(num_tokens / seconds",
-        "PrefillMetrics(2 * num_tokens / seconds",
+        "sum(prefill.num_tokens) / seconds",
+        "2 * sum(prefill.num_tokens) / seconds",
         "test_prefill_rate_and_the_ttft_of_each_sequence",
     ),
     "bandwidth as the smaller of two": (
