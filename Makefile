@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two processes, one thread each: the tests' models are too small for more threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: demo test test-all check install clean
 
@@ -20,10 +22,10 @@ demo: $(VENV)/.installed
 		--rank_group 0 1 --results results/demo.jsonl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not wide"
+	$(PYTEST) -m "not wide"
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

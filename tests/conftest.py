@@ -11,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
+from rank_server import Job, RankServer
 from safetensors.torch import save_file
 from tiers import mark_wide
 
@@ -54,7 +56,7 @@ ROOT = Path(__file__).parents[1]
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
 
 
-settings.register_profile("seeded", derandomize=True)
+settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 
 
@@ -77,10 +79,19 @@ def pytest_runtest_call() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_wide(items)
+    keep_together(items)
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def keep_together(items: list[pytest.Item]) -> None:
+    """Tests that share a fixture of their module run in one process of several (pytest-xdist)."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if any(found[-1].scope == "module" for found in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def tiny_transformer(
@@ -258,36 +269,56 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 HANG = 500  # seconds; on a busy machine too, only what hangs takes as long
 
 
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[RankServer]:
+    server = RankServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    """Run a script of tests/ with `num_ranks` ranks (1: plain python). All its processes are gone
-    afterwards, also those of a run that hangs."""
+def launch(tmp_path: Path, rank_server: RankServer) -> Launch:
+    """Run a script of tests/ with `num_ranks` ranks, forked from a process that has imported torch
+    or, with `torchrun`, as a user starts them. All its processes are gone afterwards, also those of
+    a run that hangs."""
 
     def run(
-        script: str, *args: object, num_ranks: int = 1, timeout: float = HANG
+        script: str,
+        *args: object,
+        num_ranks: int = 1,
+        torchrun: bool = False,
+        timeout: float = HANG,
     ) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable]
-        if num_ranks > 1:
-            program += [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={num_ranks}",
-            ]
-        command = [*program, str(ROOT / "tests" / script), *map(str, args)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-            cwd=tmp_path, start_new_session=True,
-        )  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=timeout)
-        finally:
-            if process.poll() is None:
-                end(process)
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
+        words = list(map(str, args))
+        if torchrun:
+            return run_torchrun([str(ROOT / "tests" / script), *words], num_ranks, env, tmp_path)
+        with TemporaryDirectory() as outside:
+            out, err = Path(outside, "out"), Path(outside, "err")
+            job = Job(script, words, num_ranks, env, str(tmp_path), str(out), str(err))
+            returncode = rank_server.run(job, timeout)
+            return subprocess.CompletedProcess(
+                [script, *words], returncode, out.read_text(), err.read_text()
+            )
 
     return run
+
+
+def run_torchrun(
+    words: list[str], num_ranks: int, env: dict[str, str], directory: Path
+) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command = [sys.executable, *torchrun, *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=directory,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=HANG)
+    finally:
+        if process.poll() is None:
+            end(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def end(process: subprocess.Popen[str]) -> None:

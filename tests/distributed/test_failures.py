@@ -62,7 +62,7 @@ def test_bad_input_is_refused_in_one_line(
 def test_under_torchrun_rank_0_says_it_once_and_first(
     args: list[object], expected: str, launch: Launch
 ) -> None:
-    done = launch("selfspec_benchmark.py", *args, num_ranks=2)
+    done = launch("selfspec_benchmark.py", *args, num_ranks=2, torchrun=True)
     assert done.returncode != 0
     said = [n for n, line in enumerate(done.stderr.splitlines()) if expected in line]
     summary = [n for n, line in enumerate(done.stderr.splitlines()) if "FAILED" in line]
@@ -82,7 +82,7 @@ def test_one_broken_rank_ends_all(
     monkeypatch.setenv("BROKEN_RANK", rank)
     done = launch(
         "distributed/broken_rank.py", "--model", tiny_checkpoint, "--dataset", text_file, *SMALL,
-        num_ranks=2,
+        num_ranks=2, torchrun=True,
     )  # fmt: skip
     assert done.returncode != 0 and "this rank broke" in done.stderr
     path = tmp_path / "results" / "runs.jsonl"

@@ -52,7 +52,7 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
         "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
         *SPECULATION, "--rank_group", *group, "--results", "r.jsonl", "--save_tokens", "t.jsonl",
         "--collectives", collectives,
-        num_ranks=len(group),
+        num_ranks=len(group), torchrun=ranks == "1 0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (record,) = lines(tmp_path / "r.jsonl")
