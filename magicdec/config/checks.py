@@ -87,20 +87,26 @@ def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> 
         raise ValueError(f"--gen_len is {gen_len}; it must be at least 1")
 
 
-def check_rank_group(flag: str, ranks: tuple[int, ...] | None, world_size: int) -> None:
-    """The target group must be every launched rank, each once, in any order."""
+def check_rank_group(
+    flag: str, ranks: tuple[int, ...] | None, world_size: int, is_target: bool
+) -> None:
+    """A group names launched ranks, each once, in any order. The target's group names all of them.
+    None is the default group."""
     if ranks is None:
         return
     shown = " ".join(map(str, ranks))
     launched = f"the launched ranks: {' '.join(map(str, range(world_size)))}"
+    if not ranks:
+        raise ValueError(f"{flag} names no rank; name some of {launched}")
     if len(set(ranks)) != len(ranks):
-        raise ValueError(f"{flag} {shown} names a rank twice; name each of {launched}")
+        which = "each" if is_target else "some"
+        raise ValueError(f"{flag} {shown} names a rank twice; name {which} of {launched}")
     outside = [r for r in ranks if not 0 <= r < world_size]
     if outside:
         raise ValueError(
             f"{flag} {shown} names rank {outside[0]}, which does not exist; choose from {launched}"
         )
-    if len(ranks) != world_size:
+    if is_target and len(ranks) != world_size:
         raise ValueError(
             f"{flag} {shown} leaves out some of {launched}; the target group must be all of them"
         )

@@ -69,7 +69,7 @@ class RunConfig:
                 "that flag is for selfspec and longspec"
             )
         check_budget(kv, self.decoding.most_draft_tokens)
-        check_rank_group("--rank_group", self.parallel.rank_group, world_size)
+        check_rank_group("--rank_group", self.parallel.rank_group, world_size, is_target=True)
         check_sampling(self.sampling)
         check_filters_act(self.sampling)
         self._check_draft(world_size)
@@ -82,7 +82,7 @@ class RunConfig:
             if drafter == "model":
                 raise ValueError("--drafter model: no draft is named here; that is longspec")
             return
-        self.draft.check(world_size)
+        check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
         if drafter != "model":
             raise ValueError(
                 f"--drafter {drafter}: the draft --model would do nothing; "

@@ -71,11 +71,7 @@ class JsonTokenizer:
         self._backend = backend
         self._source = source
         self._pieces = {i: p for p, i in backend.get_vocab(with_added_tokens=True).items()}
-        self._vocab_size = max(self._pieces, default=-1) + 1
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        self.vocab_size = max(self._pieces, default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         # The "fast" call skips character offsets, which at least halves the time for a whole book.
@@ -98,10 +94,7 @@ class SentencePieceTokenizer:
     def __init__(self, backend: sentencepiece.SentencePieceProcessor, source: str) -> None:
         self._backend = backend
         self._source = source
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.get_piece_size())
+        self.vocab_size = int(backend.get_piece_size())
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, out_type=int, add_bos=False, add_eos=False)
@@ -122,10 +115,7 @@ class TiktokenTokenizer:
         self._backend = backend
         self._ranks = ranks
         self._source = source
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._ranks) + len(LLAMA3_SPECIAL_TOKENS)
+        self.vocab_size = len(ranks) + len(LLAMA3_SPECIAL_TOKENS)
 
     def encode(self, text: str) -> list[int]:
         cuts = [0, *(run.end() for run in LONGEST_BLANK_RUN.finditer(text)), len(text)]
@@ -174,13 +164,9 @@ def _load_json(path: Path, data: bytes) -> Tokenizer:
 
 
 def _load_model_file(path: Path, data: bytes) -> Tokenizer:
-    """Tell the two formats that are named `tokenizer.model` apart by the first line of the file."""
+    """Two formats are named `tokenizer.model`. The first line of the file tells them apart."""
     if RANK_LINE.match(data):
         return _load_ranks(path, data)
-    return _load_sentencepiece(path, data)
-
-
-def _load_sentencepiece(path: Path, data: bytes) -> Tokenizer:
     import sentencepiece
 
     try:

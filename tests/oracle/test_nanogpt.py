@@ -4,20 +4,24 @@ repeated here, and its character tokenizer."""
 from __future__ import annotations
 
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import decode_both, make_requests, make_runner
+from conftest import ROOT, decode_both, make_requests, make_runner
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.nanogpt import convert_nanogpt
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.tokenizer import load_tokenizer
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from convert_nanogpt import convert_nanogpt
 
 TEXT = "To be, or not to be:\nthat is the question. \t'Tis nobler"
 CHARACTERS = sorted(set(TEXT))

@@ -242,7 +242,7 @@ def test_what_a_draft_cannot_be(config: tuple[object, ...], message: str) -> Non
 
 def test_a_draft_group_is_never_empty() -> None:
     with pytest.raises(ValueError, match="--draft_ranks names no rank; name some of the launched"):
-        DraftSection(rank_group=()).check(2)
+        dataclasses.replace(LONGSPEC, draft=DraftSection(rank_group=())).check(2)
 
 
 def test_a_draft_stands_on_any_ranks_and_by_default_on_the_targets_first() -> None:
