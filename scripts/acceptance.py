@@ -2,8 +2,9 @@
 
     python scripts/acceptance.py --out results/baselines/acceptance.jsonl
 
-Runs on one rank in float32. The records are written without raw samples. Their tolerance is how far
-an acceptance rate may fall on another machine before `magicdec compare` reports a regression.
+Runs on one rank in float32. The records keep their samples, so that `magicdec table --check` can
+compute their metrics again. Their tolerance is how far an acceptance rate may fall on another
+machine before `magicdec compare` reports a regression.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def measure(case: Case, dataset: str, threads: int | None) -> RunRecord:
     record = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=True).record
     assert record.metrics is not None, "a baseline run passes its check"
     tolerance = {"acceptance_rate": FULL_TOLERANCE if case.is_certain else TOLERANCE}
-    return dataclasses.replace(record, samples=None, tolerance=tolerance)
+    return dataclasses.replace(record, tolerance=tolerance)
 
 
 def main() -> None:

@@ -12,13 +12,16 @@ after its first.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
+from typing import Any
 
 from magicdec.names import BASELINE
 from magicdec.records.performance import Metrics, without_chance
+from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
 
@@ -106,6 +109,45 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
         net_speedup_per_batch=net,
         break_even_gen_len=break_even_gen_len(baseline, ours),
     )
+
+
+def check_metrics(record: RunRecord) -> list[str]:
+    """Compute the metrics of a record again from its samples. Returns the names of those that
+    differ. Raises ValueError if its samples are not complete."""
+    if record.metrics is None:
+        return []
+    prefill, bandwidth = record.prefill_samples, record.environment.read_bandwidth_bytes_per_s
+    if record.samples is None or prefill is None or bandwidth is None:
+        raise ValueError("it has no samples")
+    passes = {name: samples.restored() for name, samples in record.samples.items()}
+    is_random = record.workload is not None and record.workload.is_random
+    found = run_metrics(passes, prefill, bandwidth, is_random)
+    strategy = record.config["decoding"]["strategy"]
+    baseline = found.get(BASELINE) if strategy != BASELINE else None
+    names = [
+        f"samples.{name}.num_tokens"
+        for name, samples in record.samples.items()
+        if samples.num_tokens != passes[name].num_tokens
+    ]
+    names += differences("metrics", record.metrics, found.get(strategy))
+    return names + differences("baseline_metrics", record.baseline_metrics, baseline)
+
+
+def differences(name: str, one: Metrics | None, other: Metrics | None) -> list[str]:
+    """The names of the metrics in which the two differ by more than rounding."""
+    if one is None or other is None:
+        return [] if one is other else [name]
+    values, others = asdict(one), asdict(other)
+    return [f"{name}.{key}" for key in values if not is_close(values[key], others[key])]
+
+
+def is_close(one: Any, other: Any) -> bool:
+    """Whether two numbers, lists of numbers or Nones are equal, except for the rounding of sums."""
+    if not isinstance(one, float | list) or other is None:
+        return bool(one == other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(is_close, one, other))
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def calibration_ms(samples: PassSamples) -> float | None:

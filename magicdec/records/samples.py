@@ -199,15 +199,17 @@ class SamplesRecord:
         return replace(found, num_emitted=None) if is_drafting and is_random else found
 
     def restored(self) -> PassSamples:
-        """The samples of which this was made. Counts that were withheld are empty. Raises
-        ValueError, naming the field, if a record older than it lacks it."""
+        """The samples of which this was made. In place of counts that were withheld, no step
+        drafts. Raises ValueError, naming the field, if a record older than it lacks it."""
         values = asdict(self)
         del values["num_tokens"]
         for item in fields(self):
             if values.get(item.name, 0) is None and description_of(item).null == LATER:
                 raise ValueError(f"it has no samples of {item.name}")
-        for name in ("num_drafted", "num_accepted", "num_emitted"):
-            values[name] = values[name] or []
+        absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": []}
+        for name, value in absent.items():
+            if values[name] is None:
+                values[name] = [[value] * len(steps) for steps in self.step_ms]
         return PassSamples(**values)
 
 

@@ -52,3 +52,8 @@ class WorkloadRecord(ModelRecord):
         "hash over all prompts' token ids and boundaries; runs with equal hashes had the same "
         "prompts"
     )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the weights of the target or of the draft are random."""
+        return self.random_weights or (self.draft is not None and self.draft.random_weights)

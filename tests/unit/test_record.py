@@ -90,7 +90,7 @@ def run_record(
     draft_source = source if has_draft else None
     prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload, draft_source)
     passes = dict.fromkeys((*(["autoregressive"] if correctness.reference else []), strategy))
-    accepted = {"autoregressive": [[], []], "speculative": [[[1], [2]], [[2]]]}
+    accepted = {"autoregressive": [[[], []], [[]]], "speculative": [[[1], [2]], [[2]]]}
     samples = {name: sample_pass(accepted[name]) for name in passes}
     if has_draft:
         samples[strategy].draft_prefill_ms = [1.0, 2.0]
