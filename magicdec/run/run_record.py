@@ -12,6 +12,7 @@ from magicdec.memory.watch import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.names import BASELINE
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
+from magicdec.records.identities.of_metrics import check_identities
 from magicdec.records.metrics import run_metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
@@ -38,13 +39,15 @@ class Measured:
 def make_record(
     prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
 ) -> RunRecord:
-    """The record of a run. It has metrics only if the check of the tokens passed."""
+    """The record of a run. It has metrics only if the check of the tokens passed. Raises
+    AssertionError if measurements contradict each other."""
     asked, passed, is_random = measured.asked, correctness.passed, prepared.is_random
     bandwidth = environment.read_bandwidth_bytes_per_s
     assert bandwidth is not None, "measured in every run"
     for name, samples in measured.samples.items():
         samples.answer_scores = score_pass(prepared, measured.finished[name])
     metrics = run_metrics(measured.samples, measured.prefill, bandwidth, is_random)
+    check_identities(metrics, measured.samples, measured.prefill, bandwidth)
     memory = measured.memory if passed else NOT_MEASURED
     return RunRecord(
         status="ok" if passed else "diverged",

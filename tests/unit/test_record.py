@@ -45,18 +45,22 @@ UNCOMPARED = Correctness(None, num_tokens=12)
 NO_METRICS = Metrics(bytes_read=0)
 
 
-def sample_pass(num_accepted: list[list[list[int]]]) -> PassSamples:
-    """Two batches of one row: two steps, then one."""
-    drafted = [[4 if step else 0 for step in batch] for batch in num_accepted]
+def sample_pass(name: str) -> PassSamples:
+    """Two batches of one row, which emit 4 and 3 tokens after the first."""
+    batches = {"autoregressive": [[0] * 4, [0] * 3], "speculative": [[1, 1], [2]]}[name]
+    is_drafting = name == "speculative"
+    num_steps = sum(map(len, batches))
     return PassSamples(
         begin_ms=[1.0, 2.0],
-        step_ms=[[100.0, 200.0], [300.0]],
-        num_drafted=drafted,
-        num_accepted=num_accepted,
-        num_emitted=[[[1 + sum(row)] for row in batch] for batch in num_accepted],
+        step_ms=[[300.0 / len(batch)] * len(batch) for batch in batches],
+        num_drafted=[[4 * is_drafting for _ in batch] for batch in batches],
+        num_accepted=[[[count] if is_drafting else [] for count in batch] for batch in batches],
+        num_emitted=[[[1 + count] for count in batch] for batch in batches],
         sequence_tokens=[[4], [3]],
         sequence_ms=[[320.0], [300.0]],
-        verify_ms=[1.0],
+        draft_ms=[2.0] * num_steps if is_drafting else [],
+        verify_ms=[1.0] * num_steps if is_drafting else [],
+        decode_ms=[] if is_drafting else [1.0] * num_steps,
         bytes_read=[[10**9], [10**9]],
         peak_memory_bytes=[[10**8], [10**8]],
     )
@@ -90,14 +94,13 @@ def run_record(
     draft_source = source if has_draft else None
     prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload, draft_source)
     passes = dict.fromkeys((*(["autoregressive"] if correctness.reference else []), strategy))
-    accepted = {"autoregressive": [[[], []], [[]]], "speculative": [[[1], [2]], [[2]]]}
-    samples = {name: sample_pass(accepted[name]) for name in passes}
+    samples = {name: sample_pass(name) for name in passes}
     if has_draft:
         samples[strategy].draft_prefill_ms = [1.0, 2.0]
     measured = Measured(
         samples,
         {name: finished(name) for name in passes},
-        PrefillSamples(prefill_ms=[150.0, 150.0], ttft_ms=[[100.0], [200.0]], num_tokens=[2, 2]),
+        PrefillSamples(prefill_ms=[100.0, 200.0], ttft_ms=[[100.0], [200.0]], num_tokens=[2, 2]),
         MemoryTaken(10**8, 3 * 10**8),
     )
     started = datetime.datetime.now(datetime.timezone.utc)

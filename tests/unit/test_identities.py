@@ -1,0 +1,193 @@
+"""Identities between samples and metrics: they hold for a run by hand, and a fault in one of its
+numbers is refused with the names and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from magicdec.records.identities.of_metrics import check_identities
+from magicdec.records.metrics import run_metrics
+from magicdec.records.performance import Metrics
+from magicdec.records.samples import PassSamples, PrefillSamples
+
+BANDWIDTH = 1e9
+
+
+def speculation() -> PassSamples:
+    """Two batches of two rows. In the first, row 1 ends after a step without drafts, and row 0
+    after two more tokens of three; in the second, both rows end at once."""
+    return PassSamples(
+        begin_ms=[5.0, 7.0],
+        calibration_ms=[40.0, 0.0],
+        warmup_calibration_ms=60.0,
+        step_ms=[[20.0, 10.0, 16.0], [30.0, 30.0]],
+        num_drafted=[[2, 0, 2], [2, 2]],
+        num_accepted=[[[2, 0], [], [2]], [[1, 1], [2, 0]]],
+        num_emitted=[[[3, 1], [1, 1], [2]], [[2, 2], [3, 1]]],
+        sequence_tokens=[[6, 2], [5, 3]],
+        sequence_ms=[[46.5, 30.1], [60.0, 60.0]],
+        draft_ms=[4.0, 4.0, 6.0, 6.0],
+        verify_ms=[15.0, 11.0, 20.0, 20.0],
+        decode_ms=[9.0],
+        bytes_read=[[10**6, 10**6], [2 * 10**6, 10**6]],
+        peak_memory_bytes=[[7, 8], [9, 10]],
+    )
+
+
+def baseline() -> PassSamples:
+    """The same tokens, one a step."""
+    return PassSamples(
+        begin_ms=[0.0, 0.0],
+        step_ms=[[15.0] * 6, [20.0] * 5],
+        num_drafted=[[0] * 6, [0] * 5],
+        num_accepted=[[[]] * 6, [[]] * 5],
+        num_emitted=[[[1, 1]] * 2 + [[1]] * 4, [[1, 1]] * 3 + [[1]] * 2],
+        sequence_tokens=[[6, 2], [5, 3]],
+        sequence_ms=[[90.0, 30.0], [100.2, 60.1]],
+        decode_ms=[14.0] * 11,
+        bytes_read=[[10**7], [10**7]],
+        peak_memory_bytes=[[7], [8]],
+    )
+
+
+@dataclass
+class Run:
+    """Samples and the metrics of them, each of which a test may change."""
+
+    ours: PassSamples
+    base: PassSamples
+    prefill: PrefillSamples
+    metrics: dict[str, Metrics]
+
+    def check(self) -> None:
+        passes = {"autoregressive": self.base, "speculative": self.ours}
+        check_identities(self.metrics, passes, self.prefill, BANDWIDTH)
+
+    def compute(self) -> None:
+        passes = {"autoregressive": self.base, "speculative": self.ours}
+        self.metrics = run_metrics(passes, self.prefill, BANDWIDTH, is_random=False)
+
+
+def make_run() -> Run:
+    prefill = PrefillSamples(
+        prefill_ms=[300.0, 310.0], ttft_ms=[[100.0, 299.0], [150.0, 310.0]], num_tokens=[80, 80]
+    )
+    run = Run(speculation(), baseline(), prefill, {})
+    run.compute()
+    return run
+
+
+def test_they_hold_for_consistent_samples() -> None:
+    make_run().check()
+
+
+def test_they_hold_where_nothing_was_emitted_after_the_first_tokens() -> None:
+    run = make_run()
+    for samples in (run.ours, run.base):
+        for key in ("step_ms", "num_drafted", "num_accepted", "num_emitted"):
+            getattr(samples, key)[1] = []
+        samples.sequence_tokens[1], samples.sequence_ms[1] = [0, 0], [0.0, 0.0]
+    for key in ("draft_ms", "verify_ms"):
+        del getattr(run.ours, key)[2:]
+    del run.base.decode_ms[6:]
+    run.compute()
+    run.check()
+
+
+def test_metrics_that_random_weights_withhold_are_not_checked() -> None:
+    run = make_run()
+    passes = {"autoregressive": run.base, "speculative": run.ours}
+    run.metrics = run_metrics(passes, run.prefill, BANDWIDTH, is_random=True)
+    run.check()
+
+
+SAMPLES: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "a step's time is halved where it drafts": (
+        lambda run: run.ours.step_ms[0].__setitem__(0, 10.0),
+        "step 0: the time of its phases",
+    ),
+    "the clock of sequences starts late": (
+        lambda run: run.ours.sequence_ms.__setitem__(1, [59.5, 59.5]),
+        "its sequence_ms",
+    ),
+    "all sequences have the TTFT of the first": (
+        lambda run: run.prefill.ttft_ms.__setitem__(0, [100.0, 100.0]),
+        "does not rise",
+    ),
+    "a TTFT after the end of prefill": (
+        lambda run: run.prefill.ttft_ms.__setitem__(0, [100.0, 301.0]),
+        "the last TTFT",
+    ),
+    "a token is counted that no step emitted": (
+        lambda run: run.ours.sequence_tokens.__setitem__(1, [6, 3]),
+        "1 + num_accepted|its tokens",
+    ),
+    "more is accepted than was drafted": (
+        lambda run: run.ours.num_accepted[1].__setitem__(0, [3, 1]),
+        r"num_drafted 2, num_accepted \[3, 1\]",
+    ),
+    "more is emitted than was accepted": (
+        lambda run: run.ours.num_emitted[0].__setitem__(0, [3, 2]),
+        "num_emitted",
+    ),
+    "an accepted token is lost": (
+        lambda run: run.ours.num_emitted[0].__setitem__(0, [2, 1]),
+        "num_emitted",
+    ),
+    "a row is missing from a step": (
+        lambda run: run.base.num_emitted[0].__setitem__(3, []),
+        "running sequences",
+    ),
+    "a step is not counted as drafting": (
+        lambda run: run.ours.num_drafted[1].__setitem__(0, 0),
+        "num_drafted 0",
+    ),
+    "a phase is missing": (lambda run: run.ours.draft_ms.pop(), "times in draft_ms"),
+    "calibration is counted twice": (
+        lambda run: run.ours.begin_ms.__setitem__(0, -35.0),
+        "begin_ms is -35.0",
+    ),
+    "a batch is missing": (lambda run: run.ours.begin_ms.pop(), "numbers of batches differ"),
+}
+
+
+@pytest.mark.parametrize("fault", SAMPLES)
+def test_a_fault_in_the_samples_is_refused(fault: str) -> None:
+    run = make_run()
+    plant, named = SAMPLES[fault]
+    plant(run)
+    with pytest.raises(AssertionError, match=named):
+        run.check()
+
+
+DOUBLED = (
+    *("prefill_tokens_per_s", "mean_ttft_ms", "decode_tokens_per_s", "mean_step_ms", "other_ms"),
+    *("roofline_fraction", "mean_tpot_ms", "p50_tpot_ms", "p99_tpot_ms", "acceptance_rate"),
+    *("acceptance_length", "mean_emitted_tokens", "speedup", "net_speedup", "draft_ms"),
+)
+
+
+@pytest.mark.parametrize("key", DOUBLED)
+def test_a_metric_that_is_doubled_is_refused(key: str) -> None:
+    run = make_run()
+    metrics = run.metrics["speculative"]
+    run.metrics["speculative"] = replace(metrics, **{key: 2 * getattr(metrics, key)})
+    with pytest.raises(AssertionError, match=r" is .* but .* is "):
+        run.check()
+
+
+@pytest.mark.parametrize("key", ["speedup", "net_speedup"])
+def test_a_speedup_other_than_the_median_of_those_of_the_batches_is_refused(key: str) -> None:
+    run = make_run()
+    metrics = run.metrics["speculative"]
+    each = getattr(metrics, f"{key}_per_batch")
+    run.metrics["speculative"] = replace(metrics, **{key: max(each)})
+    with pytest.raises(AssertionError, match="the median"):
+        run.check()
+    run.metrics["speculative"] = replace(metrics, **{f"{key}_per_batch": each[::-1]})
+    with pytest.raises(AssertionError, match=f"batch 0: {key} x ms"):
+        run.check()
