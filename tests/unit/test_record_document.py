@@ -52,7 +52,9 @@ def test_every_part_of_a_record_has_its_table() -> None:
     assert shown == {f"{kind.__module__}:{kind.__name__}" for kind in expected}
 
 
-@pytest.mark.parametrize("kind", {*kinds(RunRecord), Row}, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", sorted({*kinds(RunRecord), Row}, key=str), ids=lambda kind: kind.__name__
+)
 def test_a_field_can_be_none_where_its_null_rule_says_so(kind: type) -> None:
     hints = typing.get_type_hints(kind)
     for item in fields(kind):
