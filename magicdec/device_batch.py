@@ -1,7 +1,7 @@
-"""DeviceBatch: the requests of a decoding step as the device knows them.
+"""DeviceBatch: the requests of a decoding step as tensors on the device.
 
-Owns the tensors that live from step to step: rows, newest tokens, and what tokens are sampled by.
-Steps bring them up to date on the device; the host loads them anew when the batch has changed.
+Owns the tensors that stay from step to step: rows, newest tokens and sampling metadata. A step
+updates them on the device. The host loads them again only when the batch has changed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from magicdec.kv.cache import BatchRows, upload
 from magicdec.request import Batch, Request
 from magicdec.sampling.metadata import SamplingMetadata
 
-NEWEST = 2  # tokens that a draft model may lack after a step: the newest one and one draft
+NEWEST = 2  # tokens that a draft model may lack after a step: the newest one and the last draft
 
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """`requests` as they were when the batch was made: what they have emitted since is in the
-    tensors, not there."""
+    """The tensors hold all tokens that were emitted so far. `requests` may lack those that were
+    emitted since the batch was made."""
 
     requests: tuple[Request, ...]
     rows: BatchRows
@@ -36,8 +36,8 @@ class DeviceBatch:
         device: torch.device,
         max_tail: int | None = None,
     ) -> DeviceBatch:
-        """`vocab_size`: the largest of the models that choose its tokens. `max_tail`: for steps
-        that are captured, see `BatchRows`."""
+        """`vocab_size` is the largest vocabulary of the models that choose tokens. `max_tail` is
+        for steps that are captured; see `BatchRows`."""
         rows = BatchRows.of(batch.rows, device, max_tail)
         newest = upload([last_tokens(r, NEWEST) for r in batch.requests], device)
         return cls(
@@ -45,8 +45,8 @@ class DeviceBatch:
         )
 
     def load(self, batch: Batch) -> None:
-        """Take the newest tokens and the outputs of `batch`, some or all of the requests, from the
-        host. Only the rows of `batch` are active from now on."""
+        """Load the newest tokens and the outputs of `batch`, which has some or all of the requests.
+        From now on only the rows of `batch` are active."""
         device, known = self.newest.device, {r.row: r for r in batch.requests}
         requests = [known.get(row) for row in self.rows.numbers]
         self.rows.active.copy_(upload([int(r is not None) for r in requests], device))
@@ -56,7 +56,8 @@ class DeviceBatch:
 
 
 def last_tokens(request: Request, count: int) -> list[int]:
-    """The last `count` tokens of prompt and output; short texts are padded in front."""
+    """The last `count` tokens of prompt and output. A shorter text is padded with zeros in
+    front."""
     of_prompt = count - len(request.output_ids)
     if of_prompt <= 0:
         return request.output_ids[-count:]

@@ -1,7 +1,8 @@
-"""What `--attention auto` means on a machine, and what follows from the backend: the dtype of a
-draft's KV cache and CUDA graphs. Imports no torch itself; asking a backend what it can do does.
+"""What `--attention auto` means on a machine, and the choices that depend on the backend: the dtype
+of a draft's KV cache, and CUDA graphs. Imports no torch itself, but reading the capabilities of a
+backend does.
 
-Must not know any backend but through its `Capabilities`, nor how a machine is probed.
+Knows a backend only by its `Capabilities`. Must not know how a machine is probed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
 def choose_backend(
     asked: str, device: str, machine: Machine, head_dim: int, dtype: str = "float32"
 ) -> Choice:
-    """The attention backend to use. Raises ValueError if one was asked for that
-    cannot serve. On CUDA `auto` is the portable backend until a measurement has chosen."""
+    """The attention backend to use. Raises ValueError if the user named one that cannot serve. On
+    CUDA, `auto` is the portable backend until a measurement has chosen."""
     if asked == "auto" and device == "cuda":
         return Choice(PORTABLE_BACKEND, "auto: to be measured", How.TO_BE_MEASURED)
     if asked == "auto":
@@ -37,7 +38,7 @@ def choose_backend(
 
 
 def _choose_on_cpu(device: str, machine: Machine, head_dim: int, dtype: str) -> Choice:
-    """The first of AUTO_BACKENDS that can serve, and why none before it."""
+    """The first of AUTO_BACKENDS that can serve, and why those before it cannot."""
     obstacles: list[str] = []
     for name in AUTO_BACKENDS:
         obstacle = capabilities_of(name).obstacle(machine, device, head_dim, dtype)
@@ -49,8 +50,8 @@ def _choose_on_cpu(device: str, machine: Machine, head_dim: int, dtype: str) -> 
 
 
 def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head_dim: int) -> str:
-    """The dtype of a draft's own KV cache in a run of `dtype`, where `backend` serves the draft.
-    Raises ValueError for an int8 cache that cannot be read."""
+    """The dtype of a draft's own KV cache in a run of `dtype`. `backend` serves the draft. Raises
+    ValueError if the user asked for an int8 cache that this backend cannot read."""
     if asked != "int8":
         return dtype
     if head_dim % INT8_TILE:
@@ -67,7 +68,7 @@ def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head
 
 
 def check_returns_weights(backend: str, policy: str) -> None:
-    """Refuse a policy that needs the target's attention weights beside a backend that does not
+    """Raise ValueError if the policy needs the target's attention weights and the backend does not
     return them."""
     if policy_called(policy).needs_weights and not capabilities_of(backend).returns_weights:
         fitting = ", ".join(list_backends(lambda c: c.returns_weights))
@@ -78,8 +79,9 @@ def check_returns_weights(backend: str, policy: str) -> None:
 
 
 def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> Choice:
-    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's, None for
-    one that a measurement will name. Raises ValueError if graphs were asked for and cannot be."""
+    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; None stands for
+    one that a measurement will choose. Raises ValueError if the user asked for graphs that cannot
+    be captured."""
     named = [name for name in backends if name is not None]
     unfit = next((name for name in named if not capabilities_of(name).can_be_recorded), None)
     obstacles = {

@@ -1,8 +1,8 @@
-"""What an attention backend, or a way to compute norms, rotation and gates, declares of itself:
-where it can run, what it needs and what it can do. Imports no torch.
+"""Capabilities and Requirements: where an attention backend, or an implementation of the
+elementwise operations, can run, what it needs and what it supports. Imports no torch.
 
-Owns the form of these declarations. Each is made beside its class, in the class's own file. Must
-not know any backend by name.
+Owns the form of these declarations. Each implementation declares its own, in its own file. Must not
+know any backend by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from magicdec.names import ATTENTION_BACKENDS, DEVICES, DTYPES, ELEMENTWISE, loa
 
 
 def nothing_missing() -> None:
-    """For what needs no library beside torch."""
+    """The `missing_parts` of an implementation that needs only torch."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,13 @@ class Requirements:
     dtypes: tuple[str, ...] = DTYPES
     needs_compiler: bool = False  # a C++ compiler
     missing_parts: Callable[[], str | None] = nothing_missing
-    is_interpreted_on_cpu: bool = False  # Triton: right there, and far too slow
+    is_interpreted_on_cpu: bool = False  # Triton: correct there, but far too slow
 
     def unmet(
         self, machine: Machine, device: str, dtype: str, subject: str | None = None
     ) -> str | None:
-        """What keeps it from running, in words about `subject`; None where nothing does."""
+        """Why it cannot run; None if it can. The sentence begins with `subject`, by default its
+        name."""
         it = subject or self.name
         obstacles = {
             f"{it} is for --device {self.devices[0]}": device not in self.devices,
@@ -49,7 +50,8 @@ class Requirements:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """The head sizes that a kernel serves; `name` completes "head size 72 is not"."""
+    """The head sizes that a kernel supports. `name` completes the sentence "head size 72 is not
+    ..."."""
 
     name: str
     sizes: Sequence[int]
@@ -57,25 +59,25 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class Capabilities(Requirements):
-    """What an attention backend can serve (`AttentionBackend.capabilities`)."""
+    """What an attention backend supports (`AttentionBackend.capabilities`)."""
 
     head_sizes: HeadSizes | None = None  # None: all
-    int8_kv_dtypes: tuple[str, ...] = ()  # dtypes of a run in which it reads an int8 KV cache
+    int8_kv_dtypes: tuple[str, ...] = ()  # dtypes of runs in which it reads an int8 KV cache
     int8_kv_needs_avx512_bf16: bool = False
-    keeps_window: bool = True  # a model's sliding window
-    returns_weights: bool = True  # tells how much attention each block of keys gets
-    can_be_recorded: bool = True  # in a CUDA graph; False: it needs exact lengths on the host
-    rounds_scores: bool = False  # to the run's dtype, too coarse for ALiBi in bfloat16
+    keeps_window: bool = True  # it supports the sliding window of a model
+    returns_weights: bool = True  # it can return the attention weights of each block of keys
+    can_be_recorded: bool = True  # in a CUDA graph; otherwise it needs exact lengths on the host
+    rounds_scores: bool = False  # to the dtype of the run: too coarse for ALiBi in bfloat16
 
     def obstacle(self, machine: Machine, device: str, head_dim: int, dtype: str) -> str | None:
-        """Why it cannot serve a model of these heads here; None where it can."""
+        """Why it cannot serve a model with heads of this size on this machine; None if it can."""
         unmet = self.unmet(machine, device, dtype)
         if unmet or self.head_sizes is None or head_dim in self.head_sizes.sizes:
             return unmet
         return f"head size {head_dim} is not {self.head_sizes.name}"
 
     def int8_kv_obstacle(self, machine: Machine, dtype: str) -> str | None:
-        """Why it cannot read an int8 KV cache in a run of `dtype`; None where it can."""
+        """Why it cannot read an int8 KV cache in a run of `dtype`; None if it can."""
         flag, dtypes = f"--attention {self.name}", self.int8_kv_dtypes
         if not dtypes:
             return f"{flag} reads none"
@@ -87,13 +89,15 @@ class Capabilities(Requirements):
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """Of the attention backend of that name. Imports its file, and torch with it."""
+    """The capabilities of the attention backend of that name. Imports its file, which imports
+    torch."""
     capabilities: Capabilities = load_named(ATTENTION_BACKENDS, name).capabilities
     return capabilities
 
 
 def requirements_of(name: str) -> Requirements:
-    """Of the way to compute norms, rotation and gates of that name. Imports torch."""
+    """The requirements of the implementation of the elementwise operations of that name. Imports
+    its file, which imports torch."""
     requirements: Requirements = load_named(ELEMENTWISE, name).requirements
     return requirements
 

@@ -1,8 +1,7 @@
-"""Checks of what a user can write that need more than one comparison. Imports nothing of ours and
-no torch.
+"""Checks of the user's values. Imports no torch itself, but asking a KV policy does.
 
-Every check raises ValueError, one line with the flag, the value and what is allowed. Shared by
-`config`, which checks a command line, and `request`, which checks what a program asks for.
+Every check raises ValueError with one line that names the flag, the value and what is allowed.
+`run_config` uses them for a command line, and `request` for the arguments of a program.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from magicdec.config.policies import list_policies, policy_called, policy_name
 
 
 class SamplingValues(Protocol):
-    """What `SamplingSection` and `SamplingParams` have in common."""
+    """The fields that `SamplingSection` and `SamplingParams` have in common."""
 
     @property
     def temperature(self) -> float: ...
@@ -33,7 +32,7 @@ class SamplingValues(Protocol):
 
 
 def check_sampling(values: SamplingValues) -> None:
-    """Each value in its own range. NaN is in none."""
+    """Every value must be in its range. NaN is in no range."""
     v, inf = values, math.inf
     for flag, value, fits, allowed in (
         ("--temperature", v.temperature, 0 <= v.temperature < inf, "0 (greedy) or larger"),
@@ -59,7 +58,7 @@ def check_sampling(values: SamplingValues) -> None:
 
 
 def check_filters_act(values: SamplingValues) -> None:
-    """Greedy decoding ignores the filters, so they are refused beside it."""
+    """Filters are refused with greedy decoding, which would ignore them."""
     for flag, value, off in (
         ("--top_k", values.top_k, 0),
         ("--top_p", values.top_p, 1),
@@ -73,7 +72,7 @@ def check_filters_act(values: SamplingValues) -> None:
 
 
 def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> None:
-    """Two spellings of the generated length agree, and there is something to generate."""
+    """The two flags for the generated length must agree, and it must be at least 1."""
     if gen_len is not None and max_len is not None and prefix_len + gen_len != max_len:
         raise ValueError(
             f"--max_len {max_len} is not --prefix_len {prefix_len} + "
@@ -112,11 +111,11 @@ def check_rank_group(
         )
 
 
-MOST_WATCHED = 31  # new tokens of a forward whose attention every backend can add up
+MOST_WATCHED = 31  # new tokens of a forward whose attention weights every backend can sum
 
 
 class BudgetValues(Protocol):
-    """What the checks ask of a `KVSection`."""
+    """The fields of a `KVSection` that `check_budget` reads."""
 
     @property
     def policy(self) -> str: ...
@@ -125,13 +124,13 @@ class BudgetValues(Protocol):
 
 
 def check_budget(kv: BudgetValues, num_draft_tokens: int, flag: str | None = None) -> None:
-    """The budget and the other settings must suit the policy, which knows how. `flag` is the
-    budget's, where it is not the drivers'."""
+    """The policy checks its budget and its other settings. `flag` is the budget's flag; by default
+    it is that of the drivers."""
     policy_called(policy_name(kv.policy, kv.budget)).check(kv, num_draft_tokens, flag)
 
 
 def check_draft_kv(asked: str, drafter: str | None, policy: str) -> None:
-    """An int8 cache must be one that a draft keeps for itself."""
+    """Only a draft that has a KV cache of its own can store it in int8."""
     if asked != "int8":
         return
     if drafter not in ("self", "model"):
@@ -145,7 +144,7 @@ def check_draft_kv(asked: str, drafter: str | None, policy: str) -> None:
 
 
 def check_standalone(policy: str) -> None:
-    """A policy whose choice follows from verifications serves self-speculation alone."""
+    """A policy that chooses by verifications serves only self-speculation."""
     if policy_called(policy).needs_verification:
         fitting = list_policies(lambda p: not p.needs_verification)
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Choice: what runs where a user could have left it to `auto`, and why. Imports nothing of ours and
-no torch.
+"""Choice: the resolved value of a flag that can be `auto`, and the reason for it. Imports nothing
+of this package and no torch.
 
-Must not know what is chosen between.
+Must not know what the alternatives are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class How(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """`why` is for the record and for messages alone: code asks `how` and the properties.
-    `is_interpreted`: the kernels run in Triton's interpreter."""
+    """`why` is only for the record and for messages; code reads `how` and the properties.
+    `is_interpreted` says that the kernels run in Triton's interpreter."""
 
     name: str
     why: str
@@ -42,10 +42,10 @@ class Choice:
 
     @property
     def settled(self) -> str | None:
-        """The name, or None where a measurement will replace it."""
+        """The name; None if a measurement will still choose it."""
         return None if self.is_to_be_measured else self.name
 
 
 def asked_for(name: str, is_interpreted: bool = False) -> Choice:
-    """What the user named."""
+    """The choice of a user who named it."""
     return Choice(name, INTERPRETED if is_interpreted else "asked for", How.ASKED, is_interpreted)

@@ -13,8 +13,8 @@ GPU_COLLECTIVES = ("nccl", "symmetric_memory")
 
 
 def choose_collectives(asked: str, device: str, machine: Machine) -> Choice | None:
-    """The collectives to use; None for one rank. Raises ValueError for what the device, the hosts
-    or the machine cannot do."""
+    """The collectives to use; None for one rank. Raises ValueError if the user named some that
+    cannot serve on this device or between these hosts."""
     if machine.world_size == 1:
         return None
     if device == "cuda":
@@ -39,8 +39,8 @@ def choose_collectives(asked: str, device: str, machine: Machine) -> Choice | No
 
 
 def choose_gpu_collectives(asked: str, machine: Machine) -> Choice:
-    """As `choose_collectives`, between several ranks with a GPU each: `auto` is symmetric memory
-    where ENABLE_INTRA_NODE_COMM=1 asks for it and it is there, else NCCL. Raises ValueError."""
+    """As `choose_collectives`, for several ranks with a GPU each. `auto` is symmetric memory if
+    ENABLE_INTRA_NODE_COMM=1 asks for it and it is available, otherwise NCCL."""
     ranks, gpus = machine.local_world_size, machine.num_gpus
     if asked not in ("auto", *GPU_COLLECTIVES):
         fitting = ", ".join(GPU_COLLECTIVES)

@@ -17,7 +17,8 @@ from magicdec.names import (
 
 
 def choose_dtype(asked: str, weights: str, is_fast_bfloat16: bool) -> str:
-    """The dtype of activations and KV cache, where `weights` was asked for the target's weights."""
+    """The dtype of activations and KV cache. `weights` is what the user wrote for the dtype of the
+    target's weights."""
     if asked != "auto":
         return asked
     if weights not in ("auto", "int8"):
@@ -26,8 +27,8 @@ def choose_dtype(asked: str, weights: str, is_fast_bfloat16: bool) -> str:
 
 
 def choose_weights(flag: str, asked: str, dtype: str) -> str:
-    """The dtype of a model's matrices in a run of `dtype`. Raises ValueError if another
-    floating-point type was asked for."""
+    """The dtype of a model's matrices in a run of `dtype`. Raises ValueError if the user asked for
+    another floating-point type."""
     if asked in ("auto", dtype):
         return dtype
     if asked == "int8":
@@ -39,7 +40,8 @@ def choose_weights(flag: str, asked: str, dtype: str) -> str:
 
 
 def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
-    """How linear layers multiply. Raises ValueError if `packed` was asked for and cannot be."""
+    """How linear layers multiply. Raises ValueError if the user asked for `packed` and this run
+    cannot use it."""
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
@@ -57,8 +59,8 @@ def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
 def choose_elementwise(
     asked: str, device: str, dtype: str, linear: str, machine: Machine
 ) -> Choice:
-    """What computes norms, rotation and gates beside linear layers of that kind.
-    Raises ValueError if one was asked for that cannot serve."""
+    """What computes the elementwise operations, in a model with linear layers of that kind. Raises
+    ValueError if the user named one that cannot serve."""
     if asked == "auto" and device == "cuda":
         missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
         if missing:

@@ -1,7 +1,7 @@
-"""Machine: the facts about a host that decide what `auto` means there. Imports nothing of ours and
-no torch.
+"""Machine: the facts about a host that decide what `auto` means there. Imports nothing of this
+package and no torch.
 
-Must not know how a machine is probed (`hardware.environment`) nor what is chosen by these facts.
+Must not know how a machine is probed (`hardware.environment`) or what depends on these facts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Machine:
     """What `resolve` needs to know about the host. `world_size` and `local_world_size` are those of
-    torchrun. `missing_backends` says, by name, what attention backends need and do not find, and
-    `missing_symmetric_memory` says it of these collectives. `wants_symmetric_memory`: the
-    environment has ENABLE_INTRA_NODE_COMM=1."""
+    torchrun. `missing_backends` says for each attention backend what it needs and does not find.
+    `missing_symmetric_memory` says the same for these collectives. `wants_symmetric_memory` says
+    that the environment has ENABLE_INTRA_NODE_COMM=1."""
 
     num_cpus: int
     world_size: int = 1

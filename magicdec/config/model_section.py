@@ -1,6 +1,6 @@
-"""ModelSection: the model of a run, and how it is held and computed. Imports no torch.
+"""ModelSection: the model of a run, and how it is stored and computed. Imports no torch.
 
-Owns these fields and their flags. Must not know how any of them is served.
+Owns these fields and their flags. Must not know how any of their values is implemented.
 """
 
 from __future__ import annotations

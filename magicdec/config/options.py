@@ -1,6 +1,7 @@
-"""Fields that become command-line flags. Imports nothing of ours and no torch.
+"""Fields of a config section that become command-line flags. Imports nothing of this package and no
+torch.
 
-Owns how a flag hangs on a field of a config section. Must not know of any section.
+Owns the metadata that connects a field with its flags. Must not know of any section.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def option(
     choices: tuple[str, ...] | None = None,
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
-    """A dataclass field that `cli.flags` turns into a command-line flag. `parse`: how text becomes
-    a value, where that is not the field's type."""
+    """A dataclass field that `cli.flags` turns into a command-line flag. `parse` makes a value of
+    the text; by default this is the type of the field."""
     metadata = {"flags": flags, "help": help, "choices": choices, "parse": parse}
     return dataclasses.field(default=default, metadata=metadata)
 

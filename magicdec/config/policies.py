@@ -1,4 +1,5 @@
-"""What the config asks a KV policy about itself. Imports no torch until a policy is asked."""
+"""The properties of a KV policy that the config needs. Imports no torch itself, but loading a
+policy does."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class DescribedPolicy(Protocol):
 
 
 def policy_called(name: str) -> DescribedPolicy:
-    """The policy class of that name. Imports its file, and torch with it."""
+    """The policy class of that name. Imports its file, which imports torch."""
     policy: DescribedPolicy = load_named(KV_POLICIES, name)
     return policy
 

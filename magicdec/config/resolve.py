@@ -1,7 +1,8 @@
-"""From what the user wrote to what runs: every `auto` and every None that means a default becomes a
-value. Imports no torch itself; asking an attention backend what it can serve does.
+"""Resolves a config: every `auto`, and every None that means a default, becomes a value. Imports no
+torch itself, but reading the capabilities of an attention backend does.
 
-Owns the order in which choices depend on each other. Must not know how any choice is implemented.
+Owns the order of the choices, which depend on each other. Must not know how any choice is
+implemented.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from magicdec.config.sections import DecodingSection, ParallelSection, WorkloadS
 def resolve(
     config: RunConfig, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64
 ) -> ResolvedConfig:
-    """What runs on `machine`, for models of these head sizes. Raises ValueError for what is not
-    there: a device, a compiler, a way to exchange."""
+    """The config that runs on `machine`, for models with these head sizes. Raises ValueError if the
+    machine lacks something that the user asked for, such as a device or a compiler."""
     device = choose_device(config.parallel.device, machine)
     fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
     dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
@@ -68,7 +69,7 @@ def resolve(
 
 
 def choose_device(asked: str, machine: Machine) -> str:
-    """Raises ValueError for CUDA where there is none."""
+    """Raises ValueError if the user asked for CUDA and there is none."""
     if asked == "cuda" and not machine.has_cuda:
         raise ValueError("--device cuda: no CUDA device here; choose from auto, cpu")
     if asked == "auto":
@@ -77,7 +78,7 @@ def choose_device(asked: str, machine: Machine) -> str:
 
 
 def resolve_parallel(section: ParallelSection, device: str, machine: Machine) -> ResolvedParallel:
-    """All ranks, unless some order of them was asked for; threads are shared between ranks."""
+    """The default group is all ranks in order. By default the ranks of a host share its threads."""
     threads = section.threads or max(1, machine.num_cpus // machine.local_world_size)
     ranks = section.rank_group or tuple(range(machine.world_size))
     collectives = choose_collectives(section.collectives, device, machine)
@@ -96,20 +97,20 @@ def resolve_model(
 def resolve_draft(
     section: DraftSection, backend: Choice, target_ranks: tuple[int, ...], dtype: str
 ) -> ResolvedDraft:
-    """On the first of the target's ranks, unless others were asked for."""
+    """By default, the draft is on the first of the target's ranks."""
     weights = choose_weights("--draft_dtype", section.draft_dtype, dtype)
     return ResolvedDraft(section.model, section.rank_group or target_ranks[:1], backend, weights)
 
 
 def unresolved_graphs(section: DecodingSection) -> ResolvedDecoding:
-    """With CUDA graphs as they were asked for; `ResolvedConfig.resolve_graphs` decides."""
+    """`cuda_graphs` is still what the user wrote; `ResolvedConfig.resolve_graphs` resolves it."""
     how = How.AUTO if section.cuda_graphs == "auto" else How.ASKED
     values = {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}
     return ResolvedDecoding(**values, graphs_choice=Choice(section.cuda_graphs, "", how))
 
 
 def resolve_workload(section: WorkloadSection) -> ResolvedWorkload:
-    """The generated length, whichever of its two spellings was used."""
+    """`gen_len` is the generated length, whichever of its two flags the user gave."""
     return ResolvedWorkload(
         dataset=section.dataset,
         batch_size=section.batch_size,

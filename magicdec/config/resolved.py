@@ -1,9 +1,9 @@
-"""ResolvedConfig: what runs. No None and no `auto` is left where a choice was made. Imports no
-torch.
+"""ResolvedConfig: the config that runs. No `auto` is left, and no None that means a default.
+Imports no torch.
 
 Owns the resolved sections and their form in a record. `config.resolve` makes them from what the
-user wrote (`RunConfig`). A field that ends in `_choice` says what was chosen and why; the property
-without that ending is its name.
+user wrote (`RunConfig`). A field that ends in `_choice` holds what was chosen and why; the property
+without that ending is the name of what was chosen.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ResolvedAttention:
 
 @dataclass(frozen=True)
 class ResolvedDecoding(DecodingSection):
-    """`cuda_graphs` is on or off. `--gamma auto` stays: it is a way to decode."""
+    """`cuda_graphs` is on or off. `num_draft_tokens` may stay `auto`, which is a way to decode."""
 
     graphs_choice: Choice = field(kw_only=True)
 
@@ -127,7 +127,7 @@ class ResolvedWorkload:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What a run does. `asked` is what the user wrote, for messages that name a flag."""
+    """The resolved sections. `asked` is what the user wrote, for messages that name a flag."""
 
     asked: RunConfig
     model: ResolvedModel
@@ -141,8 +141,8 @@ class ResolvedConfig:
     output: OutputSection
 
     def resolve_graphs(self) -> ResolvedConfig:
-        """With CUDA graphs decided anew, after a measurement has named a backend. Raises ValueError
-        where they were asked for and cannot be used."""
+        """This config with CUDA graphs chosen again, after a measurement has chosen a backend.
+        Raises ValueError if the user asked for graphs that cannot be captured."""
         drafts = [] if self.draft is None else [self.draft.backend_choice.settled]
         backends = [self.attention.backend_choice.settled, *drafts]
         d = self.decoding

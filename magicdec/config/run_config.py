@@ -1,7 +1,7 @@
-"""RunConfig: what the user wrote, and every check of it that needs no model and no machine. Imports
-no torch.
+"""RunConfig: what the user wrote, and the checks of it that need no model and no machine.
 
-Owns how the sections of a run go together. Must not know what becomes of them (`config.resolve`).
+Owns which sections a run has and which of their values exclude each other. Must not know how they
+are resolved (`config.resolve`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class RunConfig:
     output: OutputSection = OutputSection()
 
     def check(self, world_size: int) -> None:
-        """Raise ValueError, one line naming the flag, for anything that is wrong whatever the
-        model."""
+        """Raise ValueError, one line naming the flag, for values that are wrong for every model."""
         w, kv = self.workload, self.kv
         for flag, value, least in (
             ("--gamma", self.decoding.most_draft_tokens, 1),

@@ -1,7 +1,8 @@
-"""The sections of a run: each field with its default, its flag and what it means. Imports no torch.
+"""The sections of a config: each field with its default, its flag and its meaning. Imports no torch
+itself.
 
-A component is given its own section, never the whole. `RunConfig` puts them together and checks
-them; `config.resolve` makes of them what runs.
+A component gets only its own section. `RunConfig` holds all sections and checks them, and
+`config.resolve` resolves them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from magicdec.names import (
     KV_POLICIES,
 )
 
-MOST_DRAFT_TOKENS = 8  # that auto chooses from
+MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,14 @@ class KVSection:
 
     @property
     def num_recent_tokens(self) -> int:
-        """The recent window, asked for or not."""
+        """The size of the recent window, also if the user did not give it."""
         if self.recent_window is not None:
             return self.recent_window
         return max(1, (self.budget - self.num_sink_tokens) // 4)
 
     def resolve(self) -> KVSection:
-        """A budget of -1 is the original suite's spelling of the full cache."""
+        """The policy is `full` for a budget of -1, which in the original suite means the whole
+        cache."""
         policy, window = policy_name(self.policy, self.budget), self.recent_window
         if "recent_window" in policy_called(policy).settings:
             window = self.num_recent_tokens
@@ -146,7 +148,7 @@ class DecodingSection:
 
     @property
     def most_draft_tokens(self) -> int:
-        """No step drafts more."""
+        """The largest number of tokens that a step may draft."""
         if isinstance(self.num_draft_tokens, int):
             return self.num_draft_tokens
         return MOST_DRAFT_TOKENS
@@ -203,7 +205,7 @@ class WorkloadSection:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens to generate a sequence, whichever of the two spellings was used."""
+        """Tokens to generate in each sequence, whichever of the two flags the user gave."""
         if self.max_len is not None:
             return self.max_len - self.prefix_len
         return 64 if self.gen_len is None else self.gen_len

@@ -1,8 +1,8 @@
-"""CUDA graphs as a `Recorder`: what a piece of work starts on the device is kept, and started again
-in one call.
+"""CUDA graphs as a `Recorder`: the work that a function starts on the device is captured, and then
+started again in one call.
 
-Owns the capture. Must not know what is recorded. Work that reads a value back, or copies from
-memory that is not pinned, is refused by CUDA while it is recorded.
+Owns the capture. Must not know what is captured. CUDA refuses to capture work that reads a value
+back or copies from memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class CudaGraphs:
-    """Graphs that share their memory: a result is good until the next replay of any of them."""
+    """Graphs that share their memory: a result is valid until the next replay of any of them."""
 
     captures = True
 
@@ -23,9 +23,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Raises RuntimeError, naming the flag, for work that a graph cannot hold."""
+        """Raises RuntimeError, naming the flag, if the work cannot be captured."""
         graph = torch.cuda.CUDAGraph()
-        mode = "thread_local"  # other threads may go on: NCCL's watches its streams meanwhile
+        mode = "thread_local"  # a thread of NCCL's goes on watching its streams
         try:
             with torch.cuda.graph(graph, self._pool, self._stream, mode):
                 result = work()

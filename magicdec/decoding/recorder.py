@@ -1,8 +1,8 @@
-"""Recorder: how a piece of a decoding step is started again and again.
+"""Recorder: how a part of a decoding step is repeated.
 
-The identity recorder has the host start it each time. A capturing recorder (`cuda_graphs`) keeps
-what the piece starts on the device, and replays it. Both run the same code. Must not know what the
-pieces are.
+With the identity recorder, the host runs its code each time. A capturing recorder (`cuda_graphs`)
+keeps the work that the code starts on the device, and replays it. The code is the same for both.
+Must not know what the work is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Work = Callable[[], Tensor]
 class Recorder(Protocol):
     @property
     def captures(self) -> bool:
-        """Whether the host's part of the work runs once, while it is captured, and never again."""
+        """Whether the host's code runs only while it is captured, and not in a replay."""
         ...
 
     def record(self, work: Work) -> Work:
-        """A callable that repeats `work` on the same tensors and gives its result, which the next
-        repetition of any work may overwrite. `work` ran once before; what it changes while it is
-        recorded is undone by the caller."""
+        """A function that repeats `work` on the same tensors and returns its result. The next
+        repetition of any work may overwrite that result. The caller has run `work` once before this
+        call, and undoes what `work` changes while it is recorded."""
         ...
 
 
 @dataclass(frozen=True)
 class Eager:
-    """The identity: the host starts the work each time."""
+    """The identity recorder: the host runs the work each time."""
 
     captures: ClassVar[bool] = False
 
@@ -44,11 +44,12 @@ class Eager:
 def record(
     recorder: Recorder, work: Work, state: Sequence[Tensor], counts: Sequence[ForwardCounts]
 ) -> Work:
-    """As `recorder.record`, for work that changes `state` and counts forwards in `counts`.
+    """As `recorder.record`, for work that changes the tensors of `state` and counts its forwards in
+    `counts`.
 
-    For a capturing recorder the work runs once beforehand, since a first call may compile kernels
-    or allocate memory; the tensors of `state` and the counts are put back afterwards. Each replay
-    counts the forwards that the host does not see.
+    For a capturing recorder the work runs once beforehand, because a first call may compile kernels
+    or allocate memory. Afterwards `state` and the counts are set back. Each replay adds to the
+    counts, because the host does not see its forwards.
     """
     if not recorder.captures:
         return recorder.record(work)
@@ -66,7 +67,7 @@ def record(
     replay = recorder.record(work)
     restore()
 
-    # `work` is held by the default: a capture does not keep the tensors alive that it reads.
+    # The default argument keeps `work` alive, and with it the tensors that the capture reads.
     def run(_reads: Work = work) -> Tensor:
         for each, added in zip(counts, done, strict=True):
             each.num_forwards += added.num_forwards

@@ -1,9 +1,10 @@
-"""Speculative decoding: propose, verify all proposals in one forward, keep each row's accepted
-prefix and one token more. A step without proposals is a step of autoregressive decoding, so that
-the baseline is this strategy without a drafter.
+"""Speculative decoding: draft tokens, verify all of them in one forward, keep the accepted ones of
+each row and one more token of the target. A step without drafts is a step of autoregressive
+decoding, so the baseline is this strategy without a drafter.
 
-Greedy requests take a branch of their own, which is exact; others are judged by rejection sampling.
-Source: Leviathan et al. 2023, algorithm 1; ragged over the batch as in MagicDec (Chen et al. 2024).
+Drafts of greedy requests are compared with the target's own tokens, which is exact. Drafts of other
+requests are judged by rejection sampling. Source: Leviathan et al. 2023, algorithm 1; that each row
+of a batch accepts its own number of drafts: MagicDec (Chen et al. 2024).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
 
-REPEATS = 5  # of each timing before decoding
+REPEATS = 5  # of each timing in `measure`
 
 
 class Speculative:
-    """As many proposals a row a step as `draft_length` says, from any drafter."""
+    """In each step, `drafter` drafts as many tokens for each row as `draft_length` chooses."""
 
     def __init__(
         self, runner: ModelRunner, drafter: Drafter | None, draft_length: DraftLength, steps: Steps
@@ -42,7 +43,7 @@ class Speculative:
         self.steps.release(rows)
 
     def step(self, batch: Batch) -> StepOutput:
-        """Every row emits 1 token, and one more for each draft that it accepts."""
+        """Every row emits one token, and one more for each draft that it accepts."""
         count = self.draft_length.choose(batch)
         started = time.perf_counter()
         output = self._speculate(batch, count) if count else StepOutput(self.steps.decode(batch))
@@ -51,16 +52,16 @@ class Speculative:
         return output
 
     def _speculate(self, batch: Batch, num_draft_tokens: int) -> StepOutput:
-        """One draft and one verification. The host reads once."""
+        """One draft and one verification. The host reads the device once."""
         proposal = self.steps.draft(batch, num_draft_tokens)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]
         return StepOutput(emitted, num_draft_tokens, [row[0] for row in verdict])
 
     def measure(self, batch: Batch) -> list[float]:
-        """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. Changes nothing but what
-        the drafter saw of the attention. Drafting is taken to be linear in the number of tokens;
-        verification is measured for each."""
+        """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing except
+        the attention that the drafter has observed. The time of drafting is assumed to be linear in
+        the number of tokens. The time of verification is measured for each number."""
         phase, self.steps.phase = self.steps.phase, nullcontext
         try:
             return self._measure(batch)
@@ -96,7 +97,7 @@ class Speculative:
 
 
 def speculative(setup: Setup) -> Speculative:
-    """With the drafter that the run names."""
+    """The strategy with the drafter that the run names."""
     assert setup.decoding.drafter is not None, "a speculative run names its drafter"
     runner = setup.runner
     drafter = make_drafter(
@@ -108,6 +109,7 @@ def speculative(setup: Setup) -> Speculative:
 
 
 def autoregressive(setup: Setup) -> Speculative:
-    """One token a row a step: the baseline, which every other strategy must reproduce."""
+    """One token for each row in each step: the baseline, whose tokens every other strategy must
+    reproduce."""
     steps = Steps(setup.runner, None, setup.phase, setup.recorder)
     return Speculative(setup.runner, None, FixedLength(0), steps)

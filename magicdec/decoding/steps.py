@@ -1,10 +1,10 @@
-"""Steps: the work of decoding steps: a draft of K tokens, and a verification of K drafts (of none:
-a decode step).
+"""Steps: the two parts of a decoding step. One drafts K tokens, the other verifies them. With K = 0
+the verification is a step of plain decoding.
 
-Owns the state that lives on the device from step to step (`DeviceBatch`, the lengths of the
-caches), the order of forward, judgement and truncation, and the host's copy of the lengths, which
-one read a step brings up to date. A recorder says how each piece of work is started. Must not know
-how many tokens are drafted nor why (`speculative`, `draft_length`).
+Owns the state that stays on the device from step to step (`DeviceBatch` and the lengths of the
+caches), the order of forward, judgement and truncation, and the host's copy of the lengths. The
+host reads the device once in each step. A recorder starts each part. Must not know who chooses the
+number of draft tokens (`speculative`, `draft_length`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal, judge
 
-ANY_NUMBER = 1 << 30
+ANY_NUMBER = 1 << 30  # of pending tokens: no limit
 
 
 class Steps:
-    """Of a batch whose cached lengths the host knows before and after each call.
+    """Before and after each call, the host knows how many tokens each row has cached.
 
-    A capturing recorder keeps one batch: rows that have ended stay in it until the next batch is
-    admitted. They are computed, and read nothing of their context.
+    If steps are captured, rows that have ended stay in the batch until the next batch is admitted.
+    They are still computed, but read nothing of their context.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Steps:
 
     @torch.inference_mode()
     def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
-        """Prepare for steps of `batch` with so many draft tokens. Where steps are captured, all
-        that may come are captured now; each runs once first, and its traces are removed."""
+        """Prepare for steps of `batch` with any of these numbers of draft tokens. If steps are
+        captured, all of them are captured now. Each runs once before that, and what it changed is
+        undone."""
         draft_kv = None if self.drafter is None else self.drafter.draft_kv
         self._runners = [self.runner]
         if draft_kv is not None and draft_kv.runner is not self.runner:
@@ -62,13 +63,14 @@ class Steps:
                     self._work("draft", count, pending)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Rows of a captured batch are computed until the end: what they hold stays theirs."""
+        """The requests in `rows` have ended. Rows of a captured batch keep their memory, because
+        they are computed until the whole batch has ended."""
         if self.drafter is not None and not self.recorder.captures:
             self.drafter.release(rows)
 
     @torch.inference_mode()
     def decode(self, batch: Batch) -> list[list[int]]:
-        """The next token of each request, a list a row."""
+        """The next token of each request, as a list for each row."""
         with self.phase("decode"):
             self._show(batch)
             verdict = self._judged(None)
@@ -77,7 +79,7 @@ class Steps:
     @torch.inference_mode()
     def draft(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         """A proposal for the rows of `batch`, valid until the next draft."""
-        assert self.drafter is not None, "what drafts has a drafter"
+        assert self.drafter is not None, "only a strategy with a drafter drafts"
         drafter, captures = self.drafter, self.recorder.captures
         with self.phase("draft"):
             self._show(batch)
@@ -88,24 +90,24 @@ class Steps:
             if not self._captures_drafts:
                 uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
                 return drafter.propose(uncaptured, num_draft_tokens, pending)
-            # Copied: a proposal lasts until the next draft, the result of a replay until any
-            # replay.
+            # Indexing copies: the result of a replay lasts only until the next replay, but a
+            # proposal must last until the next draft.
             ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]
             drawn = self._pending_proposal.first(num_draft_tokens).probabilities
             return Proposal(ids, None if drawn is None else drawn[self._place_index])
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal) -> list[list[int]]:
-        """For each row how many of its drafts were accepted, then K + 1 ids of which the row emits
-        that many + 1."""
+        """For each row: the number n of accepted drafts, then K + 1 ids, of which the row emits
+        the first n + 1."""
         with self.phase("verify"):
             self._show(batch)
             return self._judged(proposal)
 
     @torch.inference_mode()
     def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
-        """Go back to cached `lengths`, at most what the rows of `batch` hold; the requests have
-        emitted nothing since."""
+        """Truncate the rows of `batch` to earlier `lengths`. Their requests must have emitted
+        nothing since then."""
         device = self.runner.device
         self.runner.truncate(batch.rows, lengths)
         if self.drafter is not None:
@@ -114,7 +116,7 @@ class Steps:
         self._batch.load(batch)
 
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:
-        """Verify, and read the verdict: the one read of a step."""
+        """Verify, and read the result, which is the only read of a step."""
         caches = [runner.cache for runner in self._runners]
         if self.recorder.captures:
             count = 0 if proposal is None else self._hand_over(proposal)
@@ -132,8 +134,9 @@ class Steps:
         return [row[len(caches) :] for row in found]
 
     def _propose(self, count: int, pending: int) -> Tensor:
-        """Captured: draft ids [B, K]; their probabilities stay where a verification finds them."""
-        assert self.drafter is not None, "what drafts has a drafter"
+        """The draft of a captured step: ids [B, K]. Their probabilities are copied to the pending
+        proposal, from which the captured verification reads them."""
+        assert self.drafter is not None, "only a strategy with a drafter drafts"
         proposal = self.drafter.propose(self._batch, count, pending)
         kept = self._pending_proposal.first(count).probabilities
         if kept is not None:
@@ -142,8 +145,8 @@ class Steps:
         return proposal.ids
 
     def _verify(self, proposal: Proposal | None) -> Tensor:
-        """[B, caches + 1 + K + 1]: the lengths of all caches, how many drafts were accepted, the
-        target's ids."""
+        """int64 [B, caches + 1 + K + 1]: the length of each cache, the number of accepted drafts,
+        and the ids of which the row emits the first."""
         batch, runner, drafter = self._batch, self.runner, self.drafter
         rows, last = batch.rows, batch.newest[:, -1:]
         watch = watch_queries = None
@@ -158,8 +161,8 @@ class Steps:
         logits = runner.forward(tokens, rows, watch=watch, watch_queries=watch_queries)
         accepted, ids = judge(runner, batch.sampling, proposal, logits)
         batch.sampling.take(ids, accepted + 1, rows.active)
-        # What stays cached is the newest token and the accepted drafts; the newest emitted token is
-        # not cached yet.
+        # The newest token and the accepted drafts stay cached. The last emitted token is not cached
+        # yet.
         kept = Lengths(before.tensor + 1 + accepted, before.plus(tokens.shape[1]).bounds)
         if tokens.shape[1] > 1:
             runner.truncate(rows, kept)
@@ -171,7 +174,7 @@ class Steps:
         return torch.cat([*lengths, accepted.unsqueeze(1), ids], dim=1)
 
     def _work(self, kind: str, count: int, pending: int) -> Work:
-        """A captured piece of work, captured when it is first asked for."""
+        """One captured part of a step. It is captured when it is first needed."""
         key = kind, count, pending
         if key not in self._works:
             batch = self._batch
@@ -190,7 +193,7 @@ class Steps:
         return self._works[key]
 
     def _make_proposal(self) -> Proposal:
-        """Where drafts of captured steps stand between draft and verification."""
+        """The tensors that hold the drafts of captured steps between draft and verification."""
         drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
         drafter, probs = self.drafter, None
         if drafter is not None and drafter.has_probabilities and self._batch.sampling.draws:
@@ -199,17 +202,18 @@ class Steps:
         return Proposal(drafts, probs)
 
     def _hand_over(self, proposal: Proposal) -> int:
-        """Copy a proposal for the shown rows to where captured steps read it; how many tokens."""
+        """Copy a proposal for the rows of the current batch to the tensors that captured steps
+        read. Returns the number of tokens that it has for each row."""
         count = proposal.ids.shape[1]
         kept = self._pending_proposal.first(count)
         kept.ids.index_copy_(0, self._place_index, proposal.ids)
-        # Greedy rows have no probabilities, and none are kept where all rows are greedy.
+        # If all rows are greedy, there are no probabilities.
         if kept.probabilities is not None and proposal.probabilities is not None:
             kept.probabilities.index_copy_(0, self._place_index, proposal.probabilities)
         return count
 
     def _load(self, batch: Batch) -> None:
-        """A new device batch of just these requests."""
+        """Make a new device batch of the requests of `batch`."""
         tail = self._most + 1 if self.recorder.captures else None
         self._batch = DeviceBatch.of(batch, self._vocab_size, self.runner.device, tail)
         self._shown, self._rows = batch.requests, batch.rows
@@ -217,7 +221,7 @@ class Steps:
         self._place_index = upload(self._places, self.runner.device)
 
     def _show(self, batch: Batch) -> None:
-        """Make `batch` the one that is computed, if it has changed."""
+        """Make `batch` the current batch, if it is not yet."""
         if batch.requests == self._shown:
             return
         if not self.recorder.captures:
@@ -229,7 +233,7 @@ class Steps:
         self._place_index = upload(self._places, self.runner.device)
         ended = [row for row in self._batch.rows.numbers if row not in self._rows]
         for runner in self._runners:
-            # Ended rows are computed on, from where all that a step appends has room.
+            # Ended rows are still computed, so each needs room for the tokens that a step appends.
             cache = runner.cache
             most = cache.tokens_per_row - (self._most + 1) - 1
             cache.truncate(ended, [min(cache.lengths[row], most) for row in ended])

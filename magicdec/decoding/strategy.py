@@ -1,5 +1,5 @@
-"""DecodingStrategy: the protocol that every way of decoding follows, and what one is built from.
-The name table is `names.STRATEGIES`."""
+"""DecodingStrategy: the protocol that every way of decoding follows, and the arguments from which a
+strategy is built. The name table is `names.STRATEGIES`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a strategy is built from: the runner that holds the target, and its sections."""
+    """The arguments of a strategy: the runner that holds the target, and its sections of the
+    config."""
 
     runner: ModelRunner
     decoding: DecodingSection
     kv: KVSection
     phase: Phase = nullcontext
     draft: DraftModel | None = None
-    draft_length: DraftLength | None = None  # default: made from the section
-    recorder: Recorder = Eager()  # default: the host starts every operation
+    draft_length: DraftLength | None = None  # default: made from `decoding`
+    recorder: Recorder = Eager()  # default: nothing is captured
 
 
 class DecodingStrategy(Protocol):
-    """Requests come (`admit`), take part in steps and go (`release`), each by itself."""
+    """Each request is admitted, takes part in steps, and is released when it has ended."""
 
     def admit(self, batch: Batch) -> None:
-        """Prepare for the requests of `batch`, whose prompts were just taken into the cache. Not
-        timed as decoding."""
+        """Prepare for the requests of `batch`, whose prompts were just prefilled. Its time is not
+        part of a step."""
         ...
 
     def step(self, batch: Batch) -> StepOutput:

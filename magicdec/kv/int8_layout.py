@@ -1,10 +1,10 @@
-"""Int8Tiled: a KV cache in int8, each token of a head with a float32 scale for its K and one for
-its V.
+"""Int8Tiled: the layout of a KV pool in int8. Each token of a head has a float32 scale for its K
+and one for its V.
 
-Owns the order of these bytes and what a number becomes. A scale is that of one token, so that
-tokens are appended and forgotten without touching others; no number is off by more than half of it.
+Owns the order of these bytes and the quantisation. Because a scale belongs to one token, tokens are
+appended and removed without any change to others. The error of a number is at most half its scale.
 
-Shapes as in `layout`: a pool is one of K or V, N slots, D head size.
+Shapes as in `layout`: a pool is K or V, N slots, D head size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ LARGEST = 127
 
 
 class Int8Tiled:
-    """Tiles of TILE tokens: their TILE * D numbers, then their TILE scales. A number is a byte of
-    sign and magnitude; 64 of them are two pairs for each of 16 columns, [4, 2, 4, 2]: column / 4,
-    pair, column % 4, which of the pair. Columns are tokens in K, [D / 4, TILE / 16, 64], and
-    dimensions in V, [TILE / 4, D / 16, 64]; pairs are of the other. D is a multiple of 16."""
+    """Tiles of TILE tokens: first TILE * D numbers, then TILE scales. D is a multiple of 16.
+
+    A number is a byte of sign and magnitude. 64 numbers form a group, which has two pairs of
+    numbers for each of 16 columns: [4, 2, 4, 2] = (column / 4, pair, column % 4, number of the
+    pair). In K, [D / 4, TILE / 16, 64], the columns are tokens and the pairs are adjacent
+    dimensions. In V, [TILE / 4, D / 16, 64], it is the other way round."""
 
     block_multiple = TILE
 
@@ -57,7 +59,7 @@ class Int8Tiled:
 
 
 def _quantised(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """numbers [layers, N, D] to bytes of that shape and scales [layers, N]."""
+    """Numbers [layers, N, D] as bytes of the same shape, and their scales [layers, N]."""
     wide = numbers.float()
     scales = wide.abs().amax(2) / LARGEST
     inverse = torch.where(scales > 0, 1 / scales, 0).unsqueeze(2)
@@ -66,7 +68,7 @@ def _quantised(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _widened(found: Tensor, scales: Tensor) -> Tensor:
-    """Bytes [N, layers, D] and scales [N, layers] to float32."""
+    """Bytes [N, layers, D] and scales [N, layers] as float32 numbers."""
     signed = found.view(torch.uint8)
     magnitude = (signed & LARGEST).float()
     return torch.where(signed > LARGEST, -magnitude, magnitude) * scales.unsqueeze(2)

@@ -1,11 +1,12 @@
-"""Layouts of a KV cache's storage: in which order a block's numbers lie in memory.
+"""Layouts of a KV pool: the order in memory of the numbers of a block.
 
-Owns the orders of floating-point numbers (`int8_layout` has that of int8) and reading and writing
-tokens in them. A backend asks for the one its kernel reads fastest (`AttentionBackend.layout`);
-nobody else needs to know which it is.
+Owns the layouts of floating-point numbers (`int8_layout` has that of int8), and reading and writing
+tokens in them. A backend chooses the layout that its kernel reads fastest
+(`AttentionBackend.layout`). No other code depends on the choice.
 
-Shapes: a pool is one of K or V, [layers, blocks, G, block_size, D], or what a token takes for D; a
-slot is the address of one token of one head (`cache.py`); N slots, D head size.
+Shapes: N slots, D head size. A pool is K or V, [layers, blocks, G, block_size, D]; the last
+dimension is larger if a token has scales. A slot is the address of one token of one head
+(`pool.py`).
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ TILE = 64  # tokens of a tile (TILE of attention/native.cpp)
 
 
 class Layout(Protocol):
-    """`block_multiple` divides the block size of a cache laid out so."""
+    """The block size of a pool in this layout is a multiple of `block_multiple`."""
 
     block_multiple: int
 
     def bytes_per_token(self, head_dim: int, itemsize: int) -> int:
-        """Of one token of one head in a pool of K or V, for numbers of `itemsize` bytes."""
+        """The bytes of one token of one head in a pool of K or V, for numbers of `itemsize`
+        bytes."""
         ...
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
-        """A copy of K at slots [N] in all layers of the pool: [layers, N, D]."""
+        """A copy of the keys at `slots` [N] in all layers of the pool: [layers, N, D]."""
         ...
 
     def read_values(self, pool: Tensor, slots: Tensor) -> Tensor: ...
 
     def write_keys(self, pool: Tensor, slots: Tensor, keys: Tensor) -> None:
-        """Replace K at slots [N] by `keys` [layers, N, D]."""
+        """Replace the keys at `slots` [N] by `keys` [layers, N, D]."""
         ...
 
     def write_values(self, pool: Tensor, slots: Tensor, values: Tensor) -> None: ...
 
 
 class Plain:
-    """A token's D numbers follow each other: [blocks, G, block_size, D] as the shape says."""
+    """The D numbers of a token are adjacent: [blocks, G, block_size, D]."""
 
     block_multiple = 1
 
@@ -57,10 +59,10 @@ class Plain:
 
 
 class Tiled:
-    """Tiles of TILE tokens, laid out for dot products of pairs of 16-bit numbers: K as [D / 2,
-    TILE, 2], the token after the pair of dimensions, and V as [TILE / 2, D, 2], the dimension after
-    the pair of tokens. As many numbers as in the plain order, and K and V need no shuffle between
-    memory and the product."""
+    """Tiles of TILE tokens for dot products of pairs of 16-bit numbers. A tile of K is
+    [D / 2, TILE, 2]: the last index is one of two adjacent dimensions. A tile of V is
+    [TILE / 2, D, 2]: the last index is one of two adjacent tokens. The products then need no
+    shuffle. The size is that of the plain layout."""
 
     block_multiple = TILE
 
