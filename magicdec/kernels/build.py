@@ -2,12 +2,13 @@
 of the project.
 
 Owns the cache of built libraries, `~/.cache/magicdec`, keyed by source, flags, compiler and CPU.
-Safe when several ranks start at once: each builds a file of its own and renames it when complete.
+When several ranks start at once, one builds and the others wait for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -43,7 +44,7 @@ def load_library(
     compiler = find_compiler()
     if compiler is None:
         raise ValueError(f"{source.name} needs a C++ compiler; on Debian: apt install g++")
-    command = [compiler, *FLAGS, *flags, str(source)]
+    command = [compiler, *FLAGS, *flags]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     texts = [path.read_text() for path in (source, *headers)]
     key = "\n".join([*command, *texts, version.stdout, cpu_identity()])
@@ -51,14 +52,22 @@ def load_library(
     path = directory / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(suffix=".so", dir=directory)
-        os.close(descriptor)
-        built = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
-        if built.returncode:
-            Path(partial).unlink()
-            raise RuntimeError(f"{' '.join(command)} failed: {built.stderr.strip()}")
-        Path(partial).replace(path)
+        with (directory / "build.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _build([*command, str(source)], path)
     return ctypes.CDLL(str(path))
+
+
+def _build(command: list[str], path: Path) -> None:
+    """Write the library to `path`, where it appears when it is complete."""
+    descriptor, partial = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(descriptor)
+    built = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
+    if built.returncode:
+        Path(partial).unlink()
+        raise RuntimeError(f"{' '.join(command)} failed: {built.stderr.strip()}")
+    Path(partial).replace(path)
 
 
 def share_openmp() -> None:

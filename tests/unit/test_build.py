@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,14 +24,27 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_processes_that_start_together_share_one_library(home: Path) -> None:
-    source = home / "answer.cpp"
-    source.write_text(SOURCE)
-    command = [sys.executable, "-c", LOAD, str(source)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+def test_of_processes_that_start_together_one_builds(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two have the source in another place, as another checkout has."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    counting = home / "bin" / "g++"
+    counting.parent.mkdir()
+    counting.write_text(f'#!/bin/sh\necho "$*" >> {home}/calls\nexec {compiler} "$@"\n')
+    counting.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{counting.parent}:{os.environ['PATH']}")
+    sources = [home / place / "answer.cpp" for place in ("here", "there", "there")]
+    for source in sources:
+        source.parent.mkdir(exist_ok=True)
+        source.write_text(SOURCE)
+    commands = [[sys.executable, "-c", LOAD, str(source)] for source in sources]
+    running = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
     assert [process.communicate(timeout=HANG)[0] for process in running] == ["42\n"] * 3
-    built = [path.name for path in (home / ".cache" / "magicdec").iterdir()]
+    built = [path.name for path in (home / ".cache" / "magicdec").glob("*.so")]
     assert len(built) == 1 and built[0].startswith("answer-"), built
+    assert sum(" -o " in call for call in (home / "calls").read_text().splitlines()) == 1
 
 
 def test_another_source_is_another_library(home: Path) -> None:
@@ -46,7 +60,7 @@ def test_what_does_not_compile_says_so_and_leaves_nothing(home: Path) -> None:
     source.write_text("not C++")
     with pytest.raises(RuntimeError, match="failed: "):
         build.load_library(source)
-    assert list((home / ".cache" / "magicdec").iterdir()) == []
+    assert list((home / ".cache" / "magicdec").glob("*.so")) == []
 
 
 def test_without_a_compiler_it_says_what_to_install(
