@@ -1,10 +1,9 @@
-"""A stand-in for CUDA graphs on a CPU: keeps the operators that a piece of work runs, with their
-arguments as they were, and runs them again on the same tensors, without the Python around them.
+"""A stand-in for CUDA graphs on a CPU. It records the operators that a piece of work runs with
+their arguments, and runs them again on the same tensors, without the Python code around them.
 
-What the work took from the host while it was recorded is frozen, as in a graph. What a graph
-refuses is refused here: reading a value back, copying from the host. Tensors that the work found
-are not kept alive, as a graph does not keep their memory; a result is spoilt by the next replay, as
-that of a graph whose memory others share.
+As in a graph, values that the work took from the host are frozen. What a graph refuses is refused
+here: reading a value back, and copying from the host. As with a graph, the tensors that the work
+reads are not kept alive, and a result is overwritten by the next replay.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 REFUSED = {
-    # The host waits for their result or its size; `tolist` calls `resolve_neg`.
+    # The host waits for their result or for its size. `tolist` calls `resolve_neg`.
     aten.item, aten._local_scalar_dense, aten.resolve_neg, aten.nonzero, aten.masked_select,
     aten._unique2, aten.equal, aten.is_nonzero,
-    # `torch.tensor`, and what indexing by a list makes of it.
+    # `torch.tensor` calls it, and so does indexing by a list.
     aten.lift_fresh,
 }  # fmt: skip
 REFUSED_FORMS = {aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
-SPOILT = -(1 << 62)  # no token, length or count
+SPOILT = -(1 << 62)  # no possible token, length or count
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
 
 
 class HostTouched(RuntimeError):
-    """The work reads from the device, or copies to it."""
+    """The work reads from the device or copies to it."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """In recorded arguments: the tensor that some operator before made."""
+    """Stands in recorded arguments for a tensor that an earlier operator made."""
 
     number: int
 
 
 class _Keep(TorchDispatchMode):
-    """Calls as (function, arguments, results)."""
+    """Records calls as (function, arguments, results)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ class _Keep(TorchDispatchMode):
 
 
 class Recorder:
-    """`recorded` counts the pieces of work, `replayed` how often any was repeated."""
+    """`recorded` is the number of recorded pieces of work, `replayed` the number of replays."""
 
     captures = True
 

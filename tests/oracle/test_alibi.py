@@ -1,4 +1,4 @@
-"""ALiBi in extra dimensions of q and k: the same attention in every backend, and its error in
+"""ALiBi in extra dimensions of q and k: attention is the same in every backend; its error in
 bfloat16."""
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from magicdec.model.transformer import Transformer
 
 @pytest.mark.parametrize("backend", [SDPABackend, GroupedBackend, NativeBackend])
 @pytest.mark.parametrize("name", ["bloom", "bloom-6-heads", "baichuan-13b"])
-def test_every_backend_serves_alibi(name: str, backend: type, tmp_path: Path) -> None:
-    """Logits of a text in chunks of unequal length. Heads of size 8 are cached with size 16."""
+def test_logits_with_alibi_are_the_same_in_every_backend(
+    name: str, backend: type, tmp_path: Path
+) -> None:
+    """A text in chunks of different lengths. Heads of size 8 are cached with size 16."""
     reference = make_checkpoint(tmp_path, name)
     source, text = find_model("--model", str(tmp_path)), torch.tensor(random_prompts([90], VOCAB))
     place = (Shard(), None, torch.float32, torch.device("cpu"))
@@ -42,7 +44,8 @@ ALIBI = ModelConfig("alibi", 64, 1, 256, 64, 4, 4, 64, 4096, positions="alibi")
 
 
 def bfloat16_error(backend: AttentionBackend) -> float:
-    """Error of ALiBi attention at the end of a long text, relative to float64 on equal inputs."""
+    """The error of attention with ALiBi at the end of a long text, relative to float64 on equal
+    inputs."""
     torch.manual_seed(0)
     length, heads, size = 3000, ALIBI.num_heads, ALIBI.head_dim
     drawn = torch.randn(1, length + 1, 3 * heads, size).bfloat16()
@@ -65,7 +68,7 @@ def bfloat16_error(backend: AttentionBackend) -> float:
     return float((out.double() - expected).abs().max())
 
 
-def test_alibi_in_bfloat16() -> None:
+def test_the_error_of_alibi_in_bfloat16() -> None:
     """Positions are exact, and slopes, powers of two here, nearly exact. The grouped backend rounds
     the scores, so that neighbouring keys get equal scores; such a run is refused."""
     assert bfloat16_error(NativeBackend()) < 0.05
@@ -74,7 +77,7 @@ def test_alibi_in_bfloat16() -> None:
     assert bfloat16_error(GroupedBackend()) > 0.3
 
 
-def test_scores_fall_with_the_distance_past_a_digit() -> None:
+def test_scores_fall_with_the_distance_at_multiples_of_256() -> None:
     """With q and k zero, a score is the slope times the key's position, on both sides of every
     multiple of 256."""
     slopes = alibi_slopes(ALIBI)
@@ -87,7 +90,7 @@ def test_scores_fall_with_the_distance_past_a_digit() -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 6, 8, 12, 32, 40, 112])
-def test_alibi_slopes_are_blooms(num_heads: int) -> None:
+def test_alibi_slopes_equal_those_of_bloom(num_heads: int) -> None:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     theirs = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]

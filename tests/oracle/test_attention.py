@@ -1,9 +1,8 @@
-"""Every attention backend against attention written out in float64. A new backend is one row in
-BACKENDS.
+"""Every attention backend against attention in float64. A new backend is one row in BACKENDS.
 
-Triton's kernels run on a GPU if there is one, else interpreted. That is slow, so only every fifth
-case is run, and one of a test in `make test`. The libraries for GPUs need one;
-`test_cuda_libraries.py` tests without it what can be tested of them.
+Triton's kernels run on a GPU if there is one; otherwise they are interpreted. That is slow, so only
+every fifth case runs, and one case of each test in `make test`. The GPU libraries need a GPU;
+`test_cuda_libraries.py` tests what can be tested of them without one.
 """
 
 from __future__ import annotations
@@ -57,9 +56,10 @@ HAS_CUDA = torch.cuda.is_available()
 def cases(
     *axes: Sequence[object], without: Sequence[str] = (), interpreted: int = 1
 ) -> list[object]:
-    """(backend's name, one of each axis): all that the backend serves, or every fifth where it is
-    interpreted, of which the first `interpreted` run in `make test`; none of `without`. Axes hold
-    heads and dtypes, and what any backend serves."""
+    """Tuples of a backend's name and one value of each axis: all combinations that the backend
+    supports. Of an interpreted backend, every fifth, of which `make test` runs the first
+    `interpreted`. The backends `without` are left out. Axes may hold heads and dtypes, or anything
+    that every backend supports."""
     found: list[object] = []
     for name in BACKENDS:
         kind, _, _ = name.partition(",")
@@ -67,7 +67,7 @@ def cases(
             continue
         kept = [chosen for chosen in itertools.product(*axes) if is_served(kind, chosen)]
         if kind == "triton" and not HAS_CUDA:
-            kept = kept[::5]  # of both dtypes: their number is even
+            kept = kept[::5]  # both dtypes occur, since their number is even
         marks = [] if "cpu" in capabilities_of(kind).devices else [pytest.mark.cuda]
         if kind == "triton" and find_spec("triton") is None:
             marks = [pytest.mark.skip(reason="triton is not installed")]
@@ -79,7 +79,7 @@ def cases(
 
 
 def is_served(kind: str, chosen: Sequence[object]) -> bool:
-    """Whether the backend takes the heads and the dtype among `chosen`."""
+    """Whether the backend supports the heads and the dtype among `chosen`."""
     size = next((c[2] for c in chosen if isinstance(c, tuple)), 64)
     dtype = next((c for c in chosen if isinstance(c, torch.dtype)), torch.bfloat16)
     capabilities, machine = capabilities_of(kind), Machine(1, has_compiler=True)
@@ -88,7 +88,7 @@ def is_served(kind: str, chosen: Sequence[object]) -> bool:
 
 
 def device_of(backend: AttentionBackend) -> torch.device:
-    """Where a backend is tested."""
+    """The device on which a backend is tested."""
     for_gpus = isinstance(backend, (TritonBackend, *LIBRARIES))
     return torch.device("cuda" if HAS_CUDA and for_gpus else "cpu")
 
@@ -96,8 +96,8 @@ def device_of(backend: AttentionBackend) -> torch.device:
 def written_out(
     q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int, window: int = MAX_TOKENS
 ) -> Tensor:
-    """One row: q [T, H, D] at positions first.. over k, v [S, G, D] at `keys`, causal, in
-    float64."""
+    """Causal attention of one row in float64: q [T, H, D] at positions `first` and after, over the
+    tokens `keys` of k, v [S, G, D]."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
@@ -112,13 +112,13 @@ def written_out(
 def fill(
     backend: AttentionBackend, kv_heads: int, size: int, lengths: list[int], dtype: torch.dtype
 ) -> tuple[KVCache, Tensor, Tensor]:
-    """A cache whose rows hold random tokens, with the same tokens as plain tensors [B, S, G, D]."""
+    """A cache whose rows hold random tokens, and the same tokens as plain tensors [B, S, G, D]."""
     block = backend.block_size(MAX_TOKENS)
     per_row = -(-MAX_TOKENS // block)
     shape = CacheShape(2, kv_heads, size, block, len(lengths) * per_row, backend.layout(dtype))
     device = device_of(backend)
     cache = KVCache(shape, len(lengths), per_row, dtype, device)
-    for tokens in (MAX_TOKENS // 2, MAX_TOKENS):  # in two turns: the blocks of rows interleave
+    for tokens in (MAX_TOKENS // 2, MAX_TOKENS):  # in two turns: blocks interleave
         for row in range(len(lengths)):
             cache.allocate(row, tokens)
     k, v = (torch.randn(len(lengths), MAX_TOKENS, kv_heads, size).to(device, dtype) for _ in "kv")
@@ -126,7 +126,7 @@ def fill(
     slots = cache.slots(rows, torch.arange(MAX_TOKENS, device=device).expand(len(lengths), -1))
     cache.write(
         1, slots, k * float("inf"), v * 1e4
-    )  # what lies past a row's length must not matter
+    )  # tokens after the length of a row must not matter
     for row, length in enumerate(lengths):
         cache.write(
             1,
@@ -170,10 +170,10 @@ def test_backend_equals_attention_written_out(
     cases(WINDOWED, [1, 5, 36, 100], DTYPES, without=list_backends(lambda c: not c.keeps_window)),
     ids=str,
 )
-def test_a_token_sees_its_window(
+def test_a_token_sees_only_its_window(
     name: str, policy: FullKV | StreamingLLM, window: int, dtype: torch.dtype
 ) -> None:
-    """And no more is read than the tokens of a forward see together."""
+    """No key is read that none of the tokens of the forward sees."""
     torch.manual_seed(0)
     lengths, committed = [37, 3, 70, 0, 70], [35, 3, 66, 0, 70]
     batches = ((1, [0, 1, 2, 3]), (1, [2, 4]), (5, [2, 0, 1]), (40, [2]), (33, [4, 0, 3]))
@@ -218,8 +218,8 @@ def test_a_forward_sees_neither_the_future_nor_another_row(name: str) -> None:
 
 
 def test_the_native_library_leaves_the_processor_state_alone() -> None:
-    """It was once linked with -ffast-math, which made the whole process flush subnormals to zero;
-    what ran after it computed other numbers."""
+    """When it was linked with -ffast-math, the whole process flushed subnormal numbers to zero,
+    which changed later computations."""
     from magicdec.attention.native import kernel
 
     kernel(64)
@@ -229,10 +229,11 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_new", [1, 7, 20])
-def test_native_cuts_long_rows_into_pieces_and_returns_the_log_sum_exp(
+def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     num_new: int, dtype: torch.dtype, portable: bool
 ) -> None:
-    """Rows of several pieces, queries of several blocks (20 tokens of 4 heads a KV head)."""
+    """Rows of several splits, and queries of several blocks (20 tokens of 4 heads for each KV
+    head)."""
     torch.manual_seed(0)
     backend, length = NativeBackend(portable), 3000
     rows, heads, kv_heads, size = 2, 8, 2, 64
@@ -265,10 +266,10 @@ def test_native_cuts_long_rows_into_pieces_and_returns_the_log_sum_exp(
 @pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
 @pytest.mark.parametrize("heads", [6, 32])  # 32: the queries of five tokens fill several blocks
 @pytest.mark.parametrize("window", [None, 62, 66, 700, 1237])
-def test_native_gives_a_token_the_same_bits_whatever_is_computed_with_it(
+def test_native_gives_a_token_the_same_bits_alone_and_with_others(
     window: int | None, heads: int
 ) -> None:
-    """One token at a time, as decoding does, and five at once, as verification does."""
+    """Decoding computes one token at a time, verification five at once."""
     torch.manual_seed(0)
     lengths, kv_heads, size, num_new = [1300, 63], 2, 64, 5
     backend, dtype = NativeBackend(), torch.bfloat16

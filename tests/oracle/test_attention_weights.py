@@ -1,4 +1,5 @@
-"""Ranges by layer and KV head, and where attention goes, against both written out in float64."""
+"""Ranges by layer and KV head, and attention weights by block, both against a computation in
+float64."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ FORWARDS = [(1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (17, [3, 2])]
 
 @dataclass(frozen=True)
 class Scattered:
-    """A random choice of a share of the committed tokens, another for every layer and head."""
+    """A random choice of a share of the committed tokens, different for every layer and head."""
 
     kv_heads: int
     share: float
@@ -41,7 +42,7 @@ class Scattered:
             [[self.runs(c) for _ in range(self.kv_heads)] for c in committed.tolist()] for _ in "01"
         ]
         most = max(len(r) for layer in heads for row in layer for r in row) + 1
-        # Empty ranges before, after, and between.
+        # There are empty ranges before, after and between the others.
         return torch.tensor(
             [[[[*r, *[r[-1][1:] * 2] * (most - len(r))] for r in row] for row in layer]
              for layer in heads],
@@ -79,7 +80,7 @@ class Case:
         return backend.run(1, self.q, k, v, view), torch.empty(0)
 
     def heads(self) -> list[tuple[int, int, slice, list[int]]]:
-        """(row of the batch, KV head, its query heads, the keys they see)."""
+        """Tuples of a row of the batch, a KV head, its query heads, and the keys that they see."""
         view, groups, num_heads = self.view, self.k.shape[2], self.q.shape[2]
         ranges = (
             view.ranges[1] if view.per_head else view.ranges[:, None].expand(-1, groups, -1, -1)
@@ -105,7 +106,8 @@ def make_case(
 def written_mass(
     q: Tensor, k: Tensor, keys: list[int], first: int, num_blocks: int, window: int = 1000
 ) -> Tensor:
-    """q [T, heads, D] at positions first.. over k [S, D] at `keys`: [num_blocks], in float64."""
+    """The attention weights of each block in float64, [num_blocks], for q [T, heads, D] at
+    positions `first` and after, over k [S, D] at `keys`."""
     mass = torch.zeros(num_blocks, dtype=torch.float64)
     for t in range(q.shape[0]):
         seen = torch.tensor([s for s in keys if first + t - window < s <= first + t])
@@ -136,10 +138,11 @@ def test_every_head_reads_its_own_ranges(
     cases(HEADS, DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
-def test_weights_are_what_the_softmax_gives_each_block(
+def test_weights_are_the_softmax_summed_by_block(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Whatever is visible; and asking for it changes no bit of the output."""
+    """This holds for every choice of visible tokens. Returning the weights changes no bit of the
+    output."""
     torch.manual_seed(0)
     for policy in (FullKV(), StreamingLLM(4, 11), Scattered(heads[1], 0.4)):
         for num_new, rows in FORWARDS:
@@ -154,7 +157,7 @@ def test_weights_are_what_the_softmax_gives_each_block(
             for i, g, own, keys in case.heads():
                 k, first = case.k[rows[i], :, g], LENGTHS[rows[i]]
                 expected = written_mass(case.q[i, :, own], k, keys, first, mass.shape[2])
-                # `grouped` scales the queries in the storage's dtype.
+                # `grouped` scales the queries in the dtype of the cache.
                 error = (mass[i, g].double() - expected).abs().max() / total
                 assert error < (1e-5 if dtype == torch.float32 else 1e-2), (policy, i, g)
 
@@ -164,10 +167,10 @@ def test_weights_are_what_the_softmax_gives_each_block(
     cases([2, 21], DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
-def test_weights_and_heads_of_their_own_under_a_window(
+def test_weights_and_ranges_by_head_under_a_window(
     name: str, window: int, dtype: torch.dtype
 ) -> None:
-    """Whatever a policy shows of what lies before it."""
+    """This holds whatever a policy shows of the tokens before the window."""
     torch.manual_seed(0)
     for policy in (FullKV(), Scattered(2, 0.4)):
         for num_new, rows in FORWARDS:
@@ -187,10 +190,11 @@ def test_weights_and_heads_of_their_own_under_a_window(
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_new", "heads"), [(1, 2), (3, 4), (5, 16), (20, 8), (31, 2)])
-def test_native_mass_over_pieces_and_blocks_of_queries(
+def test_native_weights_over_splits_and_blocks_of_queries(
     num_new: int, heads: int, dtype: torch.dtype, portable: bool
 ) -> None:
-    """Long ragged rows, keys that grow towards the end: maxima rise from tile to tile."""
+    """Long rows of different lengths. The keys grow towards the end, so the maximum rises from tile
+    to tile."""
     torch.manual_seed(0)
     lengths, kv_heads, size, total = [1501, 700], 2, 64, 1540
     grows = torch.linspace(0.1, 2, total).view(1, total, 1, 1)
@@ -221,8 +225,10 @@ def test_native_mass_over_pieces_and_blocks_of_queries(
 
 @pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
 @pytest.mark.parametrize("heads", [(6, 2, 64), (32, 2, 64)])
-def test_native_keeps_a_tokens_bits_under_ranges_of_its_own(heads: tuple[int, int, int]) -> None:
-    """One token at a time and five at once, over the same choice of keys."""
+def test_native_gives_a_token_the_same_bits_under_ranges_by_head(
+    heads: tuple[int, int, int],
+) -> None:
+    """One token at a time and five at once read the same keys."""
     torch.manual_seed(0)
     backend = NativeBackend()
     chosen = Scattered(heads[1], 0.5).ranges(torch.tensor([COMMITTED[2], COMMITTED[0]]))
@@ -244,7 +250,7 @@ def test_native_keeps_a_tokens_bits_under_ranges_of_its_own(heads: tuple[int, in
 @pytest.mark.parametrize(
     ("name", "build"), [("grouped", GroupedBackend), ("native", NativeBackend)]
 )
-def test_a_chunk_too_long_to_be_watched_is_refused(name: str, build: type) -> None:
+def test_weights_of_a_long_chunk_are_refused(name: str, build: type) -> None:
     for num_new in (MOST_WATCHED, MOST_WATCHED + 1):
         backend = build()
         case = make_case(backend, (2, 2, 64), FullKV(), num_new, [1], torch.float32)

@@ -1,5 +1,5 @@
-"""The int8 KV cache: what it stores, and the kernel over it against attention in float64 over the
-same cache, read back."""
+"""The int8 KV cache: the numbers that it stores, and the kernel against attention in float64 over
+the numbers that are read back."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no bfloat16 d
 
 
 def filled(kv_heads: int, size: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
-    """int8 rows of LENGTHS random tokens, with large ones past their ends, in blocks that
-    interleave."""
+    """An int8 cache with rows of LENGTHS random tokens in interleaved blocks. After the end of a
+    row there are large numbers."""
     torch.manual_seed(0)
     shape = CacheShape(2, kv_heads, size, 64, len(LENGTHS) * MAX_TOKENS // 64, INT8_TILED)
     cache = KVCache(shape, len(LENGTHS), MAX_TOKENS // 64, torch.int8, torch.device("cpu"))
@@ -63,8 +63,9 @@ def everything(cache: KVCache, count: int) -> Tensor:
 def written_out(
     q: Tensor, k: Tensor, v: Tensor, keys: list[int], first: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """One row: q [T, H, D] at positions first.. over k, v [G, S, D] at `keys`, causal and of these
-    the last `window` positions, in float64: output, and each block's probability [G, blocks]."""
+    """Causal attention of one row in float64: q [T, H, D] at positions `first` and after, over the
+    last `window` positions of k, v [G, S, D] at `keys`. Returns the output and the probability of
+    each block [G, blocks]."""
     group = q.shape[1] // k.shape[0]
     out = torch.empty(q.shape, dtype=torch.float64)
     mass = torch.zeros(k.shape[0], -(-MAX_TOKENS // WEIGHTS_BLOCK), dtype=torch.float64)
@@ -111,7 +112,7 @@ def test_kernel_equals_attention_written_out(
 
 @needs_kernel
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_a_token_gets_its_bits_alone_or_with_others(heads: tuple[int, int, int]) -> None:
+def test_a_token_gets_the_same_bits_alone_and_with_others(heads: tuple[int, int, int]) -> None:
     num_heads, kv_heads, size = heads
     outputs = []
     for together in (False, True):
@@ -130,8 +131,11 @@ def test_a_token_gets_its_bits_alone_or_with_others(heads: tuple[int, int, int])
 
 @pytest.mark.parametrize("size", [16, 64, 80, 256])
 @pytest.mark.parametrize("source_layout", [PLAIN, TILED], ids=["plain", "tiled"])
-def test_what_is_copied_is_off_by_half_a_scale_at_most(size: int, source_layout: Layout) -> None:
-    """Scattered over tiles; a token that is all zeros stays so, and what lies beside is left."""
+def test_the_error_of_a_copied_number_is_at_most_half_its_scale(
+    size: int, source_layout: Layout
+) -> None:
+    """The tokens are scattered over tiles. A token of zeros stays zero, and other tokens do not
+    change."""
     torch.manual_seed(0)
     cpu = torch.device("cpu")
     shapes = [CacheShape(2, 3, size, 128, 2, layout) for layout in (source_layout, INT8_TILED)]
@@ -166,7 +170,9 @@ def test_what_is_copied_is_off_by_half_a_scale_at_most(size: int, source_layout:
     again.copy_from(target, target.slots(rows, everywhere), again.slots(rows, everywhere))
     slots = target.slots(rows, everywhere)
     for once, twice in zip(target.read(1, slots), again.read(1, slots), strict=True):
-        torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)  # nothing is lost again
+        torch.testing.assert_close(
+            twice, once, rtol=1e-6, atol=0
+        )  # a second quantisation changes nothing
     assert target.num_bytes == 2 * 2 * 2 * 3 * 128 * (size + 4)
 
 
@@ -184,7 +190,8 @@ LOSSLESS = {
 
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_speculation_emits_the_baseline_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, by the reference: the drafts are those of an int8 cache, the tokens are not."""
+    """In float32 with the reference backend: an int8 cache changes the drafts, but not the
+    tokens."""
     drafter, kv = LOSSLESS[name]
     made: list[torch.dtype] = []
     original = KVCache.__init__
@@ -212,8 +219,9 @@ def test_speculation_emits_the_baseline_tokens(name: str, monkeypatch: pytest.Mo
 
 
 @needs_kernel
-def test_bytes_are_those_of_each_cache() -> None:
-    """The kernel counts keys; in int8 each has a byte a number and a scale, else two a number."""
+def test_bytes_read_are_those_of_each_cache() -> None:
+    """The kernel counts keys. A key takes one byte for each number and a scale in int8, otherwise
+    two bytes for each number."""
     model = tiny_transformer(dtype=torch.bfloat16)
     runner = make_runner(model, 2, 70, NativeBackend())
     for each, size in ((runner, 2 * TINY.head_dim), (runner.with_cache(70, torch.int8), 20)):
@@ -224,6 +232,6 @@ def test_bytes_are_those_of_each_cache() -> None:
             each.forward(ids, [0, 1])
             keys = kernel(TINY.head_dim).magicdec_keys_read() - keys
             used = each.counts.minus(counts)
-            if ids.shape[1] == 1:  # a long chunk's keys are met once for several of its tokens
+            if ids.shape[1] == 1:  # a long chunk reads a key once for several tokens
                 assert used.kv_bytes_read == keys * 2 * size > 0
             assert bytes_read(model, used) == used.kv_bytes_read + weight_bytes(model)

@@ -1,7 +1,8 @@
-"""Lossless is a test: self-speculation emits the baseline's float32 tokens, exactly, whatever the
-policy, budget and shape.
+"""Speculation is lossless: self-speculation emits exactly the tokens of the baseline in float32,
+for every policy, budget and shape.
 
-A new policy is one row in KV_SECTIONS. All drafters on several ranks: tests/distributed/matrix.py.
+A new policy is one row in KV_SECTIONS. `tests/distributed/matrix.py` tests all drafters on several
+ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ KV_SECTIONS = [
     KVSection("streaming_llm", 17, 16),
     KVSection("streaming_llm", 1, 0),
     KVSection("streaming_llm", 32, 16),
-    KVSection("streaming_llm", 33, 16),  # the last prompt, and around it
+    KVSection("streaming_llm", 33, 16),  # the length of the last prompt, and near it
     KVSection("streaming_llm", 34, 16),
     KVSection("streaming_llm", 5000, 16),
     KVSection("snapkv", 9, window_size=8),
@@ -94,8 +95,10 @@ def test_speculation_emits_the_baseline_tokens(shape: str, kv: KVSection) -> Non
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 7])
 @pytest.mark.parametrize("backend", [GroupedBackend, SDPABackend, NativeBackend])
 @pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
-def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type, policy: str) -> None:
-    """The window rolls on: 300 tokens past prompts of different lengths, budget 40."""
+def test_300_tokens_past_the_window_are_the_baselines(
+    num_draft_tokens: int, backend: type, policy: str
+) -> None:
+    """The window moves on: 300 tokens after prompts of different lengths, with a budget of 40."""
     requests = make_requests(random_prompts([3, 50], TINY.vocab_size, seed=4), 300)
     runner = make_runner(tiny_transformer(seed=1), 2, 350 + num_draft_tokens, backend())
     baseline, ours, accepted = decode_both(
@@ -109,18 +112,20 @@ def test_300_tokens_roll_the_window(num_draft_tokens: int, backend: type, policy
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("drafter", "kv"),
-    # Prompt lookup reads no cache, whatever the policy.
+    # Prompt lookup reads no cache, so the policy does not matter.
     [("ngram", KV_SECTIONS[0]), *(("self", kv) for kv in KV_SECTIONS)],
     ids=repr,
 )
-def test_300_ragged_tokens(drafter: str, kv: KVSection) -> None:
+def test_300_tokens_of_rows_of_different_lengths_are_the_baselines(
+    drafter: str, kv: KVSection
+) -> None:
     requests = make_requests(random_prompts(RAGGED, TINY.vocab_size, seed=5), 300)
     runner = make_runner(tiny_transformer(seed=2), len(RAGGED), 374, NativeBackend())
     baseline, ours, _ = decode_both(runner, requests, kv, 4, drafter=drafter)
     assert ours == baseline and all(len(t) == 300 for t in ours)
 
 
-def test_rows_end_alone_at_their_own_length_and_end_token() -> None:
+def test_each_row_ends_at_its_own_length_or_end_token() -> None:
     prompts = random_prompts([20, 9, 31], TINY.vocab_size, seed=2)
     runner = make_runner(tiny_transformer(), 3, 120)
     kv = KVSection("streaming_llm", 20, 4)
@@ -134,7 +139,7 @@ def test_rows_end_alone_at_their_own_length_and_end_token() -> None:
     assert len(ours[2]) > len(ours[0]), "the others go on"
 
 
-def test_a_request_of_one_token_needs_no_step() -> None:
+def test_a_request_for_one_token_needs_no_step() -> None:
     runner = make_runner(tiny_transformer(), 1, 40)
     requests = make_requests(random_prompts([20], TINY.vocab_size), 1)
     baseline, ours, accepted = decode_both(runner, requests, KVSection("streaming_llm", 8, 2), 4)
@@ -170,8 +175,8 @@ def test_any_ragged_batch(
 
 
 def test_speculation_adds_no_second_prefill_and_no_kv_memory() -> None:
-    """Forwards of a speculative pass: gamma drafts and one verification a step, no prompt among
-    them."""
+    """A step of the speculative pass has gamma draft forwards and one verification. No forward runs
+    the prompt again."""
     requests = make_requests(random_prompts([64, 64], TINY.vocab_size), 30)
     runner = make_runner(tiny_transformer(), 2, 64 + 30 + 3)
     held = runner.cache.num_bytes
@@ -184,7 +189,7 @@ def test_speculation_adds_no_second_prefill_and_no_kv_memory() -> None:
     assert runner.cache.num_bytes == held == tokens_needed * per_token
 
 
-def test_drafting_leaves_the_cache_as_it_was() -> None:
+def test_drafting_changes_no_committed_token_of_the_cache() -> None:
     runner = make_runner(tiny_transformer(), 1, 64)
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts([40], TINY.vocab_size), 5))

@@ -1,5 +1,5 @@
-"""Steps that are recorded once and replayed, as CUDA graphs are, against the steps that the host
-starts: the same tokens, whatever rows end when."""
+"""Steps that are recorded once and replayed, as with CUDA graphs, against steps that the host
+starts. They emit the same tokens, whichever rows end at whichever step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,19 @@ PAIRS = sorted(served_pairs(), key=str)
 PROMPTS = [90, 1, 40, 150]
 NUM_NEW = [60, 33, 60, 7]  # rows end at different steps
 MOST = 8
-SCRIPT = (3, 0, 0, 0, 0, 0, 0, 2, 5, 0, 1)  # the draft falls behind by more than a step
+SCRIPT = (
+    3,
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+    2,
+    5,
+    0,
+    1,
+)  # with long pauses of drafting
 
 
 def section_of(policy: str | None) -> KVSection:
@@ -49,7 +61,7 @@ def section_of(policy: str | None) -> KVSection:
 def started(
     sliding_window: int | None = None, block_size: int = 16
 ) -> tuple[Engine, list[Request]]:
-    """A target that has taken the prompts."""
+    """An engine that has prefilled the prompts, and its snapshots."""
     config = replace(TINY, sliding_window=sliding_window)
     model = tiny_transformer(config)
     runner = make_runner(
@@ -74,7 +86,8 @@ def run(
     recorder: AnyRecorder | None,
     length: DraftLength | None = None,
 ) -> tuple[list[list[int]], list[list[int]], ForwardCounts]:
-    """(tokens, accepted by step, what the target's forwards read)."""
+    """The emitted tokens, the accepted drafts of each step, and the counts of the target's
+    forwards."""
     runner = engine.runner
     engine.rewind(snapshots)
     name = "autoregressive" if drafter is None else "speculative"
@@ -104,16 +117,21 @@ def test_replayed_steps_emit_the_same_tokens(drafter: str | None, policy: str | 
 
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
-def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | None) -> None:
-    """Steps without drafts too, and the measurement that `--gamma auto` begins with."""
+def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
+    drafter: str, policy: str | None
+) -> None:
+    """Some steps draft nothing. The measurement of `--gamma auto` comes first."""
     engine, snapshots = started()
     kv, recorder = section_of(policy), Recorder()
     expected, accepted, _ = run(engine, snapshots, drafter, kv, "auto", None, Scripted(SCRIPT))
     found, replayed, _ = run(engine, snapshots, drafter, kv, "auto", recorder, Scripted(SCRIPT))
     assert found == expected == run(engine, snapshots, None, kv, 4, None)[0]
     assert replayed == accepted
-    drafts = {"model": 2}.get(drafter, 1)  # a draft model begins with one token, or with two
-    if (drafter, policy) == ("model", "streaming_llm"):  # a rolling cache is the host's
+    drafts = {"model": 2}.get(drafter, 1)  # a draft model begins with one token or with two
+    if (drafter, policy) == (
+        "model",
+        "streaming_llm",
+    ):  # not captured
         drafts = 0
     assert recorder.recorded == 1 + (1 + drafts) * 5
 
@@ -121,8 +139,9 @@ def test_any_sequence_of_draft_lengths_is_replayed(drafter: str, policy: str | N
 @pytest.mark.parametrize(
     "kv", [KVSection("full"), KVSection("snapkv", 250, window_size=8)], ids=str
 )
-def test_a_draft_that_sees_all_is_right_after_any_pause(kv: KVSection) -> None:
-    """The target's own weights: what they draft is accepted, however far they had fallen behind."""
+def test_a_full_replayed_draft_is_accepted_after_any_pause(kv: KVSection) -> None:
+    """The draft has the target's own weights, so all its drafts are accepted, however many tokens
+    it had to catch up with."""
     engine, snapshots = started()
     runner = engine.runner
     draft = make_draft(runner.model, kv, runner.num_rows, runner.max_tokens, SDPABackend(16))
@@ -140,8 +159,8 @@ def test_a_draft_that_sees_all_is_right_after_any_pause(kv: KVSection) -> None:
     assert all(accepted == [n] * len(accepted) for n, accepted in steps)
 
 
-def test_a_length_chosen_by_measurement_is_replayed() -> None:
-    """One row is measured alone, with the others put to rest; then all go on."""
+def test_replayed_steps_of_measured_draft_lengths_emit_the_same_tokens() -> None:
+    """The measurement runs one row alone while the others are not active. Then all rows go on."""
     engine, snapshots = started()
     kv, recorder = section_of("streaming_llm"), Recorder()
     expected = run(engine, snapshots, None, kv, 4, None)[0]
@@ -150,8 +169,8 @@ def test_a_length_chosen_by_measurement_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv"])
-def test_a_row_that_ended_at_the_end_of_its_blocks_is_computed_on(policy: str) -> None:
-    """What its steps append in vain has room."""
+def test_a_row_that_ended_in_its_last_block_writes_into_no_other_row(policy: str) -> None:
+    """An ended row is still computed, so the tokens that it appends need room."""
     runner = make_runner(tiny_transformer(), 2, 60 + 7 + 4, SDPABackend(1))
     engine = Engine(runner, 64)
     requests = make_requests(random_prompts([60, 4], TINY.vocab_size), [7, 60])
@@ -171,8 +190,8 @@ def test_a_row_that_ended_at_the_end_of_its_blocks_is_computed_on(policy: str) -
         pytest.param("verified", 0, marks=pytest.mark.wide),
     ],
 )
-def test_windows_and_new_choices_are_replayed(policy: str, reselect_every: int) -> None:
-    """A model whose texts get past its sliding window; SnapKV chooses anew between replays."""
+def test_replayed_steps_follow_windows_and_new_choices(policy: str, reselect_every: int) -> None:
+    """The texts grow past the sliding window of the model. SnapKV chooses again between replays."""
     engine, snapshots = started(sliding_window=64)
     kv = replace(section_of(policy), reselect_every=reselect_every)
     expected, accepted, counts = run(engine, snapshots, "self", kv, 3, None)
@@ -181,7 +200,7 @@ def test_windows_and_new_choices_are_replayed(policy: str, reselect_every: int) 
     assert (read.kv_tokens_read, read.num_forwards) == (counts.kv_tokens_read, counts.num_forwards)
 
 
-def test_an_int8_draft_cache_is_replayed() -> None:
+def test_replayed_steps_draft_from_an_int8_cache() -> None:
     engine, snapshots = started(block_size=64)
     kv = replace(section_of("snapkv"), draft_kv_dtype="int8")
     expected, accepted, _ = run(engine, snapshots, "self", kv, 4, None)
@@ -200,7 +219,7 @@ TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", TOUCHES)
-def test_what_a_graph_refuses_is_refused(name: str) -> None:
+def test_the_recorder_refuses_what_a_graph_refuses(name: str) -> None:
     x = torch.tensor([1, 2, 3])
 
     def work() -> torch.Tensor:
@@ -211,8 +230,9 @@ def test_what_a_graph_refuses_is_refused(name: str) -> None:
         Recorder().record(work)
 
 
-def test_a_replay_works_on_what_the_tensors_hold_then() -> None:
-    """In place and through views; what the host decided stays as it was."""
+def test_a_replay_reads_the_present_values_of_tensors() -> None:
+    """This holds for updates in place and through views. Values of the host stay as they were when
+    it was recorded."""
     x, total, factor = torch.tensor([1, 2, 3]), torch.zeros(1, dtype=torch.int64), [2]
 
     def work() -> torch.Tensor:
@@ -229,7 +249,8 @@ def test_a_replay_works_on_what_the_tensors_hold_then() -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "verified"])
 def test_a_step_on_a_gpu_waits_once(policy: str, graphs: bool) -> None:
-    """For the verdict; drafting, views and truncation start without waiting for the device."""
+    """The host waits for the result of the verification. Drafting, views and truncation do not wait
+    for the device."""
     device = torch.device("cuda")
     model = tiny_transformer().to(device)
     runner = make_runner(model, 2, 200, SDPABackend(16))

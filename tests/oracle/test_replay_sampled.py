@@ -1,10 +1,11 @@
-"""Replayed steps of requests that are sampled or have penalties, against the steps that the host
-starts: the same tokens for the same seeds, and as many drafts accepted in each step.
+"""Replayed steps of requests that are sampled or have penalties, against steps that the host
+starts. They emit the same tokens for the same seeds and accept as many drafts in each step.
 
-In float64: sums of other shapes round otherwise, and a random number may fall between the two. A
-draft model under SnapKV is held to less: replayed, it takes the prompt's newest token once more,
-which then sees only what was chosen, so other drafts are drawn and judged. What sampled rows emit
-is another draw of the same distribution, shown below; greedy rows emit the same.
+The tests run in float64, because sums of other shapes round differently, and a random number may
+fall between the two results. A draft model with SnapKV is an exception: when replayed, it computes
+the newest token of the prompt again, which then sees only the chosen tokens, so other drafts are
+drawn. The sampled rows then emit other tokens of the same distribution, which is tested below;
+greedy rows emit the same tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from magicdec.sampling.sampling import make_params
 
 PAIRS = sorted(served_pairs(), key=str)
 PROMPTS = [90, 1, 40, 150, 20]
-NUM_NEW = [40, 21, 60, 7, 33]  # rows end at different steps, the third last
+NUM_NEW = [40, 21, 60, 7, 33]  # rows end at different steps; the third row is the last
 MOST = 8
 SCRIPT = (3, 0, 0, 2, 5, 0, 1)
 GREEDY = SamplingSection()
@@ -47,7 +48,7 @@ KINDS = {
     "filters": [FILTERED] * 5,
     "penalties": [PENALISED] * 5,
     "greedy with penalties": [GREEDY_PENALISED, GREEDY, GREEDY_PENALISED, GREEDY, GREEDY],
-    # The last rows to end are greedy: a batch without chance, of steps that were recorded with it.
+    # The last rows to end are greedy: a greedy batch in steps that were recorded with sampling.
     "mixed": [WARM, FILTERED, GREEDY, PENALISED, GREEDY_PENALISED],
 }
 
@@ -57,7 +58,7 @@ Result = tuple[list[list[int]], list[list[int]]]
 
 
 class OneAlone(Scripted):
-    """Measures, beforehand, one row too, the others put to rest."""
+    """The measurement also measures one row alone, while the others are not active."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         measure(Batch(batch.requests[1:2], is_prefill=False))
@@ -65,7 +66,7 @@ class OneAlone(Scripted):
 
 
 def started(kind: str, device: str = "cpu") -> tuple[Engine, list[Request]]:
-    """A target that has taken the prompts."""
+    """An engine that has prefilled the prompts, and its snapshots."""
     total = max(PROMPTS) + max(NUM_NEW) + MOST
     model = tiny_transformer(dtype=torch.float64).to(device)
     engine = Engine(make_runner(model, len(PROMPTS), total, SDPABackend(16)), 64)
@@ -84,7 +85,7 @@ def check_same(pair: tuple[str | None, str | None], kind: str, eager: Result, ou
 
 
 def check_accepted(steps: Sequence[Sequence[int]], most: int) -> None:
-    """The cases hold kept and refused drafts."""
+    """Assert that the case has accepted and rejected drafts."""
     accepted = [count for step in steps for count in step]
     assert 0 < sum(accepted) < most * len(accepted)
 
@@ -126,13 +127,13 @@ def test_graphs_on_a_gpu_sample_the_same_tokens(
     "kind", ["mixed", pytest.param("greedy with penalties", marks=pytest.mark.wide)]
 )
 @pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
-def test_any_sequence_of_draft_lengths_samples_the_same(
+def test_replayed_steps_of_any_draft_lengths_sample_the_same_tokens(
     drafter: str, policy: str | None, kind: str
 ) -> None:
-    """Steps without drafts too, after a measurement of one row and of all."""
+    """Some steps draft nothing. A measurement of one row and of all rows comes first."""
     engine, snapshots = started(kind)
     kv, outputs = section_of(policy), []
-    # A measurement leaves what the drafter saw of the attention meanwhile, of rows at rest too.
+    # A measurement leaves the attention that the drafter observed, also of inactive rows.
     script = Scripted if policy in ("verified", "retrieval") else OneAlone
     for recorder in (None, Recorder()):
         found = run(engine, snapshots, drafter, kv, "auto", recorder, script(SCRIPT))
@@ -141,10 +142,10 @@ def test_any_sequence_of_draft_lengths_samples_the_same(
 
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("streaming_llm", marks=pytest.mark.wide)])
-def test_a_draft_of_a_larger_vocabulary_samples_the_same(
+def test_a_replayed_draft_of_a_larger_vocabulary_samples_the_same_tokens(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was emitted is kept once, for both models."""
+    """Both models share the history of emitted tokens."""
 
     def draft_for(kv: KVSection, runner: ModelRunner) -> DraftModel:
         model = tiny_transformer(replace(SMALL, vocab_size=131), seed=1, dtype=torch.float64)
@@ -158,7 +159,8 @@ def test_a_draft_of_a_larger_vocabulary_samples_the_same(
 
 @pytest.mark.wide
 def test_replayed_steps_keep_the_targets_distribution() -> None:
-    """Where they are not held to the tokens of those that the host starts."""
+    """This is tested for the steps that need not sample the same tokens as steps that the host
+    starts."""
     kv = KVSection("snapkv", 4, window_size=2)
     counts = emitted("speculative", "model", kv, 3, Recorder())
     assert p_value(counts, exact_distribution(SECTION)) > 0.001

@@ -1,5 +1,6 @@
-"""The rolling cache against StreamingLLM written out: keys kept unrotated, and all of them rotated
-anew, at their places within the cache, in every forward. Its storage; its blocks."""
+"""The rolling cache against a plain StreamingLLM, which keeps keys unrotated and rotates all of
+them in every forward, by their positions in the cache. Also the size of the storage and its
+blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ POLICIES = [StreamingLLM(4, 24), StreamingLLM(16, 17), StreamingLLM(0, 9), Strea
 
 
 class WrittenOut:
-    """One row: K without rotation and V of every token, a list a layer."""
+    """One row of a plain StreamingLLM: the unrotated K and the V of every token, a list for each
+    layer."""
 
     def __init__(self, model: Transformer, policy: StreamingLLM) -> None:
         self.model, self.policy = model, policy
@@ -42,7 +44,7 @@ class WrittenOut:
         self.v = list(self.k)
 
     def forward(self, ids: list[int], settled: int) -> Tensor:
-        """Logits [T, V] of `ids`, which follow what the row holds."""
+        """Logits [T, V] of `ids`, which follow the tokens of the row."""
         sinks, window = (
             self.policy.num_sink_tokens,
             self.policy.budget - self.policy.num_sink_tokens,
@@ -82,7 +84,7 @@ def make_rolling(
 
 
 def compare(runner: RollingRunner, rows: dict[int, WrittenOut], num_new: int) -> None:
-    """One forward of all rows, everything held being settled."""
+    """Run one forward of all rows, with all cached tokens committed, and compare the logits."""
     forward(runner, rows, torch.randint(3, VOCAB, (len(rows), num_new)), list(held(runner, rows)))
 
 
@@ -93,6 +95,7 @@ def held(runner: RollingRunner, rows: dict[int, WrittenOut]) -> list[int]:
 def forward(
     runner: RollingRunner, rows: dict[int, WrittenOut], ids: Tensor, settled: list[int]
 ) -> None:
+    """Logits [T, V] of `ids`, which follow the tokens of the row."""
     logits = runner.forward(ids, list(rows), committed=settled)
     for i, plain in enumerate(rows.values()):
         expected = plain.forward(ids[i].tolist(), settled[i])
@@ -105,11 +108,11 @@ def forward(
 @pytest.mark.parametrize("block_size", [1, 5, 64])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_equal_streaming_llm_written_out(
+def test_logits_equal_a_plain_streaming_llm(
     backend: str, policy: StreamingLLM, block_size: int
 ) -> None:
-    """Prompts of unlike lengths in chunks, then drafts in threes of which some rows take back some,
-    and rows that go on alone, until every window has left its first blocks far behind."""
+    """Prompts of different lengths in chunks, then three drafts at a time, of which some rows take
+    back some, and single rows that go on alone, until every window is far from the first blocks."""
     torch.manual_seed(1)
     runner = make_rolling(TINY, policy, BACKENDS[backend](), block_size)
     rows = {row: WrittenOut(tiny_transformer(), policy) for row in range(3)}
@@ -143,7 +146,7 @@ def test_logits_equal_streaming_llm_written_out(
     ],
     ids=["llama3", "yarn", "GPT-J"],
 )
-def test_other_rotations_roll_as_well(rope: RopeConfig) -> None:
+def test_other_rotations_give_the_same_logits(rope: RopeConfig) -> None:
     torch.manual_seed(1)
     config = replace(TINY, rope=rope, num_kv_heads=1)
     policy = StreamingLLM(4, 24)
@@ -154,7 +157,7 @@ def test_other_rotations_roll_as_well(rope: RopeConfig) -> None:
         compare(runner, rows, num_new)
 
 
-def test_a_row_is_used_again_after_another_text() -> None:
+def test_a_row_serves_another_text_after_its_release() -> None:
     torch.manual_seed(1)
     policy = StreamingLLM(4, 24)
     runner = make_rolling(TINY, policy, GroupedBackend(), 8)
@@ -166,8 +169,9 @@ def test_a_row_is_used_again_after_another_text() -> None:
             compare(runner, rows, num_new)
 
 
-def test_many_turns_leave_no_error_in_the_sinks() -> None:
-    """In bfloat16: the turned keys are one rounding away from the original ones turned exactly."""
+def test_rotating_the_sinks_often_adds_no_error() -> None:
+    """In bfloat16, the rotated keys are within one rounding of an exact rotation of the original
+    keys."""
     policy, model = StreamingLLM(4, 24), tiny_transformer(dtype=torch.bfloat16)
     runner = RollingRunner(
         model, SDPABackend(), Group((0,), 0), 1, MAX_TOKENS, policy, max_tail=TAIL, block_size=8
@@ -181,7 +185,7 @@ def test_many_turns_leave_no_error_in_the_sinks() -> None:
             slots = runner.cache.slots(torch.tensor([0]), torch.arange(4)[None])
             first = runner.cache.read_keys(slots).clone()
     assert slots is not None
-    by = 299 - policy.budget  # the last forward began with 299 settled tokens
+    by = 299 - policy.budget  # the last forward began with 299 committed tokens
     exact = apply_rope(first.double().view(1, 1, -1, 16), model.rope[by].double()[None, None])
     found = runner.cache.read_keys(slots)
     assert not torch.equal(found, first)
@@ -199,20 +203,21 @@ def test_storage_does_not_grow_with_the_text(backend: str) -> None:
         )  # fmt: skip
         sizes.append(runner.cache.num_bytes)
     per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
-    # Sinks: a block of 64; window and tail, 65 + 40 tokens: two blocks, and one more, unaligned.
+    # The sinks take a block of 64. Window and tail, 65 + 40 tokens, take two blocks, and a third
+    # because they begin within a block.
     assert sizes == [2 * 4 * 64 * per_token] * 3
 
 
-def test_short_texts_take_no_more_than_they_need() -> None:
+def test_short_texts_take_no_more_blocks_than_they_need() -> None:
     runner = RollingRunner(
         tiny_transformer(), SDPABackend(), Group((0,), 0), 2, 100, StreamingLLM(4, 24), max_tail=99
     )
     assert runner.cache.shape.num_blocks == 2 * 2
 
 
-def test_the_bound_suffices_at_every_alignment() -> None:
-    """All rows at once at their fullest, whatever the block size: the pool is never exhausted, and
-    what is visible is held."""
+def test_the_pool_suffices_for_every_block_size() -> None:
+    """All rows hold as many tokens as they can. The pool is never exhausted, and every visible
+    token has a block."""
     for block_size in (1, 3, 7, 8, 64):
         for policy in (StreamingLLM(4, 24), StreamingLLM(0, 9), StreamingLLM(9, 10)):
             runner = make_rolling(TINY, policy, SDPABackend(), block_size)
@@ -229,7 +234,7 @@ def test_the_bound_suffices_at_every_alignment() -> None:
                     assert all(blocks[t // block_size] >= 0 for t in visible)
 
 
-def test_only_its_own_policy_and_tail_are_served() -> None:
+def test_another_policy_or_a_longer_tail_is_refused() -> None:
     runner = make_rolling(TINY, StreamingLLM(4, 24), SDPABackend(), 8)
     runner.allocate(0)
     with pytest.raises(AssertionError, match="evicted tokens cannot be shown"):

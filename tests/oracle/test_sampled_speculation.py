@@ -1,5 +1,5 @@
-"""Sampled speculation through the whole engine: the emitted tokens have the target's distribution,
-shown on a toy vocabulary; greedy requests with penalties stay exact."""
+"""Sampled speculation through the whole engine, on a toy vocabulary: the emitted tokens have the
+distribution of the target. Greedy requests with penalties emit exactly the same tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROWS, ROUNDS = 500, 5
 
 
 def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]:
-    """Of the first NUM_TOKENS tokens, token by token from the target's own logits."""
+    """The distribution of the first NUM_TOKENS tokens, from the target's own logits."""
     runner = make_runner(tiny_transformer(TOY), 1, 64)
     runner.cache.allocate(0, 64)
     result = {(): 1.0}
@@ -83,8 +83,8 @@ def emitted(
 
 
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Of a chi-squared test; 0 where a token is impossible. Cells expected fewer than 8 times are
-    taken together."""
+    """The p-value of a chi-squared test; 0 if a token of probability 0 occurs. Cells with an
+    expected count below 8 are merged."""
     total = sum(counts.values())
     if not set(counts) <= {k for k, p in expected.items() if p > 0}:
         return 0.0
@@ -109,14 +109,14 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
     ],
     ids=str,
 )
-def test_the_distribution_is_the_targets(
+def test_speculation_samples_from_the_targets_distribution(
     drafter: str, kv: KVSection, num_draft_tokens: int
 ) -> None:
     counts = emitted("speculative", drafter, kv, num_draft_tokens)
     assert p_value(counts, exact_distribution(SECTION)) > 0.001
 
 
-def test_the_baseline_samples_it_too_and_the_test_can_tell() -> None:
+def test_the_baseline_samples_from_it_and_another_temperature_fails() -> None:
     counts = emitted("autoregressive", "self", KVSection("full"), 1)
     assert p_value(counts, exact_distribution(SECTION)) > 0.001
     other = replace(SECTION, temperature=1.0)
@@ -136,7 +136,9 @@ def test_a_request_samples_the_same_tokens_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize(("repetition", "presence"), [*product([1.0, 1.3], [0.0, 2.0])])
-def test_greedy_with_penalties_is_exact(repetition: float, presence: float) -> None:
+def test_greedy_requests_with_penalties_emit_the_baselines_tokens(
+    repetition: float, presence: float
+) -> None:
     section = SamplingSection(repetition_penalty=repetition, presence_penalty=presence)
     prompts = random_prompts([5, 40, 1], TINY.vocab_size)
     runner = make_runner(tiny_transformer(), 3, 110)

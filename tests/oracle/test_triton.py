@@ -1,5 +1,5 @@
-"""What the contract's tests do not reach of our Triton kernels: splits and their merging, odd
-blocks, strided inputs, and a whole run. Interpreted where there is no GPU."""
+"""What the tests of every backend do not reach of our Triton kernels: splits and their merging,
+unusual block sizes, strided inputs, and a whole run. Without a GPU, the kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def filled(
     heads: int, size: int, lengths: list[int], total: int, block: int, dtype: torch.dtype
 ) -> KVCache:
-    """One layer of random keys, whose blocks lie scattered over the pool."""
+    """A cache with one layer of random keys, whose blocks are scattered over the pool."""
     per_row = -(-total // block)
     shape = CacheShape(1, heads, size, block, len(lengths) * per_row)
     cache = KVCache(shape, len(lengths), per_row, dtype, DEVICE)
@@ -59,7 +59,7 @@ def filled(
 
 
 def written_lse(q: Tensor, view: KVView) -> Tensor:
-    """Log of each softmax's denominator, in float64: [B,T,H]."""
+    """The logarithm of the denominator of each softmax, in float64: [B,T,H]."""
     positions = view.key_positions()  # [B, 1, N]
     slots = view.cache.slots(view.row_index, positions.clamp(min=0))
     keys = view.cache.read(0, slots)[0].double().repeat_interleave(q.shape[2] // slots.shape[1], 1)
@@ -78,13 +78,16 @@ def written_lse(q: Tensor, view: KVView) -> Tensor:
 def test_splits_are_merged_by_their_log_sum_exp(
     policy: FullKV | StreamingLLM, split: int, num_new: int, dtype: torch.dtype
 ) -> None:
-    """Rows of many splits beside rows of one and of none, splits that are no multiple of a tile,
-    ranges cut by a split, queries of two tiles (20 tokens of 4 heads a KV head); blocks of 24."""
+    """A batch has rows of many splits, of one and of none. Splits are no multiple of a tile and cut
+    ranges, queries take two tiles (20 tokens of 4 heads for each KV head), and blocks have 24
+    tokens."""
     torch.manual_seed(0)
     cache = filled(2, 64, [131, 3, 0], 168, 24, dtype)
     view = make_view(cache, [2, 0, 1], policy, num_new)
     q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
-    fused = torch.randn(3, num_new, 2 * 2 * 64).to(DEVICE, dtype)  # k and v of one matrix product
+    fused = torch.randn(3, num_new, 2 * 2 * 64).to(
+        DEVICE, dtype
+    )  # K and V are parts of one matrix product
     k, v = (part.unflatten(2, (2, 64)) for part in fused.chunk(2, dim=2))
     results = []
     for backend in (TritonBackend(split), SDPABackend(24)):
@@ -101,8 +104,8 @@ def test_splits_are_merged_by_their_log_sum_exp(
     assert (lse.double() - written_lse(q, view)).abs().max() < (2e-5 if exact else 1e-2)
 
 
-def test_new_keys_go_where_the_cache_puts_them() -> None:
-    """The kernel's append against the cache's own, to the bit, on strided inputs of odd sizes."""
+def test_new_keys_are_appended_as_the_cache_does() -> None:
+    """The kernel appends the same bits as the cache itself, from strided inputs of odd sizes."""
     torch.manual_seed(0)
     results = []
     for backend in (TritonBackend(), SDPABackend(24)):
@@ -118,7 +121,7 @@ def test_new_keys_go_where_the_cache_puts_them() -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_splits_fill_the_device_and_no_more() -> None:
+def test_splits_are_only_as_many_as_fill_the_device() -> None:
     for num_keys in (1, 127, 128, 129, 4096, 33_000):
         for programs in (1, 8, 300, 5000):
             split = choose_split(num_keys, programs, num_processors=132)
@@ -132,7 +135,7 @@ def test_splits_fill_the_device_and_no_more() -> None:
     assert choose_split(33_000, 8, 132) == 1024, "33 splits of 8 programs: two to a processor"
 
 
-def test_weight_blocks_are_the_policys() -> None:
+def test_weight_blocks_are_those_of_the_policies() -> None:
     assert load_kernels(DEVICE.type).WEIGHTS_BLOCK.value == WEIGHTS_BLOCK
 
 
@@ -145,7 +148,7 @@ def test_weight_blocks_are_the_policys() -> None:
     ids=repr,
 )
 def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
-    """As in test_lossless, over our kernels; and these are the reference's tokens."""
+    """As in test_lossless, with our kernels. The tokens are also those of the reference backend."""
     lengths = [5, 37]
     prompts = random_prompts(lengths, TINY.vocab_size)
     model = tiny_transformer(replace(TINY, num_layers=1)).to(DEVICE)
@@ -187,9 +190,9 @@ for name in ("append", "attend_split", "merge_splits", "sum_mass"):
 """
 
 
-def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    """To machine code for compute capability 8.0, within the shared memory of 8.6. What the
-    interpreter lets pass, a compiler may not. Triton brings its assembler along."""
+def test_kernels_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
+    """They compile to machine code for compute capability 8.0 and fit the shared memory of 8.6. The
+    interpreter accepts code that a compiler does not. Triton includes its assembler."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
@@ -197,10 +200,10 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
-def test_the_driver_interprets_and_says_so(
+def test_the_driver_interprets_the_kernels_on_a_cpu_and_says_so(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks for it on a CPU need set nothing."""
+    """A user who asks for Triton on a CPU need not set anything."""
     monkeypatch.delenv("TRITON_INTERPRET")
     asked = "--attention triton --device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 3"
     few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18"
@@ -214,7 +217,8 @@ def test_the_driver_interprets_and_says_so(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_triton_is_interpreted_on_a_cpu_or_refused(imported_before: bool) -> None:
-    """Triton decides when it is first imported; a process that has it compiled cannot go back."""
+    """Triton decides when it is first imported. A process in which it compiles kernels cannot
+    interpret them later."""
     code = "import triton\n" if imported_before else ""
     code += "from magicdec.attention.triton import load_kernels\nload_kernels('cpu')"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,5 +1,5 @@
-"""Steps over the Triton attention kernels, recorded once and replayed, as CUDA graphs are: grids
-and splits are those of the longest row that there could be, lengths are those of by then."""
+"""Steps over the Triton attention kernels, recorded once and replayed, as with CUDA graphs. Grids
+and splits are those of the longest possible row; lengths are those at the time of the replay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICIES = sorted(p for d, p in served_pairs() if d == "self" and p is not None)
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of those that were made or made again."""
+    """The names of the kernels that were launched, also in a replay."""
     kernels = module.load_kernels("cpu")
     with dispatched(kernels) as found:
         monkeypatch.setattr(module, "load_kernels", lambda device: found)

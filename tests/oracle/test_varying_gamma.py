@@ -1,5 +1,5 @@
-"""Steps of any draft length in any order, none included: the baseline's tokens, and a draft that is
-as good after steps without it as before."""
+"""Steps of any draft length in any order, also of length 0: they emit the baseline's tokens, and
+after steps without drafts the drafts are as good as before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST, NEW = 5, [120, 9, 90, 61]
 
 
 class Scripted:
-    """A length that follows a list; learns nothing."""
+    """A draft length that follows a list and learns nothing."""
 
     most, choices, calibration_s = MOST, range(MOST + 1), None
 
@@ -57,7 +57,8 @@ def run(
     counts: Sequence[int],
     sampling: SamplingSection = SamplingSection(),
 ) -> tuple[list[list[int]], list[list[int]], list[tuple[int, list[int]]]]:
-    """(baseline, ours, (drafted, accepted) of the steps that drafted)."""
+    """The tokens of the baseline, those of speculation, and (drafted, accepted) of the steps with
+    drafts."""
     model, max_tokens = tiny_transformer(seed=1), 70 + 120 + MOST
     runner = make_runner(model, 4, max_tokens, backend())
     draft = None
@@ -90,14 +91,14 @@ CASES = [
     ("model", KVSection("streaming_llm", 40, 4)),
     ("model", KVSection("snapkv", 40, window_size=8)),
 ]
-# No step drafts for longer than a chunk of the draft, for one step, twice in a row.
+# Pauses of drafting: longer than a prefill chunk of the draft, one step, and two in a row.
 COUNTS = [3, 0, 5, *[0] * 20, 1, 2, 0, 0, 4]
 
 
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
 @pytest.mark.parametrize("backend", [NativeBackend, GroupedBackend])
-def test_any_draft_length_gives_the_same_tokens(
+def test_steps_of_any_draft_length_emit_the_baselines_tokens(
     drafter: str, kv: KVSection, backend: type[AttentionBackend]
 ) -> None:
     baseline, ours, steps = run(drafter, kv, backend, COUNTS)
@@ -119,22 +120,23 @@ def test_any_draft_length_gives_the_same_tokens(
     ],
     ids=str,
 )
-def test_a_draft_that_sees_all_is_right_after_any_pause(drafter: str, kv: KVSection) -> None:
-    """The model drafts for itself and misses nothing, so that one wrong or missing entry shows."""
+def test_a_full_draft_is_accepted_after_any_pause(drafter: str, kv: KVSection) -> None:
+    """The model drafts for itself from the full cache, so every draft is accepted unless an entry
+    of the cache is wrong or missing."""
     baseline, ours, steps = run(drafter, kv, NativeBackend, COUNTS)
     assert ours == baseline
     assert steps and all(set(accepted) == {drafted} for drafted, accepted in steps), steps
 
 
-def test_sampled_tokens_of_steps_without_drafts_are_the_baselines() -> None:
+def test_sampled_steps_without_drafts_emit_the_baselines_tokens() -> None:
     sampling = SamplingSection(temperature=0.9, top_p=0.95)
     kv = KVSection("streaming_llm", 40, 4)
     baseline, ours, steps = run("self", kv, GroupedBackend, [0], sampling)
     assert ours == baseline and not steps
 
 
-def test_gamma_auto_from_end_to_end() -> None:
-    """Real clocks decide, so the lengths are anyone's; the tokens are not."""
+def test_gamma_auto_emits_the_baselines_tokens() -> None:
+    """Real clocks choose the draft lengths, so these may be any; the tokens may not."""
     runner = make_runner(tiny_transformer(seed=1), 4, 70 + 120 + MOST, NativeBackend())
     engine = Engine(runner, 32)
     snapshots = engine.prefill(make_requests(random_prompts([5, 70, 1, 33], 97), NEW))
@@ -149,7 +151,7 @@ def test_gamma_auto_from_end_to_end() -> None:
     assert length.calibration_s > 0
 
 
-def test_what_is_measured_beforehand_is_no_phase_of_a_step() -> None:
+def test_calibration_is_not_timed_as_a_phase_of_a_step() -> None:
     runner = make_runner(tiny_transformer(seed=1), 2, 70 + 30 + MOST, GroupedBackend())
     engine, phases, drafted = Engine(runner, 32), [], []
 

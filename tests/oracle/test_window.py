@@ -1,5 +1,6 @@
-"""Mistral's sliding window past its end: the logits and tokens of `transformers`, and drafts that
-read nothing which the target would not see. Attention by itself is in `test_attention.py`."""
+"""Mistral's sliding window in texts that are longer than it: the logits and tokens of
+`transformers`, and drafts that read only keys which the target would see. `test_attention.py` tests
+attention alone."""
 
 from __future__ import annotations
 
@@ -58,8 +59,11 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Refe
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_logits_in_chunks(name: str, mistral: tuple[Transformer, Reference]) -> None:
-    """Chunks that end before the window does, pass it, and lie past it; one token at a time."""
+def test_logits_in_chunks_equal_transformers(
+    name: str, mistral: tuple[Transformer, Reference]
+) -> None:
+    """Chunks that end before the end of the window, contain it, and lie after it; then one token at
+    a time."""
     model, reference = mistral
     text = torch.tensor(random_prompts([200], VOCAB))
     runner = make_runner(model, 1, 200, BACKENDS[name]())
@@ -70,8 +74,10 @@ def test_logits_in_chunks(name: str, mistral: tuple[Transformer, Reference]) -> 
 
 
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=str)
-def test_tokens_and_self_speculation(kv: KVSection, mistral: tuple[Transformer, Reference]) -> None:
-    """Prompts past the window, and one whose text gets past it."""
+def test_tokens_of_baseline_and_self_speculation_equal_transformers(
+    kv: KVSection, mistral: tuple[Transformer, Reference]
+) -> None:
+    """Some prompts are longer than the window. One text grows past it while it is decoded."""
     model, reference = mistral
     runner = make_runner(model, len(LENGTHS), max(LENGTHS) + 40 + 4)
     prompts = random_prompts([150, 30, 91], VOCAB, seed=1)
@@ -83,7 +89,7 @@ def test_tokens_and_self_speculation(kv: KVSection, mistral: tuple[Transformer, 
 
 
 @pytest.mark.parametrize("kv", KV_SECTIONS[:4], ids=str)
-def test_a_standalone_draft_with_a_window(
+def test_a_standalone_draft_with_a_window_emits_the_same_tokens(
     kv: KVSection, mistral: tuple[Transformer, Reference]
 ) -> None:
     model, _ = mistral
@@ -95,18 +101,18 @@ def test_a_standalone_draft_with_a_window(
 
 
 @pytest.mark.parametrize("kv", [kv for kv in KV_SECTIONS if kv.policy != "snapkv"], ids=str)
-def test_drafts_read_what_the_target_would_see(
+def test_drafts_read_no_key_before_the_window(
     kv: KVSection, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No draft forward reads a key before the window, but for those of the blocks chosen at the
-    step's begin, which are masked."""
+    """The only exception are blocks that were chosen when the step began; the backend masks their
+    keys before the window."""
     model, _ = mistral
     forward, runner = ModelRunner.forward, make_runner(model, 2, 150 + 40 + 4)
     num_checked = 0
 
     def note(self: ModelRunner, ids: Tensor, rows: Any, *how: Any, **more: Any) -> Tensor:
         nonlocal num_checked
-        if how:  # a policy of its own, and how many tokens are settled: a draft
+        if how:  # a draft: it has a policy of its own and a number of committed tokens
             policy, committed = how
             view = make_view(self.cache, rows, policy, 1, committed, self.window)
             committed = Lengths.of(committed, runner.device).bounds
@@ -125,7 +131,7 @@ def test_drafts_read_what_the_target_would_see(
 
 
 def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference]) -> None:
-    """Its cache is shorter than the window: it drafts as if its model had none."""
+    """Its cache is shorter than the window, so it drafts as if its model had no window."""
     model, _ = mistral
     plain = Transformer(replace(model.config, sliding_window=None))
     plain.load_state_dict(model.state_dict())
@@ -138,11 +144,11 @@ def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference])
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.parametrize("every", [0, 7, 70])  # 70: what was settled since gets out of sight too
-def test_what_snapkv_gathers_stays_in_the_window(
+@pytest.mark.parametrize("every", [0, 7, 70])  # with 70, later tokens leave the window too
+def test_snapkv_keeps_only_keys_within_the_window(
     every: int, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keys that draft forwards read of the small cache, looked up in the whole one."""
+    """The keys that draft forwards read from the small cache are looked up in the whole cache."""
     model, _ = mistral
     num_new = 30 if every == 0 else 100
     runner = make_runner(model, 1, 150 + num_new + 4)
@@ -175,7 +181,8 @@ def test_what_snapkv_gathers_stays_in_the_window(
 
 
 def oldest(view: KVView, whole: ModelRunner, settled: int) -> int:
-    """The smallest position in the text of any settled key that a forward reads through `view`."""
+    """The smallest position in the text of any committed key that a forward reads through
+    `view`."""
 
     def keys(cache: KVCache, places: Tensor) -> Tensor:
         return cache.read(1, cache.slots(torch.tensor([0]), places))[0][0]
@@ -186,8 +193,8 @@ def oldest(view: KVView, whole: ModelRunner, settled: int) -> int:
     return min(equal.float().argmax(-1)[equal.any(-1)].tolist(), default=settled)
 
 
-def test_a_decode_reads_a_window(mistral: tuple[Transformer, Reference]) -> None:
-    """KV bytes follow from what the view shows: a window before the token, and its own."""
+def test_a_decode_step_reads_only_a_window(mistral: tuple[Transformer, Reference]) -> None:
+    """The KV bytes follow from the view: the tokens of the window, the new token included."""
     model, _ = mistral
     runner = make_runner(model, 2, 160)
     for row in (0, 1):

@@ -1,5 +1,5 @@
-"""What rows choose tokens by, brought up to date as tensors: the same as made anew from requests
-that emitted the tokens."""
+"""SamplingMetadata: after updates of its tensors, it equals metadata that is made anew from
+requests that emitted the same tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def logits() -> Tensor:
 
 
 def same(a: SamplingMetadata, b: SamplingMetadata) -> None:
-    """Choose alike: history, parameters and random numbers."""
+    """Assert that both choose the same tokens: history, parameters and random numbers are equal."""
     assert a.draws is not None and b.draws is not None
     processed = [process(logits(), each.penalties) for each in (a, b)]
     assert torch.equal(*processed)
@@ -44,8 +44,9 @@ def same(a: SamplingMetadata, b: SamplingMetadata) -> None:
     assert torch.equal(a.draws.ahead(4, Purpose.ACCEPT, 1), b.draws.ahead(4, Purpose.ACCEPT, 1))
 
 
-def test_taken_tokens_are_those_of_requests_that_emitted_them() -> None:
-    """Of active rows, as many as each emitted; the ids after these are seen in no output."""
+def test_take_equals_metadata_made_from_the_longer_outputs() -> None:
+    """Only active rows emit tokens, each its own number. The ids after these are not added to an
+    output."""
     choosing = SamplingMetadata.of(requests_of(OUTPUTS), VOCAB, CPU)
     ids = torch.tensor([[5, 5, 6], [8, 9, 10], [1, 11, 12], [13, 14, 15], [16, 17, 18]])
     counts, active = torch.tensor([2, 3, 1, 3, 2]), torch.tensor([1, 1, 1, 1, 0]).bool()
@@ -58,8 +59,8 @@ def test_taken_tokens_are_those_of_requests_that_emitted_them() -> None:
         ids = ids.flip(1)
 
 
-def test_loaded_requests_are_those_it_was_made_of() -> None:
-    """Whatever was taken meanwhile, and of a row that is given; the others begin anew."""
+def test_load_restores_the_state_of_the_given_requests() -> None:
+    """`load` replaces what was taken before. Rows that are not given have emitted nothing."""
     choosing = SamplingMetadata.of(requests_of(OUTPUTS), VOCAB, CPU)
     kept = [tensor.clone() for tensor in choosing.state]
     every = torch.ones(5, dtype=torch.int64)
@@ -72,8 +73,8 @@ def test_loaded_requests_are_those_it_was_made_of() -> None:
     same(choosing, SamplingMetadata.of(requests_of(none), VOCAB, CPU))
 
 
-def test_what_no_row_asks_for_takes_no_tensor() -> None:
-    """In steps that the host starts, too, where it would be made each time."""
+def test_parameters_that_no_row_uses_have_no_tensor() -> None:
+    """Steps that are not captured make the metadata often, so unused tensors would cost time."""
     greedy = [Request(0, (1,), SamplingParams(9), [2])]
     assert (
         SamplingMetadata.of(greedy, VOCAB, CPU) == SamplingMetadata()
@@ -93,14 +94,14 @@ def test_the_largest_top_k_fits_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("drafts", [None, torch.tensor([[6, 9]] * 5)])
-def test_history_of_a_larger_vocabulary(drafts: Tensor | None) -> None:
-    """Two models whose vocabularies are padded differently share one."""
+def test_penalties_of_a_larger_vocabulary_act_the_same(drafts: Tensor | None) -> None:
+    """Two models whose vocabularies are padded to different sizes share one history."""
     made = [Penalties.of(requests_of(OUTPUTS), size, CPU) for size in (VOCAB, VOCAB + 7)]
     assert torch.equal(*(process(logits(), each, drafts) for each in made))
 
 
-def test_a_smaller_vocabulary_has_seen_what_it_has() -> None:
-    """A standalone draft's, which lacks some of the ids that the target emitted."""
+def test_penalties_of_a_smaller_vocabulary_leave_out_unknown_ids() -> None:
+    """A standalone draft may lack some ids that the target emitted."""
     found = Penalties.of(requests_of(OUTPUTS), 5, CPU)
     assert found is not None and found.in_output.shape == (3, 5)
     assert found.in_output[0].nonzero().flatten().tolist() == [4]

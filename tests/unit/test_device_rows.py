@@ -1,5 +1,5 @@
-"""Rows whose lengths only the device knows: the same keys, the same lengths as where the host knows
-them, and bounds that hold."""
+"""Captured rows, whose lengths only the device knows: they read the same keys and get the same
+lengths as rows whose lengths the host knows, and the bounds on the host hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys_of(view: KVView, layer: int, row: int, head: int) -> list[int]:
 
 
 def policies(kind: str, sinks: int, room: int, window: int | None, committed: list[int]):  # type: ignore[no-untyped-def]
-    """(for the host, for the device)"""
+    """A policy for the host and the same policy for the device."""
     if kind == "full":
         return FullKV(), FullKV()
     if kind == "streaming_llm":
@@ -59,17 +59,17 @@ def policies(kind: str, sinks: int, room: int, window: int | None, committed: li
     window=st.none() | st.integers(8, 127),
     drafts=st.booleans(),
 )  # fmt: skip
-# Close to the end a budget and a tail may be all that a row can hold, and not all that it holds.
+# Near the end of a row, budget and tail can reach its capacity without showing all its tokens.
 @example(
     rows=[(117, 0, True)], kind="streaming_llm", num_new=6, sinks=4, room=109, window=None,
     drafts=True,
 )  # fmt: skip
-def test_a_view_by_tensors_shows_what_the_hosts_shows(
+def test_a_captured_view_shows_the_keys_of_the_hosts_view(
     rows: list[tuple[int, int, bool]], kind: str, num_new: int, sinks: int, room: int,
     window: int | None, drafts: bool,
 ) -> None:  # fmt: skip
-    """Of rows that go on; the others see their new tokens alone. The view is only called full if it
-    is, and no row sees more than the host is told."""
+    """This holds for active rows; rows that have ended see only their new tokens. `is_full` is true
+    only for a full view, and no row sees more tokens than the bound on the host."""
     cache = make_cache(num_rows=len(rows), block_size=64, blocks_per_row=CAPACITY // 64)
     committed = [c for c, _, _ in rows] if drafts else [c + t for c, t, _ in rows]
     for row, (settled, tail, _) in enumerate(rows):
@@ -98,7 +98,7 @@ def test_a_view_by_tensors_shows_what_the_hosts_shows(
     assert view.num_weight_blocks >= host.num_weight_blocks
 
 
-def test_lengths_move_on_the_device_alone_until_they_are_noted() -> None:
+def test_captured_rows_change_only_the_lengths_on_the_device() -> None:
     cache = make_cache(num_rows=3, block_size=64, blocks_per_row=1)
     cache.advance([0, 1, 2], 10)
     rows = device_rows([2, 0], [True, False])

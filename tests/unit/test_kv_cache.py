@@ -1,4 +1,4 @@
-"""KVCache and views: addressing, blocks, truncation; views against a naive enumeration."""
+"""KVCache and KVView: addressing, blocks and truncation; views against a naive enumeration."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ def make_cache(
     return KVCache(shape, num_rows, blocks_per_row, torch.float32, torch.device("cpu"))
 
 
-def test_what_is_written_is_read_back_whatever_the_blocks() -> None:
+def test_written_tokens_are_read_back_from_interleaved_blocks() -> None:
     cache = make_cache()
-    for row, tokens in ((1, 7), (0, 20), (2, 3), (1, 20)):  # rows grow in turns: blocks interleave
+    for row, tokens in (
+        (1, 7),
+        (0, 20),
+        (2, 3),
+        (1, 20),
+    ):  # in turns: blocks interleave
         cache.allocate(row, tokens)
     assert cache.blocks[1] != sorted(range(min(cache.blocks[1]), min(cache.blocks[1]) + 5))
     k, v = torch.randn(2, 17, 3, 8), torch.randn(2, 17, 3, 8)
@@ -40,7 +45,7 @@ def test_what_is_written_is_read_back_whatever_the_blocks() -> None:
 @pytest.mark.parametrize("layout", [PLAIN, TILED], ids=["plain", "tiled"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), num_slots=st.integers(1, 90), head_dim=st.sampled_from([2, 16, 48]))
-def test_a_layout_gives_back_what_was_written_and_moves_nothing_else(
+def test_a_layout_returns_written_tokens_and_changes_no_others(
     layout: Layout, data: st.DataObject, num_slots: int, head_dim: int
 ) -> None:
     pools = [torch.randn(2, 3, 2, 64, head_dim).bfloat16() for _ in "kv"]
@@ -89,12 +94,12 @@ def test_tokens_are_copied_between_caches_of_different_layouts() -> None:
     assert torch.equal(caches[1].read(1, slots)[0], caches[0].read(1, slots)[0])
 
 
-def test_blocks_are_of_whole_tiles() -> None:
+def test_a_block_consists_of_whole_tiles() -> None:
     with pytest.raises(AssertionError, match="whole tiles"):
         KVCache(CacheShape(1, 1, 8, 96, 2, TILED), 1, 2, torch.bfloat16, torch.device("cpu"))
 
 
-def test_slots_of_different_rows_and_heads_never_meet() -> None:
+def test_rows_and_heads_share_no_slot() -> None:
     cache = make_cache()
     for row in range(3):
         cache.allocate(row, 20)
@@ -113,7 +118,7 @@ def test_blocks_are_taken_from_the_pool_and_returned() -> None:
     assert set(cache.blocks[0]).isdisjoint(cache.blocks[1])
 
 
-def test_an_exhausted_pool_says_so() -> None:
+def test_an_exhausted_pool_raises_an_error() -> None:
     shape = CacheShape(1, 1, 2, 4, 2)
     cache = KVCache(shape, 2, 2, torch.float32, torch.device("cpu"))
     cache.allocate(0, 8)
@@ -121,7 +126,7 @@ def test_an_exhausted_pool_says_so() -> None:
         cache.allocate(1, 1)
 
 
-def test_truncate_forgets_and_never_lengthens() -> None:
+def test_truncate_shortens_rows_and_never_lengthens_them() -> None:
     cache = make_cache()
     cache.advance([0, 2], 9)
     cache.truncate([2], [4])
@@ -131,7 +136,7 @@ def test_truncate_forgets_and_never_lengthens() -> None:
 
 
 def visible(policy: KVPolicy, committed: int, length: int, num_new: int) -> list[int]:
-    """The same thing said plainly."""
+    """The visible positions by the plain definition of the policy."""
     if isinstance(policy, StreamingLLM):
         window = range(max(0, committed - (policy.budget - policy.num_sink_tokens)), committed)
         kept = sorted({*range(min(committed, policy.num_sink_tokens)), *window})
@@ -148,7 +153,7 @@ def visible(policy: KVPolicy, committed: int, length: int, num_new: int) -> list
     window=st.integers(1, 40),
     full=st.booleans(),
 )
-def test_key_positions_are_what_the_policy_says(
+def test_key_positions_follow_the_policy(
     lengths: list[tuple[int, int]], num_new: int, sinks: int, window: int, full: bool
 ) -> None:
     policy: KVPolicy = FullKV() if full else StreamingLLM(sinks, sinks + window)

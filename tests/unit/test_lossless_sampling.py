@@ -1,5 +1,6 @@
 """Sampled speculation keeps the target's distribution: chi-squared tests of first tokens and of
-pairs, on toy vocabularies with known probabilities; wrong rules fail them. Seeds are fixed."""
+pairs, on toy vocabularies with known probabilities. Wrong rules fail these tests. Seeds are
+fixed."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from magicdec.sampling.verification import verify
 CPU = torch.device("cpu")
 VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token
 NUM_REQUESTS = 8_000
-ACCEPTED, REFUSED = 1e-3, 1e-9  # p-values: chance explains one test in 1000; it explains nothing
+ACCEPTED, REFUSED = 1e-3, 1e-9  # p-values: a right rule falls below the first once in 1000
 Rule = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def chain(seed: int, spread: float, vocab_size: int = VOCAB) -> Tensor:
-    """Logits [V, V] of the next token given the last."""
+    """Logits [V, V] of the next token given the last one."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(vocab_size, vocab_size, generator=generator) * spread
 
@@ -40,8 +41,8 @@ def draws_of(choosing: SamplingMetadata) -> Draws:
 
 
 class Toy:
-    """A target and a draft that look at the last token only, with everything else as in decoding:
-    penalties with history, filters, draws by output position."""
+    """A target and a draft whose logits depend only on the last token. Everything else is as in
+    decoding: penalties with history, filters, random numbers by output position."""
 
     def __init__(self, target: Tensor, draft: Tensor | None, section: SamplingSection) -> None:
         self.target, self.draft, self.section = target, draft, section
@@ -52,7 +53,7 @@ class Toy:
         draws = draws_of(choosing)
         ids, probs = torch.empty(len(requests), 0, dtype=torch.long), []
         for place in range(count):
-            if self.draft is None:  # without chance: some function of the last token
+            if self.draft is None:  # deterministic drafts: a function of the last token
                 last = (last * 2 + 1) % len(self.target)
             else:
                 before = ids if place else None
@@ -87,7 +88,7 @@ class Toy:
         return torch.tensor([r.output_ids[:2] for r in requests])
 
     def expected(self) -> Tensor:
-        """Probabilities of the first two tokens, by enumeration: [V, V]."""
+        """The probabilities of the first two tokens, by enumeration: [V, V]."""
         vocab = range(len(self.target))
         params = make_params(self.section, 99, (), 0)
 
@@ -101,8 +102,8 @@ class Toy:
 
 
 def p_value(observed: Tensor, probs: Tensor) -> float:
-    """Of Pearson's chi-squared test. Cells where few are expected count as one; an impossible cell
-    must be empty."""
+    """The p-value of Pearson's chi-squared test. Cells with small expected counts are merged. A
+    cell of probability 0 must be empty."""
     if observed[probs == 0].sum() > 0:
         return 0.0
     expected = probs * observed.sum()
@@ -118,7 +119,8 @@ def p_value(observed: Tensor, probs: Tensor) -> float:
 
 
 def p_values(tokens: Tensor, pairs: Tensor) -> list[float]:
-    """Of first tokens and of pairs [N, 2], given the pairs' probabilities [V, V]."""
+    """The p-values of the first tokens and of the pairs [N, 2], given the probabilities of the
+    pairs [V, V]."""
     counts = (tokens[:, 0] * len(pairs) + tokens[:, 1]).bincount(minlength=pairs.numel())
     counts = counts.view_as(pairs)
     return [p_value(counts.sum(1), pairs.sum(1)), p_value(counts.flatten(), pairs.flatten())]
@@ -144,7 +146,7 @@ SECTIONS = {
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_tokens_and_pairs_have_the_target_s_distribution(drafter: str, num_drafts: int) -> None:
+def test_tokens_and_pairs_have_the_targets_distribution(drafter: str, num_drafts: int) -> None:
     toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS["plain"])
     for p in p_values(toy.emitted(num_drafts), toy.expected()):
         assert p > ACCEPTED
@@ -153,7 +155,7 @@ def test_tokens_and_pairs_have_the_target_s_distribution(drafter: str, num_draft
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize("drafter", ["good", "bad", "without chance"])
 @pytest.mark.parametrize("section", ["filters", "penalties"])
-def test_filters_and_penalties_keep_it_too(section: str, drafter: str) -> None:
+def test_filters_and_penalties_keep_the_targets_distribution(section: str, drafter: str) -> None:
     toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS[section])
     for p in p_values(toy.emitted(3), toy.expected()):
         assert p > ACCEPTED
@@ -176,21 +178,21 @@ def resample_from_the_target(
 def reuse_one_number(
     d: Tensor, q: Tensor | None, p: Tensor, a: Tensor, r: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The correction depends on what was accepted."""
+    """A wrong rule: the correction depends on the random number that rejected the draft."""
     return verify(d, q, p, a, torch.cat([a, r[:, -1:]], dim=1))
 
 
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize("drafter", ["bad", "good"])
 @pytest.mark.parametrize("rule", [accept_always, resample_from_the_target, reuse_one_number])
-def test_wrong_rules_fail(rule: Rule, drafter: str) -> None:
+def test_wrong_acceptance_rules_change_the_distribution(rule: Rule, drafter: str) -> None:
     toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS["plain"])
     for p in p_values(toy.emitted(3, rule), toy.expected()):
         assert p < REFUSED
 
 
-def test_the_p_values() -> None:
-    """Against the tables of chi-squared at 0.001: 20.515 for 5 degrees of freedom."""
+def test_p_values_equal_published_tables() -> None:
+    """The table of chi-squared has 20.515 at 0.001 for 5 degrees of freedom."""
     even = torch.full((6,), 1 / 6).double()
     assert p_value(torch.full((6,), 100), even) == 1.0
     off = round(math.sqrt(20.515 * 100_000 / 2))

@@ -1,5 +1,5 @@
-"""Random numbers from a hash: the published generator, uniform, independent, the same in any
-batch."""
+"""Random numbers from a hash: equal to the published generator, uniform, independent, and the same
+in any batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from magicdec.sampling.randomness import (
 
 
 def test_the_generator_is_splitmix64() -> None:
-    """First outputs for the seed 1234567, as its reference implementation prints them."""
+    """The first outputs for the seed 1234567, as the reference implementation prints them."""
     bits = splitmix64(torch.tensor(1234567), torch.arange(5))
     assert [b % (1 << 64) for b in bits.tolist()] == [
         6457827717110365317,
@@ -40,8 +40,8 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("purpose", Purpose)
-def test_uniform_over_requests_and_positions(purpose: Purpose) -> None:
-    """Standard errors from 200,000 draws; five of them."""
+def test_numbers_are_uniform_over_requests_and_positions(purpose: Purpose) -> None:
+    """The tolerance is five standard errors of 200,000 draws."""
     positions = torch.arange(1000).expand(200, -1)
     u = uniforms(seeds_of(200), positions, purpose)
     assert u.dtype == torch.float64 and u.shape == (200, 1000)
@@ -55,7 +55,7 @@ def test_uniform_over_requests_and_positions(purpose: Purpose) -> None:
     assert chi_squared < 49 + 5 * math.sqrt(2 * 49)
 
 
-def test_independent_across_purposes_positions_and_requests() -> None:
+def test_numbers_are_independent_across_purposes_positions_and_requests() -> None:
     positions = torch.arange(1001).expand(200, -1)
     draws = {p: uniforms(seeds_of(200), positions, p) for p in Purpose}
     bound = 5 / math.sqrt(200_000)
@@ -91,7 +91,7 @@ def test_a_request_draws_the_same_in_any_batch() -> None:
     assert torch.equal(ahead(requests, 2, Purpose.ACCEPT)[0], both[0, 1:])
 
 
-def test_seeds_of_requests_differ_and_fit() -> None:
+def test_seeds_of_requests_differ_and_fit_int64() -> None:
     seeds = [derive_seed(s, i) for s in (0, 1, (1 << 63) - 1) for i in range(500)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 1 << 63 for seed in seeds)

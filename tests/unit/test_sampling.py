@@ -1,5 +1,5 @@
-"""Logits to tokens: penalties and filters against transformers', ties and single tokens, the
-inverse CDF, and what is refused."""
+"""From logits to tokens: penalties and filters against transformers, ties, rows with one token
+left, the inverse CDF, and refused values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def request(prompt: list[int], output: list[int], **values: float) -> Request:
 
 
 def penalised(logits: Tensor, request: Request, drafted: list[int]) -> Tensor:
-    """One position's logits [V], token by token."""
+    """The logits [V] of one position after the penalties, computed token by token."""
     p, out = request.sampling, logits.clone().unsqueeze(0)
     output = [*request.output_ids, *drafted]
     history = torch.tensor([[*request.prompt_ids, *output]])
@@ -69,7 +69,7 @@ PENALTIES = Penalties.of(REQUESTS, VOCAB, torch.device("cpu"))
 DRAFTS = torch.tensor([[9, 11, 20], [0, 1, 2], [30, 30, 5], [8, 0, 8], [49, 2, 49]])
 
 
-def test_penalties_know_each_position_s_history() -> None:
+def test_penalties_apply_to_the_history_of_each_position() -> None:
     logits = random_logits(len(REQUESTS), 4, VOCAB)
     before = logits.clone()
     result = process(logits, PENALTIES, DRAFTS)
@@ -92,7 +92,7 @@ def test_penalties_while_drafting_equal_those_of_verification() -> None:
         )
 
 
-def test_without_penalties_nothing_is_done() -> None:
+def test_without_penalties_logits_do_not_change() -> None:
     logits = random_logits(1, 4, VOCAB)
     assert Penalties.of(REQUESTS[1:2], VOCAB, logits.device) is None
     assert process(logits, None, DRAFTS[1:2]) is logits
@@ -100,7 +100,7 @@ def test_without_penalties_nothing_is_done() -> None:
 
 
 def warped(logits: Tensor, p: SamplingParams) -> Tensor:
-    """[N, V] by transformers, in the order of its `generate`."""
+    """The probabilities [N, V] by transformers, in the order of its `generate`."""
     warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(p.temperature)]
     if p.top_k:
         warpers.append(TopKLogitsWarper(p.top_k))
@@ -142,7 +142,7 @@ def test_filters_equal_transformers(vocab_size: int) -> None:
         torch.testing.assert_close(result[row : row + 1], alone, rtol=1e-12, atol=1e-15)
 
 
-def test_every_filter_does_something() -> None:
+def test_every_filter_changes_probabilities() -> None:
     logits = random_logits(1, 1, VOCAB) / 3
     plain = probabilities(logits, [params(temperature=1.0)])
     for values in ({"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}):
@@ -150,7 +150,7 @@ def test_every_filter_does_something() -> None:
         assert 1 < kept < (plain > 0).sum()
 
 
-def test_equal_tokens_stay_or_go_together() -> None:
+def test_filters_keep_or_drop_equal_tokens_together() -> None:
     logits = torch.tensor([[[1.0, 2.0, 2.0, 0.0, 2.0, 0.0]]])
     for values in ({"top_k": 1}, {"top_k": 2}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 1.0}):
         probs = probabilities(logits, [params(temperature=1.0, **values)])
@@ -162,7 +162,7 @@ def test_equal_tokens_stay_or_go_together() -> None:
     torch.testing.assert_close(flat[0, 0], torch.full((8,), 1 / 8).double())
 
 
-def test_one_token_left_and_extreme_temperatures() -> None:
+def test_filters_that_leave_one_token_and_extreme_temperatures() -> None:
     only = torch.full((1, 1, 5), -math.inf)
     only[..., 3] = -7.0
     logits = torch.tensor([[[100.0, -100.0, 99.0, 0.0, 1.0]]])
@@ -176,7 +176,7 @@ def test_one_token_left_and_extreme_temperatures() -> None:
     torch.testing.assert_close(hot[0, 0], torch.full((5,), 0.2).double())
 
 
-def test_greedy_rows_among_sampled_ones() -> None:
+def test_greedy_rows_in_a_batch_with_sampled_rows() -> None:
     logits = random_logits(3, 2, VOCAB)
     mixed = probabilities(logits, [params(), params(temperature=1.0), params(top_k=5)])
     for row in (0, 2):
@@ -188,7 +188,7 @@ def test_greedy_rows_among_sampled_ones() -> None:
 def test_samples_follow_the_inverse_cdf() -> None:
     probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0]).double()
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, BELOW_ONE], dtype=torch.float64)
-    for scale in (1.0, 1e-300, 7.0):  # need not sum to 1
+    for scale in (1.0, 1e-300, 7.0):  # probabilities need not sum to 1
         assert sample(probs.expand(6, 6) * scale, u).tolist() == [1, 1, 3, 3, 4, 4]
     u = (torch.arange(1000).double() + 0.5) / 1000
     counts = sample(probs.expand(1000, 6), u).bincount(minlength=6)
@@ -206,7 +206,7 @@ def test_an_impossible_token_is_never_sampled() -> None:
     for u in (0.0, 5e-324, 0.5, 1 - 2**-24, BELOW_ONE):
         ids = sample(probs, torch.full((4000,), u, dtype=torch.float64))
         assert (probs[rows, ids] > 0).all()
-    # Sums that fall short of u by rounding: the last possible token.
+    # If rounding keeps every sum below u, the last possible token is chosen.
     assert sample(torch.tensor([[0.5, 0.5, 0.0]]).double(), torch.tensor([1.0])).tolist() == [1]
 
 
@@ -228,7 +228,7 @@ def test_an_impossible_token_is_never_sampled() -> None:
         ("--sampling_seed -1", "--sampling_seed -1 is out of range; it must be at least 0"),
     ],
 )
-def test_what_is_out_of_range_is_refused_in_one_line(flags: str, message: str) -> None:
+def test_values_out_of_range_are_refused_in_one_line(flags: str, message: str) -> None:
     section = parse(RunConfig(), flags.split(), "").sampling
     for refused in (
         lambda: RunConfig(sampling=section).check(1),
@@ -240,14 +240,14 @@ def test_what_is_out_of_range_is_refused_in_one_line(flags: str, message: str) -
 
 
 @pytest.mark.parametrize("flag", ["--top_k 5", "--top_p 0.9", "--min_p 0.1"])
-def test_a_filter_of_greedy_decoding_is_refused(flag: str) -> None:
+def test_filters_are_refused_with_greedy_decoding(flag: str) -> None:
     message = re.escape("does nothing at --temperature 0 (greedy); give a --temperature larger")
     with pytest.raises(ValueError, match=message):
         parse(RunConfig(), flag.split(), "").check(1)
     parse(RunConfig(), [*flag.split(), "--temperature", "0.1"], "").check(1)
 
 
-def test_parameters_of_a_request() -> None:
+def test_a_request_gets_the_parameters_of_the_section_and_its_own_seed() -> None:
     section = SamplingSection(0.7, 5, 0.9, 0.1, 1.2, -1.0, seed=3)
     made = [make_params(section, 9, (2,), request_id) for request_id in (0, 1, 0)]
     assert made[0] == made[2] and made[0].seed != made[1].seed

@@ -1,4 +1,4 @@
-"""Scheduler: who is in the batch, and where each request ends."""
+"""Scheduler: which requests are in the batch, and where each request ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def requests(*max_new_tokens: int, prompt_len: int = 3) -> list[Request]:
 
 
 def prefilled(*max_new_tokens: int, first: int = 1) -> Scheduler:
-    """All admitted at 0 s, first tokens at 1 s."""
+    """A scheduler with all requests admitted at 0 s and their first tokens emitted at 1 s."""
     scheduler = Scheduler(len(max_new_tokens))
     scheduler.add(requests(*max_new_tokens), now=0.0)
     step(scheduler, *[[first]] * len(max_new_tokens), now=1.0)
@@ -55,7 +55,7 @@ def test_admission_gives_each_request_a_row() -> None:
     assert batch is not None and batch.rows == [0, 1] and batch.requests == tuple(new)
 
 
-def test_no_more_than_the_rows_and_none_while_some_run() -> None:
+def test_requests_are_admitted_only_to_free_rows_and_when_none_runs() -> None:
     with pytest.raises(AssertionError):
         Scheduler(1).add(requests(5, 5), now=0.0)
     scheduler = prefilled(2, 3)
@@ -67,7 +67,7 @@ def test_no_more_than_the_rows_and_none_while_some_run() -> None:
     assert outputs(scheduler) == [[]]
 
 
-def test_prompts_go_first() -> None:
+def test_prefill_comes_before_decoding() -> None:
     scheduler = Scheduler(2)
     scheduler.add(requests(5, 5), now=0.0)
     batch = scheduler.schedule()
@@ -81,7 +81,7 @@ def test_prompts_go_first() -> None:
     assert batch is not None and not batch.is_prefill and batch.rows == [0, 1]
 
 
-def test_rows_end_alone_at_their_own_length() -> None:
+def test_each_row_ends_at_its_own_length() -> None:
     scheduler = prefilled(2, 4, 3)
     step(scheduler, [5], [5], [5], now=2.0)
     batch = scheduler.schedule()
@@ -95,7 +95,7 @@ def test_rows_end_alone_at_their_own_length() -> None:
 
 
 @pytest.mark.parametrize("end", [EOS, EOS + 1])
-def test_rows_end_alone_at_any_end_token(end: int) -> None:
+def test_each_row_ends_at_any_of_its_end_tokens(end: int) -> None:
     scheduler = prefilled(9, 9)
     step(scheduler, [end], [5])
     batch = scheduler.schedule()
@@ -104,21 +104,21 @@ def test_rows_end_alone_at_any_end_token(end: int) -> None:
     assert outputs(scheduler) == [[1, end], [1, 5, 5, 6]]
 
 
-def test_tokens_past_the_end_are_dropped() -> None:
+def test_tokens_after_the_end_are_dropped() -> None:
     scheduler = prefilled(9, 4, 9)
     step(scheduler, [5, EOS, 6, 7], [5, 6, 7, 8], [EOS, EOS])
     assert outputs(scheduler) == [[1, 5, EOS], [1, 5, 6, 7], [1, EOS]]
     assert scheduler.schedule() is None
 
 
-def test_a_first_token_may_be_the_last() -> None:
+def test_a_request_may_end_with_its_first_token() -> None:
     scheduler = prefilled(1, 5)
     batch = scheduler.schedule()
     assert batch is not None and batch.rows == [1]
     assert prefilled(5, first=EOS).schedule() is None
 
 
-def test_end_tokens_end_nothing_when_there_are_none() -> None:
+def test_without_end_tokens_only_the_length_ends_a_request() -> None:
     scheduler = Scheduler(1)
     scheduler.add([Request(0, (1,), SamplingParams(3))], now=0.0)
     step(scheduler, [EOS])
@@ -126,7 +126,7 @@ def test_end_tokens_end_nothing_when_there_are_none() -> None:
     assert outputs(scheduler) == [[EOS] * 3]
 
 
-def test_times_are_the_steps_or_each_prefills_own() -> None:
+def test_times_of_tokens_are_those_of_the_step_or_of_each_prefill() -> None:
     scheduler = Scheduler(2)
     scheduler.add(requests(5, 1), now=0.0)
     batch = scheduler.schedule()
@@ -138,12 +138,12 @@ def test_times_are_the_steps_or_each_prefills_own() -> None:
     assert scheduler.requests[0].first_token_s == 0.5
 
 
-def test_a_step_must_answer_for_every_request() -> None:
+def test_a_step_must_return_tokens_for_every_request() -> None:
     with pytest.raises(ValueError, match="zip"):
         step(prefilled(5, 5), [1])
 
 
-def test_what_is_cached_trails_by_the_newest_token() -> None:
+def test_the_newest_token_is_not_cached() -> None:
     scheduler = Scheduler(1)
     scheduler.add(requests(9, prompt_len=4), now=0.0)
     request = scheduler.requests[0]
@@ -154,8 +154,9 @@ def test_what_is_cached_trails_by_the_newest_token() -> None:
     assert (request.num_cached, request.last_token) == (6, 9)
 
 
-def test_rewind_goes_back_as_often_as_asked() -> None:
-    """Two passes over one prefill: the second sees nothing of the first, nor does the snapshot."""
+def test_rewind_can_be_repeated() -> None:
+    """Two passes follow one prefill. The second pass starts from the same state as the first, and
+    the snapshots stay as they were."""
     scheduler = prefilled(3, 1)
     snapshots = [r.snapshot() for r in scheduler.requests]
     for _ in range(2):
@@ -178,10 +179,10 @@ def test_rewind_goes_back_as_often_as_asked() -> None:
     ),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
 )
-def test_the_outcome_does_not_depend_on_how_tokens_arrive(
+def test_outputs_do_not_depend_on_the_tokens_per_step(
     streams: list[tuple[int, list[int]]], sizes: list[int]
 ) -> None:
-    """Speculation emits a row's tokens in clumps; where the row ends is the same."""
+    """Speculation emits several tokens of a row in one step. The row ends at the same token."""
     scheduler = Scheduler(len(streams))
     scheduler.add(requests(*(n for n, _ in streams)), now=0.0)
     num_steps = 0
@@ -198,6 +199,6 @@ def test_the_outcome_does_not_depend_on_how_tokens_arrive(
         assert request.output_ids == stream[: min(ends, most)]
 
 
-def test_the_scheduler_is_light() -> None:
+def test_the_scheduler_imports_no_torch() -> None:
     code = "import sys, magicdec.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG).returncode == 0

@@ -1,5 +1,5 @@
-"""The verification rule token by token: what is kept, what remains after a rejection, and where
-rounding could go wrong."""
+"""The verification rule token by token: which drafts are accepted, what is sampled after a
+rejection, and the cases in which rounding matters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def exact(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_what_remains_of_the_target() -> None:
+def test_the_residual_distribution_after_a_rejection() -> None:
     p = exact([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]])
     q = exact([[[0.2, 0.7, 0.1]]])
     drafts, zero, one = torch.tensor([[1]]), torch.tensor([0]), torch.tensor([1])
@@ -29,8 +29,8 @@ def test_what_remains_of_the_target() -> None:
     assert torch.equal(residual(drafts, q, p, one), p[:, 1]), "the bonus is the target's"
 
 
-def test_the_rule_token_by_token() -> None:
-    """p/q of the drafts is 3/7 and 6; then the bonus."""
+def test_the_acceptance_rule_at_each_draft() -> None:
+    """p/q of the two drafts is 3/7 and 6. If both are accepted, the bonus token follows."""
     p = exact([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.0, 0.0, 1.0]]])
     q = exact([[[0.2, 0.7, 0.1], [0.8, 0.1, 0.1]]])
     drafts, fresh = torch.tensor([[1, 1]]), exact([[0.7, 0.0, 0.0]])
@@ -41,8 +41,9 @@ def test_the_rule_token_by_token() -> None:
     assert (accepted.tolist(), ids.tolist()) == ([1], [0])
 
 
-def test_nothing_left_by_rounding() -> None:
-    """p is q up to rounding, yet a draft was rejected: the target's own distribution remains."""
+def test_a_residual_that_rounds_to_zero_is_the_targets_distribution() -> None:
+    """p and q are equal up to rounding, but a draft is rejected. The next token is then sampled
+    from the target's own distribution."""
     below_one = math.nextafter(1.0, 0.0)
     p = exact([[[0.0, below_one, 0.0], [1.0, 0.0, 0.0]]])
     q = exact([[[0.0, 1.0, 0.0]]])
@@ -52,7 +53,7 @@ def test_nothing_left_by_rounding() -> None:
         assert (accepted.tolist(), ids.tolist()) == ([0], [1])
 
 
-def test_an_impossible_draft_is_never_kept() -> None:
+def test_a_draft_of_probability_zero_is_never_accepted() -> None:
     p = exact([[[0.0, 1.0], [0.5, 0.5]]])
     drafts, zeros = torch.tensor([[0]]), torch.zeros(1, 2).double()
     for q in (None, exact([[[1.0, 0.0]]]), exact([[[0.0, 1.0]]])):
@@ -60,7 +61,7 @@ def test_an_impossible_draft_is_never_kept() -> None:
         assert (accepted.tolist(), ids.tolist()) == ([0], [1])
 
 
-def test_greedy_rows_follow_the_greedy_rule_whatever_is_drawn() -> None:
+def test_greedy_rows_follow_the_greedy_rule_for_any_random_number() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(500, 5, 4, generator=generator)
     drafts = torch.randint(0, 4, (500, 4), generator=generator)
@@ -84,9 +85,11 @@ def test_without_drafts_the_target_is_sampled() -> None:
     assert (accepted.tolist(), ids.tolist()) == ([0], [1])
 
 
-def test_sums_that_rise_at_an_impossible_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parallel sums, as on a GPU, round each place apart: they may rise, or fall, where nothing was
-    added."""
+def test_an_impossible_token_is_never_the_sample_of_uneven_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parallel sums, as on a GPU, round each partial sum on its own. They may rise or fall where
+    nothing was added."""
     monkeypatch.setattr(Tensor, "cumsum", lambda x, dim: exact([[0.3, 0.31, 0.30, 0.9, 0.91]]))
     probs = exact([[0.3, 0.0, 0.0, 0.6, 0.0]])
     for u, token in ((0.32, 0), (0.335, 3), (0.34, 3), (0.98, 3), (0.995, 3)):
@@ -94,7 +97,7 @@ def test_sums_that_rise_at_an_impossible_token(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.cuda
-def test_a_gpu_judges_alike() -> None:
+def test_a_gpu_accepts_the_same_drafts() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 4, 997, generator=generator) * 4
     drafts = logits[:, :3].argmax(-1)
