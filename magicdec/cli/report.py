@@ -43,7 +43,7 @@ def conclude(prepared: Prepared) -> int:
         raise
     if is_leader:
         publish(prepared, outcome, path)
-    return 0 if outcome.record.status == "ok" else 1
+    return 0 if outcome.record.passed else 1
 
 
 def publish(prepared: Prepared, outcome: Outcome, path: Path) -> None:

@@ -104,7 +104,7 @@ def sampling(config: dict[str, Any]) -> dict[str, Any] | str:
 
 def covers(new: RunRecord, baseline: RunRecord) -> bool:
     """Both passed, and `new` is the same thing under the same conditions."""
-    if new.status != "ok" or baseline.status != "ok":
+    if not (new.passed and baseline.passed):
         return False
     same = measured_thing(new) == measured_thing(baseline)
     return same and conditions(new) == conditions(baseline)
@@ -119,15 +119,17 @@ def compare(new: RunRecord, baselines: list[RunRecord]) -> Comparison:
     """`new` against the baseline of the same thing under the same conditions; where there is none
     of those, the problem names what differs from the nearest."""
     key, name = measured_thing(new), describe(new)
-    if new.status != "ok":
+    if new.status == "ok_with_ties":
+        name += f" [{new.status}]"
+    if not new.passed:
         return Comparison(name, {}, f"the new run {new.status}: {new.error or 'outputs differ'}")
     ours = conditions(new)
     same = [b for b in baselines if measured_thing(b) == key]
-    alike = [b for b in same if b.status == "ok" and conditions(b) == ours]
+    alike = [b for b in same if b.passed and conditions(b) == ours]
     baseline = next(iter(alike + same), None)
     if baseline is None:
         return Comparison(name, {}, "not comparable: the baseline has no such record")
-    if baseline.status != "ok":
+    if not baseline.passed:
         return Comparison(name, {}, f"not comparable: the baseline's run {baseline.status}")
     for condition, value in conditions(baseline).items():
         if ours[condition] != value:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from magicdec.records.fields import recorded
 
 UNCOMPARED = "if nothing was compared"
+UNJUDGED = "if identical or not compared"
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Correctness:
         null="never in a run's record",
     )
     first_divergence: Divergence | None = recorded(
-        "the position at which the first diverged sequence differs from the reference; if no "
-        "sequence diverged, that of the first tie",
-        null="if identical or not compared",
+        "where the first sequence whose margin exceeds the bound differs from the reference; if no "
+        "margin exceeds the bound, that of the first sequence that differs",
+        null=UNJUDGED,
     )
     num_excused: int | None = recorded(
         "number of differing sequences that are ties", null=UNCOMPARED
@@ -57,10 +58,39 @@ class Correctness:
         null=UNCOMPARED,
     )
     margin_bound: float | None = recorded(
-        "largest margin that still counts as a tie", "logits", null=UNCOMPARED
+        "largest margin that still counts as a tie: the largest rounding error of the run",
+        "logits",
+        null=UNJUDGED,
+    )
+    expected_differing: float | None = recorded(
+        "mean number of sequences that the rounding of the run makes differ",
+        null=UNJUDGED,
+        is_later=True,
+    )
+    most_differing: int | None = recorded(
+        "number of differing sequences that rounding exceeds with a probability of at most 0.001; "
+        "if more differ, none is a tie",
+        null=UNJUDGED,
+        is_later=True,
+    )
+    num_short: int | None = recorded(
+        "number of tokens that are not the wider model's choice, in the requested strategy's "
+        "outputs that were replayed",
+        null=UNJUDGED,
+        is_later=True,
+    )
+    num_short_reference: int | None = recorded(
+        "the same for the reference's outputs to the same prompts", null=UNJUDGED, is_later=True
     )
 
     @property
     def passed(self) -> bool:
         """Whether nothing was compared, all tokens are identical, or every difference is a tie."""
         return self.reference is None or bool(self.identical) or self.num_diverged == 0
+
+    @property
+    def status(self) -> str:
+        """The status of a run with this result."""
+        if not self.passed:
+            return "diverged"
+        return "ok_with_ties" if self.num_excused else "ok"

@@ -21,7 +21,9 @@ from magicdec.records.workload import WorkloadRecord
 from magicdec.records.writing import append_line, to_json
 
 SCHEMA_VERSION = 1
-STATUSES = ("ok", "diverged", "failed")
+STATUSES = ("ok", "ok_with_ties", "diverged", "failed")
+PASSED = ("ok", "ok_with_ties")
+WITHOUT_METRICS = "unless `ok` or `ok_with_ties`"
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class RunRecord:
     was."""
 
     status: str = recorded(
-        "`ok`: the run finished and is correct; `diverged`: it finished, and some differences "
-        "between the outputs are not ties; `failed`: an error ended the run",
+        "`ok`: the run finished, and all tokens are identical or were not compared; "
+        "`ok_with_ties`: some sequences differ, and the rounding of the run explains it (older "
+        "records say `ok`); `diverged`: it does not explain it; `failed`: an error ended the run",
         choices=STATUSES,
     )
     config: dict[str, Any] = recorded("the resolved configuration, in which no value is `auto`")
@@ -43,11 +46,13 @@ class RunRecord:
     correctness: Correctness | None = recorded(
         "the comparison with the baseline's tokens", null="if `failed`"
     )
-    metrics: Metrics | None = recorded("performance of the requested strategy", null="unless `ok`")
+    metrics: Metrics | None = recorded(
+        "performance of the requested strategy", null=WITHOUT_METRICS
+    )
     baseline_metrics: Metrics | None = recorded(
         "performance of autoregressive decoding in the same run, on the same prompts, from the "
         "same prefill",
-        null="unless `ok`; if the strategy is itself the baseline; with `--no_baseline`",
+        null=f"{WITHOUT_METRICS}; if the strategy is itself the baseline; with `--no_baseline`",
     )
     samples: dict[str, SamplesRecord] | None = recorded(
         "raw times and counts of each pass that ran, by its name (`autoregressive`, "
@@ -76,6 +81,10 @@ class RunRecord:
         problem = contradiction(self.status, self.error, self.correctness, has_metrics)
         assert problem is None, problem
 
+    @property
+    def passed(self) -> bool:
+        return self.status in PASSED
+
     def to_json(self) -> str:
         return to_json(self)
 
@@ -89,10 +98,12 @@ def contradiction(
         return f"status is {status}; choose from {', '.join(STATUSES)}"
     if (error is not None) != (status == "failed"):
         return "an error belongs to status failed, and only to it"
-    passed = correctness is not None and correctness.passed
-    if status != "failed" and (status == "ok") != passed:
+    # Older records say `ok` with ties too.
+    by_tokens = None if correctness is None else correctness.status
+    possible = {by_tokens, "ok"} if by_tokens == "ok_with_ties" else {by_tokens}
+    if status != "failed" and status not in possible:
         return f"status is {status}, which its correctness contradicts"
-    if status != "ok" and has_metrics:
+    if status not in PASSED and has_metrics:
         return "it has metrics, which exist only where correctness passed"
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from magicdec.console import make_console
 from magicdec.names import FULL_KV_POLICY
-from magicdec.records.correctness import Divergence
+from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.fields import Recorded, description_of
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
@@ -24,6 +24,7 @@ SHOWN = (
     *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
+STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
 # The columns of the table of many runs: metric, label, digits.
 COLUMNS = (
     ("decode_tokens_per_s", "tokens/s", 1),
@@ -45,7 +46,7 @@ def print_record(record: RunRecord) -> None:
     from rich.table import Table
 
     console = make_console()
-    console.print(_verdict(record), style="bold" if record.status == "ok" else "bold red")
+    console.print(_verdict(record), style=STYLES.get(record.status, "bold red"))
     if record.metrics is None:
         return
     columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
@@ -131,9 +132,24 @@ def _verdict(record: RunRecord) -> str:
     if c.identical:
         return f"identical: {compared}, no difference"
     where = "" if c.first_divergence is None else f"; {_place(c.first_divergence)}"
-    if record.status == "ok":
-        return f"equal except for {c.num_excused} tie(s): {compared}{where}"
-    return f"DIVERGED: {compared}{where}; no performance is reported"
+    explained = _explained(c)
+    if record.passed:
+        return f"ok with {c.num_excused} tie(s), not identical: {compared}{where}{explained}"
+    return f"DIVERGED: {compared}{where}{explained}; no performance is reported"
+
+
+def _explained(c: Correctness) -> str:
+    """What the rounding of the run explains. Older records do not say it."""
+    if c.most_differing is None:
+        return ""
+    differing = (c.num_excused or 0) + (c.num_diverged or 0)
+    text = f"; {differing} sequence(s) differ, rounding explains up to {c.most_differing}"
+    if differing > c.most_differing:
+        return text
+    return (
+        f"{text}, and margins up to {c.margin_bound:.2g}; {c.num_short} token(s) are not the wider "
+        f"model's choice, of the baseline's {c.num_short_reference}"
+    )
 
 
 def _place(first: Divergence) -> str:

@@ -1,27 +1,39 @@
 """Checks whether two ways of decoding emitted the same tokens and, if they did not, whether the
-difference is a tie.
+rounding of this run explains the difference.
 
-To decide this, both versions of the sequence are replayed as a whole in the next wider dtype. The
-difference is a tie if every token of both versions is the greedy choice of the wider model, or its
-logit is lower than that of the choice by at most MARGIN_BOUND. Otherwise it is a divergence. No
-difference is excused without this replay.
+Nothing is replayed if all tokens are equal. Otherwise the run measures its own rounding
+(`rounding`), and a sequence that differs is excused as a tie only if all of this holds:
+
+1. No more sequences differ than this rounding explains.
+2. Every token of both versions is within the largest rounding error, `margin_bound`, of the wider
+   model's largest logit, given the tokens before it.
+3. The sequences that differ do not fall short of the wider model's choices at more tokens than
+   the baseline's versions of them.
+
+A computation whose bits do not depend on the shape has no rounding to measure, and excuses nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.request import Request
+from magicdec.run.rounding import (
+    WiderView,
+    chances_to_differ,
+    is_by_chance,
+    largest_error,
+    measure_gaps,
+    most_by_chance,
+    sequences_to_measure,
+    view_of,
+)
 from magicdec.runner import ModelRunner
 
 WIDER = {"float32": "float64", "bfloat16": "float32"}
-# By how much the logit of an emitted token may be lower than the largest logit of the wider model.
-# This is the rounding error of the narrower dtype, with a safety margin.
-MARGIN_BOUND = {"float32": 1e-4, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True)
@@ -45,18 +57,26 @@ def first_difference(
     return None
 
 
-def check_outputs(
-    reference: str,
-    expected: Sequence[Request],
-    found: Sequence[Request],
-    dtype: str,
-    make_wider: Callable[[], ModelRunner],
-    chunk: int,
-) -> Correctness:
-    """Compare the outputs prompt by prompt. `make_wider` makes the runner for the replay; it is
-    called only if there is a difference.
+@dataclass(frozen=True)
+class Replays:
+    """What the check needs to judge differences. Nothing of it is used if there are none."""
 
-    Every rank of the group must call this with the same requests.
+    runner: ModelRunner  # that of the run; what its cache holds is lost
+    make_wider: Callable[[], ModelRunner]  # makes a runner of one row in the wider dtype
+    num_drafts: int  # the most draft tokens of a step
+    prefill_chunk: int
+
+
+def check_outputs(
+    reference: str, expected: Sequence[Request], found: Sequence[Request], replays: Replays
+) -> Correctness:
+    """Compare the outputs prompt by prompt. Every rank of the group must call this with the same
+    requests.
+
+    If anything differs, this costs about as much as the run's prefill and baseline pass once more
+    (`measure_gaps`), and for each sequence that differs two prefills in the wider dtype
+    (`view_of`). If more sequences differ than rounding explains, only the first is replayed there.
+    A few other sequences are replayed too if the errors would be measured over few tokens.
     """
     differences = [
         d
@@ -65,63 +85,53 @@ def check_outputs(
     ]
     num_tokens = sum(len(r.output_ids) for r in found)
     if not differences:
-        return Correctness(reference, True, num_tokens, None, 0, 0, MARGIN_BOUND[dtype])
-    wider = make_wider()
+        return Correctness(reference, True, num_tokens, None, 0, 0)
+    gaps = measure_gaps(replays.runner, expected, replays.num_drafts, replays.prefill_chunk)
+    chances = chances_to_differ(gaps)
+    most = most_by_chance(chances)
+    judged = differences if len(differences) <= most else differences[:1]
+    wider, chunk = replays.make_wider(), replays.prefill_chunk
+    measured = sequences_to_measure([d.sequence for d in judged], expected)
+    known = [view_of(wider, expected[i], chunk, gaps[i].pairs) for i in measured]
+    views = [view_of(wider, found[d.sequence], chunk) for d in judged]
+    bound = largest_error([gaps[i] for i in measured], known)
+    known = known[: len(judged)]
     margins = [
-        max(margin(wider, request, chunk) for request in (expected[d.sequence], found[d.sequence]))
-        for d in differences
+        max(margin(expected[d.sequence], ours), margin(found[d.sequence], theirs))
+        for d, ours, theirs in zip(judged, known, views, strict=True)
     ]
-    bound = MARGIN_BOUND[dtype]
-    diverged = [i for i, value in enumerate(margins) if value > bound]
+    num_short = [sum(int((v.shortfalls > 0).sum()) for v in side) for side in (known, views)]
+    diverged = [i for i, value in enumerate(margins) if not value <= bound]
+    num_diverged = len(diverged)
+    if len(differences) > most or not is_by_chance(*num_short):
+        num_diverged = len(differences)
     at = diverged[0] if diverged else 0
-    d, value = differences[at], margins[at]
+    d, value = judged[at], margins[at]
     shown = Divergence(
-        d.sequence, d.index, d.expected, d.found, None if value == float("inf") else value
+        d.sequence, d.index, d.expected, d.found, None if math.isinf(value) else value
     )
     return Correctness(
         reference,
         identical=False,
         num_tokens=num_tokens,
         first_divergence=shown,
-        num_excused=len(differences) - len(diverged),
-        num_diverged=len(diverged),
+        num_excused=len(differences) - num_diverged,
+        num_diverged=num_diverged,
         margin_bound=bound,
+        expected_differing=sum(chances),
+        most_differing=most,
+        num_short=num_short[1],
+        num_short_reference=num_short[0],
     )
 
 
-def margin(wider: ModelRunner, request: Request, chunk: int) -> float:
-    """How far the output of `request` is from a greedy output of `wider`, in logits (see
-    `deficit`). It is infinite if the output does not end where its sampling parameters say. It is
-    also infinite with penalties, because the replay does not apply them; a difference between such
-    outputs is therefore never excused."""
+def margin(request: Request, view: WiderView) -> float:
+    """How far the output of `request` is from a greedy output of the wider model: its largest
+    shortfall, in logits. It is infinite if the output does not end where its sampling parameters
+    say. It is also infinite with penalties, because the replay does not apply them; a difference
+    between such outputs is therefore never excused."""
     if not request.sampling.is_plain:
-        return float("inf")
+        return math.inf
     output, ends = request.output_ids, request.sampling.ends
     ended = [n for n, token in enumerate(output, 1) if ends(n, token)]
-    if ended != [len(output)]:
-        return float("inf")
-    return deficit(wider, request.prompt_ids, output, chunk)
-
-
-@torch.inference_mode()
-def deficit(runner: ModelRunner, prompt: Sequence[int], output: Sequence[int], chunk: int) -> float:
-    """The largest difference, over the emitted tokens, between `runner`'s largest logit and the
-    logit of the token. It is 0 if every token has the largest logit."""
-    cache, group = runner.cache, runner.group
-    cache.release(0)
-    cache.allocate(0, runner.max_tokens)
-    ids = torch.tensor([[*prompt, *output[:-1]]], device=runner.device)
-    emitted = torch.tensor([*([-1] * (len(prompt) - 1)), *output], device=runner.device)
-    worst, at = 0.0, 0
-    for part in ids.split(chunk, dim=1):
-        logits = runner.forward(part, [0])[0]  # [T, V]
-        wanted = emitted[at : at + part.shape[1]]
-        at += part.shape[1]
-        local = wanted - runner.model.head_rows[0]
-        ours = (local >= 0) & (local < logits.shape[1])
-        value = logits.gather(1, local.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
-        value = value.masked_fill(~ours, float("-inf"))
-        best, value = group.all_gather(torch.stack([logits.max(1).values, value])).amax(0).unbind(0)
-        short = (best - value)[wanted >= 0].nan_to_num(nan=float("inf"))
-        worst = max([worst, *short.tolist()])
-    return worst
+    return float(view.shortfalls.max()) if ended == [len(output)] else math.inf

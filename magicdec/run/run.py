@@ -36,7 +36,7 @@ from magicdec.records.correctness import Correctness
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request
-from magicdec.run.check import WIDER, check_outputs
+from magicdec.run.check import WIDER, Replays, check_outputs
 from magicdec.run.run_record import Measured, make_record
 from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.runner import ModelRunner
@@ -195,20 +195,19 @@ class Run:
 
     def check(self) -> Correctness:
         """Compare the tokens of the requested strategy with those of the baseline of this run."""
-        asked, dtype = self.passes[-1], self.config.model.dtype
+        asked = self.passes[-1]
         num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
         # Sampled tokens differ between passes, so they cannot be compared. The tests check that
         # speculation keeps their distribution.
         if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
             return Correctness(None, num_tokens=num_tokens)
-        return check_outputs(
-            BASELINE,
-            self.finished[BASELINE],
-            self.finished[asked],
-            dtype,
+        replays = Replays(
+            self.runner,
             self.make_reference,
+            self.config.decoding.most_draft_tokens,
             self.config.attention.prefill_chunk,
         )
+        return check_outputs(BASELINE, self.finished[BASELINE], self.finished[asked], replays)
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:

@@ -50,7 +50,7 @@ def make_record(
     check_identities(metrics, measured.samples, measured.prefill, bandwidth)
     memory = measured.memory if passed else NOT_MEASURED
     return RunRecord(
-        status="ok" if passed else "diverged",
+        status=correctness.status,
         config=prepared.config.to_dict(),
         environment=environment,
         workload=prepared.describe_workload(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
@@ -13,7 +15,17 @@ from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
 from magicdec.records.correctness import Correctness
 from magicdec.request import Request
-from magicdec.run.check import check_outputs, first_difference
+from magicdec.run.check import Replays, check_outputs, first_difference
+from magicdec.run.rounding import (
+    Gaps,
+    WiderView,
+    chances_to_differ,
+    is_by_chance,
+    largest_error,
+    measure_gaps,
+    most_by_chance,
+    view_of,
+)
 
 NUM_NEW = 30
 
@@ -35,13 +47,16 @@ def with_twin(token: int) -> Transformer:
     return model
 
 
-def check(model: Transformer, expected: list[Request], found: list[Request]) -> Correctness:
+def check(
+    model: Transformer, expected: list[Request], found: list[Request], num_drafts: int = 3
+) -> Correctness:
     import copy
 
     def make_wider():  # type: ignore[no-untyped-def]
         return make_runner(copy.deepcopy(model).double(), 1, 90)
 
-    return check_outputs("autoregressive", expected, found, "float32", make_wider, chunk=32)
+    replays = Replays(make_runner(model, 2, 90), make_wider, num_drafts, prefill_chunk=32)
+    return check_outputs("autoregressive", expected, found, replays)
 
 
 def test_equal_outputs_are_identical_and_need_no_replay() -> None:
@@ -50,7 +65,8 @@ def test_equal_outputs_are_identical_and_need_no_replay() -> None:
     def refuse():  # type: ignore[no-untyped-def]
         raise AssertionError("nothing to replay")
 
-    result = check_outputs("autoregressive", expected, found, "float32", refuse, 32)
+    nothing: Any = None
+    result = check_outputs("autoregressive", expected, found, Replays(nothing, refuse, 3, 32))
     assert result.identical and result.num_tokens == 2 * NUM_NEW and result.num_excused == 0
     assert result.passed
 
@@ -107,9 +123,87 @@ def test_first_difference() -> None:
 
 
 def test_float64_replay_agrees_with_float32_decoding() -> None:
-    from magicdec.run.check import deficit
-
     model = tiny_transformer()
     runner = make_runner(tiny_transformer(dtype=torch.float64), 1, 90)
     for request in decoded(model):
-        assert deficit(runner, request.prompt_ids, request.output_ids, 16) < 1e-4
+        assert view_of(runner, request, 16).shortfalls.max() < 1e-4
+
+
+def test_the_replay_by_tokens_is_the_decoding_itself() -> None:
+    """Outputs of unequal lengths, in two batches: the best token of each replayed position is the
+    one that was emitted."""
+    model = tiny_transformer()
+    requests = decoded(model)
+    requests[1].output_ids = requests[1].output_ids[:8]
+    both = measure_gaps(make_runner(model, 2, 90), requests, 3, 64)
+    alone = measure_gaps(make_runner(model, 1, 90), requests, 3, 64)
+    for request, found in zip(requests * 2, both + alone, strict=True):
+        assert found.pairs[:, 0].tolist() == request.output_ids[1:]
+        assert (found.decode > 0).all() and len(found.verify) == len(found.decode)
+        assert (found.verify - found.decode).abs().max() < 1e-4
+
+
+def test_equal_shapes_excuse_nothing() -> None:
+    """The tie that is settled above diverges if the two shapes compute the same bits."""
+    model = with_twin(decoded(tiny_transformer())[0].output_ids[5])
+    expected, found = decoded(model), decoded(model)
+    twin = decoded(tiny_transformer())[0].output_ids[5]
+    found[0].output_ids[expected[0].output_ids.index(twin)] = 96
+    result = check(model, expected, found, num_drafts=0)
+    assert not result.passed and result.most_differing == 0 and result.expected_differing == 0
+
+
+def test_too_many_shortfalls_are_a_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is within the bound and as many sequences may differ, but the wider model's choice
+    is missed at more tokens than chance allows."""
+    model = tiny_transformer()
+    expected, found = decoded(model), decoded(model)
+    for request in found:
+        request.output_ids[3:15] = [token + 1 for token in request.output_ids[3:15]]
+    monkeypatch.setattr("magicdec.run.check.most_by_chance", lambda chances: 2)
+    monkeypatch.setattr("magicdec.run.check.largest_error", lambda gaps, wider: 1e3)
+    result = check(model, expected, found)
+    assert result.num_short is not None and result.num_short_reference == 0
+    assert result.num_short > 9 and result.num_diverged == 2 and not result.passed
+
+
+def test_limits_of_chance() -> None:
+    assert most_by_chance([0.0] * 9) == 0 and most_by_chance([1.0, 1.0, 0.0]) == 2
+    # Of 10 fair coins, 9 heads or fewer have a probability of 0.99902, 8 or fewer of 0.989.
+    assert most_by_chance([0.5] * 10) == 9
+    assert most_by_chance([0.001]) == 0 and most_by_chance([0.0011]) == 1
+    assert is_by_chance(0, 0) and is_by_chance(0, 9) and not is_by_chance(0, 10)
+    assert is_by_chance(16, 15) and not is_by_chance(16, 48) and is_by_chance(48, 16)
+
+
+def test_the_predicted_number_of_changes_is_that_of_a_simulation() -> None:
+    """Gaps and moves as in bfloat16, in steps of 1/16: predicted and simulated numbers agree."""
+    generator = torch.Generator().manual_seed(0)
+    found, changed = [], 0
+    for _ in range(400):
+        true = torch.rand(64, generator=generator, dtype=torch.float64)
+        noise = torch.randn(2, 64, generator=generator, dtype=torch.float64) * 0.05
+        gaps = ((true + noise) * 16).round() / 16  # in both shapes
+        has_smaller_id = torch.rand(64, generator=generator) < 0.5
+        chosen = (gaps > 0) | ((gaps == 0) & has_smaller_id)
+        changed += bool((chosen[0] != chosen[1]).any())
+        decode, verify = gaps * torch.where(chosen[0], 1, -1)
+        found.append(Gaps(torch.zeros(64, 2), decode, verify))
+    assert sum(chances_to_differ(found)) == pytest.approx(changed, rel=0.15)
+
+
+def test_a_faulty_shape_does_not_widen_the_bound() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.rand(400, generator=generator, dtype=torch.float64)
+    noise = torch.randn(400, generator=generator, dtype=torch.float64)
+    view = [WiderView(torch.zeros(401), true)]
+    good, bad = true + 0.01 * noise, true + noise
+    for shapes in ((good, good), (good, bad), (bad, good)):
+        assert 0.03 < largest_error([Gaps(torch.zeros(400, 2), *shapes)], view) < 0.06
+
+
+def test_a_logit_that_is_not_a_number_is_no_tie() -> None:
+    model = tiny_transformer(dtype=torch.float64)
+    (request, _) = decoded(tiny_transformer())
+    model.head.weight[3] = float("nan")
+    assert view_of(make_runner(model, 1, 90), request, 16).shortfalls.isinf().all()

@@ -22,7 +22,7 @@ from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.environment import Environment
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.reading import load_records, parse_record
-from magicdec.records.record import RunRecord, append_record
+from magicdec.records.record import STATUSES, RunRecord, append_record
 from magicdec.records.samples import PassSamples
 from magicdec.records.workload import WorkloadRecord
 
@@ -58,6 +58,19 @@ def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
 def failed() -> Record:
     none = dict.fromkeys(("correctness", "metrics", "baseline_metrics", "workload"))
     return make(status="failed", error="RuntimeError: [enforce fail] in [/x] :fire:", **none)
+
+
+def with_ties() -> Record:
+    correctness = diverged(0.07)["correctness"] | {
+        "num_excused": 2,
+        "num_diverged": 0,
+        "margin_bound": 0.15,
+        "expected_differing": 2.6,
+        "most_differing": 7,
+        "num_short": 3,
+        "num_short_reference": 4,
+    }
+    return make(status="ok_with_ties", correctness=correctness)
 
 
 def diverged(margin: float | None = 2.5) -> Record:
@@ -218,6 +231,15 @@ def test_new_runs_that_did_not_pass_fail_the_gate(gate: Gate) -> None:
     assert code == 1 and "the new run diverged: outputs differ" in out
 
 
+def test_a_run_with_ties_passes_and_is_shown(gate: Gate) -> None:
+    code, out = gate([with_ties()], [make()])
+    assert code == 0 and "[ok_with_ties]: acceptance_rate" in out and "1 of 1 baselines" in out
+    code, out = gate([make()], [with_ties()])
+    assert code == 0 and "ok_with_ties" not in out
+    code, out = gate([with_ties() | {"metrics": make(RATE - 0.5)["metrics"]}], [make()])
+    assert code == 1 and "regression" in out
+
+
 @pytest.mark.parametrize("old", [failed(), diverged()])
 def test_baselines_that_did_not_pass_compare_with_nothing(gate: Gate, old: Record) -> None:
     code, out = gate([make()], [old])
@@ -276,13 +298,14 @@ def test_the_table_has_a_line_a_run(
     odd["metrics"] = dict.fromkeys(odd["metrics"]) | {"bytes_read": 0}
     first, second = tmp_path / "a", tmp_path / "b"
     write(first, [make(), odd])
-    write(second, [failed(), diverged()])
+    write(second, [failed(), diverged(), with_ties()])
     monkeypatch.setattr(sys, "argv", ["magicdec table", str(first), str(second)])
     monkeypatch.setenv("COLUMNS", "80")
     table_command.main()
     out, err = capsys.readouterr()
-    rows = [line for line in out.splitlines() if line.endswith(("ok │", "failed │", "diverged │"))]
-    assert [row.split()[-2] for row in rows] == ["ok", "ok", "failed", "diverged"]
+    ends = tuple(f" {status} │" for status in STATUSES)
+    rows = [line for line in out.splitlines() if line.endswith(ends)]
+    assert [row.split()[-2] for row in rows] == ["ok", "ok", "failed", "diverged", "ok_with_ties"]
     assert all(n in rows[0] for n in ("demo", "1234567.8", "1.50", "0.800"))
     assert "/m/[bold]:fire:" in rows[1]
     assert "…" not in out and "None" not in out and err == ""
@@ -303,9 +326,13 @@ def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str])
     scored = make()
     scored["metrics"]["answer_score"] = 0.125
     assert "answer score" in (out := printed(scored, capsys)) and "0.125" in out
-    tie = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2, "num_diverged": 0})
-    out = printed(tie, capsys)
-    assert "equal except for 2 tie(s)" in out and "sequence 3, token 5 (margin 1e-05)" in out
+    old = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2, "num_diverged": 0})
+    out = printed(old, capsys)
+    assert "ok with 2 tie(s), not identical" in out and "sequence 3, token 5 (margin 1e-05)" in out
+    out = printed(with_ties(), capsys)
+    assert out.startswith("ok with 2 tie(s), not identical: 99 tokens") and "1.50x" in out
+    assert "2 sequence(s) differ, rounding explains up to 7, and margins up to 0.15" in out
+    assert "3 token(s) are not the wider model's choice, of the baseline's 4" in out
     alone = make(correctness=asdict(Correctness(None, num_tokens=99)), baseline_metrics=None)
     assert "99 tokens; not compared" in printed(alone, capsys)
 

@@ -39,8 +39,10 @@ from magicdec.workload.workload import Workload
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "record.md"
 PASSED = Correctness("autoregressive", True, 12, None, 0, 0, 1e-4)
+LATER = {"expected_differing", "most_differing", "num_short", "num_short_reference"}
 WORST = Divergence(1, 3, 5, 9, 0.5)
 DIVERGED = Correctness("autoregressive", False, 12, WORST, 0, 1, 1e-4)
+TIED = replace(DIVERGED, num_excused=1, num_diverged=0)
 UNCOMPARED = Correctness(None, num_tokens=12)
 NO_METRICS = Metrics(bytes_read=0)
 
@@ -119,7 +121,7 @@ def failed_record() -> RunRecord:
 
 RECORDS = {
     "speculative": lambda: run_record("speculative", PASSED),
-    "tie": lambda: run_record("speculative", replace(DIVERGED, num_excused=1, num_diverged=0)),
+    "tie": lambda: run_record("speculative", TIED),
     "diverged": lambda: run_record("speculative", DIVERGED),
     "baseline": lambda: run_record("autoregressive", UNCOMPARED),
     "alone": lambda: run_record("speculative", UNCOMPARED),
@@ -172,13 +174,13 @@ def test_every_documented_object_is_in_some_record() -> None:
 
 
 def test_the_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("speculative", "failed", "diverged"):
+    for kind in ("speculative", "failed", "diverged", "tie"):
         append_record(tmp_path / "results/runs.jsonl", RECORDS[kind]())
     monkeypatch.chdir(tmp_path)
     example = DOCUMENT.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
     exec(example, names)
-    assert names["speedups"] == [1.0]
+    assert names["speedups"] == [1.0, 1.0]
 
 
 def test_the_workload_is_described_without_its_prompts() -> None:
@@ -246,6 +248,10 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         {"status": "ok"},
         {"status": "ok", "correctness": DIVERGED},
         {"status": "ok", "correctness": Correctness("autoregressive")},
+        {"status": "ok_with_ties", "correctness": PASSED},
+        {"status": "ok_with_ties", "correctness": UNCOMPARED},
+        {"status": "ok_with_ties", "correctness": DIVERGED},
+        {"status": "diverged", "correctness": TIED},
         {"status": "diverged", "correctness": PASSED},
         {"status": "diverged", "correctness": UNCOMPARED},
         {"status": "passed", "correctness": PASSED},
@@ -260,11 +266,21 @@ def test_what_passes() -> None:
     for correctness, passed in (
         (PASSED, True),
         (UNCOMPARED, True),
-        (replace(DIVERGED, num_excused=1, num_diverged=0), True),
+        (TIED, True),
         (DIVERGED, False),
         (Correctness("autoregressive"), False),
     ):
         assert correctness.passed is passed
+
+
+def test_an_older_record_with_ties_says_ok(tmp_path: Path) -> None:
+    record = RECORDS["tie"]()
+    assert record.status == "ok_with_ties" and record.passed
+    raw = json.loads(record.to_json()) | {"status": "ok"}
+    raw["correctness"] = {k: v for k, v in raw["correctness"].items() if k not in LATER}
+    (tmp_path / "old.jsonl").write_text(json.dumps(raw))
+    (old,) = load_records(tmp_path / "old.jsonl")
+    assert old.passed and old.correctness == record.correctness
 
 
 def small(**fields: Any) -> RunRecord:

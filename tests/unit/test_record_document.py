@@ -132,7 +132,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("config.kv", None, "it has no config.kv"),
     ("config.decoding", {"strategy": "speculative"}, "it has no config.decoding.drafter"),
     ("status", "diverged", "status is diverged, which its correctness contradicts"),
-    ("status", "passed", "status is passed; choose from ok, diverged, failed"),
+    ("status", "passed", "status is passed; choose from ok, ok_with_ties, diverged, failed"),
     ("correctness", None, "status is ok, which its correctness contradicts"),
     ("error", "E: no", "an error belongs to status failed, and only to it"),
 ]
