@@ -21,8 +21,10 @@ from typing import Any, NoReturn
 from magicdec.config.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
+from magicdec.records.writing import check_writable
 
 LEADER_FIRST_S = 20.0
 
@@ -114,6 +116,8 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
     try:
         parsed = parse(config, sys.argv[1:] if argv is None else argv, description)
         parsed.check(launch.world_size)
+        if launch.rank == 0:
+            check_outputs(parsed.output)
         with spinner("preparing", launch.rank == 0):
             from magicdec.setup.prepare import prepare
 
@@ -126,6 +130,13 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
     from magicdec.cli.report import conclude
 
     sys.exit(conclude(prepared))
+
+
+def check_outputs(output: OutputSection) -> None:
+    """Raises ValueError if the files of the run cannot be written."""
+    check_writable("--results", Path(output.results))
+    if output.save_tokens is not None:
+        check_writable("--save_tokens", Path(output.save_tokens))
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:

@@ -11,7 +11,6 @@ writes. Heavy imports happen after the flags are read.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
+from magicdec.records.writing import check_writable
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
@@ -170,18 +170,10 @@ def find_drafts(
 
 
 def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
-    """Both can be written, as far as can be told beforehand; their directories are made."""
+    """Raises ValueError if one of them cannot be written, or if they are the same."""
     for flag, path in (("--json", json_path), ("--csv", csv_path)):
-        if path is None:
-            continue
-        if path.is_dir():
-            raise ValueError(f"{flag} {path} is a directory; name a file")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{flag} {path}: {error.strerror}") from None
-        if not os.access(path.parent, os.W_OK):
-            raise ValueError(f"{flag} {path}: its directory cannot be written to")
+        if path is not None:
+            check_writable(flag, path)
     if json_path is not None and csv_path is not None and json_path.resolve() == csv_path.resolve():
         raise ValueError(f"--json and --csv are both {json_path}; name two files")
 

@@ -23,6 +23,7 @@ from magicdec.distributed.groups import read_launch
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.names import DEVICES
 from magicdec.probe.probe import measure
+from magicdec.records.writing import check_writable
 
 
 def main() -> NoReturn:
@@ -74,8 +75,7 @@ def parse(argv: list[str]) -> tuple[Path, RunConfig]:
         help="the device to measure; auto is cuda if there is a GPU [auto]",
     )
     args = parser.parse_args(argv)
-    if args.out.is_dir():
-        raise ValueError(f"--out {args.out} is a directory; name a file")
+    check_writable("--out", args.out)
     return args.out, RunConfig(parallel=ParallelSection(device=args.device, threads=args.threads))
 
 

@@ -13,6 +13,7 @@ from magicdec.hardware.environment import describe_environment
 from magicdec.memory.watch import describe_memory
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
+from magicdec.records.writing import write_text
 from magicdec.run.run import Outcome, execute
 from magicdec.setup.prepare import Prepared
 
@@ -41,35 +42,42 @@ def conclude(prepared: Prepared) -> int:
             failed = RunRecord("failed", config, environment, message, workload, memory=memory)
             append_record(path, failed)
         raise
-    if is_leader:
-        publish(prepared, outcome, path)
+    if is_leader and not publish(prepared, outcome, path):
+        return 1
     return 0 if outcome.record.passed else 1
 
 
-def publish(prepared: Prepared, outcome: Outcome, path: Path) -> None:
+def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
+    """Print the outcome, then write its files. False if one of them could not be written."""
     output = prepared.config.output
-    append_record(path, outcome.record)
-    if output.save_tokens:
-        save_tokens(Path(output.save_tokens), outcome)
     if output.printoutput:
         for request in outcome.requests:
             text = prepared.tokenizer.decode(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
     print_record(outcome.record)
-    print(f"record appended to {path}", file=sys.stderr)
+    sys.stdout.flush()
+    try:
+        append_record(path, outcome.record)
+        print(f"record appended to {path}", file=sys.stderr)
+        if output.save_tokens:
+            save_tokens(Path(output.save_tokens), outcome)
+    except OSError as error:
+        print(f"--results {path}: {error.strerror}; the record is lost", file=sys.stderr)
+        return False
+    except ValueError as error:
+        print(f"{error}; the tokens are lost", file=sys.stderr)
+        return False
+    return True
 
 
 def save_tokens(path: Path, outcome: Outcome) -> None:
-    """Write one JSON line for each sequence, in the order of the prompts. The complete file appears
-    at once, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write one JSON line for each sequence, in the order of the prompts. Raises ValueError if they
+    cannot be written."""
     lines = [
-        json.dumps({"prompt_ids": list(r.prompt_ids), "output_ids": r.output_ids})
+        json.dumps({"prompt_ids": list(r.prompt_ids), "output_ids": r.output_ids}) + "\n"
         for r in sorted(outcome.requests, key=lambda r: r.request_id)
     ]
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(line + "\n" for line in lines))
-    partial.replace(path)
+    write_text("--save_tokens", path, "".join(lines))
 
 
 def describe_config(config: ResolvedConfig) -> str:

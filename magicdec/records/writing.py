@@ -7,6 +7,7 @@ refused. Must not know the content of a record.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict, is_dataclass
@@ -36,16 +37,40 @@ def write_text(flag: str, path: Path, text: str) -> None:
     is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
     partial = path.with_name(path.name + ".partial") if is_plain else path
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         if is_plain:
             partial.replace(path)
     except OSError as error:
+        if is_plain:
+            partial.unlink(missing_ok=True)
         raise ValueError(f"{flag} {path}: {error.strerror}") from None
 
 
+def check_writable(flag: str, path: Path) -> None:
+    """Raises ValueError, naming the flag, if `path` is a file that cannot be written, or if it
+    cannot be made. Changes nothing."""
+    try:
+        if path.exists():
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(descriptor, b"")  # a full device says so
+            finally:
+                os.close(descriptor)
+            return
+        directory = next(parent for parent in path.parents if parent.exists())
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"no file can be made in {directory}")
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}; name a file to write to") from None
+
+
 def append_line(path: Path, line: str) -> None:
-    """Append a line in one write, and wait until it is on disk. If the last line of the file has no
-    line end because of a crash, one is written first."""
+    """Append a line, in one write unless the system stops it half-way, and wait until it is on
+    disk. If the last line of the file has no line end because of a crash, one is written first.
+    Raises OSError if not all of it could be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = line + "\n"
     if path.exists() and path.stat().st_size:
@@ -55,7 +80,9 @@ def append_line(path: Path, line: str) -> None:
                 text = "\n" + text
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, text.encode())
+        rest = text.encode()
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

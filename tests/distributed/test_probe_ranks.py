@@ -24,7 +24,7 @@ def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:
 def test_bad_flags_are_refused_in_one_line(launch: Launch) -> None:
     for flags, message in (
         (("--threads", 0), "--threads 0 is too small; it must be at least 1"),
-        (("--out", "."), "--out . is a directory; name a file"),
+        (("--out", "."), "--out .: Is a directory; name a file"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
     ):
         done = launch("probe.py", *flags)

@@ -57,7 +57,7 @@ DRAFTS = tuple(
         ("--budget 65 --kv_policy full", "--budget 65 does nothing: --kv_policy full reads it all"),
         ("--kv_policy full full", "--kv_policy names full twice"),
         ("--kv_policy h2o", "invalid choice: 'h2o' (choose from"),
-        ("--json .", "--json . is a directory; name a file"),
+        ("--json .", "--json .: Is a directory; name a file"),
         ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: "),
         ("--json a --csv ./a", "--json and --csv are both a; name two files"),
         ("--gamma 4", "unrecognized arguments: --gamma 4"),
@@ -76,7 +76,7 @@ def test_the_grid_is_every_policy_with_every_budget_and_the_decode(tmp_path: Pat
     assert asked.grid.new_tokens == (1, 2, 8)
     drafts = [(kv.policy, kv.budget, kv.num_sink_tokens) for kv in asked.grid.drafts]
     assert drafts == [("full", -1, 4), ("verified", 40, 4), ("verified", 33, 4)]
-    assert asked.config.model.dtype == "float32" and out.parent.is_dir()
+    assert asked.config.model.dtype == "float32" and not out.parent.exists()
 
 
 def test_defaults_are_a_valid_question() -> None:

@@ -1,0 +1,84 @@
+"""What a run leaves behind reaches the disk, or the user is told: before the run if possible."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import Launch
+
+from magicdec.records.writing import append_line, check_writable, write_text
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
+FEW = ("--prefix_len", 100, "--B", 1, "--gen_len", 4, "--num_batches", 1, "--warmup_batches", 0)
+
+
+def test_what_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "file" / "runs.jsonl", "Not a directory"),
+        (Path(), "Is a directory"),
+        *(((FULL, "No space left on device"),) if FULL.exists() else ()),
+    ):
+        with pytest.raises(ValueError, match=f"--results .*: {reason}; name a file"):
+            check_writable("--results", path)
+    check_writable("--results", tmp_path / "new" / "runs.jsonl")
+    check_writable("--results", tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_directory_without_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ValueError, match="no file can be made in"):
+        check_writable("--results", tmp_path / "runs.jsonl")
+
+
+def test_a_line_that_is_written_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:3]))
+    append_line(tmp_path / "runs.jsonl", '{"a": 12345}')
+    assert (tmp_path / "runs.jsonl").read_text() == '{"a": 12345}\n'
+
+
+@needs_full
+def test_a_full_disk_is_an_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        append_line(FULL, "{}")
+
+
+def test_a_file_that_could_not_be_written_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str, **options: object) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ValueError, match=r"--save_tokens .*t.jsonl: No space left"):
+        write_text("--save_tokens", tmp_path / "t.jsonl", "{}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_full
+@pytest.mark.parametrize("flag", ["--results", "--save_tokens"])
+def test_a_run_whose_files_cannot_be_written_does_not_start(flag: str, launch: Launch) -> None:
+    done = launch("baseline_benchmark.py", *FEW, flag, FULL)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        f"baseline_benchmark.py: {flag} /dev/full: No space left on device; name a file to write to"
+    ]
+
+
+def test_a_disk_that_fills_up_during_the_run_loses_no_table(launch: Launch, tmp_path: Path) -> None:
+    """The run may write its tokens but not its record."""
+    done = launch("unwritable_results.py", *FEW, "--results", tmp_path / "runs.jsonl")
+    assert done.returncode == 1 and "decode, tokens/s" in done.stdout
+    assert "runs.jsonl: No space left on device; the record is lost" in done.stderr
+    assert "Traceback" not in done.stderr and "record appended" not in done.stderr

@@ -1,0 +1,13 @@
+"""A baseline run on a disk that becomes full before the record is appended. Started by
+test_writing.py."""
+
+from magicdec.cli import report
+from magicdec.cli.commands import baseline
+
+
+def append_record(path: object, record: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+report.append_record = append_record
+baseline()
