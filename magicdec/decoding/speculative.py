@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from statistics import median
 
+from magicdec.decoding.calibration import measure_steps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.request import Batch, StepOutput
 from magicdec.runner import ModelRunner
-
-REPEATS = 5  # of each timing in `measure`
 
 
 class Speculative:
@@ -59,41 +56,9 @@ class Speculative:
         return StepOutput(emitted, num_draft_tokens, [row[0] for row in verdict])
 
     def measure(self, batch: Batch) -> list[float]:
-        """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing except
-        the attention that the drafter has observed. The time of drafting is assumed to be linear in
-        the number of tokens. The time of verification is measured for each number."""
-        phase, self.steps.phase = self.steps.phase, nullcontext
-        try:
-            return self._measure(batch)
-        finally:
-            self.steps.phase = phase
-
-    def _measure(self, batch: Batch) -> list[float]:
-        most, steps, cache = self.draft_length.most, self.steps, self.runner.cache
-        before = [cache.lengths[row] for row in batch.rows]
-        draft_s: dict[int, list[float]] = {1: [], most: []}
-        verify_s: list[list[float]] = [[] for _ in range(most + 1)]
-        for _ in range(REPEATS):
-            for count in draft_s:
-                started = time.perf_counter()
-                proposal = steps.draft(batch, count)
-                proposal.ids.tolist()  # waits for the device
-                draft_s[count].append(time.perf_counter() - started)
-                steps.undo(batch, before)
-            for count in range(most + 1):
-                started = time.perf_counter()
-                if count:
-                    steps.verify(batch, proposal.first(count))
-                else:
-                    steps.decode(batch)
-                verify_s[count].append(time.perf_counter() - started)
-                steps.undo(batch, before)
-        first, last_draft = median(draft_s[1]), median(draft_s[most])
-        each = (last_draft - first) / max(1, most - 1)
-        return [
-            median(seconds) + (first + each * (count - 1) if count else 0.0)
-            for count, seconds in enumerate(verify_s)
-        ]
+        """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
+        cached = [self.runner.cache.lengths[row] for row in batch.rows]
+        return measure_steps(self.steps, batch, cached, self.draft_length.most)
 
 
 def speculative(setup: Setup) -> Speculative:

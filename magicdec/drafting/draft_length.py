@@ -57,6 +57,10 @@ class DraftLength(Protocol):
         """`batch` is about to be decoded; not timed as decoding."""
         ...
 
+    def forget_times(self) -> None:
+        """Measure steps again when the next batch begins, because the warm-up is over."""
+        ...
+
     def choose(self, batch: Batch) -> int:
         """Draft tokens a row of the next step, alike on every rank."""
         ...
@@ -76,6 +80,9 @@ class FixedLength:
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Nothing to measure."""
+
+    def forget_times(self) -> None:
+        """Nothing was measured."""
 
     def choose(self, batch: Batch) -> int:
         return self.most
@@ -140,6 +147,9 @@ class AutoLength:
         self.times = self._times[key]
         self.acceptance.forget_rows()
         self._left = 0
+
+    def forget_times(self) -> None:
+        self._times.clear()
 
     def choose(self, batch: Batch) -> int:
         rows = len(batch.requests)

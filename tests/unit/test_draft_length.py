@@ -163,6 +163,20 @@ def test_one_measurement_serves_a_batch_size_and_context() -> None:
     assert length.calibration_s > 0
 
 
+def test_steps_are_measured_again_after_the_warm_up() -> None:
+    measured, length = [], make_length()
+
+    def measure(batch: Batch) -> Sequence[float]:
+        measured.append(len(batch.requests))
+        return CHEAP.measure(batch)
+
+    for _ in range(2):
+        length.begin(make_batch(4), measure)
+        length.begin(make_batch(4), measure)
+        length.forget_times()
+    assert measured == [4, 1] * 2
+
+
 def test_no_more_is_drafted_than_is_still_wanted() -> None:
     length = make_length()
     CHEAP.run(length, 2, 100)
