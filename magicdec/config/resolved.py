@@ -81,6 +81,7 @@ class ResolvedDecoding(DecodingSection):
             "strategy": self.strategy,
             "drafter": self.drafter,
             "num_draft_tokens": self.num_draft_tokens,
+            "machine": self.machine,
             "cuda_graphs": self.cuda_graphs,
             "cuda_graphs_reason": self.graphs_choice.why,
             "ignore_eos": self.ignore_eos,

@@ -67,6 +67,11 @@ class RunConfig:
                 f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
                 "that flag is for selfspec and longspec"
             )
+        if self.decoding.machine is not None and self.decoding.num_draft_tokens != "auto":
+            raise ValueError(
+                f"--machine {self.decoding.machine} is for --gamma auto, which predicts step times "
+                f"from it; --gamma is {self.decoding.num_draft_tokens}"
+            )
         check_budget(kv, self.decoding.most_draft_tokens)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size, is_target=True)
         check_sampling(self.sampling)

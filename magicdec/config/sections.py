@@ -133,6 +133,12 @@ class DecodingSection:
         "--gamma",
         parse=count_or_auto,
     )
+    machine: str | None = option(
+        None,
+        "File that `magicdec probe` wrote with the same ranks and threads. --gamma auto predicts "
+        "the first step times from it. Default: they are measured before decoding.",
+        "--machine",
+    )
     cuda_graphs: str = option(
         "auto",
         "Record each kind of step once and replay it as a CUDA graph. auto does so on CUDA.",

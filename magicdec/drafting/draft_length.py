@@ -31,10 +31,14 @@ from magicdec.request import Batch
 Measure = Callable[[Batch], Sequence[float]]
 """Seconds of a step of `batch` with 0, 1, 2, ... draft tokens, leaving everything as it was."""
 
+Estimate = Callable[[int, int], Sequence[float]]
+"""Predicted seconds of a step with 0, 1, 2, ... draft tokens, by rows and cached tokens of each."""
+
 WINDOW = 32  # most steps between two decisions: a decision takes as long as 5 % of a short step
 MARGIN = 1.03  # by how much speculation must promise to be faster: the best of many is flattered
 PROBE_COST = 0.005  # share of the time that may go into steps of the kind not chosen
 MIN_PROBE_STEPS = 32
+ALREADY = 10**9  # steps: more than are ever waited for
 
 
 class DraftLength(Protocol):
@@ -125,8 +129,11 @@ class AutoLength:
     of acceptance, serves the next batch too.
     """
 
-    def __init__(self, most: int, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, most: int, group: Group, device: torch.device, estimate: Estimate | None = None
+    ) -> None:
         self.most, self.group, self.device = most, group, device
+        self.estimate = estimate  # instead of measuring before decoding
         self.choices = range(most + 1)
         self.acceptance = Acceptance(most)
         self.calibration_s = 0.0
@@ -138,7 +145,12 @@ class AutoLength:
     def begin(self, batch: Batch, measure: Measure) -> None:
         rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
         key = rows, round(2 * math.log2(max(longest, 1)))
-        if key not in self._times:
+        if key not in self._times and self.estimate is not None:
+            of_all, of_one = (self.estimate(count, longest) for count in (rows, 1))
+            self._times[key] = StepTimes(rows, of_all, of_one)
+            # One step of each kind comes soon, so that both are corrected by a measured time.
+            self._since = dict.fromkeys(self._since, ALREADY)
+        elif key not in self._times:
             started = time.perf_counter()
             of_all = measure(batch)
             one = Batch(batch.requests[:1], is_prefill=False)
@@ -208,8 +220,13 @@ class AutoLength:
             self.acceptance.observe(requests, num_drafted, accepted)
 
 
-def make_draft_length(decoding: DecodingSection, group: Group, device: torch.device) -> DraftLength:
+def make_draft_length(
+    decoding: DecodingSection,
+    group: Group,
+    device: torch.device,
+    estimate: Estimate | None = None,
+) -> DraftLength:
     """The draft length that `--gamma` asks for."""
     if decoding.num_draft_tokens == "auto":
-        return AutoLength(decoding.most_draft_tokens, group, device)
+        return AutoLength(decoding.most_draft_tokens, group, device, estimate)
     return FixedLength(decoding.most_draft_tokens)

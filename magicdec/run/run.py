@@ -69,7 +69,9 @@ class Run:
         kinds = kinds_of(self.config.model, self.config.model.target_dtype)
         self.runner = self.make_runner(kinds, w.batch_size, self.config.attention.backend)
         self.draft = make_draft(prepared, self.groups, self.max_tokens, self.device, progress)
-        self.draft_length = make_draft_length(d, self.runner.group, self.device)
+        self.draft_length = make_draft_length(
+            d, self.runner.group, self.device, prepared.step_estimate
+        )
         self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
         self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
         if d.baseline and d.strategy != BASELINE:

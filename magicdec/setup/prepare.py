@@ -14,6 +14,7 @@ from magicdec.config.options import flag_of
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
+from magicdec.cost_model.step_estimate import StepEstimate
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.environment import probe_machine
@@ -27,6 +28,7 @@ from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.setup.draft_checks import check_choice, check_draft
+from magicdec.setup.step_estimate import estimate_steps
 from magicdec.workload.workload import Workload, build_workload
 
 
@@ -44,6 +46,7 @@ class Prepared:
     memory: str = ""  # the memory plan as one line of text
     plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
     free: int | None = None  # bytes of free memory that this rank read
+    step_estimate: StepEstimate | None = None  # the first step times of `--gamma auto`
 
     @property
     def is_random(self) -> bool:
@@ -134,7 +137,8 @@ def prepare(asked: RunConfig, launch: Launch) -> Prepared:
     free = free_device_memory(config.parallel.device, launch.local_rank)
     memory = check_together(launch, lambda: check_memory(config, models, launch, free))
     plan, found = planned(config, models), (tokenizer, described.name, workload, draft)
-    return Prepared(config, launch, source, *found, memory, plan, free)
+    estimate = estimate_steps(config, models.target, models.draft, launch)
+    return Prepared(config, launch, source, *found, memory, plan, free, estimate)
 
 
 def as_stored(
