@@ -40,6 +40,7 @@ class Cell:
     acceptance_rate: float | None
     decode_tokens_per_s: float
     calibration_ms: float | None
+    net_speedup: float
 
 
 def measure(
@@ -54,6 +55,7 @@ def measure(
     m = record.metrics
     assert m is not None, "a run that ended well passed its check"
     assert m.speedup is not None and m.speedup_per_batch is not None
+    assert m.net_speedup is not None, "known where the speedup is"
     assert m.mean_draft_tokens is not None and m.decode_tokens_per_s is not None
     return Cell(
         B,
@@ -66,6 +68,7 @@ def measure(
         m.acceptance_rate,
         m.decode_tokens_per_s,
         m.calibration_ms,
+        m.net_speedup,
     )
 
 
@@ -76,6 +79,7 @@ def print_cells(cells: list[Cell]) -> None:
     for label in ("B", "prefix", "budget", "gamma", "drafted", "acceptance", "tokens/s"):
         table.add_column(label, justify="right", no_wrap=True)
     table.add_column("speedup", justify="right", no_wrap=True)
+    table.add_column("net", justify="right", no_wrap=True)
     table.add_column("calibration, ms", justify="right", no_wrap=True)
     for c in cells:
         rate = "" if c.acceptance_rate is None else f"{c.acceptance_rate:.2f}"
@@ -87,6 +91,7 @@ def print_cells(cells: list[Cell]) -> None:
             rate,
             f"{c.decode_tokens_per_s:.1f}",
             f"{c.speedup:.3f}x ± {error:.3f}",
+            f"{c.net_speedup:.3f}x",
             took,
         )
     Console(width=140).print(table)

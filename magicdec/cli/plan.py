@@ -2,7 +2,7 @@
 and speed of the machine and an acceptance rate. It runs no model, reads no weights and imports no
 torch.
 
-Owns the flags and their checks, and the choice of the predicted cells. `costs.py` does the
+Owns the checks of the flags and the choice of the predicted cells. `cost_model/` does the
 arithmetic, `plan_report.py` prints.
 """
 
@@ -12,48 +12,23 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
+from magicdec.cli.plan_flags import MAX_GAMMA, RATES, build_parser
 from magicdec.config.layer_choice import choose_weights
+from magicdec.config.sections import KVSection
+from magicdec.cost_model.begin import Choice
 from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.curves import DEFAULT_POLICY, find_curves, longest
+from magicdec.cost_model.curves import find_conditional, find_curves, longest
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.named import find_config
-from magicdec.names import DTYPES, FULL_KV_POLICY, KV_POLICIES, WEIGHT_DTYPES
 from magicdec.records.writing import write_file
 
-MAX_GAMMA = 8
-# (flag, its unit in SI units, help text, whether it may be 0)
-RATES: tuple[tuple[str, float, str, bool], ...] = (
-    ("bandwidth", 1e9, "GB/s that one rank reads; with --flops it replaces --machine", False),
-    (
-        "flops",
-        1e12,
-        "TFLOP/s of one rank in --dtype; with --bandwidth it replaces --machine",
-        False,
-    ),
-    ("link", 1e9, "GB/s between the ranks of a node; default: from --machine", False),
-    ("link_latency_us", 1e-6, "us of a small all-reduce in a node; default: from --machine", True),
-    ("node_link", 1e9, "GB/s between nodes; default: from --machine", False),
-    (
-        "node_link_latency_us",
-        1e-6,
-        "us of a small all-reduce between nodes; default: from --machine",
-        True,
-    ),
-    (
-        "overhead_us",
-        1e-6,
-        "us of fixed cost for each forward of --model (kernel launches, Python); default: from "
-        "--machine, otherwise 0",
-        True,
-    ),
-)
+LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
 
 
 def main() -> NoReturn:
@@ -70,52 +45,6 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        description="Predict when speculation is faster than autoregressive decoding, from the "
-        "model's shape and the machine's speed.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--model",
-        default="demo",
-        help="the model: demo, a preset, random:<preset> or a directory [demo]",
-    )
-    add("--draft_model", help="a standalone draft model; default: the model drafts for itself")
-    add("--machine", type=Path, metavar="FILE", help="the file that `magicdec probe` wrote")
-    for flag, _, text, _ in RATES:
-        add(f"--{flag}", type=float, metavar="X", help=text)
-    add("--acceptance", nargs="+", required=True, metavar="A",
-        help="the acceptance: a rate such as 0.8, or the probabilities that at least 1, 2, 3 "
-        "drafts are accepted, such as 0.8,0.7,0.6, or a file of records; give one value, or one "
-        "for each --budget")  # fmt: skip
-    add("--dtype", default="bfloat16", choices=DTYPES,
-        help="dtype of the activations and the KV cache [bfloat16]")  # fmt: skip
-    for flag, name in (("--target_dtype", "--model"), ("--draft_dtype", "--draft_model")):
-        add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
-            help=f"dtype of the matrices of {name}; auto is --dtype [auto]")  # fmt: skip
-    add("--B", nargs="+", type=int, default=[1, 8, 32], metavar="N",
-        help="batch sizes to predict, in sequences [1 8 32]")  # fmt: skip
-    add("--prefix_len", nargs="+", type=int, default=[4096, 16384, 32768], metavar="N",
-        help="cached tokens of each sequence, lengths to predict [4096 16384 32768]")  # fmt: skip
-    add("--budget", nargs="+", type=int, metavar="N",
-        help="KV entries that a draft step reads; default: the budgets of the records, "
-        "otherwise 257")  # fmt: skip
-    add("--kv_policy", choices=[name for name in KV_POLICIES if name != FULL_KV_POLICY],
-        help="use the records of this KV policy, if --acceptance is a file "
-        f"[{DEFAULT_POLICY}]")  # fmt: skip
-    add("--max_gamma", type=int, metavar="N",
-        help=f"largest number of draft tokens in a step to predict [{MAX_GAMMA}]")  # fmt: skip
-    add("--tp", type=int, default=1, metavar="N", help="ranks that share the model [1]")
-    add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
-    add("--nodes", type=int, default=1, metavar="N",
-        help="number of hosts over which the ranks are spread [1]")  # fmt: skip
-    add("--json", type=Path, metavar="FILE",
-        help="also write the predictions to this file; default: none is written")  # fmt: skip
-    return parser
-
-
 def make_plan(args: argparse.Namespace) -> Plan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
     _check_sizes(args)
@@ -128,7 +57,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
     size = DTYPE_BYTES[args.dtype]
     target = Deployment(config, hardware, size, args.tp, args.nodes, is_int8)
     drafter = "self" if args.draft_model is None else "model"
-    curves, source = find_curves(args.acceptance, args.budget, drafter, args.kv_policy)
+    if args.conditional_acceptance is not None:
+        curves, source = find_conditional(args.conditional_acceptance, args.budget)
+    else:
+        curves, source = find_curves(
+            args.acceptance, args.budget, drafter, args.kv_policy, args.acceptance_gamma
+        )
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")
@@ -142,7 +76,22 @@ def make_plan(args: argparse.Namespace) -> Plan:
         batch_sizes=tuple(args.B),
         prefix_lens=tuple(args.prefix_len),
         max_gamma=args.max_gamma or min(MAX_GAMMA, reach or MAX_GAMMA),
+        gen_len=args.gen_len,
+        choices={budget: find_choice(args.kv_policy, budget) for budget in curves},
     )
+
+
+def find_choice(kv_policy: str | None, budget: int) -> Choice:
+    """What the policy does before the first draft. The default policy does nothing, so that torch
+    is imported only for another one."""
+    if kv_policy is None:
+        return Choice()
+    from magicdec.drafting.policies.policy import load_policy
+
+    kv, policy = KVSection(kv_policy, budget).resolve(), load_policy(kv_policy)
+    policy.check(kv, MAX_GAMMA, "--budget")
+    made = policy.build(kv)
+    return Choice(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))
 
 
 def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:
@@ -218,8 +167,8 @@ def _rate(args: argparse.Namespace, flag: str, unit: float, zero_too: bool) -> f
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    names = ("B", "prefix_len", "budget", "max_gamma", "tp", "draft_tp", "nodes")
-    for name in names:
+    sizes = ("B", "prefix_len", "budget", "acceptance_gamma", "gen_len", "max_gamma")
+    for name in (*sizes, "tp", "draft_tp", "nodes"):
         value = getattr(args, name)
         values: Sequence[int] = value if isinstance(value, list) else [value]
         for number in values:

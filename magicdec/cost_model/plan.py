@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.cost_model.costs import (
-    Acceptance,
-    Deployment,
+from magicdec.cost_model.acceptance import Acceptance
+from magicdec.cost_model.begin import Choice
+from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.speculation import (
     Prediction,
     Speculation,
     best_gamma,
@@ -30,13 +31,18 @@ class Plan:
     batch_sizes: tuple[int, ...]
     prefix_lens: tuple[int, ...]
     max_gamma: int
+    gen_len: int  # output tokens of a sequence, for the net speedup
+    choices: dict[int, Choice]  # what the KV policy does before the first step, by KV budget
 
     @property
     def is_self_speculation(self) -> bool:
         return self.draft is self.target
 
     def candidates(self) -> list[Speculation]:
-        return [Speculation(self.target, self.draft, b, c) for b, c in self.curves.items()]
+        return [
+            Speculation(self.target, self.draft, budget, curve, self.choices[budget])
+            for budget, curve in self.curves.items()
+        ]
 
     def predict(self, batch_size: int, prefix_len: int) -> Prediction:
         return best_gamma(self.candidates(), batch_size, prefix_len, self.max_gamma)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicdec.console import make_console
-from magicdec.cost_model.costs import Acceptance, Deployment, Prediction, expected_tokens
+from magicdec.cost_model.acceptance import Acceptance, expected_tokens
+from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import Plan
+from magicdec.cost_model.speculation import Prediction
 from magicdec.hardware.ceiling_file import Hardware
 
 
@@ -23,7 +25,10 @@ class PlanCell:
     draft_ms: float | None
     verify_ms: float | None
     tokens_per_step: float
-    speedup: float
+    speedup: float  # of decode steps
+    begin_ms: float  # between prefill and the first step
+    net_speedup: float  # from the end of prefill to the last token
+    break_even_gen_len: int | None  # smallest output length with a net speedup above 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class PlanReport:
     acceptance: dict[str, Acceptance]  # by budget
     acceptance_source: str
     max_gamma: int
+    gen_len: int
     cells: list[PlanCell]
     break_even_prefix_len: dict[str, int | None]  # by batch size
 
@@ -62,14 +68,17 @@ def make_report(plan: Plan) -> PlanReport:
         acceptance={str(budget): curve for budget, curve in plan.curves.items()},
         acceptance_source=plan.acceptance_source,
         max_gamma=plan.max_gamma,
+        gen_len=plan.gen_len,
         cells=[
-            make_cell(B, S, plan.predict(B, S)) for B in plan.batch_sizes for S in plan.prefix_lens
+            make_cell(B, S, plan.gen_len, plan.predict(B, S))
+            for B in plan.batch_sizes
+            for S in plan.prefix_lens
         ],
         break_even_prefix_len={str(B): plan.break_even(B) for B in plan.batch_sizes},
     )
 
 
-def make_cell(batch_size: int, prefix_len: int, p: Prediction) -> PlanCell:
+def make_cell(batch_size: int, prefix_len: int, gen_len: int, p: Prediction) -> PlanCell:
     return PlanCell(
         batch_size=batch_size,
         prefix_len=prefix_len,
@@ -80,6 +89,9 @@ def make_cell(batch_size: int, prefix_len: int, p: Prediction) -> PlanCell:
         verify_ms=None if p.verify_s is None else 1e3 * p.verify_s,
         tokens_per_step=p.tokens_per_step,
         speedup=p.speedup,
+        begin_ms=1e3 * p.begin_s,
+        net_speedup=p.net_speedup(gen_len),
+        break_even_gen_len=p.break_even_gen_len,
     )
 
 
@@ -124,24 +136,28 @@ def _name(deployment: Deployment) -> str:
 def _curve(acceptance: Acceptance) -> str:
     if isinstance(acceptance, tuple):
         return " ".join(f"{share:.2f}" for share in acceptance)
-    return f"rate {acceptance:g} ({expected_tokens(acceptance, 4):.2f} tokens per step at gamma 4)"
+    tokens = f"{expected_tokens(acceptance, 4):.2f} tokens per step at gamma 4"
+    return f"conditional rate {acceptance:.3g} ({tokens})"
 
 
 def _cells(plan: Plan) -> Any:
     from rich.table import Table
 
-    table = Table(title="predicted, with the best gamma and budget", title_justify="left")
+    title = f"predicted, with the best gamma and budget; net: of {plan.gen_len} output tokens"
+    table = Table(title=title, title_justify="left")
     labels = ("B", "prefix", "decode, ms", "gamma", "budget", "draft, ms", "verify, ms")
-    for label in (*labels, "tokens/step", "speedup"):
+    for label in (*labels, "tokens/step", "speedup", "before, ms", "net", "net pays from"):
         table.add_column(label, justify="right", no_wrap=True)
     for B in plan.batch_sizes:
         for S in plan.prefix_lens:
             p = plan.predict(B, S)
             times = ("" if s is None else f"{1e3 * s:.2f}" for s in (p.draft_s, p.verify_s))
             budget = "" if p.budget is None else str(p.budget)
+            length = p.break_even_gen_len
             table.add_row(
                 str(B), str(S), f"{1e3 * p.decode_s:.2f}", str(p.gamma), budget, *times,
-                f"{p.tokens_per_step:.2f}", f"{p.speedup:.2f}x",
+                f"{p.tokens_per_step:.2f}", f"{p.speedup:.2f}x", f"{1e3 * p.begin_s:.2f}",
+                f"{p.net_speedup(plan.gen_len):.2f}x", "" if length is None else f"{length} tokens",
             )  # fmt: skip
     return table
 
@@ -150,7 +166,7 @@ def _map(plan: Plan) -> Any:
     from rich.table import Table
 
     table = Table(
-        title="predicted speedup (best gamma); 1.00 (0): speculation does not pay",
+        title="predicted speedup of steps (best gamma); 1.00 (0): speculation does not pay",
         title_justify="left",
     )
     table.add_column("B", justify="right")

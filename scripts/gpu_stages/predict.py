@@ -1,6 +1,7 @@
 """Stage `predict`: the predicted speedup of self-speculation, from the forwards measured by stage
 `llama31` and from published acceptance rates. No speedup here is measured, and all are marked as
-predicted. The published numbers were measured on other hardware (8 GPUs)."""
+predicted. The published numbers were measured on other hardware (8 GPUs). The published rates are
+taken as conditional rates, as in the formula of the paper."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 from gpu_stages.results import load_cells
 from gpu_stages.scale import Suite
-from magicdec.cost_model.costs import expected_tokens
+from magicdec.cost_model.acceptance import expected_tokens
 
 PAPER = Path(__file__).parents[2] / "results" / "paper"
 MODEL, SOURCE = "llama-3.1-8b", "llama31"

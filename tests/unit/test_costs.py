@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.cost_model import costs, roofline
-from magicdec.cost_model.costs import Deployment, Speculation, best_gamma, break_even_context
+from magicdec.cost_model.acceptance import Acceptance, conditional_rate, expected_tokens
+from magicdec.cost_model.begin import Choice, prefill_seconds
+from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.speculation import Speculation, best_gamma, break_even_context
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
 from magicdec.hardware.ceiling_file import Hardware, Link
@@ -28,9 +31,7 @@ LLAMA_31_8B = PRESETS["llama-3.1-8b"].config
 A100 = Hardware(2.039e12, 312e12, 5e-6, None, Link(15e-6, 300e9), Link(30e-6, 25e9))
 
 
-def self_speculation(
-    target: Deployment, acceptance: costs.Acceptance, budget: int = 512
-) -> Speculation:
+def self_speculation(target: Deployment, acceptance: Acceptance, budget: int = 512) -> Speculation:
     return Speculation(target, target, budget, acceptance)
 
 
@@ -137,9 +138,9 @@ def test_expected_tokens() -> None:
     for alpha in (0.3, 0.8):
         for gamma in range(6):
             closed_form = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-            assert costs.expected_tokens(alpha, gamma) == pytest.approx(closed_form)
-    assert costs.expected_tokens(0.0, 4) == 1.0 and costs.expected_tokens(1.0, 4) == 5.0
-    assert costs.expected_tokens((0.8, 0.7, 0.1), 2) == pytest.approx(2.5)
+            assert expected_tokens(alpha, gamma) == pytest.approx(closed_form)
+    assert expected_tokens(0.0, 4) == 1.0 and expected_tokens(1.0, 4) == 5.0
+    assert expected_tokens((0.8, 0.7, 0.1), 2) == pytest.approx(2.5)
 
 
 def test_a_step_by_hand() -> None:
@@ -150,6 +151,59 @@ def test_a_step_by_hand() -> None:
     assert p.speedup == pytest.approx(2.4 * p.decode_s / (p.draft_s + p.verify_s))
     short = Speculation(target, draft, 100, 0.9).predict(4, 30, 1)
     assert short.draft_s == draft.seconds(4, 1, 30), "no more is read than there is"
+
+
+@given(st.floats(0, 1), st.integers(1, 8))
+def test_an_acceptance_rate_becomes_the_conditional_rate(rate: float, gamma: int) -> None:
+    """Steps of so many drafts, each accepted at the conditional rate if all before it were, have
+    the acceptance rate."""
+    conditional = conditional_rate(rate, gamma)
+    assert (expected_tokens(conditional, gamma) - 1) / gamma == pytest.approx(rate, abs=1e-6)
+    assert 0 <= rate <= conditional + 1e-6 and conditional <= 1
+    assert conditional_rate(0.0, gamma) == 0.0 and conditional_rate(1.0, gamma) == 1.0
+
+
+def test_what_comes_before_the_first_step_by_hand() -> None:
+    """SnapKV reads all keys, and reads and writes what it copies; scores are half of attention."""
+    hardware = Hardware(1e9, 1e30, 0.0)
+    target = Deployment(TINY, hardware, 4)
+    entry = costs.kv_bytes_per_token(TINY, Shard(0, 1), 4)
+    choice = Choice(observed_tokens=32, is_copied=True)
+    expected = 3 * (1000 * entry / 2 + 2 * 100 * entry) / 1e9
+    assert choice.seconds(target, 100, 3, 1000) == pytest.approx(expected)
+    slow = Deployment(TINY, replace(hardware, attention_flops_per_s=1e6), 4)
+    flops = 3 * costs.attention_flops(TINY, Shard(0, 1), 32, 968) / 2
+    assert choice.seconds(slow, 100, 3, 1000) == pytest.approx(flops / 1e6)
+    again = Choice(rerun_tokens=16)
+    assert again.seconds(target, 100, 3, 1000) == target.seconds(3, 16, 984)
+    assert again.seconds(target, 100, 3, 9) == target.seconds(3, 9, 0)
+    assert Choice().seconds(target, 100, 3, 1000) == 0.0
+
+
+def test_a_standalone_draft_takes_the_prompts_one_after_the_other() -> None:
+    """Chunk by chunk; a chunk has logits of one token."""
+    own = Deployment(LLAMA_2_7B, A100, 2)
+    whole, rest = own.seconds(1, 512, 0, 1), own.seconds(1, 88, 512, 1)
+    assert prefill_seconds(own, 4, 600) == pytest.approx(4 * (whole + rest))
+    cost, of_one = own.forward(1, 512, 0), own.forward(1, 512, 0, 1)
+    assert cost.linear_flops - of_one.linear_flops == 511 * 2 * 32000 * 4096
+    target = Deployment(LLAMA_31_8B, A100, 2)
+    way = Speculation(target, own, 64, 0.9)
+    assert way.predict(4, 600, 2).begin_s == prefill_seconds(own, 4, 600)
+    assert self_speculation(target, 0.9).predict(4, 600, 2).begin_s == 0.0
+
+
+def test_the_net_speedup_by_hand() -> None:
+    target = Deployment(LLAMA_2_7B, A100, 2)
+    way = Speculation(target, target, 100, 0.9, Choice(observed_tokens=32, is_copied=True))
+    p = way.predict(8, 30000, 4)
+    assert p.speedup > 1.5 and p.begin_s > 0 and p.draft_s and p.verify_s
+    each = (p.draft_s + p.verify_s) / p.tokens_per_step
+    assert p.net_speedup(65) == pytest.approx(64 * p.decode_s / (p.begin_s + 64 * each))
+    length = p.break_even_gen_len
+    assert length is not None and p.net_speedup(length) > 1 >= p.net_speedup(length - 1)
+    none = way.predict(8, 30000, 0)
+    assert none.net_speedup(65) == 1.0 and none.break_even_gen_len is None
 
 
 def test_what_is_never_accepted_never_pays() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from magicdec.cli import commands, plan
-from magicdec.cost_model.curves import find_curves, parse_acceptance
+from magicdec.cost_model.acceptance import conditional_rate
+from magicdec.cost_model.begin import Choice
+from magicdec.cost_model.curves import find_conditional, find_curves, parse_acceptance
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
@@ -58,6 +60,7 @@ def test_the_demo_on_a_probed_machine(run: Run) -> None:
     for cell in found["cells"]:
         p = asked.predict(cell["batch_size"], cell["prefix_len"])
         assert cell["decode_ms"] == 1e3 * p.decode_s and cell["speedup"] == p.speedup
+        assert cell["net_speedup"] == p.net_speedup(64) and cell["begin_ms"] == 1e3 * p.begin_s
         assert f"{p.speedup:.2f} ({p.gamma})" in out and f"{1e3 * p.decode_s:.2f}" in out
     assert found["break_even_prefix_len"] == {str(B): asked.break_even(B) for B in (1, 8, 32)}
 
@@ -66,7 +69,8 @@ def test_where_speculation_does_not_pay(run: Run) -> None:
     code, out, _ = run(f"{BY_HAND} --acceptance 0 --B 4 --prefix_len 100 --json p.json")
     assert code == 0 and "1.00 (0)" in out and "never" in out
     cell = json.loads(Path("p.json").read_text())["cells"][0]
-    assert (cell["gamma"], cell["speedup"]) == (0, 1.0)
+    assert (cell["gamma"], cell["speedup"], cell["net_speedup"]) == (0, 1.0, 1.0)
+    assert cell["begin_ms"] == 0 and cell["break_even_gen_len"] is None
     assert cell["draft_ms"] is cell["verify_ms"] is cell["budget"] is None
 
 
@@ -145,9 +149,15 @@ def test_a_directory_needs_no_weights(run: Run, tiny_checkpoint: Path, tmp_path:
 
 def test_acceptance_as_rate_or_curve() -> None:
     assert parse_acceptance("0.8") == 0.8 and parse_acceptance("0.8,0.7,0.7") == (0.8, 0.7, 0.7)
-    assert find_curves(["0.8"], None, "self") == ({257: 0.8}, "given")
-    assert find_curves(["0.8"], [9, 5], "self")[0] == {9: 0.8, 5: 0.8}
-    assert find_curves(["0.8", "0.9,0.5"], [9, 5], "self")[0] == {9: 0.8, 5: (0.9, 0.5)}
+    rate = conditional_rate(0.8, 4)
+    assert find_curves(["0.8"], None, "self") == ({257: rate}, "0.8 of 4 draft tokens a step")
+    assert find_curves(["0.8"], [9, 5], "self")[0] == {9: rate, 5: rate}
+    assert find_curves(["0.8", "0.9,0.5"], [9, 5], "self")[0] == {9: rate, 5: (0.9, 0.5)}
+    assert find_conditional([0.8], [9, 5]) == ({9: 0.8, 5: 0.8}, "given")
+    assert make(f"{BY_HAND} --conditional_acceptance 0.8").curves == {257: 0.8}
+    assert make(f"{BY_HAND} --acceptance 0.8 --acceptance_gamma 1").curves[257] == (
+        pytest.approx(0.8)
+    )
     assert make(f"{BY_HAND} --acceptance 0.8").max_gamma == 8
     assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6").max_gamma == 3
     assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6 --max_gamma 2").max_gamma == 2
@@ -192,6 +202,47 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
     assert source == f"{BASELINES} (measured with demo, {policy or 'streaming_llm'})"
 
 
+@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "verified", "retrieval"])
+def test_the_rate_of_a_record_gives_what_its_curve_gives(policy: str) -> None:
+    """About: drafts at different positions are not equally likely to be accepted. A rate taken for
+    a conditional one predicts too little."""
+    flags = f"{BY_HAND} --model llama-2-7b --B 64 --prefix_len 30000 --max_gamma 4 --budget 257"
+    for line in BASELINES.read_text().splitlines():
+        record = json.loads(line)
+        decoding, kv, metrics = (
+            record["config"]["decoding"],
+            record["config"]["kv"],
+            record["metrics"],
+        )
+        rate, gamma = metrics["acceptance_rate"], decoding["num_draft_tokens"]
+        if (kv["policy"], decoding["drafter"], gamma) != (policy, "self", 4):
+            continue
+        curve = ",".join(map(str, metrics["acceptance_per_position"]))
+        expected = make(f"{flags} --acceptance {curve}").predict(64, 30000)
+        found = make(f"{flags} --acceptance {rate}").predict(64, 30000)
+        assert found.gamma == expected.gamma == 4
+        assert found.speedup == pytest.approx(expected.speedup, rel=0.01)
+        wrong = make(f"{flags} --conditional_acceptance {rate}").predict(64, 30000)
+        assert wrong.speedup < 0.9 * expected.speedup
+
+
+def test_what_a_policy_does_before_the_first_step_costs() -> None:
+    flags = f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --gen_len 16"
+    steps = make(flags).predict(8, 4096)
+    assert steps.begin_s == 0.0 and steps.net_speedup(16) == pytest.approx(steps.speedup)
+    found = {}
+    for policy in ("streaming_llm", "snapkv", "verified", "retrieval"):
+        asked = make(f"{flags} --kv_policy {policy}")
+        found[policy] = p = asked.predict(8, 4096)
+        assert p.speedup == steps.speedup and asked.gen_len == 16
+    assert plan.find_choice("streaming_llm", 257) == Choice(), "what no --kv_policy stands for"
+    assert found["streaming_llm"].begin_s == 0.0
+    for policy in ("snapkv", "verified", "retrieval"):
+        assert 1.0 < found[policy].net_speedup(16) < steps.speedup, policy
+    own = make(f"{flags} --draft_model llama-68m").predict(8, 4096)
+    assert own.begin_s > 0 and own.net_speedup(16) < own.speedup
+
+
 def test_some_budgets_of_records() -> None:
     everything, _ = find_curves([str(BASELINES)], None, "self")
     two, _ = find_curves([str(BASELINES)], [513, 33], "self")
@@ -205,7 +256,12 @@ def test_some_budgets_of_records() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "the following arguments are required: --acceptance"),
+        ("", "one of the arguments --acceptance --conditional_acceptance is required"),
+        ("--acceptance 0.8 --conditional_acceptance 0.9", "not allowed with argument"),
+        (f"{BY_HAND} --conditional_acceptance 1.2", "--conditional_acceptance 1.2: 1.2 is not"),
+        (f"{BY_HAND} --conditional_acceptance 0.8 0.7", "2 values for 1 of --budget"),
+        (f"{BY_HAND} --acceptance 0.8 --acceptance_gamma 0", "--acceptance_gamma 0 is too small"),
+        (f"{BY_HAND} --acceptance 0.8 --gen_len 0", "--gen_len 0 is too small"),
         ("--acceptance 0.8", "give either --machine FILE, or both --bandwidth and --flops"),
         ("--acceptance 0.8 --flops 3", "give either --machine FILE, or both"),
         (f"--acceptance 0.8 --machine machine.json {BY_HAND}", "give either --machine FILE"),
@@ -217,8 +273,8 @@ def test_some_budgets_of_records() -> None:
         (f"{BY_HAND} --acceptance 0.8 0.7", "2 values for 1 of --budget"),
         (f"{BY_HAND} --acceptance {BASELINES} --budget 7", "--budget 7 is not in"),
         (
-            f"{BY_HAND} --acceptance 0.8 --kv_policy snapkv",
-            "--kv_policy snapkv selects records from a file, but --acceptance 0.8 is not a file",
+            f"{BY_HAND} --acceptance 0.8 --kv_policy snapkv --budget 20",
+            "--budget 20 must be larger than --window_size 32",
         ),
         (f"{BY_HAND} --acceptance 0.8,0.7 --max_gamma 3", "--max_gamma 3: --acceptance has 2"),
         (f"{BY_HAND} --acceptance 0.8 --model llama-9", "--model 'llama-9' is not known"),

@@ -1,0 +1,93 @@
+"""The flags of `magicdec plan`. Imports no torch. `plan.py` checks their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from magicdec.cli.flags import Parser
+from magicdec.cost_model.curves import DEFAULT_GAMMA, DEFAULT_POLICY
+from magicdec.names import DTYPES, FULL_KV_POLICY, KV_POLICIES, WEIGHT_DTYPES
+
+MAX_GAMMA = 8
+# (flag, its unit in SI units, help text, whether it may be 0)
+RATES: tuple[tuple[str, float, str, bool], ...] = (
+    ("bandwidth", 1e9, "GB/s that one rank reads; with --flops it replaces --machine", False),
+    (
+        "flops",
+        1e12,
+        "TFLOP/s of one rank in --dtype; with --bandwidth it replaces --machine",
+        False,
+    ),
+    ("link", 1e9, "GB/s between the ranks of a node; default: from --machine", False),
+    ("link_latency_us", 1e-6, "us of a small all-reduce in a node; default: from --machine", True),
+    ("node_link", 1e9, "GB/s between nodes; default: from --machine", False),
+    (
+        "node_link_latency_us",
+        1e-6,
+        "us of a small all-reduce between nodes; default: from --machine",
+        True,
+    ),
+    (
+        "overhead_us",
+        1e-6,
+        "us of fixed cost for each forward of --model (kernel launches, Python); default: from "
+        "--machine, otherwise 0",
+        True,
+    ),
+)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        description="Predict when speculation is faster than autoregressive decoding, from the "
+        "model's shape and the machine's speed.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        default="demo",
+        help="the model: demo, a preset, random:<preset> or a directory [demo]",
+    )
+    add("--draft_model", help="a standalone draft model; default: the model drafts for itself")
+    add("--machine", type=Path, metavar="FILE", help="the file that `magicdec probe` wrote")
+    for flag, _, text, _ in RATES:
+        add(f"--{flag}", type=float, metavar="X", help=text)
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--acceptance", nargs="+", metavar="A",
+        help="the acceptance: an acceptance rate as in a record (accepted / drafted tokens) such "
+        "as 0.8, or the probabilities that at least 1, 2, 3 drafts are accepted, such as "
+        "0.8,0.7,0.6, or a file of records; give one value, or one for each --budget")  # fmt: skip
+    either.add_argument("--conditional_acceptance", nargs="+", type=float, metavar="A",
+        help="in place of --acceptance: the probability that a draft token is accepted if all "
+        "before it in the step were; give one value, or one for each --budget")  # fmt: skip
+    add("--acceptance_gamma", type=int, default=DEFAULT_GAMMA, metavar="N",
+        help="number of draft tokens in a step with which the rate of --acceptance was measured "
+        f"[{DEFAULT_GAMMA}]")  # fmt: skip
+    add("--dtype", default="bfloat16", choices=DTYPES,
+        help="dtype of the activations and the KV cache [bfloat16]")  # fmt: skip
+    for flag, name in (("--target_dtype", "--model"), ("--draft_dtype", "--draft_model")):
+        add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
+            help=f"dtype of the matrices of {name}; auto is --dtype [auto]")  # fmt: skip
+    add("--B", nargs="+", type=int, default=[1, 8, 32], metavar="N",
+        help="batch sizes to predict, in sequences [1 8 32]")  # fmt: skip
+    add("--prefix_len", nargs="+", type=int, default=[4096, 16384, 32768], metavar="N",
+        help="cached tokens of each sequence, lengths to predict [4096 16384 32768]")  # fmt: skip
+    add("--budget", nargs="+", type=int, metavar="N",
+        help="KV entries that a draft step reads; default: the budgets of the records, "
+        "otherwise 257")  # fmt: skip
+    add("--kv_policy", choices=[name for name in KV_POLICIES if name != FULL_KV_POLICY],
+        help="the KV policy of the draft: the net speedup counts what it does before the first "
+        "step, and its records are used if --acceptance is a file "
+        f"[{DEFAULT_POLICY}]")  # fmt: skip
+    add("--gen_len", type=int, default=64, metavar="N",
+        help="output tokens of each sequence, for the net speedup [64]")  # fmt: skip
+    add("--max_gamma", type=int, metavar="N",
+        help=f"largest number of draft tokens in a step to predict [{MAX_GAMMA}]")  # fmt: skip
+    add("--tp", type=int, default=1, metavar="N", help="ranks that share the model [1]")
+    add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
+    add("--nodes", type=int, default=1, metavar="N",
+        help="number of hosts over which the ranks are spread [1]")  # fmt: skip
+    add("--json", type=Path, metavar="FILE",
+        help="also write the predictions to this file; default: none is written")  # fmt: skip
+    return parser

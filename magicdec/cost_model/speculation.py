@@ -1,0 +1,110 @@
+"""The predicted speedup of speculative decoding, from the costs of forwards and an acceptance.
+Imports no torch.
+
+Two speedups: of decode steps, and net, from the end of prefill to the last token. Source: MagicDec
+(Chen et al. 2024), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from magicdec.cost_model.acceptance import Acceptance, expected_tokens
+from magicdec.cost_model.begin import Choice, prefill_seconds
+from magicdec.cost_model.costs import Deployment
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted times in seconds: of one step, and of what comes before the first one (`begin_s`).
+    `draft_s` is the sum of all gamma draft forwards. For gamma 0, fields that do not apply are
+    None."""
+
+    gamma: int
+    budget: int | None
+    decode_s: float
+    draft_s: float | None
+    verify_s: float | None
+    tokens_per_step: float
+    speedup: float  # tokens per second of steps, relative to autoregressive decoding
+    begin_s: float = 0.0
+
+    def net_speedup(self, gen_len: int) -> float:
+        """The speedup from the end of prefill to the last token of an output of `gen_len` tokens,
+        the first of which prefill emits."""
+        baseline = (gen_len - 1) * self.decode_s
+        return baseline / (self.begin_s + baseline / self.speedup) if baseline else 1.0
+
+    @property
+    def break_even_gen_len(self) -> int | None:
+        """The smallest output length for which the net speedup is above 1; None if there is
+        none."""
+        saved = self.decode_s - self.decode_s / self.speedup  # for each token after the first
+        return None if saved <= 0 else math.floor(self.begin_s / saved) + 2
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding with one KV budget. The draft (in self-speculation the target itself)
+    reads at most `budget` committed tokens per row. The acceptance is the same at every context."""
+
+    target: Deployment
+    draft: Deployment
+    budget: int
+    acceptance: Acceptance
+    choice: Choice = Choice()
+
+    def begin_s(self, B: int, S: int) -> float:
+        """The time between prefill and the first step."""
+        own = 0.0 if self.draft is self.target else prefill_seconds(self.draft, B, S)
+        return own + self.choice.seconds(self.draft, self.budget, B, S)
+
+    def predict(self, B: int, S: int, gamma: int) -> Prediction:
+        """Decoding of B rows with S cached tokens each; gamma 0 is autoregressive decoding."""
+        step = self.predict_step(B, S, gamma)
+        return replace(step, begin_s=self.begin_s(B, S)) if gamma else step
+
+    def predict_step(self, B: int, S: int, gamma: int) -> Prediction:
+        """`predict` without what comes before the first step."""
+        decode = self.target.seconds(B, 1, S)
+        if gamma == 0:
+            return Prediction(0, None, decode, None, None, 1.0, 1.0)
+        # The k-th draft forward also sees the k - 1 draft tokens before it.
+        draft = sum(self.draft.seconds(B, 1, min(S, self.budget) + k) for k in range(gamma))
+        verify = self.target.seconds(B, gamma + 1, S)
+        tokens = expected_tokens(self.acceptance, gamma)
+        speedup = tokens * decode / (draft + verify)
+        return Prediction(gamma, self.budget, decode, draft, verify, tokens, speedup)
+
+
+def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int) -> Prediction:
+    """The prediction with the fastest steps, over `candidates` (one per KV budget) and gamma 0 to
+    `max_gamma`. Gamma is 0 if speculation is not faster than autoregressive decoding."""
+    ways = [(candidates[0], 0)]
+    ways += [(way, gamma) for way in candidates for gamma in range(1, max_gamma + 1)]
+    way, gamma = max(ways, key=lambda w: w[0].predict_step(B, S, w[1]).speedup)
+    return way.predict(B, S, gamma)
+
+
+def break_even_context(
+    candidates: Sequence[Speculation], B: int, max_gamma: int, limit: int = 1 << 20
+) -> int | None:
+    """The fewest cached tokens per row at which speculation is faster than autoregressive decoding;
+    None if there is no such number up to `limit`."""
+
+    def pays(S: int) -> bool:
+        gammas = range(1, max_gamma + 1)
+        return any(way.predict_step(B, S, g).speedup > 1 for way in candidates for g in gammas)
+
+    high = 1
+    while not pays(high):
+        high *= 2
+        if high > limit:
+            return None
+    low = high // 2  # does not pay, or is 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
