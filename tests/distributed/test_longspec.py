@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
 
+from magicdec.records.metrics import check_metrics
+from magicdec.records.reading import load_records
+
 FLAGS = (
     *("--B", 2, "--prefix_len", 300, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
     *("--threads", 1, "--dtype", "float32", "--prefill_chunk", 64, "--results", "r.jsonl"),
@@ -90,7 +93,10 @@ def test_the_driver_on_two_ranks(
     )
     assert record["workload"]["draft"]["model"] == "demo-draft"
     assert 0 < metrics["acceptance_rate"] < 1 and metrics["draft_prefill_ms"] > 0
+    assert metrics["draft_prefill_ms"] == metrics["begin_ms"]
+    assert metrics["begin_ms"] > record["baseline_metrics"]["begin_ms"] > 0
     assert record["baseline_metrics"]["draft_prefill_ms"] is None
+    assert check_metrics(load_records(tmp_path / "r.jsonl")[0]) == []
     assert "standalone draft" in done.stdout
 
 

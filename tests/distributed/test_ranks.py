@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from conftest import Launch
 
+from magicdec.records.metrics import check_metrics
+from magicdec.records.reading import load_records
+
 FLAGS = (
     *("--B", 3, "--prefix_len", 80, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
     *("--threads", 1, "--dtype", "float32"),
@@ -90,6 +93,10 @@ def test_the_draft_length_that_pays(
     for batch, counts in zip(samples["num_accepted"], drafted, strict=True):
         assert [bool(step) for step in batch] == [count > 0 for count in counts]
     assert record["baseline_metrics"]["calibration_ms"] is None
+    in_warm_up, in_batches = samples["warmup_calibration_ms"], samples["calibration_ms"]
+    assert in_warm_up == metrics["warmup_calibration_ms"] > 0 and len(in_batches) == 2
+    assert metrics["calibration_ms"] == in_warm_up + sum(in_batches)
+    assert check_metrics(load_records(tmp_path / "r.jsonl")[0]) == []
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 3])
