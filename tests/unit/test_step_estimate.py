@@ -16,7 +16,8 @@ from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ParallelSection
-from magicdec.cost_model.costs import Deployment, Speculation
+from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.speculation import Speculation
 from magicdec.cost_model.step_estimate import StepEstimate
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
