@@ -1,7 +1,8 @@
 """Prefill: the prompts of a batch are taken into the cache, in chunks, and each request gets its
 first token.
 
-Owns the order of the chunks and the time stamps of first tokens. Must not know how tokens are
+Owns the order of the chunks and the time stamps of first tokens. Keeps the newest queries of each
+prompt if the runner has a place for them. Must not know how tokens are
 decoded afterwards.
 """
 
@@ -33,8 +34,13 @@ def prefill(
         runner.allocate(row)
         prompt = upload([request.prompt_ids], runner.device)
         rows = BatchRows.of([row], runner.device)
+        kept, num_left = runner.prompt_queries, len(request.prompt_ids)
+        if kept is not None:
+            kept.begin(row, num_left)
         for part in prompt.split(chunk, dim=1):
-            logits = runner.forward(part, rows, last_only=True)
+            num_left -= part.shape[1]
+            watch = None if kept is None else kept.watch(row, num_left)
+            logits = runner.forward(part, rows, last_only=True, watch_queries=watch)
             progress(part.shape[1])
         sampling = SamplingMetadata.of([request], runner.model.config.vocab_size, runner.device)
         tokens.append(next_tokens(runner, logits, sampling)[0])

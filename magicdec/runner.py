@@ -20,6 +20,7 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.pool import CacheShape
+from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
 
@@ -94,6 +95,7 @@ class ModelRunner:
     max_tokens: int
     policy: Visible = FULL  # which tokens a forward sees by default
     kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
+    prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
 
@@ -202,15 +204,14 @@ class ModelRunner:
         token_ids: Tensor,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
-        is_counted: bool = False,
     ) -> None:
         """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
         attention weights or queries.
 
         A forward with another T may round K and V differently, so the old K and V are saved and
-        written back: the cache stays equal to the bit. This forward is not counted.
+        written back: the cache stays equal to the bit.
         """
-        cache, counts = self.cache, self.counts.copy()
+        cache = self.cache
         rows = BatchRows.of(rows, self.device)
         before = cache.lengths_of(rows).plus(-token_ids.shape[1])
         steps = torch.arange(token_ids.shape[1], device=self.device)
@@ -220,8 +221,18 @@ class ModelRunner:
         self.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
         for layer, (k, v) in enumerate(kept):
             cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
-        if not is_counted:
-            self.counts.go_back(counts)
+
+    def sum_over_replicas(self, x: Tensor) -> Tensor:
+        """Sum x [..., G, N], which has N numbers for each KV head of this rank, over the ranks that
+        hold the same KV heads and other query heads of them. Where there are any, this is a
+        collective: all ranks of the group must take part."""
+        config, shard = self.model.config, self.model.shard
+        if not shard.replicates(config.num_kv_heads):
+            return x
+        first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
+        of_all = x.new_zeros(*x.shape[:-2], config.num_kv_heads, x.shape[-1])
+        of_all[..., first:last, :] = x
+        return self.group.all_reduce(of_all)[..., first:last, :]
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Remove the tokens of `rows` after the first `lengths` tokens."""

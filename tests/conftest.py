@@ -38,7 +38,7 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.policies.policy import make_policy, standalone_kv_dtype
+from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
@@ -193,6 +193,7 @@ def decode_both(
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill;
     steps are replayed if there is a recorder."""
     engine = Engine(runner, chunk)
+    keep_queries(runner if draft is None or draft.runner is None else draft.runner, kv)
     snapshots = engine.prefill(requests)
     decoding = DecodingSection("speculative", drafter, num_draft_tokens)
     accepted: list[list[int]] = []

@@ -37,7 +37,7 @@ class Shard:
                 f"use at most {num_heads} ranks"
             )
         group = num_heads // num_kv_heads
-        if self.size <= num_kv_heads:
+        if not self.replicates(num_kv_heads):
             first, last = split_evenly(num_kv_heads, self.size, self.rank)
             return (first * group, last * group), (first, last)
         for kv_head in range(num_kv_heads):
@@ -46,6 +46,10 @@ class Shard:
                 start, stop = split_evenly(group, last - first, self.rank - first)
                 return (kv_head * group + start, kv_head * group + stop), (kv_head, kv_head + 1)
         raise AssertionError("every rank belongs to one KV head")
+
+    def replicates(self, num_kv_heads: int) -> bool:
+        """Whether some ranks hold the same KV head."""
+        return self.size > num_kv_heads
 
     def split(self, total: int) -> tuple[int, int]:
         """This rank's half-open range of an evenly split dimension (MLP units, vocabulary rows)."""

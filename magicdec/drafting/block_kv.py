@@ -2,8 +2,7 @@
 the top-k blocks of the runner's own cache by a score; nothing is copied.
 
 Owns the arithmetic of such a choice and when it is made: once a step, so that all draft forwards
-between two verifications share it. Where the scores come from is the policy's business. Ranks that
-hold copies of one KV head choose each for its own query heads.
+between two verifications share it. Where the scores come from is the policy's business.
 
 Shapes: L layers, B rows, G KV heads of this rank, R ranges.
 """
@@ -11,7 +10,6 @@ Shapes: L layers, B rows, G KV heads of this rank, R ranges.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -21,14 +19,12 @@ from torch import Tensor
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
-from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
+from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
 from magicdec.kv.view import Visible
-from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
 Number = TypeVar("Number", int, Tensor)
-RERUN_TOKENS = 16  # newest prompt tokens that run again for the first choice
 
 
 @dataclass(frozen=True)
@@ -66,9 +62,6 @@ class BlockSelection(KVPolicy):
 
     def draft_reads(self, context: int) -> tuple[int, Visible]:
         return context, self
-
-    def rerun_tokens(self, context: int) -> int:
-        return min(RERUN_TOKENS, context)
 
     def sinks(self, committed: Number) -> tuple[Number, Number]:
         """The range of the sinks that a row of that length can see."""
@@ -156,23 +149,8 @@ class BlockKV(DraftKV):
 
     @abstractmethod
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
-        """The score of the first `num_blocks` blocks of each row, float32 [L, B, G, blocks]."""
-
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Run the newest tokens of each long prompt again, to see what they attend to."""
-        cache, device = self.runner.cache, self.runner.device
-        long = [r for r in requests if r.row is not None and r.num_cached > self.policy.budget]
-        if not long:
-            return
-        rows = BatchRows.of([r.row for r in long if r.row is not None], device)
-        held = cache.lengths_of(rows)
-        count = self.policy.rerun_tokens(min(held.bounds))
-        self.rerun(rows, newest_cached(long, count, device))
-        self.commit(rows, held)
-
-    def rerun(self, rows: BatchRows, tokens: Tensor) -> None:
-        """Run tokens [B, T], the newest of `rows`, once more."""
-        self.runner.rerun_tail(rows, tokens, self.watch, self.watch_queries, is_counted=True)
+        """The score of the first `num_blocks` blocks of each row by the query heads of this rank,
+        float32 [L, B, G, blocks]."""
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         rows = BatchRows.of(rows, self.runner.device)
@@ -182,7 +160,7 @@ class BlockKV(DraftKV):
                 most = self.policy.budget // BLOCK
             else:
                 most = max(self.policy.split(length)[1] for length in committed.bounds)
-            scores = self.scores(rows, committed, num_blocks)
+            scores = self.runner.sum_over_replicas(self.scores(rows, committed, num_blocks))
             ranges = self.policy.top_blocks(committed.tensor, scores, min(most, num_blocks))
             self._choice = committed, ChosenBlocks(self.policy, ranges), rows.numbers
         return self._choice[1]
@@ -196,12 +174,6 @@ class BlockKV(DraftKV):
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         self._choice = None
-
-
-def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
-    """The last `count` tokens of each request that are in the cache: int64 [B, count]."""
-    tokens = [(*r.prompt_ids, *r.output_ids)[r.num_cached - count : r.num_cached] for r in requests]
-    return upload(tokens, device)
 
 
 def _positive(number: Number) -> Number:

@@ -2,7 +2,9 @@
 for each KV head, from the model's full cache.
 
 Owns the copy and its upkeep. A token keeps the rotation of its place in the context; only its
-address is new.
+address is new. The copy holds the chosen entries, the one that matters least first, and after them
+the tokens that the target has committed since. A draft reads the newest `budget` entries of this
+order, so that an entry that matters little leaves for each token that comes.
 
 Under a sliding window a draft may read nothing that the target's token in its place would not see.
 Chosen tokens leave the window in another order in each head, so that only tokens are chosen which
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.observation import newest_queries, received_weights
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
-from magicdec.kv.view import FULL, first_key
+from magicdec.kv.view import SinksAndWindow, first_key
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
@@ -38,9 +41,9 @@ class Selection(Protocol):
     @property
     def reselect_every(self) -> int: ...
 
-    def select(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Ascending positions to keep, int64 [G, N], given rotated queries [W, H, D] of the newest
-        tokens and all keys [G, S, D]."""
+    def select(self, weights: Tensor, window: int) -> Tensor:
+        """Positions to keep, int64 [B, G, min(S, budget)], the one that matters least first, given
+        the attention weights [B, G, S] that all keys received from the newest `window` tokens."""
         ...
 
 
@@ -51,7 +54,7 @@ class CopiedKV(DraftKV):
     def __init__(
         self, source: ModelRunner, policy: Selection, kv_dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__(source, FULL)
+        super().__init__(source, SinksAndWindow(0, policy.budget))
         self.source, self.policy, self.kv_dtype = source, policy, kv_dtype
         self.chosen_at = [0] * source.num_rows  # context length at the last choice
         # Tokens at positions before this one see everything that was chosen.
@@ -73,7 +76,7 @@ class CopiedKV(DraftKV):
             assert request.row is not None, "an admitted request has a row"
             self.runner.cache.release(request.row)
             self.runner.cache.allocate(request.row, self.runner.max_tokens)
-            self._choose(request, request.row)
+        self._choose(requests)
 
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -86,12 +89,13 @@ class CopiedKV(DraftKV):
         behind = max(r.num_cached - n for r, n in zip(requests, held, strict=True))
         if behind > num_draft_tokens + 1:
             self.follow(BatchRows.of(rows, self.source.device), behind)
-        every = self.policy.reselect_every
+        every, due = self.policy.reselect_every, []
         for request, row in zip(requests, rows, strict=True):
             last = request.num_cached + num_draft_tokens
             is_due = every and request.num_cached >= self.chosen_at[row] + every
             if is_due or last > self.lasts_until[row]:
-                self._choose(request, row, num_draft_tokens)
+                due.append(request)
+        self._choose(due, num_draft_tokens)
 
     def follow(self, rows: BatchRows, most: int) -> None:
         """Copy the target's own K and V of the tokens that it committed since the last draft."""
@@ -117,13 +121,18 @@ class CopiedKV(DraftKV):
         return Lengths(held.tensor + self._offsets[rows.index], bounds)
 
     def forward(self, token_ids: Tensor, rows: Rows, committed: Lengths) -> Tensor:
-        return self.runner.forward(token_ids, rows)
+        rows = BatchRows.of(rows, self.source.device)
+        return self.runner.forward(token_ids, rows, self.visible, self._held(rows, committed))
 
     def rewind(self, rows: Rows, lengths: Lengths) -> None:
         rows = BatchRows.of(rows, self.source.device)
+        self.runner.truncate(rows, self._held(rows, lengths))
+
+    def _held(self, rows: BatchRows, lengths: Lengths) -> Lengths:
+        """Entries that the copy holds of the first `lengths` tokens of context."""
         shifted = zip(rows.numbers, lengths.bounds, strict=True)
         bounds = tuple(bound - self.shifts[row] for row, bound in shifted)
-        self.runner.truncate(rows, Lengths(lengths.tensor - self._offsets[rows.index], bounds))
+        return Lengths(lengths.tensor - self._offsets[rows.index], bounds)
 
     def _make_cache(self, max_tokens: int) -> None:
         """A cache of so many tokens a row; what rows hold already moves into it."""
@@ -144,33 +153,41 @@ class CopiedKV(DraftKV):
             self.runner.cache.advance([row], length)
 
     def _choose(
-        self, request: Request, row: int, num_draft_tokens: int = MOST_DRAFT_TOKENS
+        self, requests: Sequence[Request], num_draft_tokens: int = MOST_DRAFT_TOKENS
     ) -> None:
-        """Fill `row` anew from the source, which holds all committed tokens of the request."""
+        """Fill the rows of `requests` anew from the source, which holds all their committed tokens.
+        Rows of the same length are chosen for together."""
+        by_length: dict[int, list[Request]] = {}
+        for request in requests:
+            by_length.setdefault(request.num_cached, []).append(request)
+        for length, equal in by_length.items():
+            rows = BatchRows.of([r.row for r in equal if r.row is not None], self.source.device)
+            until, first = self._reach(length, num_draft_tokens)
+            queries = newest_queries(self.source, equal, min(self.policy.window_size, length))
+            count = self._copy_chosen(rows, length, first, queries)
+            for row in rows.numbers:
+                self._offsets[row] = self.shifts[row] = length - count
+                self.chosen_at[row], self.lasts_until[row] = length, until
+
+    def _copy_chosen(
+        self, rows: BatchRows, length: int, first: int, queries: Sequence[Tensor]
+    ) -> int:
+        """Replace what `rows` hold by the entries to keep of positions `first` to `length` - 1,
+        given the newest queries [B, W, H, D] of each layer. Returns the number of entries."""
         source, cache = self.source, self.runner.cache
-        length = request.num_cached
-        tokens = [*request.prompt_ids, *request.output_ids][:length]
-        kept: list[Tensor] = []
-        until, first = self._reach(length, num_draft_tokens)
-        index = upload([row], source.device)
-        everything = source.cache.slots(index, torch.arange(length, device=source.device)[None])
-
-        def select(layer: int, queries: Tensor) -> None:
-            keys, _ = source.cache.read(layer, everything)
-            kept.append(first + self.policy.select(queries[0], keys[0, :, first:]))
-
-        newest = upload([tokens[-self.policy.window_size :]], source.device)
-        source.rerun_tail([row], newest, watch_queries=select)
-        count = kept[0].shape[1]
-        target = cache.slots(index, torch.arange(count, device=source.device)[None])
-        for layer, positions in enumerate(kept):
-            slots = everything.gather(2, positions.unsqueeze(0))  # [1, G, count]
-            k, v = source.cache.read(layer, slots)
+        count = min(self.policy.budget, length - first)
+        places = torch.arange(count, device=source.device).expand(len(rows), -1)
+        target = cache.slots(rows.index, places)
+        for layer, newest in enumerate(queries):
+            window = min(newest.shape[1], length - first)
+            keys = source.cache.first_keys(layer, rows.index, length)[:, :, first:]
+            weights = received_weights(source, newest[:, newest.shape[1] - window :], keys)
+            chosen = first + self.policy.select(weights, window)
+            k, v = source.cache.read(layer, source.cache.slots(rows.index, chosen))
             cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
-        cache.truncate([row], [0])
-        cache.advance([row], count)
-        self._offsets[row] = self.shifts[row] = length - count
-        self.chosen_at[row], self.lasts_until[row] = length, until
+        cache.truncate(rows, [0] * len(rows))
+        cache.advance(rows, count)
+        return count
 
     def _reach(self, length: int, num_draft_tokens: int) -> tuple[int, int]:
         """The position up to which a choice after `length` tokens is made, and the first position

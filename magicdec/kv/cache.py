@@ -181,3 +181,13 @@ class KVCache(KVPool):
         blocks = self.block_table[rows.view(-1, 1, 1), positions // size]  # [B, G or 1, N]
         head = torch.arange(heads, device=positions.device).view(1, heads, 1)
         return (blocks * heads + head) * size + positions % size
+
+    def first_keys(self, layer: int, rows: Tensor, num_tokens: int) -> Tensor:
+        """A copy of a layer's K of the first `num_tokens` tokens of rows [B]: [B, G, num_tokens,
+        D]."""
+        size, read = self.shape.block_size, self.shape.layout.read_key_blocks
+        table = self.block_table[rows, : -(-num_tokens // size)]  # [B, blocks]
+        if table.shape[1] == 1:
+            return read(self.k[layer], table.flatten(), num_tokens)
+        blocks = read(self.k[layer], table.flatten(), size).unflatten(0, table.shape)
+        return blocks.transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]

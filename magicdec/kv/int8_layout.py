@@ -37,6 +37,14 @@ class Int8Tiled:
         found = numbers[:, tile, :, lane // 16, lane % 16 // 4, :, lane % 4]
         return _widened(found.flatten(2), scales[:, tile, lane].transpose(0, 1)).transpose(0, 1)
 
+    def read_key_blocks(self, layer: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
+        heads, size = layer.shape[1:3]
+        first = blocks.view(-1, 1, 1) * heads + torch.arange(heads, device=blocks.device).view(
+            1, -1, 1
+        )
+        slots = first * size + torch.arange(num_tokens, device=blocks.device)
+        return self.read_keys(layer.unsqueeze(0), slots.flatten()).view(*slots.shape, -1)
+
     def write_keys(self, pool: Tensor, slots: Tensor, keys: Tensor) -> None:
         tile, lane = slots // TILE, slots % TILE
         found, scales = _quantised(keys)

@@ -43,16 +43,6 @@ class Visible(Protocol):
         ...
 
 
-class SinksAndWindow(Visible, Protocol):
-    """A rule that shows the first `num_sink_tokens` tokens and the newest ones, `budget` tokens in
-    all."""
-
-    @property
-    def num_sink_tokens(self) -> int: ...
-    @property
-    def budget(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class FullView:
     """Every committed token is visible, as for the target itself."""
@@ -68,6 +58,27 @@ class FullView:
 
 
 FULL = FullView()
+
+
+@dataclass(frozen=True)
+class SinksAndWindow:
+    """The first `num_sink_tokens` tokens and the newest ones are visible, at most `budget` in
+    all."""
+
+    num_sink_tokens: int
+    budget: int
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        sinks = committed.clamp(max=self.num_sink_tokens)
+        start = torch.maximum(sinks, committed - (self.budget - self.num_sink_tokens))
+        zero = torch.zeros_like(committed)
+        return torch.stack([torch.stack([zero, sinks], 1), torch.stack([start, committed], 1)], 1)
+
+    def num_visible(self, committed: int) -> int:
+        return min(committed, self.budget)
+
+    def most_visible(self, committed: int) -> int:
+        return self.num_visible(committed)
 
 
 @dataclass(frozen=True)

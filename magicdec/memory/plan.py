@@ -64,6 +64,8 @@ def plan_rank(config: ResolvedConfig, models: Models, rank: int) -> MemoryPlan:
     draft = config.draft
     if draft is None or models.draft is None:
         draft_kv = _draft_kv_bytes(config, models.target, shard, config.attention.backend)
+        if config.decoding.drafter == "self":
+            draft_kv += _query_bytes(config, models.target, shard)
         return MemoryPlan(weights, kv, 0, draft_kv, working)
     if rank not in draft.rank_group:
         return MemoryPlan(weights, kv, working=working)
@@ -71,6 +73,7 @@ def plan_rank(config: ResolvedConfig, models: Models, rank: int) -> MemoryPlan:
     is_int8 = draft.draft_dtype == "int8"
     draft_weights = stored_bytes(models.draft, shard, size, is_packed, is_int8)
     draft_kv = _draft_kv_bytes(config, models.draft, shard, draft.backend)
+    draft_kv += _query_bytes(config, models.draft, shard)
     return MemoryPlan(weights, kv, draft_weights, draft_kv, working)
 
 
@@ -93,9 +96,17 @@ def _stored_tokens(config: ResolvedConfig, backend: str, tokens: int) -> int:
     return config.workload.batch_size * -(-tokens // block) * block
 
 
+def _query_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
+    """The queries of each prompt's newest tokens, which prefill keeps for the KV policy."""
+    w, (first, last) = config.workload, shard.heads(model.num_heads, model.num_kv_heads)[0]
+    tokens = w.batch_size * min(make_policy(config.kv).observed_tokens, w.prefix_len)
+    numbers = model.num_layers * (last - first) * model.cached_head_dim
+    return tokens * numbers * DTYPE_BYTES[config.model.dtype]
+
+
 def _draft_kv_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, backend: str) -> int:
-    """What the KV policy makes a draft hold: the whole cache of a standalone draft, or, in
-    self-speculation, what is kept beside the target's cache."""
+    """What the KV policy makes a draft hold beside the newest queries of the prompts: the whole
+    cache of a standalone draft, or, in self-speculation, what is kept beside the target's cache."""
     is_self, w, longest = config.decoding.drafter == "self", config.workload, max_tokens(config)
     if not is_self and config.draft is None:
         return 0

@@ -8,6 +8,7 @@ from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import kv_bytes_per_token
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.observation import heads_at_once
 from magicdec.drafting.policies.policy import load_policy, make_policy
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.model.checkpoint.source import READ_ELEMENTS
@@ -46,26 +47,28 @@ def working_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> i
 
 
 def first_choice_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
-    """What a policy needs to choose after prefill by the attention of the newest prompt tokens,
-    which run a second time: one row after another under a policy that copies, else all rows
-    together."""
-    w, size = config.workload, DTYPE_BYTES[config.model.dtype]
-    policy = make_policy(config.kv)
-    T = policy.rerun_tokens(w.prefix_len)
-    if config.decoding.drafter != "self" or not T:
+    """What a policy needs for its choice after prefill: to run the newest prompt tokens a second
+    time, or to score the keys of one layer by the queries that prefill kept."""
+    policy, w = make_policy(config.kv), config.workload
+    if config.decoding.drafter != "self":
         return 0
-    S, per_token = w.prefix_len, kv_bytes_per_token(model, shard, size)
+    B, S, T = w.batch_size, w.prefix_len, policy.rerun_tokens(w.prefix_len)
+    per_token = kv_bytes_per_token(model, shard, DTYPE_BYTES[config.model.dtype])
+    forward = forward_bytes(config, model, shard, (B, T, S), policy.needs_weights)
+    rerun = B * T * per_token + forward if T else 0
+    call = _call_size(config, model, shard, (B, min(policy.observed_tokens, S), S))
+    if not call.T:
+        return rerun
+    queries = model.num_layers * B * call.T * call.num_heads * call.head_dim * call.dtype_bytes
+    choosing = queries + call.kv_bytes  # K of a layer, twice
     if not policy.is_copied:
-        B = w.batch_size
-        forward = forward_bytes(config, model, shard, (B, T, S), policy.needs_weights)
-        return B * T * per_token + forward
-    call = _call_size(config, model, shard, (1, T, S))
-    # K once more in float32, then scores and probabilities in float32; positions of all layers.
-    keys = S * call.num_kv_heads * call.head_dim
-    scores = call.num_heads * T * S
-    positions = (model.num_layers + 2) * S * call.num_kv_heads
-    choosing = call.kv_bytes + 4 * keys + 8 * scores + 8 * positions
-    return T * per_token + choosing + forward_bytes(config, model, shard, (1, T, S))
+        choosing += 4 * B * S * call.num_kv_heads * call.head_dim  # and in float32
+    else:
+        per_head = call.num_heads // call.num_kv_heads * call.T * S
+        num_heads = min(heads_at_once(config.parallel.device, per_head), B * call.num_kv_heads)
+        # Scores, their softmax in float32, and its sums before and after pooling.
+        choosing += num_heads * per_head * (call.dtype_bytes + 4) + 8 * B * call.num_kv_heads * S
+    return max(rerun, choosing)
 
 
 def forward_bytes(

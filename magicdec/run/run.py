@@ -20,6 +20,7 @@ from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
+from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.hardware.gpu_state import watch_gpu
 from magicdec.hardware.timing import (
@@ -68,6 +69,8 @@ class Run:
         self.gpu = watch_gpu(self.device)
         kinds = kinds_of(self.config.model, self.config.model.target_dtype)
         self.runner = self.make_runner(kinds, w.batch_size, self.config.attention.backend)
+        if d.drafter == "self":
+            keep_queries(self.runner, self.config.kv)
         self.draft = make_draft(prepared, self.groups, self.max_tokens, self.device, progress)
         self.draft_length = make_draft_length(
             d, self.runner.group, self.device, prepared.step_estimate

@@ -15,7 +15,7 @@ from magicdec.console import Progress
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.policies.policy import make_policy, standalone_kv_dtype
+from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
@@ -95,5 +95,6 @@ def make_draft(
             )
         else:
             runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype)
+        keep_queries(runner, config.kv)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     return DraftModel(runner, first, chunk, is_rolling)

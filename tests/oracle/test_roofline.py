@@ -26,6 +26,7 @@ LENGTHS = [5, 70, 1, 33]
         ("speculative", KVSection("streaming_llm", 21, 16)),
         ("speculative", KVSection("verified", 50, 4)),
         ("speculative", KVSection("retrieval", 50, 4)),
+        ("speculative", KVSection("snapkv", 30, window_size=8, reselect_every=7)),
     ],
     ids=str,
 )

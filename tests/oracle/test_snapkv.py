@@ -12,9 +12,11 @@ from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
 from magicdec.drafting.copied_kv import CopiedKV
+from magicdec.drafting.observation import newest_queries, received_weights
 from magicdec.drafting.policies.snapkv import SnapKV
 from magicdec.engine import Engine
 from magicdec.kv.cache import BatchRows
+from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.request import Batch
 
 
@@ -43,22 +45,59 @@ def expected(queries: Tensor, keys: Tensor, policy: SnapKV) -> list[set[int]]:
 @pytest.mark.parametrize(("window", "pooling"), [(1, "avg"), (13, "max"), (32, "avg")])
 def test_the_choice_is_the_definition(group: int, window: int, pooling: str) -> None:
     generator = torch.Generator().manual_seed(group * 100 + window)
-    queries = 3 * torch.randn(window, 2 * group, 16, generator=generator)
-    keys = torch.randn(2, 117, 16, generator=generator)
+    queries = 3 * torch.randn(2, window, 2 * group, 16, generator=generator)
+    keys = torch.randn(2, 2, 117, 16, generator=generator)
     policy = SnapKV(window + 21, window, pooling)
-    found = policy.select(queries, keys)
-    wanted = expected(queries, keys, policy)
-    assert found.shape == (2, window + 21) and bool((found.diff(dim=1) > 0).all())
-    if pooling == "avg":
-        assert [set(row.tolist()) for row in found] == wanted
-    else:  # a maximum is shared by its neighbours: which of equals is kept does not matter
-        sizes = [len(set(row.tolist()) & want) for row, want in zip(found, wanted, strict=True)]
-        assert min(sizes) >= window + 21 - 4
+    runner = make_runner(tiny_transformer(), 1, 8)
+    found = policy.select(received_weights(runner, queries, keys), window)
+    assert found.shape == (2, 2, window + 21)
+    assert found[0, 0, -window:].tolist() == list(range(117 - window, 117))
+    for row in range(2):
+        wanted = expected(queries[row], keys[row], policy)
+        kept = [set(of_head.tolist()) for of_head in found[row]]
+        if pooling == "avg":
+            assert kept == wanted
+        else:  # a maximum is shared by its neighbours: which of equals is kept does not matter
+            sizes = [len(ours & want) for ours, want in zip(kept, wanted, strict=True)]
+            assert min(sizes) >= window + 21 - 4
+
+
+def test_the_lowest_score_stands_first_and_the_window_last() -> None:
+    weights = torch.arange(20.0).view(1, 1, -1)
+    # The mean of five neighbours; beyond the 16 tokens before the window there is nothing.
+    pooled = {10: 10.0, 11: 11.0, 12: 12.0, 13: 13.0, 14: (12 + 13 + 14 + 15) / 5}
+    found = SnapKV(9, 4).select(weights, 4)[0, 0].tolist()
+    assert found == [*sorted(pooled, key=lambda p: pooled[p]), 16, 17, 18, 19]
 
 
 def test_a_budget_that_holds_everything_keeps_everything() -> None:
-    keys = torch.randn(3, 30, 16)
-    assert SnapKV(30, 8).select(torch.randn(8, 6, 16), keys).tolist() == [list(range(30))] * 3
+    found = SnapKV(30, 8).select(torch.rand(2, 3, 30), 8)
+    assert found.sort(dim=2).values.tolist() == [[list(range(30))] * 3] * 2
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 5])
+def test_prefill_keeps_the_queries_that_a_rerun_shows(chunk: int) -> None:
+    """A window of 12 lies in the last chunk, in the last two or in the last four; a prompt may be
+    shorter than it. Another pass, and another prompt in the same row, find their own."""
+    runner = make_runner(tiny_transformer(), 3, 100, NativeBackend())
+    runner.prompt_queries = PromptQueries(12)
+    engine = Engine(runner, chunk)
+    for seed in (0, 1):
+        prompts = random_prompts([66, 9, 66], TINY.vocab_size, seed)
+        requests = [r for r in engine.prefill(make_requests(prompts, 9)) if r.row != 1]
+        short = [r for r in engine.scheduler.requests if r.row == 1]
+        for some, count in ((requests, 12), (short, 9)):
+            forwards = runner.counts.copy().num_forwards
+            kept = newest_queries(runner, some, count)
+            assert runner.counts.copy().num_forwards == forwards, "no token has run again"
+            runner.prompt_queries, prefilled = None, runner.prompt_queries
+            again = newest_queries(runner, some, count)
+            runner.prompt_queries = prefilled
+            assert runner.counts.copy().num_forwards == forwards + 1
+            assert len(kept) == len(again) == TINY.num_layers
+            for ours, oracle in zip(kept, again, strict=True):
+                torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-4)
+        engine.scheduler.rewind([])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -75,11 +114,9 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     runner.cache.k.mul_(1.05)
     runner.cache.v.mul_(1.05)
     full, values = runner.cache.k.clone(), runner.cache.v.clone()
-    counted = runner.counts.num_forwards
     reader = CopiedKV(runner, SnapKV(24, 8))
     reader.admit(batch.requests)
     assert torch.equal(runner.cache.k, full) and torch.equal(runner.cache.v, values)
-    assert runner.counts.num_forwards == counted
     assert reader.lengths([0, 1, 2]).bounds == (70, 9, 41)
     assert reader.runner.cache.lengths == [24, 9, 24]
     before = [small_keys(reader, row) for row in range(3)]
@@ -118,8 +155,8 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
     chosen: list[Tensor] = []
 
     class Noted(SnapKV):
-        def select(self, queries: Tensor, keys: Tensor) -> Tensor:
-            chosen.append(super().select(queries, keys))
+        def select(self, weights: Tensor, window: int) -> Tensor:
+            chosen.append(super().select(weights, window))
             return chosen[-1]
 
     reader = CopiedKV(runner, Noted(20, 8))
@@ -128,7 +165,7 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots = full.slots(torch.tensor([0]), torch.arange(60).unsqueeze(0))
-        kept_k, kept_v = full.read(layer, slots.gather(2, chosen[layer].unsqueeze(0)))
+        kept_k, kept_v = full.read(layer, slots.gather(2, chosen[layer]))
         keys, values = (
             torch.cat([kept_k, k.transpose(1, 2)], 2),
             torch.cat([kept_v, v.transpose(1, 2)], 2),
@@ -142,4 +179,4 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
     found = reader.forward(token, [0], reader.lengths([0]))
     reference = model(token, torch.tensor([[60]]), attend, lambda x: x)
     torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
-    assert len({tuple(row.tolist()) for layer in chosen for row in layer}) > 1, "heads differ"
+    assert len({tuple(row.tolist()) for layer in chosen for row in layer[0]}) > 1, "heads differ"

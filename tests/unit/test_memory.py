@@ -29,6 +29,7 @@ from magicdec.config.sections import (
 )
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.policies.policy import make_policy
 from magicdec.kv.cache import KVCache
 from magicdec.memory.check import check_memory, largest, needed
 from magicdec.memory.free_memory import free_host_memory
@@ -175,7 +176,10 @@ def test_caches_are_those_of_a_run(
     # A standalone draft has its cache and what SnapKV gathers of it; self-speculation gathers anew
     # each pass, and lets the old copy go.
     expected = sum(set(drafts)) if standalone else max(drafts, default=0)
-    assert plan.draft_kv == expected
+    of_draft = models.target if models.draft is None else models.draft
+    drafts_kept = make_policy(config.kv).observed_tokens * SMALL.batch_size
+    queries = drafts_kept * of_draft.num_layers * of_draft.num_heads * of_draft.head_dim
+    assert plan.draft_kv == expected + 4 * queries
     assert (plan.draft_weights > 0) == standalone
 
 

@@ -18,7 +18,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.policies.policy import make_draft_kv
+from magicdec.drafting.policies.policy import keep_queries, make_draft_kv
 from magicdec.engine import Engine
 from magicdec.memory.working_memory import first_choice_bytes, forward_bytes, working_bytes
 from magicdec.request import Batch
@@ -55,14 +55,16 @@ def make_config(backend: str, kv: KVSection) -> ResolvedConfig:
 
 
 @pytest.mark.parametrize(
-    "kv", [KVSection("snapkv", 60), KVSection("snapkv", 60, window_size=8), KVSection("verified")],
-    ids=["snapkv", "snapkv, window of 8", "verified"],
+    "kv", [KVSection("snapkv", 60), KVSection("snapkv", 60, window_size=8), KVSection("verified"),
+     KVSection("retrieval")],
+    ids=["snapkv", "snapkv, window of 8", "verified", "retrieval"],
 )  # fmt: skip
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     """The caches that a reader keeps are counted apart."""
     runner = make_runner(tiny_transformer(), ROWS, PREFIX + NEW + 3, BACKENDS[backend]())
     requests = make_requests(random_prompts([PREFIX] * ROWS, TINY.vocab_size), NEW)
+    keep_queries(runner, kv)
     batch = Batch(tuple(Engine(runner, 128).prefill(requests)), is_prefill=False)
     reader = make_draft_kv(runner, kv)
     found = peak_bytes(lambda: reader.admit(batch.requests))

@@ -11,6 +11,7 @@ import torch
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
+from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.runner import ModelRunner
@@ -59,9 +60,15 @@ class KVPolicy(ABC):
         """Tokens of a context that the policy's own cache holds, 0 without one."""
         return 0
 
+    @property
+    def observed_tokens(self) -> int:
+        """Newest tokens of a prompt whose queries the policy chooses by, so that prefill keeps
+        them."""
+        return 0
+
     def rerun_tokens(self, context: int) -> int:
-        """Newest tokens of a prompt that run a second time when a request is admitted: one row
-        after another under a policy that copies, all rows together under others."""
+        """Newest tokens of a text that run a second time, in all rows together, so that the policy
+        sees what they attend to."""
         return 0
 
     def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
@@ -94,6 +101,12 @@ def make_draft_kv(runner: ModelRunner, kv: KVSection) -> DraftKV:
     """What drafts of `runner`'s model read in a run with that KV section."""
     kv_dtype = torch.int8 if kv.draft_kv_dtype == "int8" else None
     return make_policy(kv).draft_kv(runner, kv_dtype)
+
+
+def keep_queries(runner: ModelRunner, kv: KVSection) -> None:
+    """Let prefill keep the queries that the first choice of the run's policy is made by."""
+    num_tokens = make_policy(kv).observed_tokens
+    runner.prompt_queries = PromptQueries(num_tokens) if num_tokens else None
 
 
 def standalone_kv_dtype(kv: KVSection) -> torch.dtype | None:

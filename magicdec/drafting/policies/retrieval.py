@@ -22,6 +22,7 @@ from torch import Tensor
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BLOCK, BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.observation import newest_queries
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
@@ -37,6 +38,10 @@ class Retrieval(BlockSelection):
     @classmethod
     def build(cls, kv: KVSection) -> Retrieval:
         return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
+
+    @property
+    def observed_tokens(self) -> int:
+        return 1
 
     def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
         return (num_blocks + queries_per_head) * head_dim
@@ -68,16 +73,15 @@ class RetrievedBlocks(BlockKV):
         return [self._query, self._committed]
 
     def admit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            assert request.row is not None, "an admitted request has a row"
-            self._complete[request.row] = 0
-            self._committed[request.row] = request.num_cached
-        super().admit(requests)
+        rows = [r.row for r in requests if r.row is not None]
+        index = upload(rows, self.runner.device)
+        for request, row in zip(requests, rows, strict=True):
+            self._complete[row] = 0
+            self._committed[row] = request.num_cached
+        for layer, queries in enumerate(newest_queries(self.runner, requests, 1)):
+            self._query[layer, index] = self._by_kv_head(queries[:, 0])
         self._add_means(requests)
-
-    def rerun(self, rows: BatchRows, tokens: Tensor) -> None:
-        self._committed[rows.index] -= tokens.shape[1]  # as before a verification of these tokens
-        super().rerun(rows, tokens)
+        self._choice = None
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
         self._add_means(requests)
@@ -96,11 +100,14 @@ class RetrievedBlocks(BlockKV):
         for layer, queries in self._seen.items():
             place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)
             newest = queries.gather(1, place.view(-1, 1, 1, 1).expand(-1, 1, *queries.shape[2:]))
-            kept = newest[:, 0].unflatten(1, self._query.shape[2:4]).float()  # [B, G, H/G, D]
-            self._query[layer].index_copy_(0, rows.index, kept)
+            self._query[layer].index_copy_(0, rows.index, self._by_kv_head(newest[:, 0]))
         self._seen.clear()
         self._committed.index_copy_(0, rows.index, lengths.tensor)
         super().commit(rows, lengths)
+
+    def _by_kv_head(self, queries: Tensor) -> Tensor:
+        """queries [B, H, D] to float32 [B, G, H/G, D]."""
+        return queries.unflatten(1, self._query.shape[2:4]).float()
 
     def _add_means(self, requests: Sequence[Request]) -> None:
         """The mean keys of blocks that have become complete."""
@@ -116,9 +123,12 @@ class RetrievedBlocks(BlockKV):
         blocks = (first + torch.arange(count, device=device)).clamp(max=self.num_blocks - 1)
         tokens = (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=device)).flatten(1)
         tokens = tokens.clamp(max=cache.tokens_per_row - 1)
-        for layer in range(cache.shape.num_layers):
-            keys, _ = cache.read(layer, cache.slots(index, tokens))  # [B, G, count * BLOCK, D]
-            means = keys.float().unflatten(2, (-1, BLOCK)).mean(dim=3)
+        for layer in range(cache.shape.num_layers):  # keys [B, G, count * BLOCK, D]
+            if any(known):
+                keys, _ = cache.read(layer, cache.slots(index, tokens))
+            else:
+                keys = cache.first_keys(layer, index, count * BLOCK)
+            means = keys.unflatten(2, (-1, BLOCK)).mean(dim=3, dtype=torch.float32)
             self._mean_keys[layer, index.unsqueeze(1), :, blocks] = means.transpose(1, 2)
         for row, number in zip(rows, complete, strict=True):
             self._complete[row] = number

@@ -1,9 +1,9 @@
 """SnapKV: what the last prompt tokens attended to, chosen once, and everything since.
 
-Source: Li et al. 2024, section 4. Owns the choice, a pure function of queries and keys; the chosen
+Source: Li et al. 2024, section 4. Owns the choice, a pure function of attention weights; the chosen
 entries are kept by `CopiedKV`.
 
-Shapes: W observed tokens, H query heads, G KV heads, D head size, S cached tokens.
+Shapes: B rows, G KV heads, S cached tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ KERNEL = 5  # neighbours that share a score: what is attended to is seldom a sin
 
 @dataclass(frozen=True)
 class SnapKV(KVPolicy):
-    """At most `budget` tokens of the context at the time of the choice: the newest `window_size`,
-    and for each KV head those that they attended to most. With `reselect_every` > 0 the choice is
-    made anew after so many tokens."""
+    """At most `budget` committed tokens. The choice keeps the newest `window_size` and, for each KV
+    head, those that they attended to most. Each later token replaces the one with the lowest score,
+    or the oldest if no chosen one is left. With `reselect_every` > 0 the choice is made anew after
+    so many tokens."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "window_size", "pooling", "reselect_every")
     is_copied: ClassVar[bool] = True
@@ -65,35 +66,26 @@ class SnapKV(KVPolicy):
     def copied_tokens(self, context: int) -> int:
         return min(self.budget, context)
 
-    def rerun_tokens(self, context: int) -> int:
-        return min(self.window_size, context)
+    @property
+    def observed_tokens(self) -> int:
+        return self.window_size
 
-    def select(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Ascending positions to keep, int64 [G, min(S, budget)], given the rotated queries [W, H,
-        D] of the newest tokens and all keys [G, S, D], theirs included."""
-        num_keys, window = keys.shape[1], queries.shape[0]
-        everything = torch.arange(num_keys, device=keys.device).expand(keys.shape[0], -1)
-        if num_keys <= self.budget:
-            return everything
-        scores = self._pool(observed_weights(queries, keys)[:, : num_keys - window])
-        best = scores.topk(self.budget - window, dim=1).indices.sort(dim=1).values
-        return torch.cat([best, everything[:, num_keys - window :]], dim=1)
+    def rerun_tokens(self, context: int) -> int:
+        return min(self.window_size, context) if self.reselect_every else 0
+
+    def select(self, weights: Tensor, window: int) -> Tensor:
+        """Positions to keep, int64 [B, G, min(S, budget)], given the attention weights [B, G, S]
+        that all keys received from the newest `window` tokens: first the others, that with the
+        lowest score first, then these tokens."""
+        num_others = weights.shape[2] - window
+        newest = torch.arange(num_others, weights.shape[2], device=weights.device)
+        newest = newest.expand(*weights.shape[:2], -1)
+        if num_others == 0:
+            return newest
+        scores = self._pool(weights[:, :, :num_others])
+        best = scores.topk(min(num_others, self.budget - window), dim=2).indices
+        return torch.cat([best.flip(2), newest], dim=2)
 
     def _pool(self, scores: Tensor) -> Tensor:
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
-        return pool(scores.unsqueeze(0), KERNEL, stride=1, padding=KERNEL // 2).squeeze(0)
-
-
-def observed_weights(queries: Tensor, keys: Tensor) -> Tensor:
-    """Attention probability that each key received from the last tokens' queries, summed over them
-    and over the query heads of its KV head: float32 [G, S].
-
-    queries [W, H, D] belong to the last W of keys [G, S, D].
-    """
-    window, num_heads, size = queries.shape
-    groups, num_keys, _ = keys.shape
-    packed = queries.view(window, groups, num_heads // groups, size).permute(1, 2, 0, 3)
-    scores = torch.matmul(packed.float() * size**-0.5, keys.float().unsqueeze(1).mT)
-    position = torch.arange(num_keys, device=keys.device)
-    hidden = position > position[num_keys - window :].unsqueeze(1)  # [W, S]
-    return scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1).sum(dim=(1, 2))
+        return pool(scores, KERNEL, stride=1, padding=KERNEL // 2)

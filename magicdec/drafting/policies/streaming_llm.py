@@ -10,24 +10,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
-from magicdec.kv.view import Visible
+from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.runner import ModelRunner
 
 
 @dataclass(frozen=True)
-class StreamingLLM(KVPolicy):
+class StreamingLLM(SinksAndWindow, KVPolicy):
     """At most `budget` committed tokens: `num_sink_tokens` sinks and the newest `budget -
     num_sink_tokens`."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens")
     can_roll: ClassVar[bool] = True
-    num_sink_tokens: int
-    budget: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_sink_tokens < self.budget:
@@ -51,15 +48,3 @@ class StreamingLLM(KVPolicy):
 
     def draft_reads(self, context: int) -> tuple[int, Visible]:
         return context, self
-
-    def ranges(self, committed: Tensor) -> Tensor:
-        sinks = committed.clamp(max=self.num_sink_tokens)
-        start = torch.maximum(sinks, committed - (self.budget - self.num_sink_tokens))
-        zero = torch.zeros_like(committed)
-        return torch.stack([torch.stack([zero, sinks], 1), torch.stack([start, committed], 1)], 1)
-
-    def num_visible(self, committed: int) -> int:
-        return min(committed, self.budget)
-
-    def most_visible(self, committed: int) -> int:
-        return self.num_visible(committed)

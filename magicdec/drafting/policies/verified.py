@@ -7,6 +7,7 @@ Vegas (2602.07223), SparseSpec (2512.01278, PillarAttn).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,8 +18,12 @@ from magicdec.config.checks import MOST_WATCHED
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.observation import newest_cached
 from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
+
+RERUN_TOKENS = 16  # newest prompt tokens that run again for the first choice
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class VerifiedKV(BlockSelection):
                 f"it must be at most {MOST_WATCHED - 1}"
             )
 
+    def rerun_tokens(self, context: int) -> int:
+        return min(RERUN_TOKENS, context)
+
     def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
         return num_blocks
 
@@ -62,6 +70,18 @@ class WeighedBlocks(BlockKV):
 
     def watch(self, layer: int, weights: Tensor) -> None:
         self._seen[layer] = weights
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Run the newest tokens of each long prompt again, to see what they attend to."""
+        runner = self.runner
+        long = [r for r in requests if r.row is not None and r.num_cached > self.policy.budget]
+        if not long:
+            return
+        rows = BatchRows.of([r.row for r in long if r.row is not None], runner.device)
+        held = runner.cache.lengths_of(rows)
+        count = self.policy.rerun_tokens(min(held.bounds))
+        runner.rerun_tail(rows, newest_cached(long, count, runner.device), self.watch)
+        self.commit(rows, held)
 
     @property
     def state(self) -> list[Tensor]:

@@ -1,0 +1,75 @@
+"""What the newest tokens of texts attend to in the cache: their queries, and the attention weights
+that the keys receive from these.
+
+Owns where the queries come from: prefill has kept them, or the tokens run once more. Must not know
+what is chosen by the weights.
+
+Shapes: B rows, W newest tokens, H query heads and G KV heads of this rank, D head size, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.cache import upload
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+
+# Scores that are computed at a time, unless one KV head of a row has more: on a CPU as many as its
+# cache holds, else enough to keep the device busy.
+CPU_SCORES, DEVICE_SCORES = 1 << 19, 1 << 26
+
+
+def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int) -> list[Tensor]:
+    """The queries [B, count, H, D] after RoPE, by layer, of the newest `count` cached tokens of
+    each request. They are those of prefill where it has kept them and the texts have not grown
+    since. Otherwise the tokens run once more."""
+    rows = [r.row for r in requests if r.row is not None]
+    lengths, kept = [r.num_cached for r in requests], runner.prompt_queries
+    found = [] if kept is None else kept.newest(rows, lengths, count)
+    if not found:
+        tokens = newest_cached(requests, count, runner.device)
+        runner.rerun_tail(rows, tokens, watch_queries=lambda layer, queries: found.append(queries))
+    return found
+
+
+def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
+    """The last `count` tokens of each request that are in the cache: int64 [B, count]."""
+    tokens = [(*r.prompt_ids, *r.output_ids)[r.num_cached - count : r.num_cached] for r in requests]
+    return upload(tokens, device)
+
+
+def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tensor:
+    """The attention weights that each key received from the queries, summed over these and over all
+    query heads of its KV head, those of other ranks included: float32 [B, G, S].
+
+    queries [B, W, H, D] belong to the last W of keys [B, G, S, D].
+    """
+    # Of ALiBi the products hold a bias too, which needs more digits than bfloat16 has.
+    dtype = torch.float32 if runner.model.config.positions == "alibi" else keys.dtype
+    (rows, window, _, size), groups = queries.shape, keys.shape[1]
+    packed = queries.view(rows, window, groups, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    packed, flat = packed.flatten(0, 1), keys.flatten(0, 1)  # [B * G, H/G * W, D], [B * G, S, D]
+    count = heads_at_once(runner.device.type, packed.shape[1] * flat.shape[1])
+    parts = zip(packed.split(count), flat.split(count), strict=True)
+    weights = torch.cat([_received(q.to(dtype), k.to(dtype), window) for q, k in parts])
+    return runner.sum_over_replicas(weights.view(rows, groups, -1))
+
+
+def heads_at_once(device: str, scores_per_head: int) -> int:
+    """The number of KV heads whose scores are computed together on that kind of device."""
+    most = CPU_SCORES if device == "cpu" else DEVICE_SCORES
+    return max(1, most // max(1, scores_per_head))
+
+
+def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """queries [N, heads * window, D] and keys [N, S, D] to float32 [N, S]."""
+    num_keys, size = keys.shape[1:]
+    scores = (queries * size**-0.5) @ keys.mT
+    later = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
+    newest = scores.unflatten(1, (-1, window))[..., num_keys - window :]
+    newest.masked_fill_(later, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32).sum(dim=1)
