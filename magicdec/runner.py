@@ -38,21 +38,31 @@ class ForwardCounts:
     num_tokens: int = 0
     kv_tokens_read: int = 0  # visible keys including new ones, summed over rows and forwards
     kv_bytes_read: int = 0  # bytes of these keys and their values
-    # (tokens, bytes), int64 [2]: counted on the device and not yet added to the two counts above.
+    draft_kv_tokens_read: int = 0  # the part of `kv_tokens_read` that draft forwards read
+    draft_rows: int = 0  # rows of draft forwards, summed over forwards
+    # int64 [4]: counted on the device and not yet added to the last four counts.
     on_device: Tensor | None = field(default=None, compare=False)
 
     def add_read(self, tokens: Tensor, per_token: Tensor) -> None:
         """Count the keys that were read. `tokens` is their number, a tensor on the device;
-        `per_token` is (1, bytes of a token)."""
+        `per_token` is (1, bytes of a token, 1 in a draft forward, 0)."""
         assert self.on_device is not None, "only the counts of a runner can be added to"
         self.on_device.addcmul_(tokens, per_token)
+
+    def add_draft_rows(self, rows: BatchRows) -> None:
+        if not rows.is_captured:
+            self.draft_rows += len(rows)
+        elif self.on_device is not None:
+            self.on_device[3].add_(rows.active.sum())
 
     def copy(self) -> ForwardCounts:
         """A copy of the current counts. Waits for the device."""
         if self.on_device is not None:
-            tokens, num_bytes = self.on_device.tolist()
+            tokens, num_bytes, draft_tokens, draft_rows = self.on_device.tolist()
             self.kv_tokens_read += tokens
             self.kv_bytes_read += num_bytes
+            self.draft_kv_tokens_read += draft_tokens
+            self.draft_rows += draft_rows
             self.on_device.zero_()
         return replace(self, on_device=None)
 
@@ -69,6 +79,8 @@ class ForwardCounts:
             self.num_tokens - other.num_tokens,
             self.kv_tokens_read - other.kv_tokens_read,
             self.kv_bytes_read - other.kv_bytes_read,
+            self.draft_kv_tokens_read - other.draft_kv_tokens_read,
+            self.draft_rows - other.draft_rows,
         )
 
 
@@ -118,8 +130,11 @@ class ModelRunner:
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
         with torch.inference_mode(False):  # counts change outside inference mode
-            self.counts.on_device = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._per_token = torch.tensor([1, self.cache.bytes_per_token], device=self.device)
+            self.counts.on_device = torch.zeros(4, dtype=torch.int64, device=self.device)
+        self._per_token, self._per_draft_token = (
+            torch.tensor([1, self.cache.bytes_per_token, is_draft, 0], device=self.device)
+            for is_draft in (0, 1)
+        )
         self.offsets: Tensor | None = None
 
     @cached_property
@@ -159,12 +174,14 @@ class ModelRunner:
         last_only: bool = False,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
+        is_draft: bool = False,
     ) -> Tensor:
         """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V], or [B, 1, V]
         with `last_only`.
 
         `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
-        tokens of each row (default: all tokens of the row).
+        tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
+        is counted separately as well.
         """
         num_new = token_ids.shape[1]
         rows = BatchRows.of(rows, self.device)
@@ -186,16 +203,18 @@ class ModelRunner:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
         logits = self.model(token_ids, positions, attend, self.group.all_reduce, last_only)
         self.cache.advance(rows, num_new)
-        self._count(view, rows)
+        self._count(view, rows, is_draft)
         return logits
 
-    def _count(self, view: KVView, rows: BatchRows) -> None:
+    def _count(self, view: KVView, rows: BatchRows, is_draft: bool) -> None:
         self.counts.num_forwards += 1
         self.counts.num_tokens += view.num_new * len(rows)
         keys = view.count_keys()
         if rows.is_captured:
             keys = keys * rows.active
-        self.counts.add_read(keys.sum(), self._per_token)
+        self.counts.add_read(keys.sum(), self._per_draft_token if is_draft else self._per_token)
+        if is_draft:
+            self.counts.add_draft_rows(rows)
 
     @torch.inference_mode()
     def rerun_tail(
@@ -221,18 +240,6 @@ class ModelRunner:
         self.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
         for layer, (k, v) in enumerate(kept):
             cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
-
-    def sum_over_replicas(self, x: Tensor) -> Tensor:
-        """Sum x [..., G, N], which has N numbers for each KV head of this rank, over the ranks that
-        hold the same KV heads and other query heads of them. Where there are any, this is a
-        collective: all ranks of the group must take part."""
-        config, shard = self.model.config, self.model.shard
-        if not shard.replicates(config.num_kv_heads):
-            return x
-        first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
-        of_all = x.new_zeros(*x.shape[:-2], config.num_kv_heads, x.shape[-1])
-        of_all[..., first:last, :] = x
-        return self.group.all_reduce(of_all)[..., first:last, :]
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Remove the tokens of `rows` after the first `lengths` tokens."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.observation import sum_over_replicas
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
@@ -160,7 +161,7 @@ class BlockKV(DraftKV):
                 most = self.policy.budget // BLOCK
             else:
                 most = max(self.policy.split(length)[1] for length in committed.bounds)
-            scores = self.runner.sum_over_replicas(self.scores(rows, committed, num_blocks))
+            scores = sum_over_replicas(self.runner, self.scores(rows, committed, num_blocks))
             ranges = self.policy.top_blocks(committed.tensor, scores, min(most, num_blocks))
             self._choice = committed, ChosenBlocks(self.policy, ranges), rows.numbers
         return self._choice[1]

@@ -122,7 +122,8 @@ class CopiedKV(DraftKV):
 
     def forward(self, token_ids: Tensor, rows: Rows, committed: Lengths) -> Tensor:
         rows = BatchRows.of(rows, self.source.device)
-        return self.runner.forward(token_ids, rows, self.visible, self._held(rows, committed))
+        held = self._held(rows, committed)
+        return self.runner.forward(token_ids, rows, self.visible, held, is_draft=True)
 
     def rewind(self, rows: Rows, lengths: Lengths) -> None:
         rows = BatchRows.of(rows, self.source.device)

@@ -62,7 +62,8 @@ class DraftKV:
         """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`. The policy chooses
         among the first `committed` tokens of each row; all tokens after them are read. `committed`
         is one object for all forwards between two verifications."""
-        return self.runner.forward(token_ids, rows, self.select(rows, committed), committed)
+        visible = self.select(rows, committed)
+        return self.runner.forward(token_ids, rows, visible, committed, is_draft=True)
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         """What forwards over `rows` see of their first `committed` tokens."""

@@ -50,13 +50,14 @@ def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tens
     """
     # Of ALiBi the products hold a bias too, which needs more digits than bfloat16 has.
     dtype = torch.float32 if runner.model.config.positions == "alibi" else keys.dtype
-    (rows, window, _, size), groups = queries.shape, keys.shape[1]
-    packed = queries.view(rows, window, groups, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    (rows, window, num_heads, size), (_, groups, num_keys, _) = queries.shape, keys.shape
+    packed = queries.view(rows, window, groups, num_heads // groups, size)
+    packed = packed.permute(0, 2, 3, 1, 4).flatten(2, 3)
     packed, flat = packed.flatten(0, 1), keys.flatten(0, 1)  # [B * G, H/G * W, D], [B * G, S, D]
-    count = heads_at_once(runner.device.type, packed.shape[1] * flat.shape[1])
+    count = heads_at_once(runner.device.type, packed.shape[1] * num_keys)
     parts = zip(packed.split(count), flat.split(count), strict=True)
     weights = torch.cat([_received(q.to(dtype), k.to(dtype), window) for q, k in parts])
-    return runner.sum_over_replicas(weights.view(rows, groups, -1))
+    return sum_over_replicas(runner, weights.view(rows, groups, num_keys))
 
 
 def heads_at_once(device: str, scores_per_head: int) -> int:
@@ -73,3 +74,16 @@ def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     newest = scores.unflatten(1, (-1, window))[..., num_keys - window :]
     newest.masked_fill_(later, float("-inf"))
     return scores.softmax(dim=-1, dtype=torch.float32).sum(dim=1)
+
+
+def sum_over_replicas(runner: ModelRunner, x: Tensor) -> Tensor:
+    """Sum x [..., G, N], with N numbers for each KV head of this rank, over the ranks that hold the
+    same KV heads. Where KV heads are replicated this is a collective: all ranks of the runner's
+    group must take part."""
+    config, shard = runner.model.config, runner.model.shard
+    if not shard.replicates(config.num_kv_heads):
+        return x
+    first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
+    of_all = x.new_zeros(*x.shape[:-2], config.num_kv_heads, x.shape[-1])
+    of_all[..., first:last, :] = x
+    return runner.group.all_reduce(of_all)[..., first:last, :]

@@ -69,6 +69,7 @@ class RollingRunner(ModelRunner):
         last_only: bool = False,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
+        is_draft: bool = False,
     ) -> Tensor:
         """As `ModelRunner.forward`; the policy is the runner's own. The host evicts and allocates
         blocks before it, so that it cannot be captured."""
@@ -83,7 +84,7 @@ class RollingRunner(ModelRunner):
             assert tail <= self.max_tail, "the tail is as long as was announced"
             self.cache.allocate(row, start + tail)
         return super().forward(
-            token_ids, rows, self.policy, settled, last_only, watch, watch_queries
+            token_ids, rows, self.policy, settled, last_only, watch, watch_queries, is_draft
         )
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:

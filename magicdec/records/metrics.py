@@ -58,7 +58,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
     decode_s = sum(steps) / 1e3
     phases_ms = sum(map(sum, (samples.draft_ms, samples.verify_ms, samples.decode_ms)))
     drafted = sum(map(sum, samples.num_drafted))
-    read = sum(map(sum, samples.bytes_read))
+    read, draft_rows = sum(map(sum, samples.bytes_read)), sum(samples.draft_rows)
     tpot_ms = tpots(samples)
     accepted = acceptance(samples.num_accepted, samples.num_drafted)
     return Metrics(
@@ -74,6 +74,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
         other_ms=step_ms - phases_ms / num_steps if step_ms is not None and phases_ms else None,
         mean_draft_tokens=drafted / num_steps if num_steps and is_drafting else None,
         bytes_read=read,
+        kv_tokens_read=sum(samples.draft_kv_tokens) / draft_rows if draft_rows else None,
         roofline_fraction=read / bandwidth / decode_s if decode_s else None,
         peak_memory_bytes=max(map(sum, samples.peak_memory_bytes), default=0) or None,
         answer_score=mean(samples.answer_scores),

@@ -129,6 +129,15 @@ class Metrics:
         digits=2,
         scale=1e-9,
     )
+    kv_tokens_read: float | None = recorded(
+        "mean number of tokens whose K and V a draft forward reads for each row: of the context at "
+        "most the budget, and the step's own tokens",
+        "tokens",
+        null="in `baseline_metrics`; if no model drafted",
+        label="KV tokens read by a draft forward",
+        digits=1,
+        is_later=True,
+    )
     roofline_fraction: float | None = recorded(
         "share of the memory roofline that was reached; above 1 if part of the data was read from "
         "CPU or GPU caches, or if the host was slower when its bandwidth was measured",

@@ -39,6 +39,8 @@ class PassSamples:
     verify_ms: list[float] = field(default_factory=list)
     decode_ms: list[float] = field(default_factory=list)
     bytes_read: list[list[int]] = field(default_factory=list)
+    draft_kv_tokens: list[int] = field(default_factory=list)
+    draft_rows: list[int] = field(default_factory=list)
     peak_memory_bytes: list[list[int]] = field(default_factory=list)
     answer_scores: list[float] | None = None
 
@@ -172,6 +174,18 @@ class SamplesRecord:
     bytes_read: list[list[int]] | None = recorded(
         "bytes to read in the decode steps, by batch and rank",
         "bytes",
+        null=LATER,
+        is_later=True,
+    )
+    draft_kv_tokens: list[int] | None = recorded(
+        "tokens whose K and V the draft forwards read, by batch, summed over rows and forwards",
+        "tokens",
+        null=LATER,
+        is_later=True,
+    )
+    draft_rows: list[int] | None = recorded(
+        "rows of the draft forwards, by batch, summed over forwards",
+        "rows",
         null=LATER,
         is_later=True,
     )

@@ -19,7 +19,7 @@ SHOWN = (
     *("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
     *("mean_ttft_ms", "prefill_tokens_per_s", "answer_score"),
     *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
-    *("acceptance_per_position", "mean_draft_tokens"),
+    *("acceptance_per_position", "mean_draft_tokens", "kv_tokens_read"),
     *("begin_ms", "draft_prefill_ms", "calibration_ms", "warmup_calibration_ms"),
     *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),

@@ -173,13 +173,22 @@ class Run:
         self.memory.note()
         self.gpu.read()
         self.finished[name] += [r.snapshot() for r in finished]
-        read = sum(
-            bytes_read(runner.model, runner.counts.minus(counts))
-            for runner, counts in zip(self.runners(), before, strict=True)
+        pairs = zip(self.runners(), before, strict=True)
+        used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
+        of_rank = (
+            sum(bytes_read(model, counts) for model, counts in used),
+            peak_memory_bytes(self.device),
+            sum(counts.draft_kv_tokens_read for _, counts in used),
+            sum(counts.draft_rows for _, counts in used),
         )
-        totals = self.groups.target.all_gather_object((read, peak_memory_bytes(self.device)))
-        samples.bytes_read.append([t[0] for t in totals])
-        samples.peak_memory_bytes.append([t[1] for t in totals])
+        read, peak, draft_tokens, draft_rows = zip(
+            *self.groups.target.all_gather_object(of_rank), strict=True
+        )
+        samples.bytes_read.append(list(read))
+        samples.peak_memory_bytes.append(list(peak))
+        # The same on all ranks that draft; 0 on others.
+        samples.draft_kv_tokens.append(max(draft_tokens))
+        samples.draft_rows.append(max(draft_rows))
 
     def begin(self, name: str, strategy: DecodingStrategy) -> None:
         """Let the strategy prepare, and note how long that took and how much was calibration."""
