@@ -1,5 +1,6 @@
 """One rank of a ragged batch: baseline and self-speculation over the ranks, prompts of different
-lengths, rows ending apart. Started by test_ragged.py; rank 0 prints the tokens as JSON."""
+lengths, rows ending apart. Started by test_ragged.py; rank 0 prints tokens and accepted counts as
+JSON."""
 
 import json
 import sys
@@ -8,13 +9,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import decode_both, make_requests, random_prompts
+from conftest import decode_both, make_draft, make_requests, random_prompts
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.distributed.groups import close_groups, make_groups, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.transformer import Transformer
 from magicdec.runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -25,7 +27,8 @@ group = make_groups(launch, order, device, collectives).target
 
 
 def decode(path: str) -> list[list[list[int]]]:
-    """For every policy the greedy tokens and, where ranks agree on them, the sampled ones."""
+    """For every policy the greedy tokens, how many drafts each step accepted, and sampled tokens.
+    Sampled tokens are not the baseline's, but each rank count drafts and draws the same ones."""
     source, shard = find_model("--model", path), Shard(group.index, group.size)
     model = load_transformer(source.config, source.weights, shard, None, torch.float32, device)
     outputs = []
@@ -34,22 +37,30 @@ def decode(path: str) -> list[list[list[int]]]:
         KVSection("streaming_llm", 17, 16),
         KVSection("streaming_llm", 60, 4),
         KVSection("snapkv", 20, window_size=6),
+        KVSection("snapkv", 20, window_size=6, reselect_every=7),
         KVSection("verified", 60, 4),
+        KVSection("retrieval", 60, 4),
     ):
         runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
         requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
-        baseline, ours, _ = decode_both(runner, requests, kv, 4)
+        baseline, ours, accepted = decode_both(runner, requests, kv, 4)
         assert ours == baseline, kv
-        outputs.append(baseline)
-        if kv.policy in ("snapkv", "verified"):
-            # Sampled tokens depend on the draft, and its choice of entries on the rank's own query
-            # heads (where ranks share a KV head) and on the last bit.
-            continue
-        # Sampled tokens are not the baseline's, but each rank count draws the same ones.
         section = SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
         sampled = make_requests(random_prompts([5, 70, 1, 33], 97), 20, sampling=section)
-        outputs.append(decode_both(runner, sampled, kv, 4)[1])
-    return outputs
+        outputs += [baseline, accepted, decode_both(runner, sampled, kv, 4)[1]]
+    return [*outputs, *drafted_apart(model)]
+
+
+def drafted_apart(model: Transformer) -> list[list[list[int]]]:
+    """The same for a standalone draft on all ranks, which chooses from its own cache. Its weights
+    are the target's."""
+    kv, max_tokens = KVSection("snapkv", 20, window_size=6), 70 + 60 + 4
+    runner = ModelRunner(model, NativeBackend(), group, 4, max_tokens)
+    draft = make_draft(model, kv, 4, max_tokens, NativeBackend(), group=group)
+    requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
+    baseline, ours, accepted = decode_both(runner, requests, kv, 4, drafter="model", draft=draft)
+    assert ours == baseline and any(a < 4 for step in accepted for a in step)
+    return [baseline, accepted]
 
 
 outputs = [decode(path) for path in sys.argv[1:]]

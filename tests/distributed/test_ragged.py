@@ -1,5 +1,5 @@
-"""Ragged batches over 1, 2 and 3 ranks: the same tokens, speculated or not, greedy or sampled, MHA
-and GQA."""
+"""Ragged batches over 1, 2 and 3 ranks, MHA and GQA: the same tokens, speculated or not, greedy or
+sampled, and the same drafts are accepted, also where ranks share a KV head."""
 
 from __future__ import annotations
 
