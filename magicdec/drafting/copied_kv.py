@@ -164,7 +164,9 @@ class CopiedKV(DraftKV):
         for length, equal in by_length.items():
             rows = BatchRows.of([r.row for r in equal if r.row is not None], self.source.device)
             until, first = self._reach(length, num_draft_tokens)
-            queries = newest_queries(self.source, equal, min(self.policy.window_size, length))
+            queries = []  # of a text of which nothing stays in the sliding window
+            if first < length:
+                queries = newest_queries(self.source, equal, min(self.policy.window_size, length))
             count = self._copy_chosen(rows, length, first, queries)
             for row in rows.numbers:
                 self._offsets[row] = self.shifts[row] = length - count

@@ -63,7 +63,7 @@ def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tens
 def heads_at_once(device: str, scores_per_head: int) -> int:
     """The number of KV heads whose scores are computed together on that kind of device."""
     most = CPU_SCORES if device == "cpu" else DEVICE_SCORES
-    return max(1, most // max(1, scores_per_head))
+    return max(1, most // scores_per_head)
 
 
 def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:

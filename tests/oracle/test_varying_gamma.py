@@ -111,7 +111,7 @@ def test_steps_of_any_draft_length_emit_the_baselines_tokens(
     ("drafter", "kv"),
     [
         ("self", KVSection("full")),
-        ("self", KVSection("snapkv", 100, window_size=8)),
+        ("self", KVSection("snapkv", 300, window_size=8)),
         ("self", KVSection("verified", 300, 4)),
         ("self", KVSection("retrieval", 300, 4)),
         ("model", KVSection("full")),
