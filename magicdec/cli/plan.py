@@ -90,8 +90,8 @@ def find_choice(kv_policy: str | None, budget: int) -> Choice:
 
     kv, policy = KVSection(kv_policy, budget).resolve(), load_policy(kv_policy)
     policy.check(kv, MAX_GAMMA, "--budget")
-    rerun = policy.build(kv).rerun_tokens(LONG_CONTEXT)
-    return Choice(rerun if policy.is_copied else 0, policy.is_copied, rerun)
+    made = policy.build(kv)
+    return Choice(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))
 
 
 def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:

@@ -60,7 +60,7 @@ def predict(rows: list[dict[str, Any]], budget: int, rate: float) -> dict[str, A
     }
     best = max(speedups, key=lambda gamma: speedups[gamma])
     return {
-        "acceptance_rate": rate,
+        "conditional_acceptance": rate,
         "budget": budget,
         "gamma": best,
         "predicted_speedup": speedups[best],
