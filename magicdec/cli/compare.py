@@ -31,6 +31,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also exit with code 1 if a baseline has no new record",
     )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse a file with a line that is not JSON; otherwise it is skipped with a warning",
+    )
     return parser
 
 
@@ -38,7 +43,7 @@ def main() -> None:
     """`magicdec compare NEW BASELINE`"""
     args = make_parser().parse_args()
     try:
-        new, old = load_records(args.new), load_records(args.baseline)
+        new, old = (load_records(path, args.strict) for path in (args.new, args.baseline))
         if not new:
             raise ValueError(f"{args.new} holds no records")
     except ValueError as error:

@@ -18,7 +18,7 @@ def main() -> None:
     """`magicdec table FILE...`"""
     args = make_parser().parse_args()
     try:
-        files = {path: load_records(path) for path in args.files}
+        files = {path: load_records(path, args.strict) for path in args.files}
     except ValueError as error:
         print(f"magicdec table: {error}", file=sys.stderr)
         sys.exit(2)
@@ -37,6 +37,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compute every metric again from the samples in its record, in place of the table; "
         "the exit code is 1 if one differs or a record has no samples",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse a file with a line that is not JSON; otherwise it is skipped with a warning",
     )
     return parser
 

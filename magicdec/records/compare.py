@@ -104,10 +104,16 @@ def sampling(config: dict[str, Any]) -> dict[str, Any] | str:
 
 def covers(new: RunRecord, baseline: RunRecord) -> bool:
     """Both passed, and `new` is the same thing under the same conditions."""
-    if not (new.passed and baseline.passed):
+    if not (new.passed and baseline.passed) or compared_with_nothing(new):
         return False
     same = measured_thing(new) == measured_thing(baseline)
     return same and conditions(new) == conditions(baseline)
+
+
+def compared_with_nothing(record: RunRecord) -> bool:
+    """Whether a run that could have been compared with its baseline was not (`--no_baseline`)."""
+    checked = record.correctness is not None and record.correctness.reference is not None
+    return not checked and sampling(record.config) == "greedy"
 
 
 def describe(record: RunRecord) -> str:
@@ -116,21 +122,28 @@ def describe(record: RunRecord) -> str:
 
 
 def compare(new: RunRecord, baselines: list[RunRecord]) -> Comparison:
-    """`new` against the baseline of the same thing under the same conditions; where there is none
-    of those, the problem names what differs from the nearest."""
-    key, name = measured_thing(new), describe(new)
+    """`new` against every baseline of the same thing under the same conditions: none of them may
+    hide a regression from another. Where there is none, the problem names what differs from the
+    nearest."""
+    name = describe(new)
     if new.status == "ok_with_ties":
         name += f" [{new.status}]"
     if not new.passed:
         return Comparison(name, {}, f"the new run {new.status}: {new.error or 'outputs differ'}")
-    ours = conditions(new)
-    same = [b for b in baselines if measured_thing(b) == key]
-    alike = [b for b in same if b.passed and conditions(b) == ours]
-    baseline = next(iter(alike + same), None)
-    if baseline is None:
+    if compared_with_nothing(new):
+        return Comparison(name, {}, "not comparable: its tokens were compared with nothing")
+    same = [b for b in baselines if measured_thing(b) == measured_thing(new)]
+    if not same:
         return Comparison(name, {}, "not comparable: the baseline has no such record")
+    alike = [b for b in same if b.passed and conditions(b) == conditions(new)]
+    found = [_against(name, new, b) for b in alike or same[:1]]
+    return next((comparison for comparison in found if comparison.problem), found[-1])
+
+
+def _against(name: str, new: RunRecord, baseline: RunRecord) -> Comparison:
     if not baseline.passed:
         return Comparison(name, {}, f"not comparable: the baseline's run {baseline.status}")
+    ours = conditions(new)
     for condition, value in conditions(baseline).items():
         if ours[condition] != value:
             return Comparison(

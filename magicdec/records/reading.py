@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import typing
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -27,30 +28,43 @@ CONFIG_KEYS = {
 }
 
 
-def load_records(path: Path) -> list[RunRecord]:
+class Unreadable(ValueError):
+    """A line that is not JSON: cut off in a crash, or damaged."""
+
+
+def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
     """All records of a file. Raises ValueError, naming the file and the line, for a line that is
-    not a record of this schema."""
+    not a record of this schema. A line that is not JSON is skipped with a warning on stderr, if the
+    file holds records besides; with `is_strict`, it is an error, too."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
-    records = []
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give a file of records (JSON lines)") from None
+    records, unreadable = [], []
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                records.append(parse_line(line))
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
+        try:
+            if line.strip():
+                records.append(parse_line(line.decode()))
+        except UnicodeDecodeError:
+            unreadable.append(f"{path}:{number}: not UTF-8 text")
+        except Unreadable as error:
+            unreadable.append(f"{path}:{number}: {error}")
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    if unreadable and (is_strict or not records):
+        raise ValueError(f"{unreadable[0]}; give a file of records (JSON lines)")
+    for problem in unreadable:
+        print(f"{problem}; this line is skipped", file=sys.stderr)
     return records
 
 
 def parse_line(line: str) -> RunRecord:
-    """Parse one line. Raises ValueError, one line, if it is not a record of this schema."""
+    """Parse one line. Raises ValueError, one line, if it is not a record of this schema; this is
+    `Unreadable` if it is not JSON."""
     try:
         raw = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a JSON record ({error})") from None
+        raise Unreadable(f"not a JSON record ({error})") from None
     return parse_record(raw)
 
 

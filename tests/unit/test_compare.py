@@ -106,6 +106,23 @@ def gate(
     return run
 
 
+def test_a_run_that_was_compared_with_nothing_covers_no_baseline(gate: Gate) -> None:
+    unchecked = make()
+    unchecked["correctness"] |= {"reference": None, "identical": None}
+    unchecked["baseline_metrics"] = None
+    code, out = gate([unchecked], [make()])
+    assert code == 1 and "not comparable: its tokens were compared with nothing" in out
+    assert "0 of 1 baselines covered" in out
+
+
+def test_a_stale_baseline_hides_no_regression(gate: Gate) -> None:
+    stale = [make(0.11), make(0.81)]
+    for baselines in (stale, stale[::-1]):
+        code, out = gate([make(0.11)], baselines)
+        assert code == 1 and "regression: acceptance_rate fell by 0.7000" in out
+    assert gate([make(0.80)], stale)[0] == 0
+
+
 def test_equal_records_pass(gate: Gate) -> None:
     code, out = gate([make()], [make()])
     assert code == 0
@@ -260,7 +277,7 @@ def test_numbers_that_are_missing_compare_with_nothing(gate: Gate) -> None:
     [
         (None, ": No such file or directory; give a file of records"),
         (b"", " holds no records"),
-        (b"\xff\xfe", ": not UTF-8 text"),
+        (b"\xff\xfe", ":1: not UTF-8 text"),
         (b"not JSON\n", ":1: not a JSON record"),
         (b"{}", ":1: schema_version is None"),
         (b'{"schema_version": 1}', ":1: not a record; it has no "),

@@ -340,8 +340,25 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: s
     path = tmp_path / "runs.jsonl"
     path.write_text(f"{small().to_json()}\n\n{line}\n")
     with pytest.raises(ValueError, match=re.escape(f"{path}:3: {message}")) as error:
-        load_records(path)
+        load_records(path, is_strict=True)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("torn", [b'{"schema_version": 1, "stat', b"\xff\xfe", b"{}}"])
+def test_a_torn_line_costs_no_other_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: bytes
+) -> None:
+    path = tmp_path / "runs.jsonl"
+    append_record(path, small())
+    with path.open("ab") as file:
+        file.write(torn)
+    append_record(path, small())
+    assert len(load_records(path)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"{path}:2: not ") and said[0].endswith("; this line is skipped")
+    with pytest.raises(ValueError, match=f"{path}:2: not "):
+        load_records(path, is_strict=True)
 
 
 @pytest.mark.parametrize("key", ["tolerance", "memory"])
@@ -360,8 +377,8 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     for name, reason in (
         ("missing", "No such file or directory"),
         (".", "Is a directory"),
-        ("binary", "not UTF-8 text"),
+        ("binary", "1: not UTF-8 text"),
     ):
         path = tmp_path / name
-        with pytest.raises(ValueError, match=f"{path}: {reason}; give a file of records"):
+        with pytest.raises(ValueError, match=f"{path}: ?{reason}; give a file of records"):
             load_records(path)
