@@ -1,14 +1,14 @@
-"""DraftLength: how many tokens a speculative step drafts. A given number, or the one that pays.
+"""DraftLength: how many tokens a speculative step drafts. The number is given, or it is the one
+that is expected to be fastest.
 
-Owns the choice, and the seconds of a step by its number of draft tokens, measured; `forecast`
-counts what is accepted. Must not know how anything is drafted or verified: steps are measured for
-it.
+Owns the choice, and the time of a step by its number of draft tokens; `forecast` counts acceptance.
+Must not know how anything is drafted or verified: its caller measures the steps.
 
-The objective is the time until every row of the batch has its tokens; drafting nothing is one of
-the choices. Rows that accept less, or are less lucky, end later, and the steps that only they need
-are paid by them alone: over 128 tokens of 8 rows that costs speculation about 5 %, which the mean
-number of tokens a step does not show. Source: Leviathan et al. 2023, section 3.5, with measured
-times in place of one cost ratio, acceptance by position and row in place of one rate.
+The objective is the time until every row of the batch has its tokens. To draft nothing is one of
+the choices. Rows that accept less end later, and the last steps serve only these rows. Over 128
+tokens of 8 rows this costs speculation about 5 %, which the mean number of tokens of a step does
+not show. Source: Leviathan et al. 2023, section 3.5, with measured times instead of one cost ratio,
+and acceptance by position and row instead of one rate.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from magicdec.kv.cache import upload
 from magicdec.request import Batch
 
 Measure = Callable[[Batch], Sequence[float]]
-"""Seconds of a step of `batch` with 0, 1, 2, ... draft tokens, leaving everything as it was."""
+"""Gives the seconds of a step of the batch with 0, 1, 2, ... draft tokens. Changes nothing."""
 
 Estimate = Callable[[int, int], Sequence[float]]
 """Predicted seconds of a step with 0, 1, 2, ... draft tokens, by rows and cached tokens of each."""
 
-WINDOW = 32  # most steps between two decisions: a decision takes as long as 5 % of a short step
-MARGIN = 1.03  # by how much speculation must promise to be faster: the best of many is flattered
-PROBE_COST = 0.005  # share of the time that may go into steps of the kind not chosen
+WINDOW = 32  # most steps between two decisions: a decision takes about 5 % of a short step
+MARGIN = 1.03  # predicted speedup needed to draft: the best of many predictions is too optimistic
+PROBE_COST = 0.005  # share of the time that may go into steps of the kind that was not chosen
 MIN_PROBE_STEPS = 32
 ALREADY = 10**9  # steps: more than are ever waited for
 
@@ -44,35 +44,36 @@ ALREADY = 10**9  # steps: more than are ever waited for
 class DraftLength(Protocol):
     @property
     def most(self) -> int:
-        """No step drafts more."""
+        """The largest number of tokens that a step drafts."""
         ...
 
     @property
     def choices(self) -> Sequence[int]:
-        """What a step may draft."""
+        """The numbers of tokens that a step may draft."""
         ...
 
     @property
     def calibration_s(self) -> float | None:
-        """Seconds spent on measuring in `begin`, so far; None where nothing is measured."""
+        """Seconds that `begin` has spent on measuring so far; None if it never measures."""
         ...
 
     def begin(self, batch: Batch, measure: Measure) -> None:
-        """`batch` is about to be decoded; not timed as decoding."""
+        """Prepare for decoding `batch`. The time of this call is not part of any decode step."""
         ...
 
     def forget_times(self) -> None:
-        """Measure steps again when the next batch begins, because the warm-up is over."""
+        """Called after the warm-up: the next batch of each shape is measured again."""
         ...
 
     def choose(self, batch: Batch) -> int:
-        """Draft tokens a row of the next step, alike on every rank."""
+        """The number of draft tokens for each row in the next step. The same on every rank."""
         ...
 
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
     ) -> None:
-        """A step drafted that many tokens a row, of which each row of `batch` accepted so many."""
+        """A step has drafted `num_drafted` tokens for each row of `batch`. `accepted` is the number
+        that each row accepted, empty if nothing was drafted."""
         ...
 
 
@@ -98,8 +99,9 @@ class FixedLength:
 
 
 class StepTimes:
-    """Seconds of a step by rows and draft tokens: as measured before decoding, corrected by the
-    steps since. With more context, decoding and speculation slow down by different factors."""
+    """Seconds of a step by its numbers of rows and draft tokens. Times from before decoding are
+    corrected by those of the steps since. Steps with and without drafts are corrected by different
+    factors, because a growing context slows them down differently."""
 
     def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
         self.rows, self.of_all, self.of_one = rows, of_all, of_one
@@ -107,7 +109,7 @@ class StepTimes:
         self._drift = {False: 1.0, True: 1.0}
 
     def measured(self, rows: int, num_drafted: int) -> float:
-        """Rows end one by one: linear between one row and all."""
+        """The time before correction. Linear between one row and all rows."""
         all_rows, one = self.of_all[num_drafted], self.of_one[num_drafted]
         return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
 
@@ -115,7 +117,7 @@ class StepTimes:
         self._recent[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
 
     def settle(self) -> None:
-        """Take the steps since the last time into account."""
+        """Let the recent steps correct the times."""
         self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}
 
     def __call__(self, rows: int, num_drafted: int) -> float:
@@ -123,17 +125,17 @@ class StepTimes:
 
 
 class AutoLength:
-    """Chooses every few steps, on the first rank, which tells the others.
+    """Chooses every few steps on the first rank, which broadcasts the choice.
 
-    Outlives the passes of a run: what it measured for a batch size and context, and what it knows
-    of acceptance, serves the next batch too.
+    It is kept for all passes of a run. The times of a batch size and context length, and the
+    acceptance, are used for later batches too. `estimate` replaces the measurement before decoding.
     """
 
     def __init__(
         self, most: int, group: Group, device: torch.device, estimate: Estimate | None = None
     ) -> None:
         self.most, self.group, self.device = most, group, device
-        self.estimate = estimate  # instead of measuring before decoding
+        self.estimate = estimate
         self.choices = range(most + 1)
         self.acceptance = Acceptance(most)
         self.calibration_s = 0.0
@@ -148,7 +150,7 @@ class AutoLength:
         if key not in self._times and self.estimate is not None:
             of_all, of_one = (self.estimate(count, longest) for count in (rows, 1))
             self._times[key] = StepTimes(rows, of_all, of_one)
-            # One step of each kind comes soon, so that both are corrected by a measured time.
+            # A step of each kind comes soon, so that measured times correct both.
             self._since = dict.fromkeys(self._since, ALREADY)
         elif key not in self._times:
             started = time.perf_counter()
@@ -169,7 +171,7 @@ class AutoLength:
             self._rows = rows
             before, decision = self._then, upload(self.decide(batch), self.device)
             self._first, self._then = self.group.broadcast(decision, 0).tolist()
-            # Soon again after a change, which the next steps may show to be wrong.
+            # After a change the next decision comes soon, because the change may be wrong.
             self._window = min(2 * self._window, WINDOW) if self._then == before else 2
             self._left, chosen = self._window, self._first
         else:
@@ -180,8 +182,9 @@ class AutoLength:
         return min(chosen, wanted - 1)
 
     def decide(self, batch: Batch) -> tuple[int, int]:
-        """Draft tokens of the next step, and of those after it. Now and then the next step is one
-        of the other kind (some drafts, none), so that its time and acceptance stay known."""
+        """The number of draft tokens of the next step, and of the steps after it. Sometimes the
+        next step is of the other kind (with or without drafts), to measure its time and
+        acceptance."""
         self.times.settle()
         until_done = self.predict(batch)
         drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
@@ -189,16 +192,16 @@ class AutoLength:
         rows, other = len(batch.requests), 0 if best else 1
         seconds = [self.times(rows, k) for k in range(self.most + 1)]
         expected = [mean for mean, _ in tokens_of_steps(self.acceptance.rates())]
-        # What one step of the other kind costs, beyond what its tokens would have taken.
+        # The time of a step of the other kind, without the time that its tokens save.
         lost = seconds[other] - expected[other] * seconds[best] / expected[best]
         steps = max(MIN_PROBE_STEPS, lost / (PROBE_COST * seconds[best]))
-        # Not where speculation could not pay even if all drafts were accepted.
+        # A step with drafts is useless if it would be slower with all its drafts accepted.
         hope = max((k + 1) / s for k, s in enumerate(seconds))
         useful = best > 0 or hope * seconds[0] > MARGIN
         return (other if useful and self._since[other > 0] >= steps else best), best
 
     def predict(self, batch: Batch) -> list[float]:
-        """Seconds until `batch` has all its tokens, with 0, 1, 2, ... draft tokens a step."""
+        """Seconds until `batch` has all its tokens, with 0, 1, 2, ... draft tokens in each step."""
         wanted = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
 

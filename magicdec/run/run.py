@@ -142,7 +142,7 @@ class Run:
                 warmup_s = self.draft_length.calibration_s
                 asked = self.samples[self.passes[-1]]
                 asked.warmup_calibration_ms = None if warmup_s is None else to_ms(warmup_s)
-                # A batch of every shape pays for its calibration once.
+                # So that calibration is part of the first measured batch and its net speedup.
                 self.draft_length.forget_times()
             # The passes take turns at going first, so that a drift in the machine's speed favours
             # neither of them.
