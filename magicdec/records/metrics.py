@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any
 
 from magicdec.names import BASELINE
+from magicdec.records.identities.of_samples import check_prefill, check_samples
 from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples
@@ -114,7 +115,7 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
 
 def check_metrics(record: RunRecord) -> list[str]:
     """Compute the metrics of a record again from its samples. Returns the names of those that
-    differ. Raises ValueError if its samples are not complete."""
+    differ. Raises ValueError if its samples are not complete or contradict each other."""
     if record.metrics is None:
         return []
     prefill, bandwidth = record.prefill_samples, record.environment.read_bandwidth_bytes_per_s
@@ -122,6 +123,8 @@ def check_metrics(record: RunRecord) -> list[str]:
         raise ValueError("it has no samples")
     passes = {name: samples.restored() for name, samples in record.samples.items()}
     is_random = record.workload is not None and record.workload.is_random
+    if not is_random:  # otherwise some counts were withheld
+        check_consistency(passes, prefill)
     found = run_metrics(passes, prefill, bandwidth, is_random)
     strategy = record.config["decoding"]["strategy"]
     baseline = found.get(BASELINE) if strategy != BASELINE else None
@@ -132,6 +135,16 @@ def check_metrics(record: RunRecord) -> list[str]:
     ]
     names += differences("metrics", record.metrics, found.get(strategy))
     return names + differences("baseline_metrics", record.baseline_metrics, baseline)
+
+
+def check_consistency(passes: dict[str, PassSamples], prefill: PrefillSamples) -> None:
+    """Raises ValueError, naming the values, if samples of a record contradict each other."""
+    try:
+        check_prefill(prefill)
+        for name, samples in passes.items():
+            check_samples(name, samples)
+    except AssertionError as error:
+        raise ValueError(f"its samples contradict each other: {error}") from None
 
 
 def differences(name: str, one: Metrics | None, other: Metrics | None) -> list[str]:

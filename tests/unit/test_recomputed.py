@@ -61,11 +61,17 @@ def test_samples_that_lack_something_cannot_be_checked(
     raw = json.loads(RECORDS["speculative"]().to_json())
     raw["samples"]["speculative"]["num_tokens"][0] += 1
     (tmp_path / "tokens").write_text(json.dumps(raw))
-    code, out = check(monkeypatch, capsys, *(tmp_path / n for n in ("older", "none", "tokens")))
-    assert code == 1 and "0 of 3 records have" in out
+    raw = json.loads(RECORDS["speculative"]().to_json())
+    raw["samples"]["speculative"]["num_emitted"][1][0][0] += 1
+    (tmp_path / "emitted").write_text(json.dumps(raw))
+    code, out = check(
+        monkeypatch, capsys, *(tmp_path / n for n in ("older", "none", "tokens", "emitted"))
+    )
+    assert code == 1 and "0 of 4 records have" in out
     for name, message in (
         ("older", "it has no samples of sequence_ms"),
         ("none", "its metrics cannot be computed again, it has no samples"),
+        ("emitted", "its samples contradict each other: speculative, batch 1"),
         ("tokens", "samples.speculative.num_tokens differs from its samples"),
     ):
         (line,) = (line for line in out.splitlines() if line.startswith(str(tmp_path / name)))
