@@ -18,7 +18,7 @@ def main() -> None:
     """`magicdec table FILE...`"""
     args = make_parser().parse_args()
     try:
-        files = {path: load_records(path, args.strict) for path in args.files}
+        files = {path: load_records(path, args.strict or args.check) for path in args.files}
     except ValueError as error:
         print(f"magicdec table: {error}", file=sys.stderr)
         sys.exit(2)
@@ -41,7 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse a file with a line that is not JSON; otherwise it is skipped with a warning",
+        help="refuse a file with a line that is not JSON, as --check does; otherwise it is skipped with "
+        "a warning",
     )
     return parser
 
