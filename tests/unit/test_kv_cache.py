@@ -11,6 +11,7 @@ from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
+from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILED, Layout
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import make_view
@@ -63,6 +64,26 @@ def test_a_layout_returns_written_tokens_and_changes_no_others(
         all_values[:, slots] = values
         assert torch.equal(read(pool, slots), values)
         assert torch.equal(read(pool, everything), all_values)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 100, 190])
+@pytest.mark.parametrize("block_size", [64, 192])
+@pytest.mark.parametrize("layout", [PLAIN, TILED, INT8_TILED], ids=["plain", "tiled", "int8"])
+def test_the_first_keys_of_rows_are_those_at_their_slots(
+    layout: Layout, block_size: int, num_tokens: int
+) -> None:
+    """Rows lie in several blocks or in one, and end within a tile."""
+    dtype = torch.int8 if layout is INT8_TILED else torch.bfloat16
+    shape = CacheShape(2, 3, 32, block_size, 3 * 192 // block_size, layout)
+    cache = KVCache(shape, 3, 192 // block_size, dtype, torch.device("cpu"))
+    for row in (2, 0, 1):
+        cache.allocate(row, 192)
+    rows = torch.tensor([1, 2])
+    slots = cache.slots(rows, torch.arange(192).expand(2, -1))
+    k = torch.randn(2, 192, 3, 32).to(torch.float32 if dtype == torch.int8 else dtype)
+    cache.write(1, slots, k, k)
+    expected = cache.read(1, slots)[0][:, :, :num_tokens]
+    assert torch.equal(cache.first_keys(1, rows, num_tokens), expected)
 
 
 def test_tiles_hold_pairs_of_dimensions_of_keys_and_pairs_of_tokens_of_values() -> None:
