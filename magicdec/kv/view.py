@@ -205,12 +205,9 @@ def make_view(
 
 
 def _exact_bounds(
-    lengths: tuple[int, ...],
-    committed: tuple[int, ...],
-    visible: Visible,
-    per_head: bool,
+    lengths: tuple[int, ...], committed: tuple[int, ...], visible: Visible, per_head: bool,
     window: int | None,
-) -> Bounds:
+) -> Bounds:  # fmt: skip
     first_keys = tuple(first_key(length, window) for length in lengths)
     is_cut = any(first_keys)
     if is_cut and not per_head:
@@ -226,13 +223,9 @@ def _exact_bounds(
 
 
 def _captured_bounds(
-    cache: KVCache,
-    rows: BatchRows,
-    visible: Visible,
-    num_new: int,
-    is_committed: bool,
+    cache: KVCache, rows: BatchRows, visible: Visible, num_new: int, is_committed: bool,
     window: int | None,
-) -> Bounds:
+) -> Bounds:  # fmt: skip
     assert rows.max_tail is not None, "the rows are captured"
     longest = cache.tokens_per_row - num_new
     most = visible.most_visible(longest)
