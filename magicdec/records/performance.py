@@ -14,8 +14,17 @@ from magicdec.records.samples import LATER
 NO_STEP = "if no step was needed"
 CHANCE = "; with random weights"
 NOT_DRAFTED = "if nothing was drafted" + CHANCE
+UNTIMED = "on CUDA without `--benchmark`"
 NO_TPOT = "if no sequence decoded a second token; with random weights, where drafted"
 NO_BASELINE = "in `baseline_metrics`; without a baseline" + CHANCE + "; " + NO_STEP
+
+
+def _phase(meaning: str, name: str, null: str = "if nothing is drafted; " + UNTIMED) -> Any:
+    return recorded(meaning, "ms", null=null, label=f"  {name}, ms/step", digits=2)
+
+
+def _tpot(meaning: str, label: str) -> Any:
+    return recorded(meaning, "ms", null=NO_TPOT, label=label, digits=2, by_chance=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,33 +91,14 @@ class Metrics:
         label="  of it in the warm-up, ms",
         is_later=True,
     )
-    draft_ms: float | None = recorded(
-        "mean time of drafting, over the steps that draft",
-        "ms",
-        null="if nothing is drafted; on CUDA without `--benchmark`",
-        label="  draft, ms/step",
-        digits=2,
-    )
-    verify_ms: float | None = recorded(
-        "mean time of verifying, over the same steps",
-        "ms",
-        null="if nothing is drafted; on CUDA without `--benchmark`",
-        label="  verify, ms/step",
-        digits=2,
-    )
-    decode_ms: float | None = recorded(
-        "mean time of the forward and of sampling, over the steps without drafts",
-        "ms",
-        null="if every step drafts; on CUDA without `--benchmark`",
-        label="  decode, ms/step",
-        digits=2,
-    )
-    other_ms: float | None = recorded(
-        "the rest of `mean_step_ms` without these phases",
-        "ms",
-        null="if no phase is known",
-        label="  other, ms/step",
-        digits=2,
+    draft_ms: float | None = _phase("mean time of drafting, over the steps that draft", "draft")
+    verify_ms: float | None = _phase("mean time of verifying, over the same steps", "verify")
+    decode_ms: float | None = _phase(
+        "mean time of the forward and of sampling, over the steps without drafts", "decode",
+        null="if every step drafts; " + UNTIMED,
+    )  # fmt: skip
+    other_ms: float | None = _phase(
+        "the rest of `mean_step_ms` without these phases", "other", null="if no phase is known"
     )
     mean_draft_tokens: float | None = recorded(
         "mean number of draft tokens for each row in a step, over all steps, including those "
@@ -205,38 +195,12 @@ class Metrics:
         is_later=True,
         by_chance=True,
     )
-    mean_tpot_ms: float | None = recorded(
-        "mean TPOT over sequences",
-        "ms",
-        null=NO_TPOT,
-        label="TPOT mean, ms",
-        digits=2,
-        by_chance=True,
+    mean_tpot_ms: float | None = _tpot("mean TPOT over sequences", "TPOT mean, ms")
+    p50_tpot_ms: float | None = _tpot("median TPOT over sequences", "TPOT p50, ms")
+    p90_tpot_ms: float | None = _tpot(
+        "90th percentile, linear between the two nearest ranks", "TPOT p90, ms"
     )
-    p50_tpot_ms: float | None = recorded(
-        "median TPOT over sequences",
-        "ms",
-        null=NO_TPOT,
-        label="TPOT p50, ms",
-        digits=2,
-        by_chance=True,
-    )
-    p90_tpot_ms: float | None = recorded(
-        "90th percentile, linear between the two nearest ranks",
-        "ms",
-        null=NO_TPOT,
-        label="TPOT p90, ms",
-        digits=2,
-        by_chance=True,
-    )
-    p99_tpot_ms: float | None = recorded(
-        "99th percentile, computed likewise",
-        "ms",
-        null=NO_TPOT,
-        label="TPOT p99, ms",
-        digits=2,
-        by_chance=True,
-    )
+    p99_tpot_ms: float | None = _tpot("99th percentile, computed likewise", "TPOT p99, ms")
     acceptance_rate: float | None = recorded(
         "see *Definitions*",
         "0 to 1",
