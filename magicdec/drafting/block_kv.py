@@ -1,8 +1,8 @@
 """BlockSelection and BlockKV: a draft reads sinks, a window of the newest tokens, and between them
 the top-k blocks of the runner's own cache by a score; nothing is copied.
 
-Owns the arithmetic of such a choice and when it is made: once a step, so that all draft forwards
-between two verifications share it. Where the scores come from is the policy's business.
+Owns the arithmetic of this choice and the time at which it is made: once a step, so that all draft
+forwards between two verifications share it. The policy computes the scores.
 
 Shapes: L layers, B rows, G KV heads of this rank, R ranges.
 """
@@ -33,8 +33,8 @@ class BlockSelection(KVPolicy):
     """At most `budget` committed tokens: `num_sink_tokens` sinks, the newest `window` and up to
     BLOCK - 1 more, so that blocks end where the window begins, and blocks in between.
 
-    Under the `sliding_window` of a model none of these is chosen from before the window of the next
-    token; the few that leave it while a step drafts on are masked."""
+    If the model has a `sliding_window`, nothing is chosen from before the window of the next token.
+    The few chosen tokens that leave the window during the drafts of a step are masked."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens", "recent_window")
     needs_verification: ClassVar[bool] = True

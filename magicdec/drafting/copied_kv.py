@@ -6,9 +6,10 @@ address is new. The copy holds the chosen entries, the one that matters least fi
 the tokens that the target has committed since. A draft reads the newest `budget` entries of this
 order, so that an entry that matters little leaves for each token that comes.
 
-Under a sliding window a draft may read nothing that the target's token in its place would not see.
-Chosen tokens leave the window in another order in each head, so that only tokens are chosen which
-stay in it: until the next choice, or, where there is none, until the text ends.
+If the model has a sliding window, a draft may read only what the target would see at the same
+position. The chosen tokens leave the window in a different order in each head. Therefore only
+tokens are chosen that stay in the window until the next choice or, if there is none, until the end
+of the text.
 
 Source: SnapKV (Li et al. 2024), section 4; as a self-speculation draft: MagicDec (Chen et al.
 2024), section 4.

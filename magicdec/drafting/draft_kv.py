@@ -1,10 +1,9 @@
-"""DraftKV: what a drafting model reads of its context, and where its own tokens go meanwhile; and
-the loop in which a model drafts with it.
+"""DraftKV: the part of the context that a drafting model reads, and the place where the K and V of
+its drafts are kept until the verification; and the loop in which a model drafts with it.
 
-Owns the meeting of draft forwards with a KV policy; every policy makes its own
-(`KVPolicy.draft_kv`). The class here serves policies whose choice is arithmetic on lengths: a draft
-reads the runner's own cache through a view, and nothing is copied or kept. Must not know how drafts
-are judged.
+Every KV policy makes its own (`KVPolicy.draft_kv`). The class here serves policies whose choice
+follows from lengths alone: a draft reads the runner's own cache through a view, and nothing is
+copied. Must not know how drafts are verified.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from magicdec.sampling.model_tokens import Proposal, draft_token
 
 
 class DraftKV:
-    """All lengths are tokens of the context, wherever their K and V are kept. A request's life:
-    `admit`, then for each step `prepare`, `follow`, forwards, `rewind`, a verification by the
-    target, `commit`; at its end `release`. `prepare` is the host's phase; the methods from `follow`
-    to `commit` work on tensors alone, so that steps can be captured."""
+    """All lengths count tokens of the context, wherever their K and V are kept. For a request the
+    order of calls is: `admit`; for each step `prepare`, `follow`, forwards, `rewind`, a
+    verification by the target, and `commit`; at the end `release`. `prepare` is the host phase. The
+    methods from `follow` to `commit` work on tensors only, so that steps can be captured."""
 
     watch: Watch | None = None
     """Called with the attention weights of each layer of a verification."""
@@ -38,24 +37,24 @@ class DraftKV:
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors beside the caches that a verification leaves for later drafts."""
+        """Tensors other than the caches which a verification writes and later drafts read."""
         return []
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """The prompts of `requests` stand in the runner's cache."""
+        """The prompts of `requests` are in the runner's cache."""
 
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended."""
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
-        """The host's part before so many tokens are drafted for `requests`."""
+        """The host phase before `num_draft_tokens` tokens are drafted for `requests`."""
 
     def follow(self, rows: BatchRows, most: int) -> None:
-        """Copy the tokens that the target has committed since the last draft, where copies are
-        kept; at most `most` tokens of each row."""
+        """If the policy keeps a copy of K and V, copy those of the tokens that the target has
+        committed since the last draft, at most `most` of each row."""
 
     def lengths(self, rows: Rows) -> Lengths:
-        """Tokens of context that the next forward builds on, a number a row."""
+        """The number of tokens of context of each row after which the next forward continues."""
         return self.runner.cache.lengths_of(BatchRows.of(rows, self.runner.device))
 
     def forward(self, token_ids: Tensor, rows: Rows, committed: Lengths) -> Tensor:
@@ -70,11 +69,11 @@ class DraftKV:
         return self.visible
 
     def rewind(self, rows: Rows, lengths: Lengths) -> None:
-        """Forget what `rows` hold past `lengths` tokens of context."""
+        """Forget the tokens of `rows` after the first `lengths` tokens of context."""
         self.runner.truncate(rows, lengths)
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """A verification has ended: the target holds `lengths` committed tokens of `rows`."""
+        """A verification has ended. The target now holds `lengths` committed tokens of `rows`."""
 
 
 def draft_chain(

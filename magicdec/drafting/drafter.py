@@ -1,7 +1,7 @@
-"""Drafter: the protocol of what proposes draft tokens.
+"""Drafter: the protocol of everything that proposes draft tokens.
 
-Owns how a drafter takes part in the life of requests. Must not know how drafts are judged. The name
-table is `names.DRAFTERS`.
+Owns the order in which a drafter is called for a request. Must not know how drafts are verified.
+The name table is `names.DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class DraftModel:
     """A standalone draft: a model of its own on some of the target's ranks. All ranks learn the
     draft tokens from it.
 
-    `runner` is None on ranks that hold no draft. `source` is the place, in the target's group, of
-    the rank that broadcasts. `is_rolling`: the cache gives blocks back as the text grows, which the
-    host has to do.
+    `runner` is None on ranks that hold no draft. `source` is the index, within the target's group,
+    of the rank that broadcasts the draft tokens. `is_rolling` says that the cache frees blocks as
+    the text grows; only the host can do this.
     """
 
     runner: ModelRunner | None
@@ -47,28 +47,29 @@ class DraftSetup:
 
 
 class Drafter(Protocol):
-    """Requests come (`admit`), take part in steps (`prepare`, `propose`, `commit`) and go
-    (`release`), each by itself."""
+    """A request is admitted (`admit`), takes part in steps (`prepare`, `propose`, `commit`) and is
+    released when it has ended (`release`). Requests of one batch may start and end at different
+    times."""
 
     @property
     def draft_kv(self) -> DraftKV | None:
-        """What drafts read the context with; None where no model of this rank drafts."""
+        """The KV that drafts read; None if no model drafts on this rank."""
         ...
 
     @property
     def watch(self) -> Watch | None:
-        """Called with the attention weights of each verification; None where they are not
+        """This is called with the attention weights of each verification. None if they are not
         needed."""
         ...
 
     @property
     def watch_queries(self) -> QueryWatch | None:
-        """Called with the queries of each verification; None where they are not needed."""
+        """This is called with the queries of each verification. None if they are not needed."""
         ...
 
     @property
     def has_probabilities(self) -> bool:
-        """Whether drafts of sampled requests are drawn at random, so that `propose` gives their
+        """Whether drafts of sampled requests are drawn at random. `propose` then returns their
         probabilities."""
         ...
 
@@ -79,30 +80,32 @@ class Drafter(Protocol):
 
     @property
     def pending(self) -> Sequence[int]:
-        """What `prepare` may return where steps are captured, each of which is a step of its own.
-        The same on every rank."""
+        """The numbers that `prepare` may return if steps are captured. Each of them is captured as
+        a step of its own. The same on every rank."""
         ...
 
     @classmethod
     def build(cls, setup: DraftSetup) -> Drafter: ...
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """The prompts of `requests` stand in the target's cache. Not timed as decoding."""
+        """Prepare for `requests`, whose prompts are in the target's cache. This is recorded as
+        `begin_ms`, not as decode time."""
         ...
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
-        """The host's phase before a draft: what needs lengths or texts on the host. Returns how
-        many newest tokens of each row the first draft forward takes, 1 to `most_pending`."""
+        """The host phase before a draft: the work that needs lengths or tokens on the host. Returns
+        the number of newest tokens of each row that the first draft forward takes, 1 to
+        `most_pending`."""
         ...
 
     def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
-        """Continue each request after its newest token; `pending` is what `prepare` returned.
-        Leaves the target's cache as it found it. The host reads nothing, and all sizes follow from
-        those of the batch and the two numbers."""
+        """The device phase: draft tokens that follow each request's newest token. `pending` is what
+        `prepare` returned. The target's cache is the same afterwards. The host reads no result, and
+        all shapes follow from the batch and the two numbers, so that the phase can be captured."""
         ...
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """A step has ended: the target's cache holds `lengths` committed tokens of `rows`."""
+        """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`."""
         ...
 
     def release(self, rows: Sequence[int]) -> None:

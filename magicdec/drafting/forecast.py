@@ -1,7 +1,9 @@
-"""What steps will yield: acceptance, counted, and the time until a batch is done. Imports no torch.
+"""Forecasts for `--gamma auto`: the acceptance of each draft position from counts, and from it the
+time until a batch is done. Imports no torch.
 
-Pure arithmetic on counts and seconds; knows no clock, no model and no choice. Source: Leviathan et
-al. 2023, section 3.1, with a rate for each position and row in place of one.
+This is arithmetic on counts and seconds. It must not know a clock, a model, or what is chosen by
+it. Source: Leviathan et al. 2023, section 3.1, with a rate for each position and row instead of a
+single one.
 """
 
 from __future__ import annotations
@@ -11,23 +13,23 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import NormalDist
 
-PRIOR, PRIOR_WEIGHT = 0.8, 4.0  # acceptance before anything was drafted, in draft tokens seen
-POOLED_WEIGHT = 8.0  # how much a position leans on the mean of all positions
-ROW_WEIGHT = 32.0  # how much a row leans on the mean of all rows
-MOST_LIKELY = 0.98  # no row's draft token is held for surer
-KEEP = 0.98  # weight of what was counted, after one more step of counting
+PRIOR, PRIOR_WEIGHT = 0.8, 4.0  # acceptance assumed at first; its weight in tokens
+POOLED_WEIGHT = 8.0  # weight, in tokens, of the mean of all positions in a position's rate
+ROW_WEIGHT = 32.0  # weight, in tokens, of the mean of all rows in a row's rate
+MOST_LIKELY = 0.98  # the highest rate that is ever assumed
+KEEP = 0.98  # factor by which older counts shrink with each step
 
 
 class Acceptance:
-    """Running rate for each draft position, given that all before it were accepted, and how much
-    better or worse each request fares."""
+    """A running acceptance rate for each draft position, given that all positions before it were
+    accepted, and for each request how far its acceptance differs from the mean."""
 
     def __init__(self, most: int) -> None:
         self.judged, self.accepted = [0.0] * most, [0.0] * most
         self._rows: dict[int, tuple[float, float]] = {}  # request -> accepted, expected to be
 
     def forget_rows(self) -> None:
-        """Other requests follow."""
+        """Forget the requests, because other ones follow. The rates of the positions stay."""
         self._rows.clear()
 
     def observe(self, requests: Sequence[int], num_drafted: int, accepted: Sequence[int]) -> None:
@@ -43,7 +45,7 @@ class Acceptance:
             self._rows[request] = got + count, expected + sum(rates[:reached])
 
     def rates(self, request: int | None = None) -> list[float]:
-        """Of each position, for a request or (None) the mean of all."""
+        """The rate of each position for a request; for None, the mean over all requests."""
         pooled = self._pooled()
         got, expected = self._rows.get(request, (0.0, 0.0)) if request is not None else (0.0, 0.0)
         weight = ROW_WEIGHT * pooled
@@ -58,7 +60,8 @@ class Acceptance:
 
 
 def tokens_of_steps(rates: Sequence[float]) -> list[tuple[float, float]]:
-    """(mean, variance) of the tokens that a step with 0, 1, 2, ... draft tokens yields a row."""
+    """(mean, variance) of the number of tokens that a row gets from a step with 0, 1, 2, ... draft
+    tokens."""
     # X = 1 + accepted; P(X > k) = survival of k; E[X^2] = 1 + sum over k of (2k + 1) P(X > k).
     mean, square, survival = 1.0, 1.0, 1.0
     steps = [(1.0, 0.0)]
@@ -71,7 +74,7 @@ def tokens_of_steps(rates: Sequence[float]) -> list[tuple[float, float]]:
 
 @cache
 def order_statistics(count: int) -> tuple[float, ...]:
-    """Expected value of each of so many standard normal numbers, sorted (Blom 1958)."""
+    """The expected values of `count` standard normal numbers in ascending order (Blom 1958)."""
     normal = NormalDist()
     return tuple(normal.inv_cdf((i - 0.375) / (count + 0.25)) for i in range(1, count + 1))
 
@@ -79,9 +82,9 @@ def order_statistics(count: int) -> tuple[float, ...]:
 def seconds_until_done(
     wanted: Sequence[int], tokens: Sequence[tuple[float, float]], seconds: Callable[[int], float]
 ) -> float:
-    """Time until every row has its `wanted` tokens, where a step yields it `tokens` (mean,
-    variance) and takes `seconds` by the rows still there."""
-    # A row's last step yields more than is wanted, by half of what a step adds on average.
+    """The time until every row has its `wanted` tokens. A step gives each row a number of tokens
+    with that (mean, variance), and takes `seconds(number of rows that have not ended)`."""
+    # A row's last step gives more tokens than are wanted, on average half of what a step adds.
     rows = [((n + (mean - 1) / 2) / mean, variance / mean**2)
             for n, (mean, variance) in zip(wanted, tokens, strict=True)]  # fmt: skip
     total = done = 0.0

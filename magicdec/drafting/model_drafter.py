@@ -1,7 +1,7 @@
 """The standalone draft: another, smaller model drafts, on a group of ranks of its own.
 
-Owns which part of the text the draft's cache holds, and which tokens it still has to take. Must not
-know how its cache is kept (a runner and a `DraftKV` do that), nor how its tokens are judged.
+Owns the record of which tokens the draft's cache holds and which it still lacks. Must not know how
+its cache is kept (a runner and a `DraftKV` do that), nor how its tokens are verified.
 Sources: Leviathan et al. 2023, section 2; on a subgroup of the ranks with a bounded cache: MagicDec
 (Chen et al. 2024).
 """
@@ -26,19 +26,21 @@ from magicdec.sampling.model_tokens import Proposal
 
 
 class ModelDrafter:
-    """On ranks without the draft `propose` only receives; the other methods do nothing there."""
+    """On ranks without the draft, `propose` receives the draft tokens, and the other methods do
+    nothing."""
 
     watch = watch_queries = None
     has_probabilities = True
-    # A row's newest token is always pending. After a step in which all drafts of a row were
-    # accepted the last draft is too, since no forward took it.
+    # The draft's cache always lacks a row's newest token. If all drafts of the last step were
+    # accepted, it lacks the last draft too, because no draft forward has taken it.
     pending = tuple(range(1, NEWEST + 1))
 
     def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection) -> None:
         self.target, self.draft = target, draft
         self.vocab_size = target.model.config.vocab_size
         self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
-        self._missing = torch.empty(0)  # tokens of the first draft forward where newest has too few
+        # Tokens of the first draft forward, if the device batch has too few newest tokens.
+        self._missing = torch.empty(0)
 
     @classmethod
     def build(cls, setup: DraftSetup) -> ModelDrafter:
@@ -50,7 +52,7 @@ class ModelDrafter:
         return not self.draft.is_rolling
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Take the prompts into the draft's own cache."""
+        """Prefill the prompts into the draft's own cache."""
         runner, batch = self.draft.runner, Batch(tuple(requests), is_prefill=True)
         if self.draft_kv is None or runner is None:
             return
@@ -66,9 +68,9 @@ class ModelDrafter:
                 self.draft.runner.cache.release(row)
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
-        """Steps without drafts leave the draft behind by any number of tokens. Those that the first
-        draft forward may not take are taken here, in chunks. One forward serves all rows: rows that
-        lack fewer tokens than another go back and take some again."""
+        """After steps without drafts, the draft's cache lacks any number of tokens. This appends
+        them in chunks, except for those that the first draft forward may take. One forward serves
+        all rows, so a row that lacks fewer tokens than another is rewound and takes some again."""
         kv = self.draft_kv
         if kv is None:
             return 1
@@ -86,7 +88,7 @@ class ModelDrafter:
         return self._missing.shape[1]
 
     def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
-        """Draft tokens are ids that the target knows."""
+        """As `Drafter.propose`. All draft tokens are in the target's vocabulary."""
         group, source, device = self.target.group, self.draft.source, self.target.device
         shape = (len(batch.rows), num_draft_tokens)
         if self.draft_kv is not None:
@@ -100,8 +102,8 @@ class ModelDrafter:
         return Proposal(ids, None if probs is None else group.broadcast(probs, source))
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """Forget rejected drafts. The draft's K and V are its own, so that the policy's `commit`,
-        which copies from the target, is not called."""
+        """Forget rejected drafts. The policy's own `commit` is not called, because it would copy K
+        and V from the target, and the draft model has its own."""
         if self.draft_kv is not None:
             self.draft_kv.rewind(rows, lengths)
 
@@ -120,14 +122,15 @@ class ModelDrafter:
         )
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Ids that the draft knows: two models pad their vocabularies to different sizes, and no
-        text holds the padding."""
+        """`token_ids` limited to the draft's vocabulary. The two models may pad their vocabularies
+        to different sizes; no text holds the padding."""
         assert self.draft.runner is not None, "asked on ranks with the draft"
         return token_ids.clamp(max=self.draft.runner.model.config.vocab_size - 1)
 
 
 def fold(probs: Tensor, vocab_size: int) -> Tensor:
-    """What ids clamped to `vocab_size` were drawn from: probs [B, K, any] -> [B, K, vocab_size]."""
+    """The probabilities of ids that are clamped to `vocab_size`: probs [B, K, any] to [B, K,
+    vocab_size]."""
     missing = vocab_size - probs.shape[2]
     if missing >= 0:
         return torch.nn.functional.pad(probs, (0, missing))

@@ -1,7 +1,7 @@
-"""Prompt lookup: the draft is what followed the longest earlier occurrence of the newest tokens, in
-prompt or output. No model, no cache.
+"""Prompt lookup: finds the longest earlier occurrence of the newest tokens, in the prompt or the
+output, and drafts the tokens that followed it. It needs no model and no cache.
 
-Source: Saxena 2023 (prompt lookup decoding); LLMA (Yang et al. 2023). Verification is the same.
+Source: Saxena 2023 (prompt lookup decoding); LLMA (Yang et al. 2023).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ MAX_NGRAM = 8
 
 
 class Lookup:
-    """Where each n-gram of a growing sequence last ended, for n = 1 .. `max_ngram`."""
+    """The place where each n-gram of a growing sequence last ended, for n = 1 to `max_ngram`."""
 
     def __init__(self, max_ngram: int) -> None:
         self.max_ngram = max_ngram
         self.tokens: list[int] = []
-        # Of each n-gram, the index of the token after its newest occurrence that has one.
+        # For each n-gram, the index of the token after its newest occurrence, apart from an
+        # occurrence at the end, which no token follows.
         self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append; n-grams that end before each new token become findable."""
+        """Append `tokens`. The n-grams that end before each of them can be found from now on."""
         for token in tokens:
             end = len(self.tokens)
             for n in range(1, min(self.max_ngram, end) + 1):
@@ -37,8 +38,9 @@ class Lookup:
             self.tokens.append(token)
 
     def propose(self, count: int) -> list[int]:
-        """`count` tokens that followed the longest known suffix; they run on into the proposal
-        itself where the sequence ends. The newest token again where nothing is known."""
+        """The `count` tokens that followed the longest suffix which occurred before. If the
+        sequence ends before that, they continue with the proposal's own first tokens. If no suffix
+        occurred before, the newest token is repeated."""
         tokens = list(self.tokens)
         start = self._find()
         for i in range(count):
@@ -54,8 +56,8 @@ class Lookup:
 
 
 class NgramDrafter:
-    """The lookup is the host's phase; its result stands on the device, a line for each row of the
-    cache, before `propose` takes it."""
+    """The lookup is the host phase. It writes its result to a device tensor with one line for each
+    row of the cache, from which `propose` reads."""
 
     draft_kv = watch = watch_queries = None
     has_probabilities = False
@@ -102,4 +104,4 @@ class NgramDrafter:
         return Proposal(self._found[batch.rows.index, :num_draft_tokens])
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """Requests say what was emitted."""
+        """Nothing to do: `prepare` reads the emitted tokens from the requests."""

@@ -2,13 +2,14 @@
 long the text.
 
 Owns eviction from the window and the positions of the sinks. Must not know what is decoded: it is
-called like any runner.
+called like any other runner.
 
 Source: Xiao et al. 2023, section 3.2: positions are those within the cache, not those in the text.
-Rotary attention depends on the distance of query and key alone, so the window's keys keep the
-rotation of their positions in the text, and the few sinks are turned to stand directly before the
-window, each time from their original values: no error builds up. No query is ever further from a
-key than budget + new tokens, so a model trained on short texts follows a long one.
+Attention with RoPE depends only on the distance between query and key. Keys in the window therefore
+keep the rotation of their positions in the text. The few sinks are rotated to the positions
+directly before the window, each time from their original values, so that no error builds up. The
+distance between a query and a key is at most budget + new tokens, so a model that was trained on
+short texts can follow a long one.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
 
 @dataclass
 class RollingRunner(ModelRunner):
-    """Rows of at most `max_tokens` positions, of which a row holds the sinks, the window before the
-    settled tokens' end, and at most `max_tail` tokens after it (a chunk of a prompt, drafts)."""
+    """A row has at most `max_tokens` positions. It holds the sinks, the window, which ends with the
+    committed tokens, and at most `max_tail` tokens after it (a chunk of a prompt, or drafts)."""
 
     max_tail: int = 0
     block_size: int = BLOCK_SIZE
@@ -43,20 +44,20 @@ class RollingRunner(ModelRunner):
         self.num_sinks, self.budget = self.rule.num_sink_tokens, self.rule.budget
         super().__post_init__()
         self.window = None  # of the model: the cache is no longer (`setup.draft_checks`)
-        self.settled = [0] * self.num_rows  # what each row was last rolled to
-        self.evicted = [0] * self.num_rows  # blocks before this one are gone, but for the sinks'
+        self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
+        self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
         shape = self.cache.shape
         size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
         self.sinks = torch.zeros(self.num_rows, *size, dtype=self.sink_dtype(), device=self.device)
 
     def storage(self) -> tuple[int, int, int]:
-        """As `ModelRunner.storage`, for what a row holds at once: neither window nor sinks need to
-        begin or end with a block."""
+        """As `ModelRunner.storage`, for the blocks that a row holds at one time. Neither the window
+        nor the sinks need to begin or end with a block."""
         held = blocks_held(self.max_tokens, self.rule, self.max_tail, self.block_size)
         return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
 
     def allocate(self, row: int) -> None:
-        """Blocks are taken as the row grows."""
+        """Nothing is allocated yet: blocks are allocated as the row grows."""
         assert not self.cache.blocks[row], "the row was released"
         self.settled[row], self.evicted[row] = 0, self._sink_blocks()
 
@@ -71,11 +72,11 @@ class RollingRunner(ModelRunner):
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
     ) -> Tensor:
-        """As `ModelRunner.forward`; the policy is the runner's own. The host evicts and allocates
-        blocks before it, so that it cannot be captured."""
+        """As `ModelRunner.forward`, always under the runner's own policy. The host evicts and
+        allocates blocks first, so that a forward cannot be captured."""
         assert policy is None or policy == self.policy, "evicted tokens cannot be shown"
         rows = BatchRows.of(rows, self.device)
-        assert not rows.is_captured, "blocks are taken and given back by the host"
+        assert not rows.is_captured, "blocks are allocated and freed by the host"
         held = self.cache.lengths_of(rows)
         settled = held if committed is None else Lengths.of(committed, self.device)
         self._roll(rows.numbers, settled.bounds)
@@ -88,8 +89,8 @@ class RollingRunner(ModelRunner):
         )
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
-        """Let the window of each row end at its settled tokens: give back what fell out of it, move
-        the sinks up to it."""
+        """Move the window of each row so that it ends with its `settled` committed tokens. Blocks
+        that have left it are freed, and the sinks are rotated to the positions before it."""
         moved = [(r, s) for r, s in zip(rows, settled, strict=True) if s != self.settled[r]]
         turned = [(r, s) for r, s in moved if max(s, self.settled[r]) > self.budget]
         if turned and self.num_sinks:
@@ -109,7 +110,7 @@ class RollingRunner(ModelRunner):
         rows = upload([row for row, _ in rolled], self.device)
         places = torch.arange(self.num_sinks, device=self.device).expand(len(rolled), -1)
         slots = self.cache.slots(rows, places)
-        # As long as a row fits the budget its sinks stand where they were written.
+        # While a row fits the budget, its sinks have the positions at which they were written.
         new = [i for i, (row, _) in enumerate(rolled) if self.settled[row] <= self.budget]
         if new:
             fresh = upload(new, self.device)
@@ -122,7 +123,7 @@ class RollingRunner(ModelRunner):
         self.cache.write_keys(slots, turned.to(original.dtype))
 
     def sink_dtype(self) -> torch.dtype:
-        """Of the sinks as they were written: what a cache of int8 reads back is float32."""
+        """The dtype in which sinks are read from the cache; an int8 cache returns float32."""
         dtype = self.cache.k.dtype
         return dtype if dtype.is_floating_point else torch.float32
 
@@ -133,7 +134,7 @@ class RollingRunner(ModelRunner):
 def blocks_held(
     max_tokens: int, policy: SinksAndWindow, max_tail: int, block_size: int = BLOCK_SIZE
 ) -> int:
-    """Blocks that a row needs at once."""
+    """The number of blocks that a row holds at one time."""
     window = policy.budget - policy.num_sink_tokens + max_tail
     held = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
     return min(held, -(-max_tokens // block_size))
