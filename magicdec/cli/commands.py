@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -19,6 +20,8 @@ from magicdec.config.draft_section import DraftSection
 from magicdec.config.model_section import TargetSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection
+
+PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
 
 def baseline() -> None:
@@ -68,5 +71,12 @@ def console() -> NoReturn:
         )
         sys.exit(2)
     sys.argv = [f"magicdec {name}", *sys.argv[2:]]
-    COMMANDS[name][1]()
+    try:
+        try:
+            COMMANDS[name][1]()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(PIPE_CLOSED)
     sys.exit(0)

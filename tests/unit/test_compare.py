@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import HANG
 
 from magicdec.cli import compare as command
 from magicdec.cli import table as table_command
@@ -121,6 +123,21 @@ def test_a_stale_baseline_hides_no_regression(gate: Gate) -> None:
         code, out = gate([make(0.11)], baselines)
         assert code == 1 and "regression: acceptance_rate fell by 0.7000" in out
     assert gate([make(0.80)], stale)[0] == 0
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    """As in `magicdec compare NEW OLD | head -1`; here the reader ends before the first line."""
+    path = write(tmp_path / "runs", [make()] * 20)
+    start = "from magicdec.cli.commands import console; console()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, "compare", str(path), str(path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait(HANG) == 141
 
 
 def test_equal_records_pass(gate: Gate) -> None:
