@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from test_record import RECORDS
 
 from magicdec.cli import table
@@ -40,6 +41,14 @@ def test_every_metric_is_computed_again_from_the_record_alone(
             code, out = check(monkeypatch, capsys, path)
             assert code == 1 and "1 of 2 records have" in out
             assert "record 2 (strategy=" in out and f"{part}.{name} differs" in out
+
+
+def test_the_committed_baselines_have_the_metrics_of_their_samples(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baselines = ROOT / "results" / "baselines" / "acceptance.jsonl"
+    code, out = check(monkeypatch, capsys, baselines)
+    assert code == 0, out
 
 
 def other_than(name: str, value: Any) -> Any:
