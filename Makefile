@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two processes, one thread each: the tests' models are too small for more threads.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Two processes, one thread each: the tests' models are too small for more threads. The tests of a file run in one process, because
+# some of them compare their tokens with each other's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all check install clean
 

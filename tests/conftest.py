@@ -79,19 +79,10 @@ def pytest_runtest_call() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_wide(items)
-    keep_together(items)
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def keep_together(items: list[pytest.Item]) -> None:
-    """Tests that share a fixture of their module run in one process of several (pytest-xdist)."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(found[-1].scope == "module" for found in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def tiny_transformer(

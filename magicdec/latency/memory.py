@@ -50,7 +50,8 @@ def plan_place(
     config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
     """The memory plan of a run that verifies the largest number of new tokens at that context. The
-    caches of all drafts exist at the same time."""
+    caches of all drafts exist at the same time. As in a run, the queries that prefill keeps for a
+    KV policy are counted, too."""
     plans = [needed(as_run(config, grid, kv, B, context), models, launch) for kv in grid.drafts]
     return replace(
         plans[0],

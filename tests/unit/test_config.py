@@ -352,7 +352,12 @@ def test_two_spellings_of_a_budget() -> None:
 @pytest.mark.parametrize("config", [RunConfig(), DRIVER, LONGSPEC])
 def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = resolve(config, Machine(num_cpus=8, world_size=2, local_world_size=2))
-    open_ends = {("output", "save_tokens"), ("output", "profile"), ("kv", "recent_window")}
+    open_ends = {
+        ("decoding", "machine"),
+        ("output", "save_tokens"),
+        ("output", "profile"),
+        ("kv", "recent_window"),
+    }
     if config.decoding.strategy == "autoregressive":
         open_ends.add(("decoding", "drafter"))
     sections = {s: section for s, section in resolved.to_dict().items() if section is not None}
