@@ -40,7 +40,9 @@ def conclude(prepared: Prepared) -> int:
             config, workload = prepared.config.to_dict(), prepared.describe_workload()
             memory = describe_memory(prepared.plan, prepared.free)
             failed = RunRecord("failed", config, environment, message, workload, memory=memory)
-            append_record(path, failed)
+            said, is_kept = append(path, failed)
+            if not is_kept:
+                print(said, file=sys.stderr)
         raise
     if is_leader and not publish(prepared, outcome, path):
         return 1
@@ -48,26 +50,32 @@ def conclude(prepared: Prepared) -> int:
 
 
 def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
-    """Print the outcome, then write its files. False if one of them could not be written."""
+    """Write the files of the run, then print its outcome. False if a file could not be written;
+    this costs neither the other file nor the table."""
     output = prepared.config.output
+    # The record comes first, because a reader of the output, such as `head`, may end before it.
+    said, is_kept = append(path, outcome.record)
+    if output.save_tokens:
+        try:
+            save_tokens(Path(output.save_tokens), outcome)
+        except ValueError as error:
+            said, is_kept = f"{said}\n{error}; the tokens are lost", False
     if output.printoutput:
         for request in outcome.requests:
             text = prepared.tokenizer.decode(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
     print_record(outcome.record)
-    sys.stdout.flush()
+    print(said, file=sys.stderr)
+    return is_kept
+
+
+def append(path: Path, record: RunRecord) -> tuple[str, bool]:
+    """Append the record. Returns what to tell the user, and whether it was kept."""
     try:
-        append_record(path, outcome.record)
-        print(f"record appended to {path}", file=sys.stderr)
-        if output.save_tokens:
-            save_tokens(Path(output.save_tokens), outcome)
+        append_record(path, record)
     except OSError as error:
-        print(f"--results {path}: {error.strerror}; the record is lost", file=sys.stderr)
-        return False
-    except ValueError as error:
-        print(f"{error}; the tokens are lost", file=sys.stderr)
-        return False
-    return True
+        return f"--results {path}: {error.strerror}; the record is lost", False
+    return f"record appended to {path}", True
 
 
 def save_tokens(path: Path, outcome: Outcome) -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from conftest import Launch
+from test_record import RECORDS
 
+from magicdec.cli import report
+from magicdec.config.sections import OutputSection
+from magicdec.records.reading import load_records
 from magicdec.records.writing import append_line, check_writable, write_text
+from magicdec.run.run import Outcome
+from magicdec.setup.prepare import Prepared
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
@@ -74,6 +82,39 @@ def test_a_run_whose_files_cannot_be_written_does_not_start(flag: str, launch: L
     assert done.stderr.splitlines() == [
         f"baseline_benchmark.py: {flag} /dev/full: No space left on device; name a file to write to"
     ]
+
+
+def test_a_reader_that_ends_early_costs_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `magicdec selfspec | head -1`: the table is not printed, the files are there."""
+
+    def closed(record: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "print_record", closed)
+    output = OutputSection(save_tokens=str(tmp_path / "t.jsonl"))
+    prepared = SimpleNamespace(config=SimpleNamespace(output=output))
+    outcome = Outcome(RECORDS["baseline"]())
+    with pytest.raises(BrokenPipeError):
+        report.publish(cast("Prepared", prepared), outcome, tmp_path / "runs.jsonl")
+    assert len(load_records(tmp_path / "runs.jsonl")) == 1 and (tmp_path / "t.jsonl").exists()
+
+
+def test_a_lost_record_costs_no_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: object, record: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "append_record", full)
+    output = OutputSection(save_tokens=str(tmp_path / "t.jsonl"))
+    prepared = SimpleNamespace(config=SimpleNamespace(output=output))
+    outcome = Outcome(RECORDS["baseline"]())
+    assert not report.publish(cast("Prepared", prepared), outcome, tmp_path / "runs.jsonl")
+    assert (tmp_path / "t.jsonl").exists()
+    out, err = capsys.readouterr()
+    assert "decode, tokens/s" in out and err.endswith("the record is lost\n")
 
 
 def test_a_disk_that_fills_up_during_the_run_loses_no_table(launch: Launch, tmp_path: Path) -> None:
