@@ -50,9 +50,9 @@ def plan_place(
     config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
     """The memory plan of a run that verifies the largest number of new tokens at that context. The
-    caches of all drafts exist at the same time. As in a run, the queries that prefill keeps for a
-    KV policy are counted, too."""
-    plans = [needed(as_run(config, grid, kv, B, context), models, launch) for kv in grid.drafts]
+    caches of all drafts exist at the same time. There is no prefill that could keep queries."""
+    runs = [as_run(config, grid, kv, B, context) for kv in grid.drafts]
+    plans = [needed(run, models, launch, keeps_queries=False) for run in runs]
     return replace(
         plans[0],
         draft_kv=sum(plan.draft_kv for plan in plans),

@@ -44,15 +44,18 @@ def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: i
     return f"{plan.describe()} {place}; {free / 1e9:.2f} GB free"
 
 
-def needed(config: ResolvedConfig, models: Models, launch: Launch) -> MemoryPlan:
+def needed(
+    config: ResolvedConfig, models: Models, launch: Launch, keeps_queries: bool = True
+) -> MemoryPlan:
     """On a CPU, the plan of all ranks of this host together. On CUDA, the plan of the rank that
-    needs most, so that every rank comes to the same result."""
+    needs most, so that every rank comes to the same result. `keeps_queries` as in `plan_rank`."""
     group = config.parallel.rank_group
     if config.parallel.device != "cpu":
-        return max((plan_rank(config, models, rank) for rank in group), key=lambda p: p.total)
+        plans = [plan_rank(config, models, rank, keeps_queries) for rank in group]
+        return max(plans, key=lambda p: p.total)
     first = launch.rank - launch.local_rank
     ranks = range(first, first + launch.local_world_size)
-    return add_up([plan_rank(config, models, rank) for rank in ranks])
+    return add_up([plan_rank(config, models, rank, keeps_queries) for rank in ranks])
 
 
 def planned(config: ResolvedConfig, models: Models) -> MemoryPlan:

@@ -52,8 +52,11 @@ class Models:
     draft: ModelConfig | None = None
 
 
-def plan_rank(config: ResolvedConfig, models: Models, rank: int) -> MemoryPlan:
-    """The plan of one rank. `config` is resolved."""
+def plan_rank(
+    config: ResolvedConfig, models: Models, rank: int, keeps_queries: bool = True
+) -> MemoryPlan:
+    """The plan of one rank. `config` is resolved. `keeps_queries`: prompts are prefilled, and the
+    queries that the KV policy asks for are kept."""
     group, size = config.parallel.rank_group, DTYPE_BYTES[config.model.dtype]
     shard, is_packed = Shard(group.index(rank), len(group)), config.model.linear == "packed"
     is_int8 = config.model.target_dtype == "int8"
@@ -64,7 +67,7 @@ def plan_rank(config: ResolvedConfig, models: Models, rank: int) -> MemoryPlan:
     draft = config.draft
     if draft is None or models.draft is None:
         draft_kv = _draft_kv_bytes(config, models.target, shard, config.attention.backend)
-        if config.decoding.drafter == "self":
+        if config.decoding.drafter == "self" and keeps_queries:
             draft_kv += _query_bytes(config, models.target, shard)
         return MemoryPlan(weights, kv, 0, draft_kv, working)
     if rank not in draft.rank_group:
@@ -73,7 +76,8 @@ def plan_rank(config: ResolvedConfig, models: Models, rank: int) -> MemoryPlan:
     is_int8 = draft.draft_dtype == "int8"
     draft_weights = stored_bytes(models.draft, shard, size, is_packed, is_int8)
     draft_kv = _draft_kv_bytes(config, models.draft, shard, draft.backend)
-    draft_kv += _query_bytes(config, models.draft, shard)
+    if keeps_queries:
+        draft_kv += _query_bytes(config, models.draft, shard)
     return MemoryPlan(weights, kv, draft_weights, draft_kv, working)
 
 

@@ -51,9 +51,7 @@ def test_caches_are_those_of_the_forwards(
     runner = make_runner(tiny_transformer(), B, context + 5)
     list(make_forwards(runner, fill(runner, context), GRID, context))
     plan = plan_place(CONFIG, GRID, MODELS, ALONE, B, context)
-    # The plan is that of a run, which keeps the queries of 8 tokens of each prompt for SnapKV.
-    queries = B * 8 * TINY.num_layers * TINY.num_heads * TINY.head_dim * 4
-    assert made[0] == plan.kv and sum(made[1:]) + 2 * queries == plan.draft_kv and len(made) == 3
+    assert made[0] == plan.kv and sum(made[1:]) == plan.draft_kv and len(made) == 3
 
 
 def test_the_largest_place_is_shown_and_what_does_not_fit_refused() -> None:
