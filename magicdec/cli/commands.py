@@ -16,31 +16,25 @@ from magicdec.cli.latency import main as latency
 from magicdec.cli.plan import main as plan
 from magicdec.cli.probe import main as probe
 from magicdec.cli.table import main as table
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.model_section import TargetSection
-from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection
+from magicdec.config.drivers import DRIVERS
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
 
 def baseline() -> None:
     """Autoregressive decoding of long prompts: the baseline of every comparison."""
-    main(RunConfig(decoding=DecodingSection(strategy="autoregressive")), baseline.__doc__ or "")
+    main(DRIVERS["baseline"], baseline.__doc__ or "")
 
 
 def selfspec() -> None:
     """Self-speculation: the target drafts for itself with a small budget of its own KV cache."""
-    decoding = DecodingSection(strategy="speculative", drafter="self")
-    main(RunConfig(decoding=decoding), selfspec.__doc__ or "")
+    main(DRIVERS["selfspec"], selfspec.__doc__ or "")
 
 
 def longspec() -> None:
     """Speculation with a standalone draft: a smaller model (--model) on some of the ranks drafts
     for the target (--target)."""
-    decoding = DecodingSection(strategy="speculative", drafter="model")
-    config = RunConfig(model=TargetSection(), draft=DraftSection(), decoding=decoding)
-    main(config, longspec.__doc__ or "")
+    main(DRIVERS["longspec"], longspec.__doc__ or "")
 
 
 COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {

@@ -8,8 +8,10 @@ refused. Must not know the content of a record.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -68,21 +70,26 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, in one write unless the system stops it half-way, and wait until it is on
-    disk. If the last line of the file has no line end because of a crash, one is written first.
-    Raises OSError if not all of it could be written."""
+    """Append a line and wait until it is on disk. The file is locked meanwhile, so that two
+    programs may append to it at once. If its last line has no line end because of a crash, one is
+    written first. Raises OSError if not all of the line could be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = line + "\n"
-    if path.exists() and path.stat().st_size:
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                text = "\n" + text
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        rest = text.encode()
+        with suppress(OSError):  # a file system without locks: one write is the best there is
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        rest = (("\n" if _is_torn(path) else "") + line + "\n").encode()
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # gives the lock back
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line of the file has no line end."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

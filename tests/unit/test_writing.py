@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from conftest import Launch
+from conftest import HANG, ROOT, Launch
 from test_record import RECORDS
 
 from magicdec.cli import report
@@ -53,6 +55,32 @@ def test_a_line_that_is_written_in_parts_is_whole(
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:3]))
     append_line(tmp_path / "runs.jsonl", '{"a": 12345}')
     assert (tmp_path / "runs.jsonl").read_text() == '{"a": 12345}\n'
+
+
+APPENDING = """
+import os, sys, time
+from pathlib import Path
+from magicdec.records.writing import append_line
+
+def write_part(file, data, write=os.write):
+    time.sleep(0.002)  # the other program gets in between
+    return write(file, data[:10])
+
+os.write = write_part
+for number in range(50):
+    append_line(Path(sys.argv[1]), f"{sys.argv[2]}{number:02}" * 20)
+"""
+
+
+def test_two_programs_append_to_one_file_and_lose_nothing(tmp_path: Path) -> None:
+    """Even where the system takes a line in many parts."""
+    path = tmp_path / "runs.jsonl"
+    programs = [
+        subprocess.Popen([sys.executable, "-c", APPENDING, path, name], cwd=ROOT) for name in "ab"
+    ]
+    assert [program.wait(HANG) for program in programs] == [0, 0]
+    lines = path.read_text().splitlines()
+    assert sorted(lines) == [f"{name}{number:02}" * 20 for name in "ab" for number in range(50)]
 
 
 @needs_full
