@@ -11,12 +11,12 @@ from typing import NoReturn
 from magicdec.cli.compare import main as compare
 from magicdec.cli.convert import main as convert
 from magicdec.cli.download import main as download
+from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.flags import main
 from magicdec.cli.latency import main as latency
 from magicdec.cli.plan import main as plan
 from magicdec.cli.probe import main as probe
 from magicdec.cli.table import main as table
-from magicdec.config.drivers import DRIVERS
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
