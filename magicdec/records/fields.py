@@ -36,6 +36,11 @@ class Recorded:
             return " ".join(self.show(v) for v in value)
         return f"{value * self.scale:,.{self.digits}f}{self.suffix}"
 
+    def show_between(self, value: Any, ends: list[float] | None) -> str:
+        """The text for `value` with its interval, if it has one."""
+        text = self.show(value)
+        return f"{text} [{self.show(ends[0])}, {self.show(ends[1])}]" if ends else text
+
 
 def recorded(meaning: str, unit: str = "", *, default: Any = None, **more: Any) -> Any:
     """A dataclass field with its description (`Recorded`). A field that can be null is null by

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,7 @@ from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
+from magicdec.records.statistics.uncertainty import Uncertainty, uncertainty_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,10 @@ def run_metrics(
     for name, samples in passes.items():
         metrics = decode_metrics(samples, bandwidth, is_drafting=name != BASELINE)
         metrics = add_prefill(metrics, prefill)
-        if name != BASELINE and BASELINE in passes:
-            metrics = add_speedup(metrics, passes[BASELINE], samples)
+        baseline = passes.get(BASELINE) if name != BASELINE else None
+        if baseline is not None:
+            metrics = add_speedup(metrics, baseline, samples)
+        metrics = replace(metrics, **uncertainty_of(samples, prefill, baseline))
         found[name] = without_chance(metrics) if is_random and name != BASELINE else metrics
     return found
 
@@ -148,11 +151,17 @@ def check_consistency(passes: dict[str, PassSamples], prefill: PrefillSamples) -
 
 
 def differences(name: str, one: Metrics | None, other: Metrics | None) -> list[str]:
-    """The names of the metrics in which the two differ by more than rounding."""
+    """The names of the metrics in which `one` differs from `other` by more than rounding. Intervals
+    that `one` lacks, because it is older, do not count."""
     if one is None or other is None:
         return [] if one is other else [name]
     values, others = asdict(one), asdict(other)
-    return [f"{name}.{key}" for key in values if not is_close(values[key], others[key])]
+    older = {item.name for item in fields(Uncertainty) if values[item.name] is None}
+    return [
+        f"{name}.{key}"
+        for key in values
+        if key not in older and not is_close(values[key], others[key])
+    ]
 
 
 def is_close(one: Any, other: Any) -> bool:

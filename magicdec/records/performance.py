@@ -10,6 +10,7 @@ from typing import Any
 
 from magicdec.records.fields import description_of, recorded
 from magicdec.records.samples import LATER
+from magicdec.records.statistics.uncertainty import Uncertainty
 
 NO_STEP = "if no step was needed"
 CHANCE = "; with random weights"
@@ -28,7 +29,7 @@ def _tpot(meaning: str, label: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics:
+class Metrics(Uncertainty):
     """The metrics of one pass over all measured batches, without the warm-up. A metric that does
     not apply is None, never 0."""
 

@@ -43,6 +43,7 @@ class PassSamples:
     draft_rows: list[int] = field(default_factory=list)
     peak_memory_bytes: list[list[int]] = field(default_factory=list)
     answer_scores: list[float] | None = None
+    output_hashes: list[str] | None = None
 
     @property
     def num_tokens(self) -> list[int]:
@@ -199,6 +200,12 @@ class SamplesRecord:
         "answer score of each prompt",
         "0 to 1",
         null="if the workload has no known answers; with random weights",
+        is_later=True,
+    )
+    output_hashes: list[str] | None = recorded(
+        "hash of the emitted token ids of each prompt, the first 16 hexadecimal digits of SHA-256; "
+        "equal hashes stand for equal outputs",
+        null="in older records",
         is_later=True,
     )
 

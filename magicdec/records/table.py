@@ -56,11 +56,26 @@ def print_record(record: RunRecord) -> None:
         table.add_column("autoregressive", justify="right")
     table.add_column(_name(record.config["decoding"], record.config["kv"]), justify="right")
     for name, description in rows():
-        values = [getattr(metrics, name) for metrics in columns]
-        if any(value is not None for value in values):
-            cells = ("" if value is None else description.show(value) for value in values)
+        cells = [cell(metrics, name, description) for metrics in columns]
+        if any(cells):
             table.add_row(description.label, *cells)
     console.print(table)
+
+
+def cell(metrics: Metrics, name: str, description: Recorded) -> str:
+    """A metric with its interval, if it has one; empty if it is None. Each draft position has a
+    line, with the number of verifications that judged it."""
+    value, ends = getattr(metrics, name), getattr(metrics, f"{name}_interval", None)
+    if value is None:
+        return ""
+    judged = metrics.judged_per_position
+    if name != "acceptance_per_position" or judged is None:
+        return description.show_between(value, ends)
+    ends = ends or [[]] * len(value)
+    return "\n".join(
+        f"{description.show_between(share, both)} of {count}"
+        for share, both, count in zip(value, ends, judged, strict=True)
+    )
 
 
 def print_records(records: list[RunRecord]) -> None:

@@ -6,6 +6,8 @@ Owns what of a run goes into its record. Must not measure anything; `records/met
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from magicdec.memory.watch import NOT_MEASURED, MemoryTaken, describe_memory
@@ -46,6 +48,7 @@ def make_record(
     assert bandwidth is not None, "measured in every run"
     for name, samples in measured.samples.items():
         samples.answer_scores = score_pass(prepared, measured.finished[name])
+        samples.output_hashes = [hash_output(r.output_ids) for r in measured.finished[name]]
     metrics = run_metrics(measured.samples, measured.prefill, bandwidth, is_random)
     check_identities(metrics, measured.samples, measured.prefill, bandwidth)
     memory = measured.memory if passed else NOT_MEASURED
@@ -71,3 +74,8 @@ def score_pass(prepared: Prepared, finished: list[Request]) -> list[float] | Non
     the target has random weights."""
     answers = None if prepared.source.is_random else prepared.workload.answers
     return answer_scores(answers, finished, prepared.tokenizer)
+
+
+def hash_output(token_ids: Sequence[int]) -> str:
+    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]

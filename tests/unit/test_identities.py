@@ -164,6 +164,16 @@ def test_a_fault_in_the_samples_is_refused(fault: str) -> None:
         run.check()
 
 
+def test_a_rate_outside_its_interval_is_refused() -> None:
+    run = make_run()
+    metrics = run.metrics["speculative"]
+    assert metrics.acceptance_rate_interval is not None
+    for ends in ([0.0, 0.01], [0.99, 1.0]):
+        run.metrics["speculative"] = replace(metrics, acceptance_rate_interval=ends)
+        with pytest.raises(AssertionError, match="acceptance_rate"):
+            run.check()
+
+
 DOUBLED = (
     *("prefill_tokens_per_s", "mean_ttft_ms", "decode_tokens_per_s", "mean_step_ms", "other_ms"),
     *("roofline_fraction", "mean_tpot_ms", "p50_tpot_ms", "p99_tpot_ms", "acceptance_rate"),

@@ -53,10 +53,14 @@ def test_the_committed_baselines_have_the_metrics_of_their_samples(
 
 def other_than(name: str, value: Any) -> Any:
     """Another value that this metric could have."""
+    if value is None and name.endswith("_interval"):
+        return [[0.5, 0.6]] if "position" in name else [0.5, 0.6]
+    if value is None and name == "judged_per_position":
+        return [1]
     if value is None:
         return [0.5] if name.endswith(("_per_batch", "_per_position")) else 1
     if isinstance(value, list):
-        return [*value[:-1], value[-1] + 1e-6]
+        return [*value[:-1], value[-1] + (1 if isinstance(value[-1], int) else 1e-6)]
     return value + (1 if isinstance(value, int) else 1e-6 * value)
 
 

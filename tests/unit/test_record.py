@@ -224,6 +224,7 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         "acceptance_rate",
         "acceptance_length",
         "acceptance_per_position",
+        "judged_per_position",
         "mean_draft_tokens",
         "speedup",
         "speedup_per_batch",

@@ -113,10 +113,14 @@ def test_committed_records_are_read_and_as_the_schema_says() -> None:
     for line, record in zip(lines, records, strict=True):
         raw = json.loads(line)
         assert problems(json.loads(schema_text()), raw) == []
-        written = json.loads(record.to_json())
-        for key, value in raw.items():
-            kept = {k: written[key][k] for k in value} if isinstance(value, dict) else written[key]
-            assert kept == value, key
+        assert kept(raw, json.loads(record.to_json())) == raw
+
+
+def kept(raw: Any, written: Any) -> Any:
+    """`written` with only the keys of `raw`: an older record lacks keys that are written today."""
+    if not isinstance(raw, dict) or not isinstance(written, dict):
+        return written
+    return {key: kept(value, written[key]) for key, value in raw.items()}
 
 
 BROKEN: list[tuple[str, Any, str]] = [

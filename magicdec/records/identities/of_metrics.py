@@ -19,6 +19,12 @@ from magicdec.records.identities.of_samples import (
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PassSamples, PrefillSamples
 
+# The metrics that lie within their intervals.
+INSIDE = (
+    *("prefill_tokens_per_s", "decode_tokens_per_s"),
+    *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
+)
+
 
 def check_identities(
     metrics: dict[str, Metrics],
@@ -35,6 +41,7 @@ def check_identities(
         check_rates(name, metrics[name], samples, bandwidth)
         check_tpot(name, metrics[name], samples)
         check_acceptance(name, metrics[name], samples)
+        check_intervals(name, metrics[name])
         if name != BASELINE and BASELINE in passes:
             check_speedups(name, metrics[name], passes[BASELINE], samples)
 
@@ -119,6 +126,15 @@ def check_acceptance(name: str, metrics: Metrics, samples: PassSamples) -> None:
     if metrics.mean_emitted_tokens is not None:
         label = f"{name}: mean_emitted_tokens"
         must_not_exceed(label, metrics.mean_emitted_tokens, "acceptance_length", 1 + extra)
+
+
+def check_intervals(name: str, metrics: Metrics) -> None:
+    """A rate lies within its interval. A speedup, which is a median, need not."""
+    for key in INSIDE:
+        value, ends = getattr(metrics, key), getattr(metrics, f"{key}_interval")
+        if ends is not None:
+            must_not_exceed(f"{name}: the lower end of {key}'s interval", ends[0], key, value)
+            must_not_exceed(f"{name}: {key}", value, "the upper end of its interval", ends[1])
 
 
 def check_speedups(name: str, metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> None:

@@ -1,0 +1,152 @@
+"""The intervals of a record: they cover the truth as often as they say, and they are absent where
+there is too little to say anything."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from synthetic_samples import baseline_pass, draw_chances, draw_pass, prefill_of, scaled
+
+from magicdec.records.identities.of_samples import check_samples
+from magicdec.records.metrics import acceptance
+from magicdec.records.samples import PassSamples
+from magicdec.records.statistics.by_prompt import count_by_prompt
+from magicdec.records.statistics.intervals import interval, ratio_interval
+from magicdec.records.statistics.uncertainty import estimates_of, uncertainty_of
+
+NUM_TRIALS = 1000
+MOST_WITHOUT = 5  # of these trials may have no interval
+WIDE = pytest.mark.wide
+
+
+def population(mean: float, spread: float, gamma: int, num_tokens: int) -> dict[str, list[float]]:
+    """The true values, over so many prompts that their own error does not count."""
+    rng = np.random.default_rng(0)
+    chances = draw_chances(rng, 20_000, mean, spread)
+    found = estimates_of(count_by_prompt(draw_pass(rng, chances, gamma, num_tokens)))
+    return {
+        "acceptance_rate": [found.rate[0]],
+        "acceptance_length": [found.length[0]],
+        "mean_emitted_tokens": [found.emitted[0]],
+        "acceptance_per_position": list(found.per_position[0]),
+    }
+
+
+@pytest.mark.parametrize(
+    "num_prompts", [4, 8, pytest.param(16, marks=WIDE), pytest.param(32, marks=WIDE)]
+)
+@pytest.mark.parametrize(
+    ("mean", "spread", "gamma", "num_tokens"), [(0.55, 0.12, 4, 63), (0.8, 0.1, 2, 63)]
+)
+def test_the_intervals_of_acceptance_cover_the_truth(
+    num_prompts: int, mean: float, spread: float, gamma: int, num_tokens: int
+) -> None:
+    """In 93 to 97 % of 1000 records, for every metric and position."""
+    truth = population(mean, spread, gamma, num_tokens)
+    rng = np.random.default_rng(100 + num_prompts)
+    covered: Counter[tuple[str, int]] = Counter()
+    existing: Counter[tuple[str, int]] = Counter()
+    for _ in range(NUM_TRIALS):
+        chances = draw_chances(rng, num_prompts, mean, spread)
+        samples = draw_pass(rng, chances, gamma, num_tokens)
+        found = uncertainty_of(samples, prefill_of(samples), None)
+        for name, values in truth.items():
+            ends = found[f"{name}_interval"]
+            ends = ends if name == "acceptance_per_position" else [ends]
+            for place, (value, both) in enumerate(zip(values, ends, strict=True)):
+                existing[name, place] += bool(both)
+                covered[name, place] += bool(both) and both[0] <= value <= both[1]
+    assert min(existing.values()) >= NUM_TRIALS - MOST_WITHOUT
+    shares = {key: covered[key] / existing[key] for key in existing}
+    assert len(shares) == 3 + gamma
+    assert all(0.93 <= share <= 0.97 for share in shares.values()), shares
+
+
+@pytest.mark.parametrize("num_batches", [3, 4, 8])
+def test_the_intervals_of_speeds_cover_the_truth(num_batches: int) -> None:
+    """Of passes whose times differ by 5 % from batch to batch, and by as much between passes."""
+    rng = np.random.default_rng(num_batches)
+    covered: Counter[str] = Counter()
+    chances = np.full(num_batches, 0.5)
+    draft = draw_pass(rng, chances, 4, 63, num_batches)
+    plain = baseline_pass(draft)
+    num_steps = [len(steps) for steps in draft.step_ms]
+    for _ in range(NUM_TRIALS):
+        machine, of_pass = rng.normal(0, 0.05, (2, num_batches))
+        # The steps of each batch have the same time, so that only the noise is left.
+        ours = scaled(draft_of(draft, num_steps), np.exp(machine + of_pass))
+        base = scaled(draft_of(plain, [63] * num_batches), np.exp(machine))
+        found = uncertainty_of(ours, prefill_of(ours), base)
+        truth = {"speedup": 1.0, "net_speedup": 1.0, "decode_tokens_per_s": 63 / 0.063}
+        for name, value in truth.items():
+            low, high = found[f"{name}_interval"]
+            covered[name] += low <= value <= high
+    assert all(0.93 <= count / NUM_TRIALS <= 0.97 for count in covered.values()), covered
+
+
+def draft_of(samples: PassSamples, num_steps: list[int]) -> PassSamples:
+    """A copy whose batches take 63 ms each."""
+    return PassSamples(
+        begin_ms=list(samples.begin_ms),
+        step_ms=[[63.0 / n] * n for n in num_steps],
+        num_drafted=samples.num_drafted,
+        num_accepted=samples.num_accepted,
+        num_emitted=samples.num_emitted,
+        sequence_tokens=samples.sequence_tokens,
+        sequence_ms=[[63.0] for _ in num_steps],
+    )
+
+
+def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
+    """Rows that have ended are left out of the samples, so that rows must be told apart."""
+    rng = np.random.default_rng(1)
+    samples = draw_pass(rng, draw_chances(rng, 6, 0.6, 0.2), 4, 30, num_batches=2)
+    check_samples("drawn", samples)
+    counts = count_by_prompt(samples)
+    assert counts.emitted.tolist() == [30] * 6, "each prompt emits its own tokens"
+    whole = acceptance(samples.num_accepted, samples.num_drafted)
+    found = estimates_of(counts)
+    assert whole.rate is not None and whole.length is not None
+    assert math.isclose(found.rate[0], whole.rate)
+    assert math.isclose(found.length[0], whole.length)
+    assert np.allclose(found.per_position[0], whole.per_position)
+    assert counts.num_prompts == 6 and len(found.rate) == 7
+
+
+def test_steps_that_draft_other_numbers_of_tokens_are_counted_by_position() -> None:
+    samples = PassSamples(
+        num_drafted=[[2, 0, 1]],
+        num_accepted=[[[2, 0], [], [1, 0]]],
+        num_emitted=[[[3, 1], [1, 1], [1, 1]]],
+        sequence_tokens=[[5, 3]],
+    )
+    counts = count_by_prompt(samples)
+    assert counts.judged.tolist() == [[2, 1], [2, 0]]
+    assert counts.accepted.tolist() == [[2, 1], [0, 0]]
+    assert counts.verifications.tolist() == [2, 2] and counts.drafted.tolist() == [3, 3]
+
+
+def test_there_is_no_interval_where_nothing_can_be_said() -> None:
+    few = np.array([0.5, 0.4, 0.5, 0.6])
+    assert interval(few, 0, 1) is None, "three prompts"
+    assert interval(few, 0, 1, fewest=3) is not None
+    assert interval(np.full(9, 0.5), 0, 1) is None, "no spread"
+    for bound in (0.0, 1.0):
+        assert interval(np.full(9, bound), 0, 1) is None
+    assert interval(np.array([0.5, 0.4, 0.5, 0.6, np.nan]), 0, 1) is None
+    assert ratio_interval([1.5, 1.6]) is None and ratio_interval([1.5] * 5) is None
+    assert ratio_interval([1.5, 1.6, 1.7]) is not None
+
+
+def test_an_interval_stays_within_its_bounds() -> None:
+    rng = np.random.default_rng(2)
+    for mean in (0.1, 0.9):
+        samples = draw_pass(rng, draw_chances(rng, 4, mean, 0.05), 4, 40)
+        found = uncertainty_of(samples, prefill_of(samples), None)
+        low, high = found["acceptance_rate_interval"]
+        assert 0 < low < high < 1
+        low, high = found["acceptance_length_interval"]
+        assert 1 < low < high < 5
