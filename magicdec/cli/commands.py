@@ -12,6 +12,7 @@ from magicdec.cli.compare import main as compare
 from magicdec.cli.convert import main as convert
 from magicdec.cli.download import main as download
 from magicdec.cli.drivers import DRIVERS
+from magicdec.cli.export import main as export
 from magicdec.cli.flags import main
 from magicdec.cli.latency import main as latency
 from magicdec.cli.plan import main as plan
@@ -47,7 +48,8 @@ COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
     "plan": ("predict when speculation pays, from the model's shape and the machine", plan),
     "download": ("fetch a model from the Hugging Face hub", download),
     "convert": ("write a checkpoint as one file with checksums, or check such a file", convert),
-    "table": ("print records as tables", table),
+    "table": ("print records as a table: text, Markdown, LaTeX or CSV", table),
+    "export": ("write records as one flat CSV or Parquet table", export),
 }
 
 

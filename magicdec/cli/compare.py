@@ -34,7 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse a file with a line that is not JSON; otherwise it is skipped with a warning",
+        help="refuse a file with a line that is not a record; otherwise the line is skipped with a "
+        "warning",
     )
     return parser
 

@@ -1,5 +1,5 @@
 """`magicdec table FILE...`: prints records as a table, or checks their metrics. Owns the command
-line; `records/table.py` prints, `records/metrics.py` checks."""
+line; `report/listing.py` makes the table, `records/metrics.py` checks."""
 
 from __future__ import annotations
 
@@ -9,41 +9,64 @@ from pathlib import Path
 
 from magicdec.records.compare import describe
 from magicdec.records.metrics import check_metrics
-from magicdec.records.reading import load_records
+from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import RunRecord
-from magicdec.records.table import print_records
+from magicdec.report.listing import FORMATS, SORT_KEYS, list_records, print_text
+from magicdec.report.settings import SETTINGS
 
 
 def main() -> None:
     """`magicdec table FILE...`"""
     args = make_parser().parse_args()
     try:
-        files = {path: load_records(path, args.strict or args.check) for path in args.files}
+        check_keys(args)
+        if args.check:
+            sys.exit(check({path: load_records(path, is_strict=True) for path in args.files}))
+        records = (record for path in args.files for record in read_records(path, args.strict))
+        is_ascending = None if not args.reverse else args.sort not in SETTINGS
+        listing = list_records(records, args.group_by, args.sort, is_ascending)
     except ValueError as error:
         print(f"magicdec table: {error}", file=sys.stderr)
         sys.exit(2)
-    if args.check:
-        sys.exit(check(files))
-    print_records([record for records in files.values() for record in records])
+    if args.format == "text":
+        print_text(listing)
+    else:
+        print(FORMATS[args.format](listing), end="")
+
+
+def check_keys(args: argparse.Namespace) -> None:
+    """Raises ValueError for a key that is not known, or that a grouped table does not have."""
+    for key in args.group_by:
+        if key not in SETTINGS:
+            raise ValueError(f"--group_by {key} is not known; choose from {', '.join(SETTINGS)}")
+    if args.sort is not None and args.sort not in SORT_KEYS:
+        raise ValueError(f"--sort {args.sort} is not known; choose from {', '.join(SORT_KEYS)}")
+    if args.group_by and args.sort in SETTINGS and args.sort not in args.group_by:
+        raise ValueError(f"--sort {args.sort} is not in the table; add it to --group_by")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="magicdec table", description="Print records as a table, with one line for each run."
     )
-    parser.add_argument("files", nargs="+", type=Path, help="files of records, as JSON lines")
-    parser.add_argument(
-        "--check",
-        action="store_true",
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="files of records, as JSON lines")
+    add("--group_by", nargs="+", default=[], metavar="KEY",
+        help="one line for each combination of these settings, such as B or kv_policy, with the "
+        "number of runs and the median of each metric")  # fmt: skip
+    add("--sort", metavar="KEY",
+        help="sort by a metric, the largest first, or by a setting, the smallest first; default: "
+        "the order of the files")  # fmt: skip
+    add("--reverse", action="store_true", help="the opposite order of --sort")
+    add("--format", default="text", choices=("text", *FORMATS),
+        help="text fits the terminal (80 columns in a file or a pipe); latex needs the package "
+        "booktabs; csv has every column and unrounded numbers [text]")  # fmt: skip
+    add("--check", action="store_true",
         help="compute every metric again from the samples in its record, in place of the table; "
-        "the exit code is 1 if one differs or a record has no samples",
-    )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="refuse a file with a line that is not JSON, as --check does; otherwise it is skipped "
-        "with a warning",
-    )
+        "the exit code is 1 if one differs or a record has no samples")  # fmt: skip
+    add("--strict", action="store_true",
+        help="refuse a file with a line that is not a record, as --check does; otherwise the line "
+        "is skipped with a warning")  # fmt: skip
     return parser
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 KEY = "recorded"
@@ -57,6 +58,7 @@ def description_of(item: dataclasses.Field[Any]) -> Recorded:
     return found
 
 
+@cache
 def described_fields(kind: type) -> list[tuple[str, Any, Recorded]]:
     """(key, type, description) of each field of a record's dataclass, in order. The type is given
     without `| None`, because the description says whether the field can be null."""

@@ -11,7 +11,10 @@ import json
 import math
 import sys
 import typing
+from collections.abc import Iterator
 from dataclasses import is_dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,42 +30,68 @@ CONFIG_KEYS = {
     "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
 }
 
+# The types that a plain value of JSON may have, by the type of its field.
+PLAIN: dict[Any, frozenset[type]] = {
+    str: frozenset({str}),
+    bool: frozenset({bool}),
+    int: frozenset({int}),
+    float: frozenset({float, int}),
+}
+LIST = frozenset({list})
+
 
 class Unreadable(ValueError):
-    """A line that is not JSON: cut off in a crash, or damaged."""
+    """A line that is no record: cut off in a crash, or damaged."""
 
 
 def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
-    """All records of a file. Raises ValueError, naming the file and the line, for a line that is
-    not a record of this schema. A line that is not JSON is skipped with a warning on stderr, if the
-    file holds records besides; with `is_strict`, it is an error, too."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give a file of records (JSON lines)") from None
-    records, unreadable = [], []
-    for number, line in enumerate(lines, 1):
+    """All records of a file, as `read_records` reads them."""
+    return list(read_records(path, is_strict))
+
+
+def read_records(path: Path, is_strict: bool = False) -> Iterator[RunRecord]:
+    """The records of a file, one after the other, so that a large file need not fit in memory. A
+    line that is no record is skipped with a warning on stderr that names the file and the line, if
+    the file holds records besides. With `is_strict` it is an error. Raises ValueError, one line,
+    for this, for a file without any record among its lines, for a file that cannot be read, and for
+    a record of another schema version."""
+    unreadable, num_records = [], 0
+    for number, line in _lines(path):
         try:
-            if line.strip():
-                records.append(parse_line(line.decode()))
+            record = parse_line(line.decode())
         except UnicodeDecodeError:
             unreadable.append(f"{path}:{number}: not UTF-8 text")
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
-    if unreadable and (is_strict or not records):
+        else:
+            num_records += 1
+            yield record
+            continue
+        if is_strict:
+            break
+    if unreadable and (is_strict or not num_records):
         raise ValueError(f"{unreadable[0]}; give a file of records (JSON lines)")
     for problem in unreadable:
         print(f"{problem}; this line is skipped", file=sys.stderr)
-    return records
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, counted from 1. Raises ValueError if the file cannot be
+    read."""
+    try:
+        with path.open("rb") as file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give a file of records (JSON lines)") from None
 
 
 def parse_line(line: str) -> RunRecord:
-    """Parse one line. Raises ValueError, one line, if it is not a record of this schema; this is
-    `Unreadable` if it is not JSON."""
+    """Parse one line. Raises ValueError, one line, if it is not a record of this schema. This is
+    `Unreadable`, unless the line is a record of another schema version."""
     try:
-        raw = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
+        raw = DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"not a JSON record ({error})") from None
     return parse_record(raw)
@@ -72,7 +101,8 @@ def parse_record(raw: Any) -> RunRecord:
     """Make a record from its JSON value. Raises ValueError as `parse_line` does."""
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version is {version}, this program reads {SCHEMA_VERSION}")
+        kind = ValueError if type(version) is int else Unreadable
+        raise kind(f"schema_version is {version}, this program reads {SCHEMA_VERSION}")
     try:
         fields = _parse_fields(RunRecord, raw, "")
         _check_config(fields["config"])
@@ -84,7 +114,7 @@ def parse_record(raw: Any) -> RunRecord:
     except ValueError as error:
         problem = str(error)
     if problem is not None:
-        raise ValueError(f"not a record; {problem}")
+        raise Unreadable(f"not a record; {problem}")
     return RunRecord(**fields)
 
 
@@ -117,17 +147,45 @@ def _parse_fields(kind: type, raw: Any, path: str) -> dict[str, Any]:
 
 def _parse(hint: Any, raw: Any, path: str) -> Any:
     """Parse a value of that type: a dataclass, a list, a dictionary or a plain value."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if is_dataclass(hint):
+    if hint in PLAIN or hint is Any:
+        if hint is Any or type(raw) in PLAIN[hint]:
+            return raw
+    elif is_dataclass(hint):
         assert isinstance(hint, type)
         return hint(**_parse_fields(hint, raw, f"{path}."))
-    if origin is list and isinstance(raw, list):
-        return [_parse(inner[0], value, f"{path}[{i}]") for i, value in enumerate(raw)]
-    if origin is dict and isinstance(raw, dict):
-        return {key: _parse(inner[1], value, f"{path}.{key}") for key, value in raw.items()}
-    if hint is Any or type(raw) is hint or (hint is float and type(raw) is int):
-        return raw
+    else:
+        origin, inner = typing.get_origin(hint), typing.get_args(hint)
+        if origin is list and isinstance(raw, list):
+            if _is_plain(hint, raw):
+                return raw
+            return [_parse(inner[0], value, f"{path}[{i}]") for i, value in enumerate(raw)]
+        if origin is dict and isinstance(raw, dict):
+            if inner[1] is Any:
+                return raw
+            return {key: _parse(inner[1], value, f"{path}.{key}") for key, value in raw.items()}
     raise ValueError(f"{path} has another type")
+
+
+def _is_plain(hint: Any, raw: list[Any]) -> bool:
+    """Whether `raw` is what a type of nested lists of plain values asks for. It checks each level
+    of the lists at once, because samples hold most of a record's numbers."""
+    level: list[Any] = [raw]
+    for _ in range(_depth(hint)):
+        if not LIST.issuperset(map(type, level)):
+            return False
+        level = list(chain.from_iterable(level))
+    return PLAIN.get(_innermost(hint), frozenset()).issuperset(map(type, level))
+
+
+@cache
+def _depth(hint: Any) -> int:
+    """The number of lists around the innermost type."""
+    return 1 + _depth(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else 0
+
+
+@cache
+def _innermost(hint: Any) -> Any:
+    return _innermost(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else hint
 
 
 def _finite(text: str) -> float:
@@ -139,3 +197,6 @@ def _finite(text: str) -> float:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)

@@ -1,5 +1,5 @@
-"""Prints records as tables: the passes of one run side by side, or many runs with one line each.
-The label and the format of a metric are declared with its field (`performance.py`)."""
+"""Prints one record as a table, with the passes of the run side by side. `report/listing.py` prints
+many records. The label and the format of a metric are declared with its field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from magicdec.console import make_console
-from magicdec.names import FULL_KV_POLICY
+from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.fields import Recorded, description_of
 from magicdec.records.performance import Metrics
@@ -25,14 +25,6 @@ SHOWN = (
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
 STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
-# The columns of the table of many runs: metric, label, digits.
-COLUMNS = (
-    ("decode_tokens_per_s", "tokens/s", 1),
-    ("speedup", "speedup", 2),
-    ("net_speedup", "net", 2),
-    ("acceptance_rate", "accept", 3),
-    ("roofline_fraction", "roofline", 2),
-)
 
 
 def rows() -> list[tuple[str, Recorded]]:
@@ -54,7 +46,7 @@ def print_record(record: RunRecord) -> None:
     table.add_column("")
     if len(columns) == 2:
         table.add_column("autoregressive", justify="right")
-    table.add_column(_name(record.config["decoding"], record.config["kv"]), justify="right")
+    table.add_column(method(record), justify="right")
     for name, description in rows():
         cells = [cell(metrics, name, description) for metrics in columns]
         if any(cells):
@@ -78,42 +70,17 @@ def cell(metrics: Metrics, name: str, description: Recorded) -> str:
     )
 
 
-def print_records(records: list[RunRecord]) -> None:
-    """Print many runs, with one line each."""
-    from rich.table import Table
-
-    table = Table()
-    labels = ("model", "strategy", "ranks", "B", "prefix", *(c[1] for c in COLUMNS), "status")
-    for label in labels:
-        # If the page is narrow, text is wrapped. Numbers are never wrapped.
-        is_text = label in ("model", "strategy")
-        table.add_column(label, justify="right", overflow="fold", no_wrap=not is_text)
-    for record in records:
-        w = record.config["workload"]
-        table.add_row(
-            str(record.config["model"]["model"]),
-            _name(record.config["decoding"], record.config["kv"]),
-            str(record.environment.world_size),
-            str(w["batch_size"]),
-            str(w["prefix_len"]),
-            *(_cell(record.metrics, name, digits) for name, _, digits in COLUMNS),
-            record.status,
-        )
-    make_console().print(table)
-
-
-def _cell(metrics: Metrics | None, name: str, digits: int) -> str:
-    value = None if metrics is None else getattr(metrics, name)
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _name(decoding: dict[str, Any], kv: dict[str, Any]) -> str:
-    if decoding["strategy"] == "autoregressive":
-        return "autoregressive"
+def method(record: RunRecord) -> str:
+    """How a run decoded, in a few words: drafter, KV policy, budget and gamma."""
+    decoding, kv = record.config["decoding"], record.config["kv"]
+    if decoding["strategy"] == BASELINE:
+        return BASELINE
+    names = {"model": "standalone draft", "self": "self-speculation"}
+    drafter = names.get(decoding["drafter"], f"{decoding['drafter']} draft")
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
-    names = {"model": "standalone draft"}
-    drafter = names.get(decoding["drafter"], f"{decoding['drafter']}-speculation")
-    return f"{drafter}, {budget}, gamma {decoding['num_draft_tokens']}"
+    gamma = f"gamma {decoding['num_draft_tokens']}"
+    # Prompt lookup reads no cache, whatever policy the run names.
+    return ", ".join([drafter, *([budget] if decoding["drafter"] in names else []), gamma])
 
 
 def _title(record: RunRecord) -> str:

@@ -23,7 +23,7 @@ LAYERS = (
     {"decoding", "memory"},
     {"engine", "setup"},
     {"probe", "autotune"},
-    {"run", "latency"},
+    {"run", "latency", "report"},
     {"cli"},
 )
 HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}

@@ -345,7 +345,7 @@ def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: s
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("torn", [b'{"schema_version": 1, "stat', b"\xff\xfe", b"{}}"])
+@pytest.mark.parametrize("torn", [b'{"schema_version": 1, "stat', b"\xff\xfe", b"{}}", b"[1]"])
 def test_a_torn_line_costs_no_other_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: bytes
 ) -> None:
@@ -357,8 +357,8 @@ def test_a_torn_line_costs_no_other_record(
     assert len(load_records(path)) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith(f"{path}:2: not ") and said[0].endswith("; this line is skipped")
-    with pytest.raises(ValueError, match=f"{path}:2: not "):
+    assert said[0].startswith(f"{path}:2: ") and said[0].endswith("; this line is skipped")
+    with pytest.raises(ValueError, match=f"{path}:2: "):
         load_records(path, is_strict=True)
 
 
@@ -371,6 +371,17 @@ def test_a_record_without_a_later_key_is_read(key: str, tmp_path: Path) -> None:
     (loaded,) = load_records(tmp_path / "old.jsonl")
     assert getattr(loaded, key) is None
     assert json.loads(loaded.to_json()) == raw | {key: None}
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path, version: int) -> None:
+    """It is whole, so it is not skipped as a damaged line is."""
+    path = tmp_path / "runs.jsonl"
+    other = json.loads(small().to_json()) | {"schema_version": version}
+    path.write_text(f"{small().to_json()}\n{json.dumps(other)}\n")
+    message = f"{path}:2: schema_version is {version}, this program reads 1"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_records(path)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

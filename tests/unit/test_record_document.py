@@ -144,7 +144,7 @@ BROKEN: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("path", "value", "message"), BROKEN)
 def test_a_malformed_record_is_named_with_its_line(
-    tmp_path: Path, path: str, value: Any, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
 ) -> None:
     raw = json.loads(RECORDS["speculative"]().to_json())
     *parents, last = path.split(".")
@@ -155,9 +155,13 @@ def test_a_malformed_record_is_named_with_its_line(
     file = tmp_path / "runs.jsonl"
     file.write_text(f"{small().to_json()}\n{json.dumps(raw)}\n")
     with pytest.raises(ValueError) as refused:
-        load_records(file)
+        load_records(file, is_strict=True)
     text = str(refused.value)
     assert text.startswith(f"{file}:2: not a record; {message}") and "\n" not in text
+    assert [record.to_json() for record in load_records(file)] == [small().to_json()]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{file}:2: not a record; {message}")
+    assert said.endswith("; this line is skipped")
 
 
 def test_metrics_of_a_run_that_diverged_are_refused() -> None:

@@ -1,0 +1,197 @@
+"""Many records as one table, with a line for each run or for each group of runs: as text, Markdown,
+LaTeX or CSV. Owns the choice of rows and columns and their order. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from magicdec.console import make_console
+from magicdec.records.performance import Metrics
+from magicdec.records.record import RunRecord
+from magicdec.report.settings import SETTINGS, Setting, metric, settings
+
+Row = dict[str, Setting]
+NARROW = 80  # columns of a text table that is written to a file or a pipe
+TEXT_COLUMNS = ("model", "draft_model", "drafter", "kv_policy", "status")
+# The columns, their labels, and the digits of those that are metrics.
+LABELS = {
+    "model": "model", "draft_model": "draft", "drafter": "drafter", "kv_policy": "kv_policy",
+    "budget": "budget", "gamma": "gamma", "ranks": "ranks", "B": "B", "prefix_len": "prefix",
+    "runs": "runs", "decode_tokens_per_s": "tokens/s", "speedup": "speedup", "net_speedup": "net",
+    "acceptance_rate": "accept", "roofline_fraction": "roof", "status": "status",
+}  # fmt: skip
+DIGITS = {
+    "decode_tokens_per_s": 1,
+    "speedup": 2,
+    "net_speedup": 2,
+    "acceptance_rate": 3,
+    "roofline_fraction": 2,
+}
+# Metrics that are one number, all of which can be sorted by.
+METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
+SORT_KEYS = (*SETTINGS, *METRICS)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The rows of a table. `columns` are keys of the rows, in order. `constants` are left out of
+    the columns, because they have the same value in every row."""
+
+    columns: tuple[str, ...]
+    rows: list[Row]
+    constants: dict[str, Setting]
+
+    def said(self) -> str:
+        """What holds for every row, in a line; empty if there is nothing to say."""
+        shown = (f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in self.constants.items())
+        return f"in every row: {', '.join(shown)}" if self.constants else ""
+
+
+def list_records(
+    records: Iterable[RunRecord],
+    group_by: Sequence[str] = (),
+    sort: str | None = None,
+    is_ascending: bool | None = None,
+) -> Listing:
+    """A row for each record, or for each combination of the settings `group_by`. A row of a group
+    has the number of its runs and the median of each metric over those that have it. The order is
+    that of the records, or by `sort`: metrics from the largest and settings from the smallest,
+    unless `is_ascending` is given. Rows without the value come last."""
+    rows = [settings(r) | {name: metric(r.metrics, name) for name in METRICS} for r in records]
+    for row in rows:
+        row["drafter"] = row["drafter"] or "none"
+    columns = tuple(key for key in LABELS if key != "runs")
+    if group_by:
+        rows = _grouped(rows, group_by)
+        columns = (*group_by, "runs", *DIGITS)
+    if sort is not None:
+        rising = sort not in METRICS if is_ascending is None else is_ascending
+        rows = _sorted(rows, sort, rising)
+    return Listing(columns, rows, {})
+
+
+def without_constants(listing: Listing) -> Listing:
+    """The listing without the columns that say nothing: those without a value, and settings that
+    are the same in every row of several."""
+    values = {key: {row[key] for row in listing.rows} for key in listing.columns}
+    kept = [key for key in listing.columns if values[key] != {None}]
+    can_go = [key for key in kept if key not in DIGITS and key != "runs"]
+    constants: dict[str, Setting] = {}
+    if len(listing.rows) > 1:
+        constants = {k: listing.rows[0][k] for k in can_go if len(values[k]) == 1}
+    columns = tuple(key for key in kept if key not in constants)
+    return Listing(columns, listing.rows, constants)
+
+
+def _grouped(rows: list[Row], group_by: Sequence[str]) -> list[Row]:
+    groups: dict[tuple[Setting, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in group_by), []).append(row)
+    return [
+        dict(zip(group_by, values, strict=True))
+        | {"runs": len(members)}
+        | {name: _median(member[name] for member in members) for name in METRICS}
+        for values, members in groups.items()
+    ]
+
+
+def _median(values: Iterable[Setting]) -> float | None:
+    found = [value for value in values if isinstance(value, int | float)]
+    return statistics.median(found) if found else None
+
+
+def _sorted(rows: list[Row], key: str, is_ascending: bool) -> list[Row]:
+    def place(row: Row) -> tuple[bool, float, str]:
+        value = row[key]
+        is_number = isinstance(value, int | float)
+        return is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
+
+    known = sorted((r for r in rows if r.get(key) is not None), key=place, reverse=not is_ascending)
+    return [*known, *(row for row in rows if row.get(key) is None)]
+
+
+def print_text(listing: Listing) -> None:
+    """Print it for people, in the width of the terminal. In a file or a pipe it is 80 columns
+    wide. Names are folded where that is narrow; numbers are never cut."""
+    from rich.table import Table
+
+    listing, console = without_constants(listing), make_console()
+    if not console.is_terminal:
+        console.width = NARROW
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    for key in listing.columns:
+        label, is_text = LABELS.get(key, key), key in TEXT_COLUMNS
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(label, justify=justify, overflow="fold", no_wrap=not is_text)
+    for row in listing.rows:
+        table.add_row(*(_cell(key, row[key]) for key in listing.columns))
+    if listing.constants:
+        console.print(listing.said(), soft_wrap=False)
+    console.print(table)
+
+
+def markdown(listing: Listing) -> str:
+    listing = without_constants(listing)
+    aligned = (":--" if key in TEXT_COLUMNS else "--:" for key in listing.columns)
+    lines = [_labels(listing), list(aligned), *_cells(listing)]
+    body = "\n".join("| " + " | ".join(_escape_md(c) for c in cells) + " |" for cells in lines)
+    said = listing.said()
+    return f"{body}\n" + (f"\n{said[0].upper()}{said[1:]}.\n" if said else "")
+
+
+def latex(listing: Listing) -> str:
+    """A `tabular` for the package booktabs."""
+    listing = without_constants(listing)
+    columns = "".join("l" if key in TEXT_COLUMNS else "r" for key in listing.columns)
+    lines = [" & ".join(map(_escape_latex, cells)) + r" \\" for cells in _cells(listing)]
+    head = " & ".join(map(_escape_latex, _labels(listing))) + r" \\"
+    said = [f"% {listing.said()}"] if listing.constants else []
+    begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
+    return "\n".join(
+        [*said, begin, r"\toprule", head, r"\midrule", *lines, r"\bottomrule", end, ""]
+    )
+
+
+def comma_separated(listing: Listing) -> str:
+    """Every column, with the keys as labels and the numbers unrounded, for programs."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(listing.columns)
+    writer.writerows([row[key] for key in listing.columns] for row in listing.rows)
+    return text.getvalue()
+
+
+FORMATS: Mapping[str, Callable[[Listing], str]] = {
+    "md": markdown,
+    "latex": latex,
+    "csv": comma_separated,
+}
+
+
+def _labels(listing: Listing) -> list[str]:
+    return [LABELS.get(key, key) for key in listing.columns]
+
+
+def _cells(listing: Listing) -> list[list[str]]:
+    return [[_cell(key, row[key]) for key in listing.columns] for row in listing.rows]
+
+
+def _cell(key: str, value: Setting) -> str:
+    if value is None:
+        return ""
+    is_metric = key in METRICS and isinstance(value, float)
+    return f"{value:.{DIGITS.get(key, 2)}f}" if is_metric else str(value)
+
+
+def _escape_md(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def _escape_latex(text: str) -> str:
+    named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(named.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)

@@ -1,0 +1,181 @@
+"""`magicdec table` of many records, and `magicdec export`: rows, their order and groups, and each
+format."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from test_compare import failed, make, write
+
+from magicdec.cli import export, table
+
+BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that is expected to succeed, and returns what it prints."""
+
+    def start(tool: Any, *words: object) -> str:
+        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, words)])
+        tool.main()
+        return capsys.readouterr().out
+
+    return start
+
+
+def record(B: int, speedup: float | None, policy: str = "streaming_llm") -> dict[str, Any]:
+    made = make()
+    made["config"]["workload"]["batch_size"] = B
+    made["config"]["kv"]["policy"] = policy
+    made["metrics"]["speedup"] = speedup
+    return made
+
+
+def records(tmp_path: Path) -> Path:
+    path = tmp_path / "runs.jsonl"
+    speedups = [(8, 1.5), (1, None), (8, 2.5), (1, 0.5), (8, 1.75)]
+    write(path, [*(record(B, speedup) for B, speedup in speedups), failed()])
+    return path
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_a_group_has_the_median_of_those_that_have_the_metric(
+    tmp_path: Path, run: Callable[..., str]
+) -> None:
+    rows = rows_of(run(table, records(tmp_path), "--group_by", "B", "--format", "csv"))
+    found = {row["B"]: (row["runs"], row["speedup"]) for row in rows}
+    assert found["8"] == ("3", "1.75") and found["1"][1] == "0.5"
+    assert sum(int(row["runs"]) for row in rows) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--sort", "speedup"], ["2.5", "1.75", "1.5", "0.5", "", ""]),
+        (["--sort", "speedup", "--reverse"], ["0.5", "1.5", "1.75", "2.5", "", ""]),
+        ([], ["1.5", "", "2.5", "0.5", "1.75", ""]),
+    ],
+)
+def test_rows_without_the_value_come_last(
+    tmp_path: Path, run: Callable[..., str], words: list[str], expected: list[str]
+) -> None:
+    rows = rows_of(run(table, records(tmp_path), "--format", "csv", *words))
+    assert [row["speedup"] for row in rows] == expected
+
+
+def test_settings_are_sorted_as_numbers(tmp_path: Path, run: Callable[..., str]) -> None:
+    path = tmp_path / "runs.jsonl"
+    write(path, [record(B, 1.0) for B in (16, 2, 128)])
+    rows = rows_of(run(table, path, "--sort", "B", "--format", "csv"))
+    assert [row["B"] for row in rows] == ["2", "16", "128"]
+
+
+def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
+    tmp_path: Path, run: Callable[..., str]
+) -> None:
+    path = tmp_path / "runs.jsonl"
+    odd = [record(B, 1.25) for B in (1, 8)]
+    for made in odd:
+        made["config"]["model"]["model"] = "a_b|100%"
+    write(path, odd)
+    md = run(table, path, "--format", "md")
+    assert "| 1 |" in md and "1.25" in md and "model a_b" in md.splitlines()[-1]
+    latex = run(table, path, "--format", "latex")
+    assert latex.startswith("% in every row: model a_b|100%")
+    assert r"\begin{tabular}{" in latex and latex.rstrip().endswith(r"\end{tabular}")
+    assert latex.count(r"\\") == 3
+    one = run(table, path, "--group_by", "model", "B", "--format", "latex")
+    assert "a_b" not in one.splitlines()[3], "it is the same in both groups"
+    write(path, [*odd, record(1, 2.0)])
+    mixed = run(table, path, "--format", "latex")
+    assert r"a\_b|100\%" in mixed
+    assert r"a_b\|100%" in run(table, path, "--format", "md")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--group_by", "batch"], "--group_by batch is not known; choose from model"),
+        (["--sort", "fast"], "--sort fast is not known; choose from model"),
+        (["--sort", "gamma", "--group_by", "B"], "--sort gamma is not in the table"),
+    ],
+)
+def test_unknown_keys_are_refused(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["magicdec table", str(BASELINES), *words])
+    with pytest.raises(SystemExit) as stopped:
+        table.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_an_export_has_a_row_for_each_pass(
+    tmp_path: Path, run: Callable[..., str], suffix: str
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    out = tmp_path / f"runs.{suffix}"
+    run(export, BASELINES, "--out", out)
+    frame = getattr(pandas, f"read_{suffix}")(out)
+    raw = [json.loads(line) for line in BASELINES.read_text().splitlines()]
+    baselines = [r["baseline_metrics"] for r in raw if r["baseline_metrics"] is not None]
+    assert len(frame) == len(raw) + len(baselines)
+    ours = frame[frame["pass"] == "speculative"]
+    assert ours["speedup"].tolist() == pytest.approx([r["metrics"]["speedup"] for r in raw])
+    assert ours["kv.budget"].tolist() == [r["config"]["kv"]["budget"] for r in raw]
+    low, high = (ours[f"decode_tokens_per_s_interval_{end}"] for end in ("low", "high"))
+    assert ((low <= ours["decode_tokens_per_s"]) | low.isna()).all()
+    assert ((high >= ours["decode_tokens_per_s"]) | high.isna()).all()
+    theirs = frame[frame["pass"] == "autoregressive"]
+    expected = [m["decode_tokens_per_s"] for m in baselines]
+    assert theirs["decode_tokens_per_s"].tolist() == pytest.approx(expected)
+
+
+def test_an_export_keeps_a_failed_run_and_mixed_gammas(
+    tmp_path: Path, run: Callable[..., str]
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    auto = make()
+    auto["config"]["decoding"]["num_draft_tokens"] = "auto"
+    write(tmp_path / "runs.jsonl", [make(), auto, failed()])
+    run(export, tmp_path / "runs.jsonl", "--out", tmp_path / "runs.parquet")
+    frame = pandas.read_parquet(tmp_path / "runs.parquet")
+    assert set(frame["decoding.num_draft_tokens"]) == {"4", "auto"}
+    last = frame.iloc[-1]
+    assert last["status"] == "failed" and last["error"] and pandas.isna(last["speedup"])
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("runs.xlsx", "must end in .csv or .parquet"),
+        ("missing/runs.csv", "No such file or directory"),
+        ("missing/runs.parquet", "No such file or directory"),
+        ("folder.csv", "Is a directory"),
+    ],
+)
+def test_an_export_that_cannot_be_written_is_one_line(
+    tmp_path: Path, out: str, message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "folder.csv").mkdir()
+    words = ["magicdec export", str(BASELINES), "--out", str(tmp_path / out)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as stopped:
+        export.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in err and err.count("\n") == 1
