@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from magicdec.records.compare import describe
+from magicdec.records.comparison.conditions import describe
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import RunRecord

@@ -67,9 +67,11 @@ class RunRecord:
         null=LATER,
         is_later=True,
     )
-    tolerance: dict[str, float] | None = recorded(
-        "for a metric, by how much it may fall before `magicdec compare` reports a regression",
-        null="except in committed baselines (`results/baselines/`)",
+    margin: float | None = recorded(
+        "share of the acceptance rate whose loss `magicdec gate` still tolerates; 0: any loss is a "
+        "regression",
+        "0 to 1",
+        null="except in the baselines of the gate",
         is_later=True,
     )
     schema_version: int = recorded(

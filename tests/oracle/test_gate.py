@@ -26,7 +26,8 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.distributed.groups import Launch
-from magicdec.records.compare import compare, measured_thing
+from magicdec.records.comparison.compare import compare, exit_code
+from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run.run import execute
@@ -94,10 +95,10 @@ def test_the_table_that_renews_them_is_the_file() -> None:
 )
 def test_acceptance_has_not_fallen(drafter: str, policy: str | None) -> None:
     baseline = find(drafter, policy, None if policy in (None, "full") else 257)
-    comparison = compare(run_again(baseline), BASELINES)
-    assert comparison.problem is None, comparison
+    (comparison,) = compare([run_again(baseline)], BASELINES)
+    assert exit_code([comparison]) == 0, comparison
     if (drafter, policy) == ("self", "full"):
-        assert comparison.differences["acceptance_rate"] == (1.0, 1.0)
+        assert comparison.rates == (1.0, 1.0)
 
 
 def test_baselines_cover_every_budget_and_rise_with_it() -> None:
@@ -131,5 +132,5 @@ def test_records_of_other_models_are_not_compared(tmp_path: Path) -> None:
     assert baseline.workload is not None
     weights = dataclasses.replace(baseline.workload, model_sha256="0" * 64)
     other = dataclasses.replace(baseline, workload=weights)
-    problem = compare(other, [baseline]).problem
-    assert problem is not None and "not comparable: model fingerprint" in problem
+    (found,) = compare([other], [baseline])
+    assert found.text == "not comparable: model demo has other weights"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.records import compare, table
+from magicdec.records import table
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.environment import Environment
 from magicdec.records.metrics import decode_metrics
-from magicdec.records.reading import load_records, parse_record
-from magicdec.records.record import STATUSES, RunRecord, append_record
+from magicdec.records.reading import parse_record
+from magicdec.records.record import STATUSES, RunRecord
 from magicdec.records.samples import PassSamples
 from magicdec.records.workload import WorkloadRecord
 
@@ -87,44 +87,6 @@ def write(path: Path, records: Sequence[Record]) -> Path:
     return path
 
 
-Gate = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def gate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Gate:
-    """Exit code and what was printed of `magicdec compare`, for new and baseline records."""
-
-    def run(new: Sequence[Record], old: Sequence[Record], *flags: str) -> tuple[int, str]:
-        files = write(tmp_path / "new", new), write(tmp_path / "old", old)
-        monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, files), *flags])
-        with pytest.raises(SystemExit) as stopped:
-            command.main()
-        out, err = capsys.readouterr()
-        assert err == ""
-        return int(stopped.value.code or 0), out
-
-    return run
-
-
-def test_a_run_that_was_compared_with_nothing_covers_no_baseline(gate: Gate) -> None:
-    unchecked = make()
-    unchecked["correctness"] |= {"reference": None, "identical": None}
-    unchecked["baseline_metrics"] = None
-    code, out = gate([unchecked], [make()])
-    assert code == 1 and "not comparable: its tokens were compared with nothing" in out
-    assert "0 of 1 baselines covered" in out
-
-
-def test_a_stale_baseline_hides_no_regression(gate: Gate) -> None:
-    stale = [make(0.11), make(0.81)]
-    for baselines in (stale, stale[::-1]):
-        code, out = gate([make(0.11)], baselines)
-        assert code == 1 and "regression: acceptance_rate fell by 0.7000" in out
-    assert gate([make(0.80)], stale)[0] == 0
-
-
 def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     """As in `magicdec compare NEW OLD | head -1`; here the reader ends before the first line."""
     path = write(tmp_path / "runs", [make()] * 20)
@@ -138,155 +100,6 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     with process.stderr:
         assert process.stderr.read() == b""
     assert process.wait(HANG) == 141
-
-
-def test_equal_records_pass(gate: Gate) -> None:
-    code, out = gate([make()], [make()])
-    assert code == 0
-    assert "acceptance_rate 0.8000 -> 0.8000 (+0.0000)" in out and out.count("\n") == 2
-    assert "1 of 1 baselines covered, 0 not covered" in out
-    assert "strategy=speculative drafter=self policy=streaming_llm budget=257" in out
-
-
-@pytest.mark.parametrize(
-    ("rate", "tolerance", "code"),
-    [
-        (RATE - 0.031, None, 1),
-        (RATE - 0.029, None, 0),
-        (RATE + 0.1, None, 0),
-        (1.0, {"acceptance_rate": 0.0}, 0),
-        (0.0, None, 1),
-        (RATE - 0.031, {"acceptance_rate": 0.05}, 0),
-        (RATE - 0.051, {"acceptance_rate": 0.05}, 1),
-        (RATE - 0.001, {"acceptance_rate": 0.0}, 1),
-        (RATE - 0.3, {"speedup": 0.1}, 0),
-    ],
-)
-def test_a_fall_beyond_the_tolerance_is_a_regression(
-    gate: Gate, rate: float, tolerance: dict[str, float] | None, code: int
-) -> None:
-    found, out = gate([make(rate)], [make(tolerance=tolerance)])
-    assert found == code
-    assert ("regression: acceptance_rate fell by" in out) == bool(code)
-
-
-def test_the_tolerance_is_the_baselines(gate: Gate) -> None:
-    loose = {"acceptance_rate": 1.0}
-    assert gate([make(0.1, tolerance=loose)], [make()])[0] == 1
-
-
-def test_the_baseline_of_the_same_conditions_is_found_among_others(gate: Gate) -> None:
-    other = make(0.1)
-    other["config"]["model"]["dtype"] = "bfloat16"
-    code, out = gate([make(0.8)], [make(0.8), other])
-    assert code == 0 and "0.8000 -> 0.8000" in out
-
-
-def test_one_regression_among_many_fails(gate: Gate) -> None:
-    old = [make(budget=33), make(budget=65), make(budget=129)]
-    new = [make(budget=129), make(0.1, budget=65), make(budget=33)]
-    code, out = gate(new, old)
-    assert code == 1 and out.count("regression") == 1 and out.count("->") == 3
-
-
-def test_an_earlier_regression_is_not_forgotten(gate: Gate) -> None:
-    tolerance = {"acceptance_rate": 0.1, "speedup": 0.1}
-    code, out = gate([make(0.1)], [make(tolerance=tolerance)])
-    assert code == 1 and "regression: acceptance_rate" in out
-
-
-def test_baselines_without_a_new_record_are_named_and_counted(gate: Gate) -> None:
-    """And fail where all of them are asked for."""
-    old = [make(budget=33), make(budget=65), make(budget=129)]
-    for flags, expected in ((), 0), (("--require_all",), 1):
-        code, out = gate([make(budget=65)], old, *flags)
-        assert code == expected and "1 of 3 baselines covered, 2 not covered" in out
-        for budget in (33, 129):
-            assert f"budget={budget} sinks=16 gamma=4: no new record covers this baseline" in out
-        assert out.count("no new record covers") == 2
-    assert gate(old, old, "--require_all")[0] == 0
-
-
-def test_what_did_not_pass_or_differs_covers_nothing(gate: Gate) -> None:
-    other = make()
-    other["config"]["model"]["dtype"] = "bfloat16"
-    for new in (failed(), diverged(), other):
-        out = gate([new], [make()], "--require_all")[1]
-        assert "0 of 1 baselines covered, 1 not covered" in out
-    code, out = gate([make()], [make(), failed()], "--require_all")
-    assert code == 1 and "1 of 2 baselines covered, 1 not covered" in out
-
-
-def test_records_older_than_int8_weights_are_of_the_runs_dtype(gate: Gate) -> None:
-    old, new = make(), make()
-    del old["config"]["model"]["target_dtype"]
-    assert gate([new], [old])[0] == 0
-    new["config"]["model"]["target_dtype"] = "int8"
-    code, out = gate([new], [old])
-    assert code == 1 and "weights" in out
-    draft = {"model": "demo-draft", "draft_dtype": "int8"}
-    assert compare.weight_dtypes(new["config"] | {"draft": draft}) == "int8"
-    assert compare.weight_dtypes(old["config"] | {"draft": draft}).endswith(", draft int8")
-
-
-OTHER = {
-    "model": ("workload", "model"),
-    "model fingerprint": ("workload", "model_sha256"),
-    "workload sha256": ("workload", "sha256"),
-    "dtype": ("config", "model", "dtype"),
-    "weights": ("config", "model", "target_dtype"),
-    "generated tokens": ("config", "workload", "gen_len"),
-    "ignore_eos": ("config", "decoding", "ignore_eos"),
-}
-
-
-@pytest.mark.parametrize("condition", OTHER)
-def test_other_conditions_are_not_comparable(gate: Gate, condition: str) -> None:
-    new, old = make(0.9), make()
-    place = new
-    for key in OTHER[condition][:-1]:
-        place = place[key]
-    place[OTHER[condition][-1]] = "other"
-    code, out = gate([new], [old])
-    assert code == 1 and f"not comparable: {condition} is other, was" in out
-    assert "->" not in out
-
-
-def test_a_configuration_without_a_baseline_is_not_comparable(gate: Gate) -> None:
-    for old in ([], [make(budget=65)]):
-        code, out = gate([make()], old)
-        assert code == 1 and "not comparable: the baseline has no such record" in out
-
-
-def test_new_runs_that_did_not_pass_fail_the_gate(gate: Gate) -> None:
-    code, out = gate([failed()], [make()])
-    assert code == 1 and "the new run failed: RuntimeError: [enforce fail]" in out
-    code, out = gate([diverged()], [make()])
-    assert code == 1 and "the new run diverged: outputs differ" in out
-
-
-def test_a_run_with_ties_passes_and_is_shown(gate: Gate) -> None:
-    code, out = gate([with_ties()], [make()])
-    assert code == 0 and "[ok_with_ties]: acceptance_rate" in out and "1 of 1 baselines" in out
-    code, out = gate([make()], [with_ties()])
-    assert code == 0 and "ok_with_ties" not in out
-    code, out = gate([with_ties() | {"metrics": make(RATE - 0.5)["metrics"]}], [make()])
-    assert code == 1 and "regression" in out
-
-
-@pytest.mark.parametrize("old", [failed(), diverged()])
-def test_baselines_that_did_not_pass_compare_with_nothing(gate: Gate, old: Record) -> None:
-    code, out = gate([make()], [old])
-    assert code == 1 and f"not comparable: the baseline's run {old['status']}" in out
-
-
-def test_numbers_that_are_missing_compare_with_nothing(gate: Gate) -> None:
-    code, out = gate([make(None)], [make()])
-    assert code == 1 and "not comparable: the new record has no acceptance_rate" in out
-    code, out = gate([make()], [make(None)])
-    assert code == 1 and "not comparable: the baseline has no acceptance_rate" in out
-    code, out = gate([make()], [make(tolerance={"acceptance": 0.1})])
-    assert code == 1 and "no acceptance" in out
 
 
 @pytest.mark.parametrize(
@@ -382,14 +195,3 @@ def test_runs_without_performance_are_printed_too(capsys: pytest.CaptureFixture[
     nothing["metrics"] = dict.fromkeys(nothing["metrics"]) | {"bytes_read": 0}
     nothing["baseline_metrics"] = dict(nothing["metrics"])
     assert "identical" in printed(nothing, capsys)
-
-
-def test_what_is_compared_was_appended_by_a_run(tmp_path: Path, gate: Gate) -> None:
-    """The helper above writes by hand what `append_record` writes."""
-    record = make()
-    append_record(tmp_path / "runs", parse_record(record))
-    loaded = load_records(tmp_path / "runs")
-    written = [json.loads(r.to_json()) for r in loaded]
-    assert written == [record] and loaded[0].metrics is not None
-    assert loaded[0].metrics.acceptance_rate == RATE
-    assert gate(written, written)[0] == 0

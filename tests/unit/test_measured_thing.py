@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
-from test_compare import Record, make
+from synthetic_records import drawn
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.names import KV_POLICIES
-from magicdec.records.compare import compare, measured_thing
+from magicdec.records.comparison.compare import compare
+from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import parse_record
 
 
-def of(policy: str, drafter: str = "self", **settings: Any) -> Record:
-    record = make()
+def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
+    record = json.loads(drawn().to_json())
     record["config"]["kv"] |= {"policy": policy, **settings}
     record["config"]["decoding"]["drafter"] = drafter
     return record
@@ -64,10 +66,10 @@ def test_another_draft_model_is_another_thing() -> None:
         draft = {"model": name, "random_weights": False, "model_sha256": weights}
         record["workload"]["draft"] = draft
         records.append(parse_record(record))
-    found = [compare(record, records[:1]) for record in records]
-    assert found[0].problem is None and "draft=b policy=full gamma=4" in found[1].name
-    assert found[1].problem == "not comparable: the baseline has no such record"
-    assert found[2].problem == "not comparable: draft fingerprint is 2, was 1"
+    found = compare(records, records[:1])
+    assert found[0].verdict == "same" and "draft=b policy=full gamma=4" in found[1].name
+    assert found[1].text == "not comparable: the baseline has no such record"
+    assert found[2].text == "not comparable: draft a has other weights"
 
 
 @pytest.mark.parametrize(
@@ -80,8 +82,9 @@ def test_another_draft_model_is_another_thing() -> None:
     ],
 )
 def test_sampling_is_a_condition(name: str, value: float, comparable: bool) -> None:
-    new, old = make(), make()
+    new, old = json.loads(drawn().to_json()), json.loads(drawn().to_json())
     new["config"]["sampling"][name] = value
     del old["config"]["sampling"]  # records from before there was any
-    problem = compare(parse_record(new), [parse_record(old)]).problem
-    assert problem is None if comparable else "not comparable: sampling is" in (problem or "")
+    (found,) = compare([parse_record(new)], [parse_record(old)])
+    assert (found.verdict == "same") == comparable
+    assert comparable or "not comparable: sampling {" in found.text

@@ -148,13 +148,12 @@ def documented() -> dict[str, dict[str, str]]:
 
 
 def objects(value: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object of a record by path; names of passes are one name, metric names of a tolerance
-    are the user's."""
+    """Every object of a record by path; names of passes are one name."""
     if path == "samples":
         value = {"<pass>": next(iter(value.values()))}
     yield path, value
     for key, inner in value.items():
-        if isinstance(inner, dict) and key != "tolerance":
+        if isinstance(inner, dict):
             yield from objects(inner, f"{path}.{key}".lstrip("."))
 
 
@@ -294,14 +293,14 @@ def small(**fields: Any) -> RunRecord:
 def test_a_record_is_one_line_that_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "runs.jsonl"
     odd = replace(small().environment, argv=["a\nb", "\u2028", "é"])
-    records = [small(environment=odd), small(tolerance={"speedup": 0.1})]
+    records = [small(environment=odd), small(margin=0.1)]
     for record in records:
         append_record(path, record)
     assert path.read_bytes().count(b"\n") == 2 and path.read_bytes().endswith(b"\n")
     loaded = load_records(path)
     assert [json.loads(r.to_json()) for r in loaded] == [json.loads(r.to_json()) for r in records]
     assert loaded[0].environment.argv == ["a\nb", "\u2028", "é"]
-    assert [record.tolerance for record in loaded] == [None, {"speedup": 0.1}]
+    assert [record.margin for record in loaded] == [None, 0.1]
 
 
 @pytest.mark.parametrize("before", [b"", b"\n", b'{"cut of', b'{"whole": 1}\n', b"\xff\n\nx"])
@@ -362,7 +361,7 @@ def test_a_torn_line_costs_no_other_record(
         load_records(path, is_strict=True)
 
 
-@pytest.mark.parametrize("key", ["tolerance", "memory"])
+@pytest.mark.parametrize("key", ["margin", "memory"])
 def test_a_record_without_a_later_key_is_read(key: str, tmp_path: Path) -> None:
     record = small()
     raw = json.loads(record.to_json())

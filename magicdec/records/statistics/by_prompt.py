@@ -35,6 +35,11 @@ class PromptCounts:
         """[P] accepted draft tokens: each counts once, at its position."""
         return self.accepted.sum(axis=-1)
 
+    def equals(self, other: PromptCounts) -> bool:
+        """Whether all counts of all prompts are equal."""
+        pairs = zip(self._each(), other._each(), strict=True)
+        return all(np.array_equal(one, theirs) for one, theirs in pairs)
+
     def of_prompts(self, chosen: Any) -> PromptCounts:
         """The counts of some prompts: a mask [P], or indices."""
         return PromptCounts(*(counts[chosen] for counts in self._each()))

@@ -29,11 +29,12 @@ def jackknife_error(values: Array) -> float:
     return math.sqrt((n - 1) / n * float(((each - each.mean()) ** 2).sum()))
 
 
-def t_quantile(num_groups: int, level: float = LEVEL) -> float:
-    """How many standard errors an interval of that level reaches to each side."""
+def quantile(freedom: int, level: float = LEVEL) -> float:
+    """How many standard errors an interval of that level reaches to each side: Student's t, with
+    `freedom` degrees of freedom."""
     from scipy.special import stdtrit  # here, because it takes a second to import
 
-    return float(stdtrit(num_groups - 1, (1 + level) / 2))
+    return float(stdtrit(freedom, (1 + level) / 2))
 
 
 def interval(
@@ -48,7 +49,7 @@ def interval(
     error = jackknife_error(values)
     if error <= 1e-12 * abs(float(values[0])):
         return None
-    reach = t_quantile(num_groups) * error / _slope(float(values[0]), low, high)
+    reach = quantile(num_groups - 1) * error / _slope(float(values[0]), low, high)
     middle = _unbounded(float(values[0]), low, high)
     return [_bounded(middle - reach, low, high), _bounded(middle + reach, low, high)]
 
@@ -62,7 +63,7 @@ def ratio_interval(ratios: Sequence[float], fewest: int = FEWEST_BATCHES) -> lis
     error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
     if error <= 1e-12:
         return None
-    middle, reach = float(logs.mean()), t_quantile(len(logs)) * error
+    middle, reach = float(logs.mean()), quantile(len(logs) - 1) * error
     return [math.exp(middle - reach), math.exp(middle + reach)]
 
 

@@ -1,0 +1,117 @@
+"""The relative change of the acceptance rate between two records of the same prompts, with its
+interval. Imports no torch.
+
+The prompts are paired: each is left out of both records at once (jackknife), so that what all
+prompts have in common cancels. Several pairs of records of the same prompts are taken together in
+the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from magicdec.records.record import RunRecord
+from magicdec.records.statistics.by_prompt import Array, PromptCounts, count_by_prompt
+from magicdec.records.statistics.intervals import FEWEST_PROMPTS, LEVEL, jackknife_error, quantile
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The counts of one thing in two records, prompt by prompt."""
+
+    before: PromptCounts
+    after: PromptCounts
+    prompts: Hashable  # equal for records of the same prompts
+    num_different: int | None  # outputs that differ between the records; None: not known
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all counts of all prompts are equal."""
+        return self.before.equals(self.after)
+
+    def rates(self) -> tuple[float, float]:
+        before, after = (
+            float(c.accepted.sum() / c.drafted.sum()) for c in (self.before, self.after)
+        )
+        return before, after
+
+    def log_ratios(self) -> Array:
+        """[1 + P] the logarithm of the ratio of the acceptance rates, over all prompts and without
+        each prompt."""
+        totals = [counts.totals() for counts in (self.before, self.after)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            before, after = (t.accepted_tokens() / t.drafted for t in totals)
+            return np.log(after / before)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A relative change, such as -0.05 for a loss of 5 %, and its interval."""
+
+    relative: float
+    interval: tuple[float, float] | None  # None: there are too few prompts for one
+    num_prompts: int
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval holds 0, or does not exist."""
+        return self.interval is None or self.interval[0] <= 0 <= self.interval[1]
+
+    def __str__(self) -> str:
+        text = f"{100 * self.relative:+.1f} %"
+        if self.interval is not None:
+            text += " [{:+.1f}, {:+.1f}]".format(*(100 * end for end in self.interval))
+        return text
+
+
+def pair_of(new: RunRecord, old: RunRecord) -> Pair:
+    """Raises ValueError if a record has no samples, or none of what its drafts were."""
+    counts = [counts_of(record, name) for record, name in ((old, "baseline"), (new, "new record"))]
+    ours, theirs = (_hashes(record) for record in (new, old))
+    num_different = None
+    if ours is not None and theirs is not None:
+        num_different = sum(a != b for a, b in zip(ours, theirs, strict=True))
+    assert new.workload is not None
+    return Pair(counts[0], counts[1], new.workload.sha256, num_different)
+
+
+def counts_of(record: RunRecord, name: str) -> PromptCounts:
+    """The counts of the requested strategy; `name` stands for the record in the error."""
+    if record.metrics is None or record.metrics.acceptance_rate is None:
+        raise ValueError(f"the {name} has no acceptance_rate")
+    if record.samples is None:
+        raise ValueError(f"the {name} has no samples; renew it with `magicdec gate save`")
+    try:
+        samples = record.samples[record.config["decoding"]["strategy"]].restored()
+    except ValueError as error:
+        raise ValueError(f"the {name} is too old: {error}") from None
+    return count_by_prompt(samples)
+
+
+def _hashes(record: RunRecord) -> list[str] | None:
+    assert record.samples is not None, "it has counts"
+    return record.samples[record.config["decoding"]["strategy"]].output_hashes
+
+
+def change_of(pairs: Sequence[Pair], level: float = LEVEL) -> Change:
+    """The change over all pairs: the mean of their log ratios. Pairs of the same prompts lose a
+    prompt together; the spreads of different sets of prompts add up."""
+    ratios = [pair.log_ratios() for pair in pairs]
+    mean = float(np.mean([values[0] for values in ratios]))
+    groups: dict[Hashable, list[Array]] = {}
+    for pair, values in zip(pairs, ratios, strict=True):
+        groups.setdefault(pair.prompts, []).append(values)
+    sizes = [len(values[0]) - 1 for values in groups.values()]
+    is_known = min(sizes) >= FEWEST_PROMPTS and all(np.isfinite(v).all() for v in ratios)
+    interval = None
+    if is_known:
+        errors = [
+            jackknife_error(np.sum(values, axis=0) / len(pairs)) for values in groups.values()
+        ]
+        reach = math.hypot(*errors) * quantile(sum(sizes) - len(sizes), level)
+        interval = (math.expm1(mean - reach), math.expm1(mean + reach))
+    return Change(math.expm1(mean), interval, sum(sizes))

@@ -1,0 +1,168 @@
+"""Records of runs that never ran: their samples are drawn, and their metrics computed from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from synthetic_samples import Array, baseline_pass, draw_chances, draw_pass, prefill_of
+
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.records.correctness import Correctness
+from magicdec.records.environment import Environment
+from magicdec.records.metrics import run_metrics
+from magicdec.records.reading import parse_record
+from magicdec.records.record import RunRecord
+from magicdec.records.samples import PassSamples, SamplesRecord
+from magicdec.records.workload import WorkloadRecord
+
+GAMMA, NUM_TOKENS = 4, 63
+ENVIRONMENT = Environment(
+    time_utc="2026-11-22T05:00:00+00:00", argv=["magicdec"], magicdec="0", python="3", torch="2",
+    system="Linux", cpu="", cpu_capability="AVX2", world_size=1, threads=2,
+    read_bandwidth_bytes_per_s=1e9,
+)  # fmt: skip
+WORKLOAD = WorkloadRecord(
+    model="demo", random_weights=False, model_sha256="m", tokenizer="demo", dataset="demo",
+    num_prompts=8, prefix_len=8, seed=0, sha256="w",
+)  # fmt: skip
+IDENTICAL = Correctness("autoregressive", True, 99, None, 0, 0, 1e-4)
+
+
+def chances_of(rate: float, num_prompts: int = 8) -> Array:
+    """The chance of each prompt that its next draft token is accepted, about `rate`."""
+    return draw_chances(np.random.default_rng(7), num_prompts, rate, 0.08)
+
+
+def drawn(rate: float = 0.8, budget: int = 257, seed: int = 0, num_prompts: int = 8) -> RunRecord:
+    """A record of self-speculation. Equal arguments make equal counts."""
+    rng = np.random.default_rng(seed)
+    samples = draw_pass(rng, chances_of(rate, num_prompts), GAMMA, NUM_TOKENS)
+    return record_of(samples, budget)
+
+
+def record_of(samples: PassSamples, budget: int = 257) -> RunRecord:
+    """The record that has these samples, and baseline samples of the same outputs."""
+    num_prompts = sum(map(len, samples.sequence_tokens))
+    samples.draft_kv_tokens, samples.draft_rows = [budget], [1]
+    passes = {"autoregressive": baseline_pass(samples), "speculative": samples}
+    for each in passes.values():
+        each.output_hashes = [f"{i:016x}" for i in range(num_prompts)]
+    decoding = DecodingSection("speculative", "self")
+    config = resolve(RunConfig(kv=KVSection(budget=budget), decoding=decoding), Machine(2))
+    prefill = prefill_of(samples)
+    metrics = run_metrics(passes, prefill, 1e9, is_random=False)
+    return RunRecord(
+        status="ok",
+        config=config.to_dict(),
+        environment=ENVIRONMENT,
+        workload=replace(WORKLOAD, num_prompts=num_prompts),
+        correctness=IDENTICAL,
+        metrics=metrics["speculative"],
+        baseline_metrics=metrics["autoregressive"],
+        samples={
+            name: SamplesRecord.of(each, is_drafting=name == "speculative", is_random=False)
+            for name, each in passes.items()
+        },
+        prefill_samples=prefill,
+    )
+
+
+def with_fields(record: RunRecord, **fields: Any) -> RunRecord:
+    """The record with values at places such as `config__workload__gen_len`."""
+    raw = json.loads(record.to_json())
+    for name, value in fields.items():
+        place = raw
+        *path, last = name.split("__")
+        for key in path:
+            place = place[key]
+        place[last] = value
+    return parse_record(raw)
+
+
+def with_losses(record: RunRecord, share: float, seed: int = 0) -> RunRecord:
+    """The record of a worse draft for the same outputs: it misses each token that it had right with
+    a chance such that about `share` of the acceptance rate is lost."""
+    assert record.samples is not None
+    samples = record.samples["speculative"].restored()
+    low, high = 0.0, 0.5
+    for _ in range(12):  # the chance is found by halving
+        chance = (low + high) / 2
+        lossy = _missing(samples, chance, np.random.default_rng(seed))
+        lost = 1 - _rate(lossy) / _rate(samples)
+        low, high = (chance, high) if lost < share else (low, chance)
+    metrics = run_metrics(
+        {"autoregressive": record.samples["autoregressive"].restored(), "speculative": lossy},
+        prefill_of(lossy), 1e9, is_random=False,
+    )  # fmt: skip
+    kept = SamplesRecord.of(lossy, is_drafting=True, is_random=False)
+    return replace(
+        record, metrics=metrics["speculative"], samples=record.samples | {"speculative": kept},
+        prefill_samples=prefill_of(lossy),
+    )  # fmt: skip
+
+
+def _rate(samples: PassSamples) -> float:
+    pairs = [
+        (d, count)
+        for drafts, steps in zip(samples.num_drafted, samples.num_accepted, strict=True)
+        for d, counts in zip(drafts, steps, strict=True)
+        for count in counts
+    ]
+    return sum(count for _, count in pairs) / sum(d for d, _ in pairs)
+
+
+def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> PassSamples:
+    """The pass of a draft that misses each token that it had right with that chance."""
+    found = PassSamples()
+    for batch, wanted in enumerate(samples.sequence_tokens):
+        gamma = max(samples.num_drafted[batch])
+        rows = [_walk(right, gamma, wanted[i], rng, chance) for i, right in _rights(samples, batch)]
+        longest = max(map(len, rows))
+        steps = [[row[i] for row in rows if i < len(row)] for i in range(longest)]
+        found.begin_ms.append(0.0)
+        found.step_ms.append([1.0] * longest)
+        found.num_drafted.append([gamma] * longest)
+        found.num_accepted.append([[a for a, _ in step] for step in steps])
+        found.num_emitted.append([[e for _, e in step] for step in steps])
+        found.sequence_tokens.append(list(wanted))
+        found.sequence_ms.append([float(len(row)) for row in rows])
+    found.draft_kv_tokens, found.draft_rows = samples.draft_kv_tokens, samples.draft_rows
+    found.bytes_read, found.peak_memory_bytes = samples.bytes_read, samples.peak_memory_bytes
+    found.output_hashes = samples.output_hashes
+    return found
+
+
+def _rights(samples: PassSamples, batch: int) -> list[tuple[int, list[bool]]]:
+    """For each sequence, whether the draft has each of its tokens right. A token that follows
+    accepted drafts and was not drafted itself counts as right."""
+    wanted = samples.sequence_tokens[batch]
+    left, rights = list(wanted), [[] for _ in wanted]  # type: ignore[var-annotated]
+    for drafted, accepted, emitted in zip(
+        samples.num_drafted[batch], samples.num_accepted[batch], samples.num_emitted[batch],
+        strict=True,
+    ):  # fmt: skip
+        running = [i for i, tokens in enumerate(left) if tokens > 0]
+        for i, count, tokens in zip(running, accepted, emitted, strict=True):
+            left[i] -= tokens
+            rights[i] += [True] * count + [count == drafted]
+    return list(enumerate(rights))
+
+
+def _walk(
+    right: list[bool], gamma: int, num_tokens: int, rng: np.random.Generator, chance: float
+) -> list[tuple[int, int]]:
+    """(accepted, emitted) of each verification of a sequence of `num_tokens` tokens."""
+    kept = [is_right and rng.random() >= chance for is_right in right] + [True] * gamma
+    steps, place = [], 0
+    while place < num_tokens:
+        count = next((i for i in range(gamma) if not kept[place + i]), gamma)
+        emitted = min(count + 1, num_tokens - place)
+        steps.append((count, emitted))
+        place += emitted
+    return steps

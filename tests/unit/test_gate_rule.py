@@ -1,0 +1,361 @@
+"""`magicdec compare` and the rule of the gate: what passes, what does not, and what is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from synthetic_records import drawn, record_of, with_fields, with_losses
+from synthetic_samples import draw_chances, draw_pass
+from test_compare import diverged, failed, with_ties
+
+from magicdec.cli import compare as command
+from magicdec.records.comparison.change import Pair, change_of, pair_of
+from magicdec.records.comparison.compare import compare, exit_code
+from magicdec.records.comparison.conditions import weight_dtypes
+from magicdec.records.comparison.judge import contradiction_of
+from magicdec.records.metrics import check_metrics
+from magicdec.records.reading import load_records, parse_record
+from magicdec.records.record import RunRecord, append_record
+from magicdec.records.statistics.by_prompt import count_by_prompt
+
+Gate = Callable[..., tuple[int, str]]
+BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
+CERTAIN = [b for b in BASELINES if b.metrics and b.metrics.acceptance_rate == 1.0]
+OTHERS = [b for b in BASELINES if b not in CERTAIN]
+
+
+@pytest.fixture
+def gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Gate:
+    """Exit code and output of `magicdec compare`, for new and baseline records."""
+
+    def run(new: Sequence[RunRecord], old: Sequence[RunRecord], *flags: str) -> tuple[int, str]:
+        files = tmp_path / "new", tmp_path / "old"
+        for path, records in zip(files, (new, old), strict=True):
+            path.write_text("")
+            for record in records:
+                append_record(path, record)
+        monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, files), *flags])
+        with pytest.raises(SystemExit) as stopped:
+            command.main()
+        out, err = capsys.readouterr()
+        assert err == ""
+        return int(stopped.value.code or 0), out
+
+    return run
+
+
+def test_equal_counts_are_the_same(gate: Gate) -> None:
+    code, out = gate([drawn()], [drawn()])
+    assert code == 0 and "all counts as before" in out and "1 same" in out
+    assert "1 of 1 baselines covered, 0 not covered" in out
+    assert "strategy=speculative drafter=self policy=streaming_llm budget=257" in out
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_a_loss_beyond_the_margin_and_the_noise_is_a_regression(gate: Gate, share: float) -> None:
+    old = drawn(num_prompts=16)
+    code, out = gate([with_losses(old, share)], [old])
+    assert code == 1 and ": regression, beyond the margin of 2 % and the noise" in out
+    code, out = gate([old], [with_losses(old, share)])
+    assert code == 0 and ": gain, beyond the margin" in out and "1 gain" in out
+
+
+def test_a_change_within_the_margin_is_said_and_passes(gate: Gate) -> None:
+    old = drawn(num_prompts=16)
+    code, out = gate([with_losses(old, 0.01)], [old])
+    assert code == 0 and ": changed, " in out and "1 changed" in out
+    code, out = gate([with_losses(old, 0.05)], [old], "--margin", "0.5")
+    assert code == 0 and "changed, within the margin of 50 %" in out
+
+
+def test_a_difference_inside_the_noise_is_said_and_passes(gate: Gate) -> None:
+    """Two draws of the same distribution, as after rounding has changed every output."""
+    for seed in range(10):
+        new = with_fields(drawn(seed=seed + 1), samples__speculative__output_hashes=["0"] * 8)
+        code, out = gate([new], [drawn()])
+        assert code == 0 and "inside the noise" in out and "; 8 outputs differ" in out, seed
+
+
+def test_unchanged_acceptance_rarely_fails_many_rows_at_once() -> None:
+    """The rows share the false alarms if rounding may explain their changes."""
+    alarms = 0
+    for trial in range(20):
+        rows = [(drawn(seed=100 * trial + i, budget=40 + i), 40 + i) for i in range(8)]
+        new = [
+            with_fields(
+                drawn(seed=100 * trial + 50 + i, budget=budget),
+                samples__speculative__output_hashes=["0"] * 8,
+            )
+            for i, (_, budget) in enumerate(rows)
+        ]
+        alarms += exit_code(compare(new, [row for row, _ in rows])) != 0
+    assert alarms == 0
+
+
+def test_exact_lets_no_change_pass(gate: Gate) -> None:
+    old = drawn(num_prompts=16)
+    new = with_losses(old, 0.01)
+    assert gate([new], [old], "--exact")[0] == 1 and gate([old], [old], "--exact")[0] == 0
+    assert gate([old], [new], "--exact")[0] == 1, "nor a gain"
+
+
+def test_a_baseline_without_a_margin_tolerates_no_loss(gate: Gate) -> None:
+    """As those that accept every draft because the draft is the target."""
+    old = drawn()
+    new = with_losses(old, 0.004, seed=1)
+    assert gate([new], [old])[0] == 0
+    code, out = gate([new], [with_fields(old, margin=0.0)])
+    assert code == 1 and "regression, any loss is one" in out
+    assert gate([old], [with_fields(new, margin=0.0)])[0] == 0
+
+
+def test_small_losses_of_a_method_add_up(gate: Gate) -> None:
+    """Each budget loses too little to be told from noise, all of them together do not."""
+    old = [drawn(seed=i, budget=40 + i, num_prompts=4) for i in range(6)]
+    new = [with_losses(record, 0.06, seed=i) for i, record in enumerate(old)]
+    rows = compare(new, old)
+    assert rows[-1].name == "self streaming_llm, all rows"
+    assert rows[-1].verdict == "regression" and "of 6 rows" in rows[-1].text
+    assert any(row.verdict == "changed" for row in rows[:-1])
+
+
+def test_too_few_prompts_cannot_be_judged(gate: Gate) -> None:
+    old = drawn(num_prompts=3)
+    assert gate([old], [old])[0] == 0, "equal counts need no statistics"
+    code, out = gate([with_losses(old, 0.2)], [old])
+    assert code == 3 and "not comparable, 3 prompts; 4 are needed" in out
+    nothing = record_of(draw_pass(np.random.default_rng(0), np.full(3, 1e-9), 4, 63))
+    code, out = gate([nothing], [old])
+    assert code == 1 and "no draft is accepted any more" in out
+
+
+def test_a_stale_baseline_hides_no_regression(gate: Gate) -> None:
+    stale = [drawn(0.3), drawn(0.81)]
+    for baselines in (stale, stale[::-1]):
+        code, out = gate([drawn(0.3)], baselines)
+        assert code == 1 and "regression" in out
+    assert gate([drawn(0.81)], stale)[0] == 0
+
+
+def test_a_run_that_was_compared_with_nothing_covers_no_baseline(gate: Gate) -> None:
+    unchecked = with_fields(
+        drawn(), correctness__reference=None, correctness__identical=None, baseline_metrics=None
+    )
+    code, out = gate([unchecked], [drawn()])
+    assert code == 3 and "not comparable: its tokens were compared with nothing" in out
+    assert "0 of 1 baselines covered" in out
+
+
+def test_one_regression_among_many_fails(gate: Gate) -> None:
+    old = [drawn(budget=b) for b in (33, 65, 129)]
+    new = [drawn(budget=129), drawn(0.4, budget=65), drawn(budget=33)]
+    code, out = gate(new, old)
+    assert (
+        code == 1
+        and sum("budget=" in line and "regression" in line for line in out.splitlines()) == 1
+    )
+
+
+def test_baselines_without_a_new_record_are_named_and_counted(gate: Gate) -> None:
+    """And fail where all of them are asked for."""
+    old = [drawn(budget=b) for b in (33, 65, 129)]
+    for flags, expected in ((), 0), (("--require_all",), 3):
+        code, out = gate([old[1]], old, *flags)
+        assert code == expected and "1 of 3 baselines covered, 2 not covered" in out
+        for budget in (33, 129):
+            assert f"budget={budget} sinks=16 gamma=4: no new record covers this baseline" in out
+        assert out.count("no new record covers") == 2
+    assert gate(old, old, "--require_all")[0] == 0
+
+
+def test_runs_that_did_not_pass_fail_and_cover_nothing(gate: Gate) -> None:
+    for raw, said in (failed(), "failed: RuntimeError: [enforce fail]"), (diverged(), "diverged"):
+        code, out = gate([parse_record(raw)], [drawn()])
+        assert code == 1 and f"the new run {said}" in out
+        assert "0 of 1 baselines covered, 1 not covered" in out
+        code, out = gate([drawn()], [drawn(), parse_record(raw)], "--require_all")
+        assert code == 3 and "1 of 2 baselines covered" in out
+    code, out = gate([drawn()], [parse_record(diverged())])
+    assert code == 3 and "not comparable: the baseline's run diverged" in out
+
+
+def test_a_run_with_ties_passes_and_is_shown(gate: Gate) -> None:
+    ties = with_fields(drawn(), status="ok_with_ties", correctness=with_ties()["correctness"])
+    code, out = gate([ties], [drawn()])
+    assert code == 0 and "[ok_with_ties]: acceptance rate" in out
+    code, out = gate([drawn()], [ties])
+    assert code == 0 and "ok_with_ties" not in out
+
+
+OTHER = {
+    "model": ({"workload__model": "other"}, "model other, was demo"),
+    "weights": ({"workload__model_sha256": "x"}, "model demo has other weights"),
+    "prefix": ({"workload__sha256": "x", "workload__prefix_len": 4}, "prefix_len 4, was 8"),
+    "prompts": ({"workload__sha256": "x", "workload__num_prompts": 2}, "num_prompts 2, was 8"),
+    "seed": ({"workload__sha256": "x", "workload__seed": 9}, "seed 9, was 0"),
+    "text": ({"workload__sha256": "x"}, "dataset demo has other text for the same settings"),
+    "dtype": ({"config__model__dtype": "bfloat16"}, "dtype bfloat16, was float32"),
+    "int8": ({"config__model__target_dtype": "int8"}, "weights int8, was float32"),
+    "length": ({"config__workload__gen_len": 9}, "gen_len 9, was 64"),
+    "eos": ({"config__decoding__ignore_eos": "other"}, "ignore_eos other, was False"),
+}
+
+
+@pytest.mark.parametrize("condition", OTHER)
+def test_the_first_cause_is_named_where_conditions_differ(gate: Gate, condition: str) -> None:
+    fields, said = OTHER[condition]
+    code, out = gate([with_fields(drawn(), **fields)], [drawn()])
+    assert code == 3 and f"not comparable: {said}" in out and "->" not in out
+
+
+def test_the_baseline_of_the_same_conditions_is_found_among_others(gate: Gate) -> None:
+    other = with_fields(drawn(0.3), config__model__dtype="bfloat16")
+    assert gate([drawn()], [drawn(), other])[0] == 0
+    for old in ([], [drawn(budget=65)]):
+        code, out = gate([drawn()], old)
+        assert code == 3 and "not comparable: the baseline has no such record" in out
+
+
+def test_records_older_than_int8_weights_are_of_the_runs_dtype(gate: Gate) -> None:
+    old = json.loads(drawn().to_json())
+    del old["config"]["model"]["target_dtype"]
+    assert gate([drawn()], [parse_record(old)])[0] == 0
+    draft = {"model": "demo-draft", "draft_dtype": "int8"}
+    config = drawn().config
+    assert weight_dtypes(config | {"draft": draft}).endswith(", draft int8")
+
+
+def test_what_has_no_counts_cannot_be_compared(gate: Gate) -> None:
+    none = with_fields(drawn(), metrics__acceptance_rate=None)
+    code, out = gate([none], [drawn()])
+    assert code == 3 and "not comparable: the new record has no acceptance_rate" in out
+    code, out = gate([drawn()], [with_fields(drawn(), samples=None)])
+    assert code == 3 and "not comparable: the baseline has no samples" in out
+    older = with_fields(drawn(), samples__speculative__sequence_tokens=None)
+    code, out = gate([drawn()], [older])
+    assert code == 3 and "too old: it has no samples of sequence_tokens" in out
+
+
+def test_records_without_hashes_are_compared_by_their_counts(gate: Gate) -> None:
+    old = with_fields(drawn(), samples__speculative__output_hashes=None)
+    assert gate([drawn()], [old])[0] == 0 and gate([drawn(0.5)], [old])[0] == 1
+
+
+@pytest.mark.parametrize("baseline", OTHERS, ids=lambda b: str(BASELINES.index(b)))
+def test_a_scaled_rate_contradicts_the_samples(baseline: RunRecord) -> None:
+    """A rate of the committed baselines times 0.95, with the samples of before."""
+    assert contradiction_of(baseline) is None and baseline.metrics is not None
+    for name in ("acceptance_rate", "acceptance_length"):
+        value = 0.95 * getattr(baseline.metrics, name)
+        scaled = replace(baseline, metrics=replace(baseline.metrics, **{name: value}))
+        (found,) = compare([scaled], [baseline])
+        assert found.verdict == "regression" and "contradicts itself" in found.text, name
+
+
+def hashed(record: RunRecord) -> RunRecord:
+    """A record of known outputs."""
+    assert record.workload is not None
+    hashes = ["0"] * record.workload.num_prompts
+    return with_fields(record, samples__speculative__output_hashes=hashes)
+
+
+def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
+    """Recorded runs with 5 % of their acceptance lost, in samples and metrics alike, and the same
+    outputs: each row of 8 prompts is a regression; rows of 4 prompts are one together."""
+    old = [hashed(b) for b in OTHERS]
+    new = [with_losses(record, 0.05, seed=i) for i, record in enumerate(old)]
+    for record in new:
+        assert contradiction_of(record) is None
+    found = compare(new, old)
+    assert exit_code(found) == 1
+    rows, methods = found[: len(old)], found[len(old) :]
+    assert all(row.change is not None and row.change.relative < -0.03 for row in rows)
+    for row in rows:
+        assert row.change is not None
+        wanted = {"regression"} if row.change.num_prompts == 8 else {"regression", "changed"}
+        assert row.verdict in wanted, row
+    assert sum(method.verdict == "regression" for method in methods) >= 3
+
+
+def test_a_run_at_another_budget_is_not_taken_for_this_one(gate: Gate) -> None:
+    """Budgets 65 and 129 of the demo differ little in acceptance; what the drafts read tells."""
+    rows = {b.config["kv"]["budget"]: b for b in BASELINES[6:11]}
+    posing = with_fields(rows[65], config__kv__budget=129)
+    code, out = gate([posing], [rows[129]])
+    assert code == 1 and "a draft forward reads 67.5 tokens of a row's KV, was 131.5" in out
+
+
+def test_a_record_whose_acceptance_length_is_1_does_not_pass(gate: Gate) -> None:
+    baseline = OTHERS[0]
+    code, out = gate([with_fields(baseline, metrics__acceptance_length=1.0)], [baseline])
+    assert code == 1 and "the new record contradicts itself: speculative: (acceptance_length" in out
+
+
+def test_ratios_within_a_run_are_compared_where_that_is_asked_for(gate: Gate) -> None:
+    old = with_fields(drawn(), metrics__roofline_fraction=0.5)
+    slow = with_fields(drawn(), metrics__roofline_fraction=0.3)
+    assert gate([slow], [old])[0] == 0
+    code, out = gate([slow], [old], "--performance", "0.2")
+    assert code == 1 and "roofline_fraction 0.500 -> 0.300, -40.0 %: regression" in out
+    assert gate([slow], [old], "--performance", "0.5")[0] == 0
+    wide = {"metrics__speedup": 1.0, "metrics__speedup_interval": [0.5, 2.0]}
+    old = with_fields(drawn(), metrics__speedup=2.0, metrics__speedup_interval=[1.5, 2.5])
+    assert gate([with_fields(drawn(), **wide)], [old], "--performance", "0.2")[0] == 0
+
+
+def test_the_reports_say_what_was_printed(gate: Gate, tmp_path: Path) -> None:
+    junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
+    old = [drawn(budget=b) for b in (33, 65, 129, 200)]
+    new = [old[0], drawn(0.4, budget=65), with_fields(old[2], config__workload__gen_len=9)]
+    code, _ = gate(new, old, "--junit", str(junit), "--summary", str(summary))
+    assert code == 1
+    suite = ElementTree.parse(junit).getroot()
+    assert dict(suite.attrib).items() >= {
+        "tests": "6", "failures": "2", "errors": "1", "skipped": "2"
+    }.items()  # fmt: skip
+    assert [case.find("failure") is not None for case in suite][:3] == [False, True, False]
+    lines = summary.read_text().splitlines()
+    assert lines[0] == "## Acceptance gate: 2 regression, 1 not comparable, 1 same, 2 missing"
+    assert lines[4].startswith("| regression |") and "gen_len 9, was 64" in lines[6]
+    assert len(lines) == 10
+
+
+def losing_pair(rng: np.random.Generator, num_prompts: int) -> Pair:
+    """Two drafts of the same prompts, of which the second is right 5 % less often."""
+    chances = draw_chances(rng, num_prompts, 0.7, 0.1)
+    both = [count_by_prompt(draw_pass(rng, c, 4, 63)) for c in (chances, 0.95 * chances)]
+    return Pair(both[0], both[1], "w", 0)
+
+
+@pytest.mark.parametrize("num_prompts", [4, 8, pytest.param(16, marks=pytest.mark.wide)])
+def test_the_interval_of_a_change_covers_the_truth(num_prompts: int) -> None:
+    """In 93 to 97 % of 1000 pairs of records."""
+    truth = change_of([losing_pair(np.random.default_rng(0), 20_000)]).relative
+    rng = np.random.default_rng(num_prompts)
+    covered = 0
+    for _ in range(1000):
+        interval = change_of([losing_pair(rng, num_prompts)]).interval
+        assert interval is not None
+        covered += interval[0] <= truth <= interval[1]
+    assert 930 <= covered <= 970
+
+
+def test_prompts_that_fork_are_counted() -> None:
+    new = with_fields(drawn(), samples__speculative__output_hashes=["0" * 16] + ["x"] * 7)
+    assert pair_of(new, drawn()).num_different == 7
+
+
+def test_drawn_records_are_what_their_samples_give() -> None:
+    """What the tests of this file are made of."""
+    for record in (drawn(), with_losses(drawn(), 0.1)):
+        assert check_metrics(record) == []
