@@ -3,8 +3,7 @@
     python scripts/acceptance.py --out results/baselines/acceptance.jsonl
 
 Runs on one rank in float32. The records keep their samples, so that `magicdec table --check` can
-compute their metrics again. Their tolerance is how far an acceptance rate may fall on another
-machine before `magicdec compare` reports a regression.
+compute their metrics again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from magicdec.records.record import RunRecord, append_record
 from magicdec.run.run import execute
 from magicdec.setup.prepare import prepare
 
-# Rounding differs between CPUs. If it changes the argmax of a near-tie, the text after it differs.
+# The share of the acceptance rate whose loss `magicdec compare` tolerates.
 MARGIN, FULL_MARGIN = 0.02, 0.0
 
 
