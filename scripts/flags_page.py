@@ -14,23 +14,27 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from magicdec.cli.commands import COMMANDS
+from magicdec.cli.commands import COMMANDS, KNOWN
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
-RUNS = ("baseline", "selfspec", "longspec")
 UNTITLED = ("options", "optional arguments", "positional arguments")
 HEAD = """# Flags
 
 <!-- made by scripts/flags_page.py --write; do not edit -->
 
-Every flag of every command with its default. `magicdec COMMAND --help` prints the same. A dash
-means that there is no default.
+Every flag of every command with its default. `magicdec COMMAND --help_all` prints the same, and
+`--help` the flags that people use most. A dash means that there is no default. A flag that would do
+nothing, such as `--gamma` without drafts, is refused.
+"""
+DRIVERS = """## baseline, selfspec, longspec
 
-## baseline, selfspec, longspec
+The commands of the original suite have the flags of `run`, except `--draft`. `baseline` drafts
+nothing. `selfspec` has `--drafter` (`self` or `ngram`). In `longspec`, `--target` names the target
+and `--model` the draft.
 
-The three commands have the same flags. The defaults here are those of `selfspec`. `baseline` has no
-drafter. In `longspec` the drafter is `model`, `--model` names the draft, and the flags under
-"longspec alone" are added.
+## download, convert
+
+These are `model get` with `--repo_id ID` and `model convert` with `--checkpoint_dir DIR`.
 """
 
 
@@ -52,7 +56,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         patch.object(sys, "argv", [f"magicdec {command}"]),
     ):
         try:
-            COMMANDS[command][1]()
+            KNOWN[command][1]()
         except _Built as built:
             return built.parser
     raise AssertionError(f"magicdec {command} builds no parser")
@@ -60,25 +64,40 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def page() -> str:
     """All of docs/flags.md."""
-    run = parser_of("selfspec")
-    flags = {option for action in run._actions for option in action.option_strings} - {"--model"}
-    parts = [HEAD, *groups(run)]
-    parts += ["## longspec alone\n", *groups(parser_of("longspec"), known=flags)]
+    parts = [HEAD]
     for command in COMMANDS:
-        if command not in RUNS:
-            parser = parser_of(command)
-            parts += [f"## {command}\n", f"{parser.description}\n", *groups(parser)]
-    return "\n".join(parts)
+        parts += described(f"## {command}", parser_of(command))
+    return "\n".join([*parts, DRIVERS])
 
 
-def groups(parser: argparse.ArgumentParser, known: set[str] | None = None) -> list[str]:
-    """A table for each group of flags that has any, `known` ones left out."""
+def described(heading: str, parser: argparse.ArgumentParser) -> list[str]:
+    """A parser's flags under a heading, or those of each of its actions."""
+    parts = [f"{heading}\n", f"{parser.description}\n"]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                parts += described(f"{heading} {name}", inner)
+            return parts
+    return [*parts, *groups(parser)]
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """Every spelling of every flag, those of the parser's actions included."""
+    found = {option for action in parser._actions for option in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*(options(inner) for inner in action.choices.values()))
+    return found
+
+
+def groups(parser: argparse.ArgumentParser) -> list[str]:
+    """A table for each group of flags that has any."""
     tables = []
     for group in parser._action_groups:
         rows = [
             cells(action)
             for action in group._group_actions
-            if action.dest != "help" and not set(action.option_strings) & (known or set())
+            if action.dest not in ("help", "help_all")
         ]
         if rows:
             title = "" if group.title in UNTITLED else f"### {group.title}\n\n"

@@ -10,40 +10,49 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import sys
 import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from magicdec.cli.checkpoints.hub_models import with_local_models
+from magicdec.cli.parsing.config_file import file_words
+from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.parser import Parser
 from magicdec.config.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.ranks import find_world_size, is_other_start, report_error, start_ranks
 from magicdec.records.writing import check_writable
 
 LEADER_FIRST_S = 20.0
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ValueError with one line instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+# What `--help` shows; `--help_all` shows the rest.
+EVERYDAY = (
+    *("--model", "--target", "--draft", "--budget", "--kv_policy", "--gamma", "--dataset", "--B"),
+    *("--prefix_len", "--gen_len", "--temperature", "--nproc", "--out", "--config"),
+)
 
 
 def build_parser(config: RunConfig, description: str) -> Parser:
     """Make one flag for each field that declares one; the defaults are those of `config`."""
-    parser = Parser(description=description, allow_abbrev=False)
+    parser = Parser(description=description, everyday=EVERYDAY)
+    add_config_flag(parser)
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
         if values is not None:
             add_section(parser, section.name, values)
     return parser
+
+
+def add_config_flag(parser: Parser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE",
+        help="take flags from this TOML file, whose keys are their names; flags on the command "
+        "line win")  # fmt: skip
 
 
 def add_section(
@@ -84,16 +93,34 @@ def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> Non
 
 
 def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:
-    """`config` with the values of the flags in `argv`. Raises ValueError, in one line, for a flag
-    that does not exist or has a value that it cannot have."""
-    parser = build_parser(config, description)
-    parsed, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [o for action in parser._actions for o in action.option_strings]
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose from {' '.join(known)}"
-        raise ValueError(f"unknown argument {unknown[0]}; {hint}")
-    return read_sections(config, parsed)
+    """`config` with the values of the flags in `argv` and in the file that `--config` names. Raises
+    ValueError, in one line, for a flag that does not exist, that has a value that it cannot have,
+    or that would be ignored."""
+    return read_flags(build_parser(config, description), config, argv)
+
+
+def read_flags(parser: Parser, config: RunConfig, argv: Sequence[str]) -> RunConfig:
+    """As `parse`, with a parser that was built for `config`."""
+    parsed, typed = parser.read(argv)
+    given, file = typed, parsed.config
+    if file is not None:
+        parsed, given = parser.read([*file_words(parser, file), *argv])
+    found = read_sections(config, parsed)
+    for dest in vars(parsed):
+        reason = why_ignored(found, dest) if dest in given and "." in dest else None
+        message = f"{parser.flag_of(dest)} does nothing here: {reason}"
+        if reason is not None and dest in typed:
+            raise ValueError(f"{message}; leave it out")
+        if reason is not None and is_working_leader(found):
+            print(f"--config {file}: {message}", file=sys.stderr)
+    return found
+
+
+def is_working_leader(config: RunConfig) -> bool:
+    """Whether this is the first rank, and it runs itself instead of starting ranks."""
+    launch = read_launch()
+    world_size = find_world_size(config.parallel.nproc, launch)
+    return launch.rank == 0 and launch.world_size == world_size
 
 
 def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
@@ -112,12 +139,22 @@ def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
 
 def main(config: RunConfig, description: str, argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command that decodes. `config` has its strategy; the command line sets the rest."""
-    launch = read_launch()
+    start(lambda words: parse(config, words, description), argv)
+
+
+def start(
+    read: Callable[[Sequence[str]], RunConfig], argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Decode as `read` makes of the command line: on this rank, or on the ranks that `--nproc`
+    starts."""
+    launch, words = read_launch(), sys.argv[1:] if argv is None else argv
     try:
-        parsed = parse(config, sys.argv[1:] if argv is None else argv, description)
-        parsed.check(launch.world_size)
+        parsed = read(words)
+        parsed.check(find_world_size(parsed.parallel.nproc, launch))
         if launch.rank == 0:
             check_outputs(parsed.output)
+        parsed = with_local_models(parsed)
+        run_on_ranks(parsed.parallel.nproc, words, launch)
         with spinner("preparing", launch.rank == 0):
             from magicdec.setup.prepare import prepare
 
@@ -132,9 +169,20 @@ def main(config: RunConfig, description: str, argv: Sequence[str] | None = None)
     sys.exit(conclude(prepared))
 
 
+def run_on_ranks(nproc: int | None, words: Sequence[str], launch: Launch) -> None:
+    """If `--nproc` asks for ranks that do not run yet, start this command as these ranks and exit
+    with their exit code. Otherwise return."""
+    if not is_other_start(nproc, launch):
+        return
+    name = sys.argv[0]
+    program = ["-m", *name.split()] if name.startswith("magicdec ") else [name]
+    assert nproc is not None, "it was asked for"
+    sys.exit(start_ranks(nproc, [*program, *words]))
+
+
 def check_outputs(output: OutputSection) -> None:
     """Raises ValueError if the files of the run cannot be written."""
-    check_writable("--results", Path(output.results))
+    check_writable("--out", Path(output.results))
     if output.save_tokens is not None:
         check_writable("--save_tokens", Path(output.save_tokens))
 
@@ -154,10 +202,13 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:
-    """Print one line on rank 0 and exit with code 2. The other ranks wait until torchrun ends them,
-    so that the line appears once and before torchrun's summary. A rank that is not ended was the
-    only one to refuse (its host lacks a file, say), so it prints its line itself."""
+    """Say why on rank 0, in one line, and exit with code 2. Under torchrun the line is left to
+    torchrun, which prints it at the end of what it says. The other ranks wait until they are ended,
+    so that the line appears once. A rank that is not ended was the only one to refuse (its host
+    lacks a file, say), so it reports its line itself."""
     if launch.rank != 0:
         time.sleep(LEADER_FIRST_S)
-    print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    line = f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}"
+    if not report_error(line):
+        print(line, file=sys.stderr, flush=True)
     sys.exit(2)

@@ -1,8 +1,8 @@
 """`magicdec latency`: what one decode, verify or draft forward takes at a fixed cache length, over
 a grid of batch sizes, contexts, new tokens and KV budgets.
 
-    magicdec latency --B 1 4 --context 4096 16384 --T 1 2 4 8 --budget 65 257
-    torchrun --standalone --nproc_per_node=2 tests/latency_benchmark.py --json l.json --csv l.csv
+    magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
+    magicdec latency --nproc 2 --out latency.json --csv latency.csv
 
 Owns the flags, the grid and its checks; `forwards.py` measures, `latency_report.py` prints and
 writes. Heavy imports happen after the flags are read.
@@ -17,15 +17,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from magicdec.cli.flags import Parser, add_section, announce_backend, read_sections, refuse
+from magicdec.cli.flags import (
+    Parser,
+    add_section,
+    announce_backend,
+    read_sections,
+    refuse,
+    run_on_ranks,
+)
 from magicdec.config.backend_choice import check_returns_weights
 from magicdec.config.checks import MOST_WATCHED, check_budget
+from magicdec.config.options import flag_of
 from magicdec.config.policies import policy_called
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
@@ -35,6 +44,10 @@ if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
 
 BUDGETS = (65, 257)
+EVERYDAY = (
+    *("--model", "--nproc", "--B", "--prefix_len", "--T", "--kv_policy", "--budget", "--repeats"),
+    *("--out", "--csv"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,9 @@ def main() -> NoReturn:
     launch = read_launch()
     try:
         asked = parse(sys.argv[1:])
-        asked.config.check(launch.world_size)
+        nproc = asked.config.parallel.nproc
+        asked.config.check(find_world_size(nproc, launch))
+        run_on_ranks(nproc, sys.argv[1:], launch)
         resolved, source, memory = prepare(asked, launch)
     except ValueError as error:
         refuse(error, launch)
@@ -78,9 +93,9 @@ def main() -> NoReturn:
 
 def build_parser() -> Parser:
     parser = Parser(
-        description="Time single forwards at fixed cache lengths. Under torchrun the model is "
-        "spread over all ranks.",
-        allow_abbrev=False,
+        description="Time single forwards at fixed cache lengths. With --nproc or under torchrun "
+        "the model is spread over all ranks.",
+        everyday=EVERYDAY,
     )
     config = RunConfig()
     add_section(parser, "model", config.model)
@@ -91,7 +106,7 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("grid").add_argument
     numbers: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
     add("--B", **numbers, default=[1, 4, 8], help="rows of a forward [1 4 8]")
-    add("--context", **numbers, default=[1024, 4096, 16384],
+    add("--prefix_len", "--context", **numbers, dest="context", default=[1024, 4096, 16384],
         help="cached tokens a row [1024 4096 16384]")  # fmt: skip
     add("--T", **numbers, default=[1, 2, 4, 5, 8],
         help="new tokens a row of a verify forward; the decode (1) is always timed [1 2 4 5 8]",
@@ -104,16 +119,24 @@ def build_parser() -> Parser:
     add("--repeats", type=int, default=20, metavar="N", help="timed rounds of each forward [20]")
     add("--warmup", type=int, default=3, metavar="N", help="rounds beforehand [3]")
     output = parser.add_argument_group("output").add_argument
-    output("--json", type=Path, metavar="FILE", help="write config, environment and rows here")
+    output(
+        "--out",
+        "--json",
+        type=Path,
+        dest="json",
+        metavar="FILE",
+        help="write config, environment and rows here",
+    )
     output("--csv", type=Path, metavar="FILE", help="write the rows here, a line a forward")
     return parser
 
 
 def parse(argv: Sequence[str]) -> Asked:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
-    args = build_parser().parse_args(argv)
+    args, given = build_parser().read(argv)
     config = read_sections(RunConfig(), args)
     check_grid(args)
+    check_settings(args.kv_policy, given)
     grid = Grid(
         tuple(args.B),
         tuple(args.context),
@@ -134,6 +157,17 @@ def parse(argv: Sequence[str]) -> Asked:
     return Asked(config, grid, args.json, args.csv)
 
 
+def check_settings(policies: Sequence[str], given: set[str]) -> None:
+    """Raises ValueError if a setting was given that none of the policies uses."""
+    used = {setting for policy in policies for setting in policy_called(policy).settings}
+    for name in KV_FIELDS:
+        if f"kv.{name}" in given and name not in (*used, "draft_kv_dtype"):
+            raise ValueError(
+                f"{flag_of(KVSection(), name)} does nothing here: no policy of --kv_policy "
+                f"{' '.join(policies)} uses it; leave it out"
+            )
+
+
 def check_grid(args: argparse.Namespace) -> None:
     """Every number is at least 1 (--warmup: 0), and no list names one twice."""
     for name in ("B", "context", "T", "budget", "repeats", "warmup"):
@@ -141,12 +175,14 @@ def check_grid(args: argparse.Namespace) -> None:
         least = 0 if name == "warmup" else 1
         for number in value if isinstance(value, list) else [value]:
             if number is not None and number < least:
-                raise ValueError(f"--{name} {number} is too small; it must be at least {least}")
+                flag = "prefix_len" if name == "context" else name
+                raise ValueError(f"--{flag} {number} is too small; it must be at least {least}")
     for name in ("B", "context", "T", "budget", "kv_policy"):
         values = getattr(args, name) or []
         for value in values:
             if values.count(value) > 1:
-                raise ValueError(f"--{name} names {value} twice; name each value once")
+                flag = "prefix_len" if name == "context" else name
+                raise ValueError(f"--{flag} names {value} twice; name each value once")
 
 
 def find_drafts(
@@ -171,11 +207,11 @@ def find_drafts(
 
 def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
     """Raises ValueError if one of them cannot be written, or if they are the same."""
-    for flag, path in (("--json", json_path), ("--csv", csv_path)):
+    for flag, path in (("--out", json_path), ("--csv", csv_path)):
         if path is not None:
             check_writable(flag, path)
     if json_path is not None and csv_path is not None and json_path.resolve() == csv_path.resolve():
-        raise ValueError(f"--json and --csv are both {json_path}; name two files")
+        raise ValueError(f"--out and --csv are both {json_path}; name two files")
 
 
 def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
@@ -203,7 +239,7 @@ def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, 
     for kv in asked.grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
     context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
-    shown = f"--context {context} + --T {T} = {context + T}"
+    shown = f"--prefix_len {context} + --T {T} = {context + T}"
     check_length(shown, context + T, "--model", source)
     backend = config.attention.backend_choice.settled
     check_scores(backend, config.model.dtype, "--model", source)

@@ -38,7 +38,7 @@ def main() -> NoReturn:
         from magicdec.cost_model.plan_report import make_report, print_plan
 
         if args.json is not None:
-            write_file("--json", args.json, "plan", make_report(plan))
+            write_file("--out", args.json, "plan", make_report(plan))
     except ValueError as error:
         refuse(error, read_launch())
     print_plan(plan)

@@ -88,6 +88,6 @@ def build_parser() -> Parser:
     add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
     add("--nodes", type=int, default=1, metavar="N",
         help="number of hosts over which the ranks are spread [1]")  # fmt: skip
-    add("--json", type=Path, metavar="FILE",
+    add("--out", "--json", type=Path, dest="json", metavar="FILE",
         help="also write the predictions to this file; default: none is written")  # fmt: skip
     return parser

@@ -2,7 +2,7 @@
 that `magicdec plan` reads.
 
     magicdec probe --out machine.json
-    torchrun --standalone --nproc_per_node=2 --no-python magicdec probe --out machine.json
+    magicdec probe --nproc 2 --out machine.json
 
 Owns the command line and the table; `probe/probe.py` measures. Heavy imports happen after the flags
 are read.
@@ -14,12 +14,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import Parser, refuse, run_on_ranks
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.console import make_console
 from magicdec.distributed.groups import read_launch
+from magicdec.distributed.ranks import find_world_size
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.names import DEVICES
 from magicdec.probe.probe import measure
@@ -31,7 +32,9 @@ def main() -> NoReturn:
     launch = read_launch()
     try:
         out, config = parse(sys.argv[1:])
-        config.check(launch.world_size)
+        nproc = config.parallel.nproc
+        config.check(find_world_size(nproc, launch))
+        run_on_ranks(nproc, sys.argv[1:], launch)
         from magicdec.hardware.environment import probe_machine
 
         machine = probe_machine(launch)
@@ -52,8 +55,7 @@ def parse(argv: list[str]) -> tuple[Path, RunConfig]:
     """Raises ValueError for flags that do not exist or have an impossible value."""
     parser = Parser(
         description="Measure memory bandwidth, FLOP/s, all-reduce and overhead, and write them to "
-        "a file. If torchrun starts several ranks, they all measure at the same time.",
-        allow_abbrev=False,
+        "a file. Several ranks measure at the same time.",
     )
     parser.add_argument(
         "--out",
@@ -74,9 +76,17 @@ def parse(argv: list[str]) -> tuple[Path, RunConfig]:
         choices=("auto", *DEVICES),
         help="the device to measure; auto is cuda if there is a GPU [auto]",
     )
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks to start on this host, which all measure at the same time; default: one, or "
+        "those that torchrun started",
+    )
+    args, _ = parser.read(argv)
     check_writable("--out", args.out)
-    return args.out, RunConfig(parallel=ParallelSection(device=args.device, threads=args.threads))
+    section = ParallelSection(device=args.device, threads=args.threads, nproc=args.nproc)
+    return args.out, RunConfig(parallel=section)
 
 
 def print_machine(machine: MachineFile, out: Path) -> None:

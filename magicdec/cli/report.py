@@ -74,7 +74,7 @@ def append(path: Path, record: RunRecord) -> tuple[str, bool]:
     try:
         append_record(path, record)
     except OSError as error:
-        return f"--results {path}: {error.strerror}; the record is lost", False
+        return f"--out {path}: {error.strerror}; the record is lost", False
     return f"record appended to {path}", True
 
 

@@ -23,8 +23,8 @@ from magicdec.names import (
 class ModelSection:
     model: str = option(
         "demo",
-        "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
-        ".safetensors/.pth/.bin file beside its config.json.",
+        "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "
+        "the Hugging Face hub, or a .safetensors/.pth/.bin file beside its config.json.",
         "--model",
     )
     dtype: str = option(

@@ -58,6 +58,7 @@ class RunConfig:
             ("--reselect_every", kv.reselect_every, 0),
             ("--recent_window", kv.num_recent_tokens, 1),
             ("--threads", 1 if self.parallel.threads is None else self.parallel.threads, 1),
+            ("--nproc", 1 if self.parallel.nproc is None else self.parallel.nproc, 1),
         ):
             if value < least:
                 raise ValueError(f"{flag} {value} is too small; it must be at least {least}")

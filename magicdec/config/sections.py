@@ -45,6 +45,12 @@ class ParallelSection:
         "CPU threads of each rank. Default: the host's cores divided by its ranks.",
         "--threads",
     )
+    nproc: int | None = option(
+        None,
+        "Ranks to start on this host, which share the model. Default: one, or those that torchrun "
+        "started.",
+        "--nproc",
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class KVSection:
     budget: int = option(
         257,
         "KV entries of the context that a draft step reads, sinks included. -1 reads them all.",
-        "--streamingllm_budget", "--draft_budget",
+        "--budget", "--streamingllm_budget", "--draft_budget",
     )  # fmt: skip
     num_sink_tokens: int = option(
         16,
@@ -226,6 +232,7 @@ class OutputSection:
     results: str = option(
         "results/runs.jsonl",
         "The file that records are appended to, one JSON line for each run.",
+        "--out",
         "--results",
     )
     save_tokens: str | None = option(

@@ -57,7 +57,7 @@ class BlockSelection(KVPolicy):
         if kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
             raise ValueError(
                 f"--recent_window {kv.num_recent_tokens} does not fit "
-                f"{flag or '--draft_budget'} {kv.budget} beside "
+                f"{flag or '--budget'} {kv.budget} beside "
                 f"--num_sink_tokens {kv.num_sink_tokens}"
             )
 

@@ -29,7 +29,7 @@ def check_grid_memory(
     }
     ordered = sorted(plans, key=lambda place: plans[place].total)
     (B, context), place = ordered[-1], describe_place(config, launch)
-    shown = f"{plans[B, context].describe()} {place} at --B {B} --context {context}"
+    shown = f"{plans[B, context].describe()} {place} at --B {B} --prefix_len {context}"
     if free is None:
         return f"{shown}; how much is free is not known here"
     if plans[B, context].total <= free:
@@ -37,11 +37,11 @@ def check_grid_memory(
     fitting = [p for p in ordered if plans[p].total <= free]
     advice = "no cell of the grid would fit"
     if fitting:
-        advice = "of the grid, --B {} --context {} is the largest that would fit".format(
+        advice = "of the grid, --B {} --prefix_len {} is the largest that would fit".format(
             *fitting[-1]
         )
     raise ValueError(
-        f"--B {B} --context {context} needs {plans[B, context].describe()} {place}, "
+        f"--B {B} --prefix_len {context} needs {plans[B, context].describe()} {place}, "
         f"{free / 1e9:.2f} GB are free; {advice}"
     )
 

@@ -70,7 +70,7 @@ def write_files(found: Latency, json_path: Path | None, csv_path: Path | None) -
     """Write the files whose paths are given. Raises ValueError, naming the flag, if a file cannot
     be written."""
     if json_path is not None:
-        write_file("--json", json_path, "latency", found)
+        write_file("--out", json_path, "latency", found)
         print(f"written to {json_path}", file=sys.stderr)
     if csv_path is not None:
         write_text("--csv", csv_path, to_csv(found.rows))

@@ -82,7 +82,7 @@ def check_reach(config: ResolvedConfig, named: str, draft: ModelSource) -> None:
     tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.most_draft_tokens)
     if kv.budget + tail > reach:
         raise ValueError(
-            f"--streamingllm_budget {kv.budget} and the --prefill_chunk "
+            f"--budget {kv.budget} and the --prefill_chunk "
             f"{config.attention.prefill_chunk} or --gamma {config.decoding.num_draft_tokens} after "
             f"it exceed the {reach} positions of the draft {named}; make them smaller"
         )

@@ -76,9 +76,9 @@ def measure(suite: Suite, model: str, B: int, contexts: list[int]) -> dict[str, 
         path = Path(temporary) / "latency.json"
         flags = [
             *("--model", model, "--device", suite.device.type, "--dtype", "bfloat16"),
-            *("--B", B, "--context", *contexts, "--T", *scale.new_tokens),
+            *("--B", B, "--prefix_len", *contexts, "--T", *scale.new_tokens),
             *("--kv_policy", "streaming_llm", "--budget", *scale.budgets),
-            *("--repeats", scale.repeats, "--warmup", min(3, scale.repeats), "--json", path),
+            *("--repeats", scale.repeats, "--warmup", min(3, scale.repeats), "--out", path),
         ]
         refusal = run_recorded("latency", flags, suite)
         found = json.loads(path.read_text())

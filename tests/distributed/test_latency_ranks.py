@@ -101,7 +101,11 @@ def test_what_the_model_cannot_do_is_refused_in_one_line(
 ) -> None:
     model = ("--model", tiny_checkpoint)
     for flags, num_ranks, message in (
-        (("--context", 64, 1020, "--T", 1, 5), 2, "--context 1020 + --T 5 = 1025 exceeds the 1024"),
+        (
+            ("--context", 64, 1020, "--T", 1, 5),
+            2,
+            "--prefix_len 1020 + --T 5 = 1025 exceeds the 1024",
+        ),
         (("--kv_policy", "h2o"), 1, "invalid choice: 'h2o'"),
         (("--context", 64, "--repeats", 0), 1, "--repeats 0 is too small"),
         (("--context", 64, "--num_sink_tokens", -1), 1, "--num_sink_tokens -1 is too small"),

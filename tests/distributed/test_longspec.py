@@ -134,7 +134,7 @@ BAD_INPUT = {
     "empty": (["--draft_ranks"], "argument --draft_ranks"),
     "unknown draft": (["--model", "nope"], "--model 'nope' is not known"),
     "unknown target": (["--target", "nope"], "--target 'nope' is not known"),
-    "budget": (["--draft_budget", 16], "--streamingllm_budget 16 must be larger than"),
+    "budget": (["--draft_budget", 16], "--budget 16 must be larger than"),
     "another drafter": (["--drafter", "ngram"], "--drafter ngram: the draft --model would"),
     "choosing anew": (["--kv_policy", "snapkv", "--reselect_every", 9], "--reselect_every 9"),
     "vocabulary size": (
@@ -174,7 +174,7 @@ def test_a_draft_of_short_reach_follows_a_long_text(launch: Launch, tmp_path: Pa
         assert f"under --kv_policy {policy}; --kv_policy streaming_llm would serve" in done.stderr
     done = launch("longspec_benchmark.py", *flags, "--draft_budget", 50)
     assert done.returncode == 2, done.stderr
-    assert "--streamingllm_budget 50 and the --prefill_chunk 64" in done.stderr
+    assert "--budget 50 and the --prefill_chunk 64" in done.stderr
     done = launch("longspec_benchmark.py", *flags, "--draft_budget", 50, "--prefill_chunk", 50)
     assert done.returncode == 0, done.stderr
 

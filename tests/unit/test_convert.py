@@ -28,7 +28,7 @@ from checkpoint_files import (
 from conftest import HANG
 from safetensors.torch import load_file
 
-from magicdec.cli import convert as command
+from magicdec.cli.checkpoints import convert as command
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import manifest
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized

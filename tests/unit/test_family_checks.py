@@ -79,7 +79,7 @@ def test_a_windowed_draft_reaches_past_its_window_unless_it_rolls() -> None:
     check_reach(replace(LONGSPEC, kv=KVSection("snapkv", 60)), "--model plain", draft)
     small = replace(LONGSPEC, attention=replace(LONGSPEC.attention, prefill_chunk=16))
     check_reach(replace(small, kv=KVSection("streaming_llm", 48)), "--model plain", draft)
-    with pytest.raises(ValueError, match=r"--streamingllm_budget 49 .* exceed the 64 positions"):
+    with pytest.raises(ValueError, match=r"--budget 49 .* exceed the 64 positions"):
         check_reach(replace(small, kv=KVSection("streaming_llm", 49)), "--model plain", draft)
 
 

@@ -25,6 +25,7 @@ LAYERS = (
     {"probe", "autotune"},
     {"run", "latency", "report"},
     {"cli"},
+    {"__main__"},
 )
 HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 # Files of a package of alternatives share these, and never import each other.

@@ -40,8 +40,8 @@ DRAFTS = tuple(
     [
         ("--B 1 0", "--B 0 is too small; it must be at least 1"),
         ("--B", "argument --B: expected at least one argument"),
-        ("--context -5", "--context -5 is too small"),
-        ("--context 64 64", "--context names 64 twice; name each value once"),
+        ("--context -5", "--prefix_len -5 is too small"),
+        ("--context 64 64", "--prefix_len names 64 twice; name each value once"),
         ("--T 0", "--T 0 is too small"),
         ("--T 32 --kv_policy verified", "--T 32 is too large for --kv_policy verified; "),
         ("--T two", "argument --T: invalid int value: 'two'"),
@@ -57,9 +57,9 @@ DRAFTS = tuple(
         ("--budget 65 --kv_policy full", "--budget 65 does nothing: --kv_policy full reads it all"),
         ("--kv_policy full full", "--kv_policy names full twice"),
         ("--kv_policy h2o", "invalid choice: 'h2o' (choose from"),
-        ("--json .", "--json .: Is a directory; name a file"),
+        ("--json .", "--out .: Is a directory; name a file"),
         ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: "),
-        ("--json a --csv ./a", "--json and --csv are both a; name two files"),
+        ("--json a --csv ./a", "--out and --csv are both a; name two files"),
         ("--gamma 4", "unrecognized arguments: --gamma 4"),
     ],
 )

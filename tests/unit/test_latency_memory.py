@@ -62,9 +62,11 @@ def test_the_largest_place_is_shown_and_what_does_not_fit_refused() -> None:
     }
     most = max(totals.values())
     line = check_grid_memory(CONFIG, GRID, MODELS, ALONE, most)
-    assert "on this host at --B 3 --context 200; " in line and line.endswith("GB free")
+    assert "on this host at --B 3 --prefix_len 200; " in line and line.endswith("GB free")
     assert "not known" in check_grid_memory(CONFIG, GRID, MODELS, ALONE, None)
-    with pytest.raises(ValueError, match=r"^--B 3 --context 200 needs .* are free; of the grid,"):
+    with pytest.raises(
+        ValueError, match=r"^--B 3 --prefix_len 200 needs .* are free; of the grid,"
+    ):
         check_grid_memory(CONFIG, GRID, MODELS, ALONE, most - 1)
     with pytest.raises(ValueError, match=r"no cell of the grid would fit$"):
         check_grid_memory(CONFIG, GRID, MODELS, ALONE, min(totals.values()) - 1)

@@ -17,7 +17,8 @@ TABLES = {"attention backend": ATTENTION_BACKENDS, "KV policy": KV_POLICIES}
 # Folders and files where a word is the name of something else.
 OTHER_MEANINGS = {
     "full": ("config/sections", "records/table"),  # the full length; full KV in a table
-    "verified": ("cli/download", "model/checkpoint/manifest", "config/checks"),  # the verb
+    # the verb
+    "verified": ("cli/checkpoints/download", "model/checkpoint/manifest", "config/checks"),
     "grouped": ("model/families/",),  # a packing of q, k and v
     "native": ("model/elementwise/",),  # a way to compute norms, rotation and gates, as `triton`
     "triton": ("model/elementwise/", "kernels/triton_modules"),  # and the library itself

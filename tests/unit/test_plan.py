@@ -298,7 +298,7 @@ def test_some_budgets_of_records() -> None:
         (f"{BY_HAND} --acceptance 0.8 --max_gamma 0", "--max_gamma 0 is too small"),
         (f"{BY_HAND} --acceptance 0.8 --dtype int4", "invalid choice: 'int4'"),
         (f"{BY_HAND} --acceptance 0.8 --speed 3", "unrecognized arguments: --speed 3"),
-        (f"{BY_HAND} --acceptance 0.8 --json .", "--json .: Is a directory"),
+        (f"{BY_HAND} --acceptance 0.8 --json .", "--out .: Is a directory"),
         ("--acceptance 0.8 --machine gone.json", "--machine gone.json: No such file"),
     ],
 )

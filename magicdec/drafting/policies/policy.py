@@ -81,7 +81,7 @@ def check_sinks(kv: KVSection, flag: str | None) -> None:
     """The budget holds more than the attention sinks."""
     if kv.budget <= kv.num_sink_tokens:
         raise ValueError(
-            f"{flag or '--streamingllm_budget'} {kv.budget} must be larger than "
+            f"{flag or '--budget'} {kv.budget} must be larger than "
             f"--num_sink_tokens {kv.num_sink_tokens}"
         )
 

@@ -53,7 +53,7 @@ class SnapKV(KVPolicy):
     def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         if kv.budget <= kv.window_size:
             raise ValueError(
-                f"{flag or '--draft_budget'} {kv.budget} must be larger than "
+                f"{flag or '--budget'} {kv.budget} must be larger than "
                 f"--window_size {kv.window_size}"
             )
 

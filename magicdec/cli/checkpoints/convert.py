@@ -1,8 +1,9 @@
-"""`magicdec convert`: writes a checkpoint as one file of weights, with checksums beside it.
+"""`magicdec model convert`, and `magicdec convert` in the spelling of the original suite: writes a
+checkpoint as one file of weights, with checksums beside it.
 
-    magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --dtype bfloat16
-    magicdec convert --checkpoint_dir checkpoints/Llama-3.2-1B --quantize int8
-    magicdec convert --verify checkpoints/Llama-3.2-1B/model.pth
+    magicdec model convert checkpoints/Llama-3.2-1B --dtype bfloat16
+    magicdec model convert checkpoints/Llama-3.2-1B --quantize int8
+    magicdec model convert --verify checkpoints/Llama-3.2-1B/model.pth
 
 Owns the command line; `model/checkpoint/convert.py` writes. Running a checkpoint needs no
 conversion. Heavy imports happen after the flags are read.
@@ -12,13 +13,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from magicdec.cli.flags import Parser, refuse
 from magicdec.distributed.groups import Launch
 
+DESCRIPTION = (
+    "Write a checkpoint as one file, .safetensors or .pth, with a manifest of checksums beside it. "
+    "The checkpoint consists of one or more safetensors or .bin files, or of a model.pth that the "
+    "original suite's converter wrote."
+)
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,9 +32,15 @@ QUANTIZATIONS = ("int8",)
 
 
 def main() -> NoReturn:
+    """`magicdec convert`, in the spelling of the original suite."""
+    conclude(lambda: parse(sys.argv[1:]))
+
+
+def conclude(read: Callable[[], argparse.Namespace]) -> NoReturn:
     """Convert a checkpoint or verify a file. The exit code is 1 if a verified file is damaged."""
+    args = argparse.Namespace(out=None)
     try:
-        args = parse(sys.argv[1:])
+        args = read()
         code = verify(args.verify) if args.verify else run(args)
     except ValueError as error:
         refuse(error, ALONE)
@@ -41,19 +53,18 @@ def main() -> NoReturn:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Raises ValueError, one line naming the flag, for flags that cannot be used."""
-    parser = Parser(
-        description="Write a checkpoint as one file, .safetensors or .pth, with a manifest of "
-        "checksums beside it. The checkpoint consists of one or more safetensors or .bin files, or "
-        "of a model.pth that the original suite's converter wrote.",
-        allow_abbrev=False,
-    )
+    return check(add_flags(Parser(description=DESCRIPTION)).parse_args(argv), "--checkpoint_dir")
+
+
+def add_flags(parser: argparse.ArgumentParser, is_named: bool = True) -> argparse.ArgumentParser:
+    """The flags of a conversion. `is_named`: the checkpoint is a flag too, as in the original
+    suite, and not an argument of its own."""
     add = parser.add_argument
-    add(
-        "--checkpoint_dir",
-        type=Path,
-        metavar="DIR",
-        help="directory of the checkpoint and its config.json",
-    )
+    text = "directory of the checkpoint and its config.json"
+    if is_named:
+        add("--checkpoint_dir", type=Path, metavar="DIR", help=text)
+    else:
+        add("checkpoint_dir", nargs="?", type=Path, metavar="DIR", help=text)
     add("--out", type=Path, metavar="FILE",
         help="the .safetensors or .pth file to write; default: DIR/model.pth, with --quantize "
         "DIR/model_int8.pth")  # fmt: skip
@@ -63,9 +74,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--dtype then applies to the other tensors; default: do not quantize")  # fmt: skip
     add("--verify", type=Path, metavar="FILE",
         help="compare FILE with the manifest of checksums beside it; writes nothing")  # fmt: skip
-    args = parser.parse_args(argv)
+    return parser
+
+
+def check(args: argparse.Namespace, named: str) -> argparse.Namespace:
+    """The flags with the default of `--out`. `named` is what the checkpoint's argument is called.
+    Raises ValueError for flags that exclude each other."""
     if (args.checkpoint_dir is None) == (args.verify is None):
-        raise ValueError("give either --checkpoint_dir or --verify")
+        raise ValueError(f"give either {named} or --verify")
     if args.verify and (args.out or args.dtype or args.quantize):
         raise ValueError("--verify writes nothing; leave out --out, --dtype and --quantize")
     if args.checkpoint_dir and args.out is None:

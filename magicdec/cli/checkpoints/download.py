@@ -1,5 +1,7 @@
-"""`magicdec download`: fetch a model from the Hugging Face hub, so that `--model DIR` runs it.
+"""`magicdec model get`, and `magicdec download` in the spelling of the original suite: fetch a
+model from the Hugging Face hub, so that `--model DIR` runs it.
 
+    magicdec model get meta-llama/Llama-3.2-1B
     magicdec download --repo_id meta-llama/Llama-3.2-1B --out_dir checkpoints/Llama-3.2-1B
 
 Owns the command line; `model/checkpoint/hub.py` fetches. Imports no torch.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,37 +19,52 @@ from magicdec.cli.flags import Parser, refuse
 from magicdec.distributed.groups import Launch
 from magicdec.model.checkpoint.hub import RemoteFile, download, find_repository
 
+DESCRIPTION = (
+    "Download the files that running a model needs (safetensors, else .bin; config and tokenizer) "
+    "and compare their checksums. After an interruption, the same command fetches the files that "
+    "are missing."
+)
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
 def main() -> NoReturn:
+    """`magicdec download`, in the spelling of the original suite."""
+    conclude(lambda: add_flags(Parser(description=DESCRIPTION)).parse_args(sys.argv[1:]))
+
+
+def conclude(read: Callable[[], argparse.Namespace]) -> NoReturn:
     """Download. Exit code 2, with one line that says why, if it cannot be done."""
     code = 0
     try:
-        run(parse(sys.argv[1:]))
+        run(read())
     except ValueError as error:
         refuse(error, ALONE)
     except OSError as error:
-        refuse(ValueError(f"{error.filename or '--out_dir'}: {error.strerror or error}"), ALONE)
+        refuse(ValueError(f"{error.filename or '--out'}: {error.strerror or error}"), ALONE)
     except KeyboardInterrupt:
         print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
         code = 130
     sys.exit(code)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises ValueError, one line naming the flag, for flags that cannot be used."""
-    parser = Parser(
-        description="Download the files that running a model needs (safetensors, else .bin; "
-        "config and tokenizer) and compare their checksums. After an interruption, the same "
-        "command fetches the files that are missing.",
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser, is_named: bool = True) -> argparse.ArgumentParser:
+    """The flags of a download. `is_named`: the model is a flag too, as in the original suite, and
+    not an argument of its own."""
     add = parser.add_argument
+    text = "the model's name on the hub, as owner/model"
+    if is_named:
+        add("--repo_id", required=True, metavar="ID", help=text)
+    else:
+        add("repo_id", metavar="ID", help=text)
     add(
-        "--repo_id", required=True, metavar="ID", help="the model's name on the hub, as owner/model"
+        "--out",
+        "--out_dir",
+        required=is_named,
+        type=Path,
+        metavar="DIR",
+        dest="out_dir",
+        help="directory for the files" + ("" if is_named else "; default: checkpoints/ID"),
     )
-    add("--out_dir", required=True, type=Path, metavar="DIR", help="directory for the files")
     add(
         "--revision",
         default="main",
@@ -57,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--hf_token", metavar="T",
         help="access token of the hub; default: the variable HF_TOKEN, otherwise the stored "
         "login")  # fmt: skip
-    return parser.parse_args(argv)
+    return parser
 
 
 def run(args: argparse.Namespace) -> None:

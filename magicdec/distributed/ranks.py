@@ -1,0 +1,87 @@
+"""Starts the ranks of a command on this host, as torchrun does, and tells whoever started this rank
+why it refused.
+
+Owns what passes between a rank and its launcher beside the ranks' numbers (`groups.read_launch`).
+Must not know any command. Imports torch only to start ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from magicdec.distributed.groups import Launch
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects the error of a rank
+NOT_AVAILABLE = "<N/A>"  # torchrun's word for a rank that wrote no such file
+INTERRUPTED = 130
+
+
+def is_launched() -> bool:
+    """Whether a launcher, such as torchrun, started this process as a rank."""
+    return "WORLD_SIZE" in os.environ
+
+
+def find_world_size(nproc: int | None, launch: Launch) -> int:
+    """The number of ranks that the command will have."""
+    return launch.world_size if nproc is None or is_launched() else nproc
+
+
+def is_other_start(nproc: int | None, launch: Launch) -> bool:
+    """Whether the `nproc` ranks that the user asked for have to be started. Raises ValueError if a
+    launcher started another number of them."""
+    if nproc is None or nproc == launch.world_size:
+        return False
+    if is_launched():
+        raise ValueError(
+            f"--nproc {nproc}: {launch.world_size} ranks were started already, by torchrun for "
+            "example; leave --nproc out"
+        )
+    return True
+
+
+def report_error(line: str) -> bool:
+    """Leave the line to the launcher of this rank, which prints it when all ranks have ended. False
+    if there is no launcher that would."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return False
+    content = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    try:
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
+    except OSError:
+        return False
+    return True
+
+
+def start_ranks(nproc: int, words: Sequence[str]) -> int:
+    """Run `python WORDS` as `nproc` ranks on this host, through torch's own launcher. If a rank
+    reported an error, it is the last line that is printed. Returns the exit code of the rank that
+    failed first, or 0."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a rank then sets its threads
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="magicdec", max_restarts=0,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-u", *words)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.error_file != NOT_AVAILABLE:
+            message: object = failure.error_file_data["message"]
+            print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except (KeyboardInterrupt, SignalException):
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,250 @@
+"""The front door: `magicdec run` and what stands around it (config files, several ranks, help,
+models named as on the hub)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_files import CONFIG
+from conftest import HANG, ROOT
+from hub_server import Hub
+
+from magicdec.cli import commands
+from magicdec.cli.front import run
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed import ranks
+from magicdec.distributed.groups import Launch
+from magicdec.model.families.hf_config import to_hf_config
+
+ALONE = Launch(0, 1, 0, 1)
+
+
+def read(*words: object) -> RunConfig:
+    return run.read([str(word) for word in words])
+
+
+def magicdec(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "magicdec", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANG
+    )
+
+
+def test_a_draft_is_a_name() -> None:
+    for words, strategy, drafter in (
+        ((), "speculative", "self"),
+        (("--draft", "ngram"), "speculative", "ngram"),
+        (("--draft=none",), "autoregressive", None),
+        (("--draft", "none", "--draft", "self"), "speculative", "self"),
+    ):
+        config = read(*words)
+        assert (config.decoding.strategy, config.decoding.drafter) == (strategy, drafter)
+        assert config.draft is None
+        config.check(1)
+    config = read("--model", "a", "--draft", "model:b", "--draft_ranks", 0, "--gamma", 2)
+    assert config.draft is not None and (config.model.model, config.draft.model) == ("a", "b")
+    assert config.decoding.drafter == "model" and config.draft.rank_group == (0,)
+    config.check(1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--draft eagle", "--draft eagle is not known; choose from self, model:NAME, ngram, none"),
+        ("--draft model:", "--draft model: is not known"),
+        ("--draft_ranks 0", "--draft_ranks does nothing here: no other model drafts"),
+        ("--draft none --gamma 3", "--gamma does nothing here: autoregressive"),
+        ("--drafter self", "unknown argument --drafter"),
+        ("--config nowhere.toml", "--config nowhere.toml: No such file"),
+    ],
+)
+def test_what_a_run_cannot_be(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(*words.split())
+
+
+def test_flags_on_the_command_line_win_over_those_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'draft = "ngram"\nB = 3\ngamma = "auto"\nignore_eos = true\nprintoutput = false\n'
+        "temperature = 0.5\nrank_group = [0]\nstreamingllm_budget = -1\n"
+    )
+    config = read("--B", 7, "--config", file, "--budget", 99, "--draft", "self")
+    assert config.workload.batch_size == 7 and config.kv.budget == 99
+    assert config.decoding.drafter == "self" and config.decoding.num_draft_tokens == "auto"
+    assert config.decoding.ignore_eos and not config.output.printoutput
+    assert config.sampling.temperature == 0.5 and config.parallel.rank_group == (0,)
+    capsys.readouterr()
+    assert read("--config", file).decoding.drafter == "ngram"
+    assert "--budget does nothing here: prompt lookup" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--budget does nothing here: prompt lookup"):
+        read("--config", file, "--budget", 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gama = 3", "'gama' is not the name of a flag; did you mean gamma?"),
+        ("[kv]\nbudget = 3", "'kv' is not the name of a flag"),
+        ("gamma = [1, 2]", "gamma is [1, 2]; give one value"),
+        ("gamma = true", "gamma is True; give one value"),
+        ("rank_group = []", "rank_group is []; give a list of values"),
+        ("ignore_eos = 1", "ignore_eos is a switch; give true or false"),
+        ("gamma = 'three'", "--gamma: 'three' is not known"),
+        ("gamma = ", "is not a TOML file"),
+        ("config = 'a.toml'", "'config' is not the name of a flag"),
+    ],
+)
+def test_a_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        read("--config", file)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_parser_tells_what_was_given() -> None:
+    parser = Parser()
+    parser.add_argument("--a", type=int, default=3)
+    parser.add_argument("--b", action="store_true")
+    assert parser.read(["--a", "3"])[1] == {"a"}
+    values, given = parser.read([])
+    assert (vars(values), given) == ({"a": 3, "b": False}, set())
+
+
+def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not ranks.is_other_start(None, ALONE) and not ranks.is_other_start(1, ALONE)
+    assert ranks.is_other_start(2, ALONE) and ranks.find_world_size(2, ALONE) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not ranks.is_other_start(2, Launch(1, 2, 1, 2))
+    with pytest.raises(ValueError, match="--nproc 3: 2 ranks were started already"):
+        ranks.is_other_start(3, Launch(1, 2, 1, 2))
+
+
+def test_an_error_is_left_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ranks.ERROR_FILE, raising=False)
+    assert not ranks.report_error("a line")
+    monkeypatch.setenv(ranks.ERROR_FILE, str(tmp_path / "error.json"))
+    assert ranks.report_error("a line")
+    written = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert written["message"] == "a line" and int(written["extraInfo"]["timestamp"]) > 0
+    monkeypatch.setenv(ranks.ERROR_FILE, str(tmp_path / "none" / "error.json"))
+    assert not ranks.report_error("a line")
+
+
+SMALL = ("--B", 1, "--prefix_len", 64, "--gen_len", 4, "--num_batches", 1, "--threads", 1)
+
+
+def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
+    done = magicdec("run", *SMALL, "--nproc", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["environment"]["world_size"] == 2 and record["status"] == "ok"
+    assert record["environment"]["argv"][:2] == ["magicdec run", "--B"]
+    assert done.stderr == "record appended to results/runs.jsonl\n"
+
+
+def test_what_a_rank_refuses_is_the_only_line(tmp_path: Path) -> None:
+    done = magicdec("run", *SMALL, "--nproc", 2, "--model", "nope", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("magicdec run: --model 'nope' is not known")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_help_is_printed_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, words, shown in (("0", "--help", 1), ("1", "--help", 0), ("1", "--help_all", 0)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["magicdec", "run", words])
+        with pytest.raises(SystemExit) as ended:
+            commands.console()
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.count("usage:") == shown
+
+
+def test_the_command_names_itself_and_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, code, said in (
+        (["--version"], 0, "magicdec 0."),
+        ([], 0, "usage: magicdec COMMAND"),
+        (["rum"], 2, "unknown command 'rum'; did you mean run?"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["magicdec", *words])
+        with pytest.raises(SystemExit) as ended:
+            commands.console()
+        out, err = capsys.readouterr()
+        assert ended.value.code == code and said in out + err
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    files = {
+        "config.json": json.dumps(to_hf_config(CONFIG)).encode(),
+        "tokenizer.json": b"{}",
+        "model.safetensors": b"not read here",
+    }
+    hub = Hub(files)
+    hub.start()
+    yield hub
+    hub.stop()
+
+
+def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
+    code = (
+        "from magicdec.cli.checkpoints.hub_models import find_local\n"
+        "print(find_local('--model', 'org/model'), find_local('--model', 'demo'))"
+    )
+    env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    for said in ("fetching org/model into checkpoints/org/model", ""):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **env},
+            capture_output=True, text=True, timeout=HANG, check=True,
+        )  # fmt: skip
+        assert done.stdout.splitlines()[-1] == "checkpoints/org/model demo"
+        assert (said in done.stderr) if said else (done.stderr == "")
+    assert (tmp_path / "checkpoints/org/model/model.safetensors").read_bytes() == b"not read here"
+
+
+def test_the_two_spellings_of_a_download_fetch_the_same(hub: Hub, tmp_path: Path) -> None:
+    env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
+    done = magicdec("model", "get", "org/model", cwd=tmp_path, **env)
+    assert done.returncode == 0 and "checkpoints/org/model runs them" in done.stdout, done.stderr
+    old = ("download", "--repo_id", "org/model", "--out_dir", "old")
+    assert magicdec(*old, cwd=tmp_path, **env).returncode == 0
+    for name in ("config.json", "model.safetensors", "download.json"):
+        new = (tmp_path / "checkpoints" / "org" / "model" / name).read_bytes()
+        assert (tmp_path / "old" / name).read_bytes() == new
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model", "the following arguments are required: get | convert"),
+        ("model get", "the following arguments are required: ID"),
+        ("model convert", "give either DIR or --verify"),
+        ("model fetch x", "invalid choice: 'fetch'"),
+    ],
+)
+def test_bad_model_commands_are_refused_in_one_line(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["magicdec", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        commands.console()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "") and message in err and err.count("\n") == 1
