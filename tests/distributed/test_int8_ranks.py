@@ -15,7 +15,7 @@ from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantize
 FLAGS = (
     *("--B", 2, "--prefix_len", 120, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
     *("--threads", 1, "--gamma", 3, "--streamingllm_budget", 40, "--prefill_chunk", 64),
-    *("--num_sink_tokens", 4, "--results", "r.jsonl", "--save_tokens", "t.jsonl"),
+    *("--results", "r.jsonl", "--save_tokens", "t.jsonl"),
 )
 FLOAT32 = ("--dtype", "float32")
 
@@ -83,7 +83,7 @@ def test_an_int8_draft(target: str, num_ranks: int, launch: Launch, tmp_path: Pa
 def test_bfloat16_activations_and_the_largest_draft(launch: Launch, tmp_path: Path) -> None:
     """The target's weights in int8 draft for it: most is accepted, where bfloat16 ones get all."""
     flags = ("--target", "demo", "--model", "demo", "--dataset", "demo", "--dtype", "bfloat16")
-    kinds = ("--draft_dtype", "int8", "--draft_budget", -1)
+    kinds = ("--draft_dtype", "int8", "--draft_budget", -1)  # of all of the cache
     done = launch("longspec_benchmark.py", *FLAGS, *flags, *kinds, num_ranks=2)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.jsonl").read_text())

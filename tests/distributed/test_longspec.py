@@ -62,7 +62,11 @@ def test_drafts_of_every_subgroup_change_nothing(
         pytest.param(["--rank_group", 0, 1], [0], (2,), marks=pytest.mark.wide),
         pytest.param(["--rank_group", 1, 0], [1], (2,), marks=pytest.mark.wide),
         pytest.param(["--rank_group", 0, 1, "--draft_ranks", 1], [1], (2,), marks=pytest.mark.wide),
-        (["--rank_group", 0, 1, "--draft_group", 1, 0, "--kv_policy", "full"], [1, 0], (1, 1)),
+        (
+            ["--rank_group", 0, 1, "--draft_group", 1, 0, "--kv_policy", "full", "--budget", -1],
+            [1, 0],
+            (1, 1),
+        ),
         pytest.param(
             ["--draft_rank_group", 0, 1, "--draft_budget", -1],
             [0, 1],
@@ -135,7 +139,7 @@ BAD_INPUT = {
     "unknown draft": (["--model", "nope"], "--model 'nope' is not known"),
     "unknown target": (["--target", "nope"], "--target 'nope' is not known"),
     "budget": (["--draft_budget", 16], "--budget 16 must be larger than"),
-    "another drafter": (["--drafter", "ngram"], "--drafter ngram: the draft --model would"),
+    "another drafter": (["--drafter", "ngram"], "--model does nothing here: no other model"),
     "choosing anew": (["--kv_policy", "snapkv", "--reselect_every", 9], "--reselect_every 9"),
     "vocabulary size": (
         ["--model", "random:llama-68m"],

@@ -103,7 +103,7 @@ def test_a_file_that_could_not_be_written_leaves_no_part(
 
 
 @needs_full
-@pytest.mark.parametrize("flag", ["--results", "--save_tokens"])
+@pytest.mark.parametrize("flag", ["--out", "--save_tokens"])
 def test_a_run_whose_files_cannot_be_written_does_not_start(flag: str, launch: Launch) -> None:
     done = launch("baseline_benchmark.py", *FEW, flag, FULL)
     assert done.returncode == 2 and done.stdout == ""
