@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from magicdec.cli.commands import COMMANDS, KNOWN
+from magicdec.cli.commands import COMMANDS, start
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 UNTITLED = ("options", "optional arguments", "positional arguments")
@@ -56,7 +56,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         patch.object(sys, "argv", [f"magicdec {command}"]),
     ):
         try:
-            KNOWN[command][1]()
+            start(command)
         except _Built as built:
             return built.parser
     raise AssertionError(f"magicdec {command} builds no parser")

@@ -6,23 +6,13 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import NoReturn
 
-from magicdec.cli.checkpoints.convert import main as convert
-from magicdec.cli.checkpoints.download import main as download
-from magicdec.cli.checkpoints.model import main as model
-from magicdec.cli.compare import main as compare
 from magicdec.cli.drivers import DRIVERS
-from magicdec.cli.export import main as export
 from magicdec.cli.flags import main
-from magicdec.cli.front.run import main as run
-from magicdec.cli.latency import main as latency
-from magicdec.cli.plan import main as plan
-from magicdec.cli.probe import main as probe
-from magicdec.cli.table import main as table
 from magicdec.distributed.groups import read_launch
+from magicdec.names import load_named
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -43,25 +33,56 @@ def longspec() -> None:
     main(DRIVERS["longspec"], longspec.__doc__ or "")
 
 
-COMMANDS: dict[str, tuple[str, Callable[[], None]]] = {
-    "run": ("decode prompts with a draft (--draft), checked against decoding without one", run),
-    "latency": ("time single forwards at fixed cache lengths, over a grid", latency),
-    "table": ("print records as a table: text, Markdown, LaTeX or CSV", table),
-    "compare": ("compare records with a baseline file; exit code 1 on a regression", compare),
-    "probe": ("measure this machine's bandwidth and speed; write them to a file", probe),
-    "plan": ("predict when speculation pays, from the model's shape and the machine", plan),
-    "export": ("write records as one flat CSV or Parquet table", export),
-    "model": ("get a model from the Hugging Face hub, or convert a checkpoint", model),
+# (what the command does, the function that does it, which is imported only then)
+COMMANDS = {
+    "run": (
+        "decode prompts with a draft (--draft), checked against decoding without one",
+        "magicdec.cli.front.run:main",
+    ),
+    "latency": (
+        "time single forwards at fixed cache lengths, over a grid",
+        "magicdec.cli.latency:main",
+    ),
+    "table": (
+        "print records as a table: text, Markdown, LaTeX or CSV",
+        "magicdec.cli.table:main",
+    ),
+    "export": ("write records as one flat CSV or Parquet table", "magicdec.cli.export:main"),
+    "compare": (
+        "compare records with a baseline file; exit code 1 on a regression",
+        "magicdec.cli.compare:main",
+    ),
+    "probe": (
+        "measure this machine's bandwidth and speed; write them to a file",
+        "magicdec.cli.probe:main",
+    ),
+    "plan": (
+        "predict when speculation pays, from the model's shape and the machine",
+        "magicdec.cli.plan:main",
+    ),
+    "model": (
+        "get a model from the Hugging Face hub, or convert a checkpoint",
+        "magicdec.cli.checkpoints.model:main",
+    ),
 }
 # The spellings of the original suite.
-OLD_SPELLINGS: dict[str, tuple[str, Callable[[], None]]] = {
-    "baseline": ("run --draft none", baseline),
-    "selfspec": ("run --draft self", selfspec),
-    "longspec": ("run --draft model:NAME, with --target and --model", longspec),
-    "download": ("model get", download),
-    "convert": ("model convert", convert),
+OLD_SPELLINGS = {
+    "baseline": ("run --draft none", "magicdec.cli.commands:baseline"),
+    "selfspec": ("run --draft self", "magicdec.cli.commands:selfspec"),
+    "longspec": (
+        "run --draft model:NAME, with --target and --model",
+        "magicdec.cli.commands:longspec",
+    ),
+    "download": ("model get", "magicdec.cli.checkpoints.download:main"),
+    "convert": ("model convert", "magicdec.cli.checkpoints.convert:main"),
 }
 KNOWN = COMMANDS | OLD_SPELLINGS
+
+
+def start(name: str) -> None:
+    """Run that command with the arguments in `sys.argv`."""
+    functions = {command: function for command, (_, function) in KNOWN.items()}
+    load_named(functions, name)()
 
 
 def console() -> NoReturn:
@@ -81,7 +102,7 @@ def console() -> NoReturn:
     sys.argv = [f"magicdec {name}", *sys.argv[2:]]
     try:
         try:
-            KNOWN[name][1]()
+            start(name)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has ended, as `head` does

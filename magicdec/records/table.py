@@ -1,36 +1,17 @@
 """Prints one record as a table, with the passes of the run side by side. `report/listing.py` prints
-many records. The label and the format of a metric are declared with its field."""
+many records. `printed.py` has the rows."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from magicdec.console import make_console
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.correctness import Correctness, Divergence
-from magicdec.records.fields import Recorded, description_of
-from magicdec.records.performance import Metrics
+from magicdec.records.printed import table_rows
 from magicdec.records.record import RunRecord
 
-# The rows of one run's table, in order.
-SHOWN = (
-    *("decode_tokens_per_s", "speedup", "net_speedup", "break_even_gen_len"),
-    *("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
-    *("mean_ttft_ms", "prefill_tokens_per_s", "answer_score"),
-    *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
-    *("acceptance_per_position", "mean_draft_tokens", "kv_tokens_read"),
-    *("begin_ms", "draft_prefill_ms", "calibration_ms", "warmup_calibration_ms"),
-    *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
-    *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
-)
 STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
-
-
-def rows() -> list[tuple[str, Recorded]]:
-    """(metric, its description) for each row of the table of one run."""
-    found = {item.name: description_of(item) for item in fields(Metrics)}
-    return [(name, found[name]) for name in SHOWN]
 
 
 def print_record(record: RunRecord) -> None:
@@ -41,33 +22,14 @@ def print_record(record: RunRecord) -> None:
     console.print(_verdict(record), style=STYLES.get(record.status, "bold red"))
     if record.metrics is None:
         return
-    columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
     table = Table(title=_title(record), title_justify="left")
     table.add_column("")
-    if len(columns) == 2:
+    if record.baseline_metrics is not None:
         table.add_column("autoregressive", justify="right")
     table.add_column(method(record), justify="right")
-    for name, description in rows():
-        cells = [cell(metrics, name, description) for metrics in columns]
-        if any(cells):
-            table.add_row(description.label, *cells)
+    for label, cells in table_rows(record):
+        table.add_row(label, *cells)
     console.print(table)
-
-
-def cell(metrics: Metrics, name: str, description: Recorded) -> str:
-    """A metric with its interval, if it has one; empty if it is None. Each draft position has a
-    line, with the number of verifications that judged it."""
-    value, ends = getattr(metrics, name), getattr(metrics, f"{name}_interval", None)
-    if value is None:
-        return ""
-    judged = metrics.judged_per_position
-    if name != "acceptance_per_position" or judged is None:
-        return description.show_between(value, ends)
-    ends = ends or [[]] * len(value)
-    return "\n".join(
-        f"{description.show_between(share, both)} of {count}"
-        for share, both, count in zip(value, ends, judged, strict=True)
-    )
 
 
 def method(record: RunRecord) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from magicdec.cli.commands import COMMANDS, KNOWN
+from magicdec.cli.commands import COMMANDS, KNOWN, start
 
 PAGES = sorted(
     str(page.relative_to(ROOT))
@@ -123,6 +123,6 @@ def test_the_plan_shown_is_what_the_command_prints(
     command, shown = re.findall(r"^    (magicdec plan .*?)\n\n```\n(.*?)```", text, re.S | re.M)[0]
     monkeypatch.setattr("sys.argv", command.replace("\\\n", " ").split()[1:])
     with pytest.raises(SystemExit):
-        KNOWN["plan"][1]()
+        start("plan")
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert printed == shown.splitlines()

@@ -20,9 +20,9 @@ from magicdec.latency.rows import Row
 from magicdec.records.document import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from magicdec.records.fields import described_fields, description_of, is_optional, without_none
 from magicdec.records.performance import Metrics
+from magicdec.records.printed import SHOWN
 from magicdec.records.reading import load_records, parse_record
 from magicdec.records.record import RunRecord
-from magicdec.records.table import SHOWN
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 
