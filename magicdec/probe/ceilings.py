@@ -26,7 +26,9 @@ from magicdec.sampling.model_tokens import greedy
 from magicdec.setup.loading import Kinds, load_kind
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
-STRETCHES, ROUNDS = 5, 30
+STRETCHES = 5
+# Calls in a stretch: as many as take STRETCH_S seconds, but between these two.
+FEWEST_ROUNDS, ROUNDS, STRETCH_S = 5, 30, 0.5
 CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no time, or most of it
 MANY = 5  # new tokens per row in a verification
 
@@ -48,13 +50,7 @@ def gemm_flops(
     """FLOP/s of a square GEMM: the best of several."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
-    best = float("inf")
-    for _ in range(8):
-        synchronize(device)
-        started = time.perf_counter()
-        a @ b
-        synchronize(device)
-        best = min(best, time.perf_counter() - started)
+    best = min(seconds_of(lambda: a @ b, device) for _ in range(8))
     return 2 * size**3 / best
 
 
@@ -72,19 +68,24 @@ def measure_link(group: Group, device: torch.device) -> Link | None:
 
 def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> float:
     """Seconds of a call: the median of several rounds on the slowest rank, and of that the minimum
-    over several stretches, because other load on the host rarely slows all stretches. The first
-    stretch also warms up."""
+    over several stretches, because other load on the host rarely slows all stretches. A first call
+    warms up, a second one says how many make a stretch; all ranks make equally many."""
+    call()
+    once = max(group.all_gather_object(seconds_of(call, device)))
+    rounds = min(ROUNDS, max(FEWEST_ROUNDS, int(STRETCH_S / once)))
     medians = []
     for _ in range(STRETCHES):
-        samples = []
-        for _ in range(ROUNDS):
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            samples.append(time.perf_counter() - started)
+        samples = [seconds_of(call, device) for _ in range(rounds)]
         medians.append(max(group.all_gather_object(statistics.median(samples))))
     return min(medians)
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
 
 
 def measure_forwards(

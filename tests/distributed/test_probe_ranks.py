@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from conftest import Launch
 
 from magicdec.hardware.ceiling_file import load_machine
 
 
-@pytest.mark.wide
 def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:
-    done = launch("probe.py", "--out", "machine.json", "--threads", 1, num_ranks=2)
+    flags = ("--out", "machine.json", "--threads", 1)
+    done = launch("distributed/short_probe.py", *flags, num_ranks=2)
     assert done.returncode == 0, done.stderr
     machine = load_machine(tmp_path / "machine.json")
     assert machine.description["world_size"] == 2 and machine.node_link is None
