@@ -43,12 +43,66 @@ class Made:
     number: int
 
 
+class Call:
+    """A recorded operator. Where its arguments have tensors is found once, because searching nested
+    arguments takes longer than most operators."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """The arguments and results, with `Made` or weak references in the places of tensors."""
+        self.func = func
+        self.places: list[tuple[Any, Any, Any]] = []  # (list or dict, index or key, reference)
+        self.args, self.kwargs = self._open(args), self._open(kwargs)
+        self.results = [
+            (index, each.number)
+            for index, each in enumerate(tree_flatten(out)[0])
+            if isinstance(each, Made)
+        ]
+
+    def _open(self, value: Any) -> Any:
+        """A copy of nested arguments, into which the tensors of a replay can be written."""
+        if not isinstance(value, (list, tuple, dict)):
+            return value
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        opened: Any = {key: self._open(value[key]) for key in keys}
+        if not isinstance(value, dict):
+            opened = list(opened.values())
+        self.places += [
+            (opened, key, opened[key])
+            for key in keys
+            if isinstance(opened[key], (Made, weakref.ref))
+        ]
+        return opened
+
+    def run(self, made: list[Any]) -> None:
+        """Run the operator on the present tensors. Adds its results to `made`."""
+        for holder, key, reference in self.places:
+            holder[key] = current(reference, made)
+        out = self.func(*self.args, **self.kwargs)
+        for holder, key, _ in self.places:
+            holder[key] = None  # keeps no tensor alive
+        tensors = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
+        if self.func.namespace == "c10d":
+            Work.unbox(tensors[-1]).wait()
+        for index, number in self.results:
+            made[number] = tensors[index]
+
+
+def current(value: Any, made: list[Any]) -> Any:
+    """The tensor that a reference stands for now; other values as they are."""
+    if isinstance(value, Made):
+        return made[value.number]
+    if isinstance(value, weakref.ref):
+        value = value()
+        assert value is not None, "a tensor that the work reads is gone"
+    return value
+
+
 class _Keep(TorchDispatchMode):
-    """Records calls as (function, arguments, results)."""
+    """Records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any]] = []
+        self.calls: list[Call] = []
         self.made: dict[int, Made] = {}  # by the id of a tensor in `alive`
         self.alive: list[Tensor] = []
 
@@ -67,7 +121,7 @@ class _Keep(TorchDispatchMode):
             if is_new and all(tensor is not each for each in tree_flatten((args, kwargs))[0]):
                 self.made[id(tensor)] = Made(len(self.alive))
                 self.alive.append(tensor)
-        self.calls.append((func, given, tree_map(self.refer, out)))
+        self.calls.append(Call(func, *given, tree_map(self.refer, out)))
         return out
 
     def refer(self, value: Any) -> Any:
@@ -88,7 +142,7 @@ class Recorder:
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         with _Keep() as kept:
             result = kept.refer(work())
-        calls, self.recorded = kept.calls, self.recorded + 1
+        calls, num_made, self.recorded = kept.calls, len(kept.alive), self.recorded + 1
         del kept
 
         @torch.inference_mode()
@@ -96,25 +150,10 @@ class Recorder:
             self.replayed += 1
             if self._result is not None:
                 self._result.fill_(SPOILT)
-            made: dict[Made, Tensor] = {}
-
-            def current(value: Any) -> Any:
-                if isinstance(value, Made):
-                    return made[value]
-                if isinstance(value, weakref.ref):
-                    value = value()
-                    assert value is not None, "a tensor that the work reads is gone"
-                return value
-
-            for func, given, out in calls:
-                args, kwargs = tree_map(current, given)
-                again = tree_flatten(func(*args, **kwargs))[0]
-                if func.namespace == "c10d":
-                    Work.unbox(again[-1]).wait()
-                for reference, tensor in zip(tree_flatten(out)[0], again, strict=True):
-                    if isinstance(reference, Made):
-                        made[reference] = tensor
-            found = current(result)
+            made: list[Any] = [None] * num_made
+            for call in calls:
+                call.run(made)
+            found = current(result, made)
             assert isinstance(found, Tensor)
             self._result = found.clone() if isinstance(result, Made) else None
             return found if self._result is None else self._result
