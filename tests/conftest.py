@@ -42,6 +42,7 @@ from magicdec.drafting.policies.policy import keep_queries, make_policy, standal
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
+from magicdec.hardware import timing
 from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.native import NativeElementwise
@@ -52,6 +53,9 @@ from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 
+# No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
+# one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
+timing.BANDWIDTH_BYTES = 1 << 22
 ROOT = Path(__file__).parents[1]
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
 

@@ -1,5 +1,5 @@
 """Every drafter under every KV policy, and one rank of decoding with all of them: a ragged batch,
-up to 300 tokens a row. Started by test_matrix.py; rank 0 prints what each case emitted as JSON.
+up to 160 tokens a row. Started by test_matrix.py; rank 0 prints what each case emitted as JSON.
 
 A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS.
 """
@@ -28,9 +28,9 @@ from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.names import DRAFTERS
 from magicdec.runner import ModelRunner
 
-PROMPTS, NUM_NEW = [5, 70, 1, 33], [300, 300, 9, 141]
-MAX_TOKENS = 70 + 300 + 4
-# What the three longer rows outgrow; a prompt outgrows SnapKV's.
+PROMPTS, NUM_NEW = [5, 70, 1, 33], [160, 160, 9, 141]
+MAX_TOKENS = 70 + 160 + 4
+# The three longer rows outgrow these budgets by at least 45 tokens; a prompt outgrows SnapKV's.
 KV_SECTIONS = [
     KVSection("full"),
     KVSection("streaming_llm", 120, 4),
@@ -61,16 +61,20 @@ class Result:
         return self.num_accepted / self.num_drafted
 
 
-def make_cases(num_ranks: int) -> list[Case]:
-    """All that is served, on every kind of group that the draft can have among so many ranks."""
+def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
+    """All that is served, with standalone drafts on each kind of group among so many ranks in turn.
+    With `other_groups`, only the standalone drafts, on the groups that were not their turn."""
     order, gammas = target_ranks(num_ranks), (1, 4) if num_ranks == 1 else (4,)
     groups = sorted({(0,), (num_ranks - 1,), order})
     cases = []
-    for drafter, kv, gamma in product(DRAFTERS, KV_SECTIONS, gammas):
-        if refusal(drafter, kv) or (drafter == "ngram" and kv != KV_SECTIONS[0]):
+    for drafter, (index, kv), gamma in product(DRAFTERS, enumerate(KV_SECTIONS), gammas):
+        if refusal(drafter, kv) or (drafter == "ngram" and index > 0):
             continue  # prompt lookup reads no cache: one row for all policies
-        for ranks in groups if drafter == "model" else [None]:
-            cases.append(Case(drafter, kv, gamma, ranks))
+        turn = groups[index % len(groups)]
+        if other_groups and drafter == "model":
+            cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
+        elif not other_groups:
+            cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
     return cases
 
 
@@ -133,8 +137,9 @@ class Rank:
 def main() -> None:
     torch.set_num_threads(1)
     launch = read_launch()
-    rank = Rank(launch, sys.argv[1:])
-    results = [rank.decode(case) for case in [None, *make_cases(launch.world_size)]]
+    target, draft, which = sys.argv[1:]
+    rank, cases = Rank(launch, [target, draft]), make_cases(launch.world_size, which == "other")
+    results = [rank.decode(case) for case in [None, *cases]]
     if launch.rank == 0:
         print(json.dumps([asdict(result) for result in results]), flush=True)
     close_groups()

@@ -35,14 +35,12 @@ def decode(path: str) -> list[list[list[int]]]:
     for kv in (
         KVSection("full"),
         KVSection("streaming_llm", 17, 16),
-        KVSection("streaming_llm", 60, 4),
-        KVSection("snapkv", 20, window_size=6),
         KVSection("snapkv", 20, window_size=6, reselect_every=7),
-        KVSection("verified", 60, 4),
-        KVSection("retrieval", 60, 4),
+        KVSection("verified", 40, 4),
+        KVSection("retrieval", 40, 4),
     ):
-        runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 60 + 4)
-        requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
+        runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 40 + 4)
+        requests = make_requests(random_prompts([5, 70, 1, 33], 97), [40, 9, 40, 31])
         baseline, ours, accepted = decode_both(runner, requests, kv, 4)
         assert ours == baseline, kv
         section = SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
@@ -54,10 +52,10 @@ def decode(path: str) -> list[list[list[int]]]:
 def drafted_apart(model: Transformer) -> list[list[list[int]]]:
     """The same for a standalone draft on all ranks, which chooses from its own cache. Its weights
     are the target's."""
-    kv, max_tokens = KVSection("snapkv", 20, window_size=6), 70 + 60 + 4
+    kv, max_tokens = KVSection("snapkv", 20, window_size=6), 70 + 40 + 4
     runner = ModelRunner(model, NativeBackend(), group, 4, max_tokens)
     draft = make_draft(model, kv, 4, max_tokens, NativeBackend(), group=group)
-    requests = make_requests(random_prompts([5, 70, 1, 33], 97), [60, 9, 60, 41])
+    requests = make_requests(random_prompts([5, 70, 1, 33], 97), [40, 9, 40, 31])
     baseline, ours, accepted = decode_both(runner, requests, kv, 4, drafter="model", draft=draft)
     assert ours == baseline and any(a < 4 for step in accepted for a in step)
     return [baseline, accepted]

@@ -35,18 +35,18 @@ def load(path, group):
 
 def decode(groups, draft_ranks, kv, sampling):
     """(baseline, speculation) and, on the draft's ranks, a check of what the draft did."""
-    place = (NativeBackend(), groups.target, 4, 70 + 40 + 4)
+    place = (NativeBackend(), groups.target, 4, 70 + 24 + 4)
     target = ModelRunner(load(sys.argv[1], groups.target), *place)
     runner = None
     if groups.draft is not None:
-        place = (load(sys.argv[2], groups.draft), NativeBackend(), groups.draft, 4, 70 + 40 + 4)
+        place = (load(sys.argv[2], groups.draft), NativeBackend(), groups.draft, 4, 70 + 24 + 4)
         if kv.policy == "full":
             runner = ModelRunner(*place)
         else:
             runner = RollingRunner(*place, make_policy(kv), max_tail=20, block_size=8)
     assert (runner is not None) == (launch.rank in draft_ranks)
     draft = DraftModel(runner, order.index(draft_ranks[0]), 16)
-    requests = make_requests(random_prompts([5, 70, 1, 33], 97), [40, 9, 40, 31], sampling=sampling)
+    requests = make_requests(random_prompts([5, 70, 1, 33], 97), [24, 9, 24, 17], sampling=sampling)
     baseline, ours, accepted = decode_both(target, requests, kv, 4, 64, "model", draft)
     assert any(a for step in accepted for a in step), "the draft is of use"
     return baseline, ours

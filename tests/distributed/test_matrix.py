@@ -1,5 +1,5 @@
 """Every drafter under every KV policy on one rank and on two, the draft on all kinds of groups: the
-baseline's float32 tokens, exactly, 300 of them a row, in a ragged batch."""
+baseline's float32 tokens, exactly, 160 of them a row, in a ragged batch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,20 @@ def of_one_rank() -> dict[str, list[Result]]:
     return {}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "groups"),
+    [
+        pytest.param(1, "in turn", id="1"),
+        pytest.param(2, "in turn", id="2"),
+        pytest.param(2, "other", id="2, other groups", marks=pytest.mark.wide),
+    ],
+)
 def test_every_drafter_and_policy_emits_the_baselines_tokens(
-    num_ranks: int, launch: Launch, tmp_path: Path, of_one_rank: dict[str, list[Result]]
+    num_ranks: int,
+    groups: str,
+    launch: Launch,
+    tmp_path: Path,
+    of_one_rank: dict[str, list[Result]],
 ) -> None:
     """The draft model: the target's weights, a little disturbed, so that some of it is accepted."""
     target = tiny_transformer()
@@ -37,10 +48,10 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
     noise = tiny_transformer(seed=1).state_dict()
     target.load_state_dict({n: w + 0.04 * noise[n] for n, w in target.state_dict().items()})
     paths.append(save_checkpoint(target, tmp_path / "draft"))
-    done = launch("distributed/matrix.py", *paths, num_ranks=num_ranks)
+    done = launch("distributed/matrix.py", *paths, groups, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
     baseline, *results = (Result(**r) for r in json.loads(done.stdout.splitlines()[-1]))
-    assert len(results) == len(make_cases(num_ranks))
+    assert len(results) == len(make_cases(num_ranks, groups == "other"))
     assert [len(tokens) for tokens in baseline.tokens] == NUM_NEW
     assert len({tuple(t[:9]) for t in baseline.tokens}) == len(NUM_NEW), "unlike texts"
     wrong = [r.case for r in results if r.tokens != baseline.tokens]
@@ -63,7 +74,11 @@ def test_the_table_is_complete() -> None:
         cases = make_cases(num_ranks)
         pairs = {(c.drafter, None if c.drafter == "ngram" else c.kv.policy) for c in cases}
         assert pairs == served_pairs()
-    assert {c.draft_ranks for c in cases if c.drafter == "model"} == {(0,), (1,), (1, 0)}
+    groups = {(0,), (1,), (1, 0)}
+    assert {c.draft_ranks for c in cases if c.drafter == "model"} == groups
+    drafts = [c for c in [*cases, *make_cases(2, other_groups=True)] if c.drafter == "model"]
+    policies = {policy for drafter, policy in served_pairs() if drafter == "model"}
+    assert {(c.kv.policy, c.draft_ranks) for c in drafts} == set(product(policies, groups))
 
 
 def test_no_more_is_refused_than_a_draft_that_nothing_verifies() -> None:
