@@ -146,6 +146,7 @@ assert len(orders) == 4 and all(len(layouts) == 1 for layouts in orders.values()
 """
 
 
+@pytest.mark.wide
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """What a model launches, to machine code for compute capability 8.0, 8.6 and 9.0. And a norm
     adds up its squares in an order that follows from the width alone: not from where rows lie, nor

@@ -181,6 +181,7 @@ def test_a_graph_holds_every_call(T: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(replayed, compute(), strict=True))
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
 def test_a_run_says_what_it_took(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch,

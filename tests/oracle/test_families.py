@@ -100,10 +100,10 @@ def test_self_speculation_changes_nothing(
     name: str, kv: KVSection, backend: type[AttentionBackend], stored: Callable[[str], Stored]
 ) -> None:
     """Every family under every policy, over the backends that serve it in turn."""
-    runner = make_runner(stored(name).load(), len(LENGTHS), max(LENGTHS) + 40 + 4, backend())
-    requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=1), 40)
+    runner = make_runner(stored(name).load(), len(LENGTHS), max(LENGTHS) + 24 + 4, backend())
+    requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=1), 24)
     baseline, ours, accepted = decode_both(runner, requests, kv, 4)
-    assert ours == baseline and all(len(tokens) == 40 for tokens in ours)
+    assert ours == baseline and all(len(tokens) == 24 for tokens in ours)
     assert all(a == 4 for step in accepted for a in step) == (kv.policy == "full")
 
 

@@ -190,6 +190,7 @@ for name in ("append", "attend_split", "merge_splits", "sum_mass"):
 """
 
 
+@pytest.mark.wide
 def test_kernels_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
     """They compile to machine code for compute capability 8.0 and fit the shared memory of 8.6. The
     interpreter accepts code that a compiler does not. Triton includes its assembler."""
@@ -215,7 +216,7 @@ def test_the_driver_interprets_the_kernels_on_a_cpu_and_says_so(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
-@pytest.mark.parametrize("imported_before", [False, True])
+@pytest.mark.parametrize("imported_before", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_triton_is_interpreted_on_a_cpu_or_refused(imported_before: bool) -> None:
     """Triton decides when it is first imported. A process in which it compiles kernels cannot
     interpret them later."""

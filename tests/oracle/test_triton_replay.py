@@ -39,13 +39,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield found.made
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
-    ("policy", "window"),
-    [
-        ("verified", None),
-        *(pytest.param(p, None, marks=pytest.mark.wide) for p in POLICIES if p != "verified"),
-        pytest.param("streaming_llm", 18, marks=pytest.mark.wide),
-    ],
+    ("policy", "window"), [*((policy, None) for policy in POLICIES), ("streaming_llm", 18)]
 )
 def test_replayed_steps_emit_the_eager_tokens(
     policy: str, window: int | None, launches: list[str]
