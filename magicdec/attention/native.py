@@ -25,6 +25,9 @@ from magicdec.names import PORTABLE_BACKEND
 
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (
+    SOURCE.with_name("native_problem.h"),
+    SOURCE.with_name("native_plan.h"),
+    SOURCE.with_name("native_team.h"),
     SOURCE.with_name("native_portable.h"),
     SOURCE.with_name("native_bf16.h"),
     SOURCE.with_name("native_int8.h"),

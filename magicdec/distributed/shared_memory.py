@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
+HEADERS = (SOURCE.with_suffix(".h"),)
 DIRECTORY = Path("/dev/shm")
 SLOT_BYTES = 1 << 18
 # sched_yield calls before a wait returns to Python, which handles signals and checks whether the
@@ -38,7 +39,7 @@ class SharedMemoryExchange:
         import torch.distributed as dist
 
         self.index, self.size, self.turn = index, size, 0
-        self._library = load_library(SOURCE)
+        self._library = load_library(SOURCE, (), HEADERS)
         self._library.magicdec_wait.restype = ctypes.c_int64
         num_bytes = size * (64 + 2 * SLOT_BYTES)
         path = _create(num_bytes) if index == 0 else None

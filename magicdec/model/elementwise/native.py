@@ -18,7 +18,7 @@ from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, shar
 from magicdec.model.elementwise.operators import Elementwise
 
 SOURCE = Path(__file__).with_name("native.cpp")
-HEADERS = (SHARED_HEADERS / "arithmetic.h",)
+HEADERS = (SOURCE.with_name("rows.h"), SHARED_HEADERS / "arithmetic.h")
 _POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
 
 SOURCE = Path(__file__).with_name("packed.cpp")
-HEADERS = (SHARED_HEADERS / "bf16.h", SHARED_HEADERS / "int8.h")
+HEADERS = (SOURCE.with_suffix(".h"), SHARED_HEADERS / "bf16.h", SHARED_HEADERS / "int8.h")
 WIDTH = 64  # output channels per block of packed weights
 
 

@@ -1,0 +1,94 @@
+// How one forward's attention is divided into tasks.
+#pragma once
+#include "native_problem.h"
+
+namespace {
+
+// The visible tokens of one forward as segments that are adjacent in the pool, grouped into pieces of about equal work.
+struct Piece { int64_t segment_begin, segment_end, num_keys, num_blocks, mass; };  // mass: index of its first sum
+struct Plan {
+    std::vector<Segment> segments;
+    std::vector<Piece> pieces;        // those of one row and head are adjacent
+    std::vector<int64_t> first_piece;  // by row and head, then the end
+    std::vector<Task> tasks;
+    int64_t query_block, mass_size;
+};
+
+struct Table {
+    const int64_t *blocks, *rows;
+    int64_t stride;
+    int64_t slot(const Problem& p, int64_t b, int64_t position) const {
+        return blocks[rows[b] * stride + position / p.block_size] * p.G * p.block_size + position % p.block_size;
+    }
+};
+
+struct Ranges {
+    const int64_t* data;  // [B, heads, count, 2]
+    int64_t count, heads;
+    const int64_t* of(int64_t b, int64_t g) const { return data + (b * heads + (heads > 1 ? g : 0)) * count * 2; }
+};
+
+// Segments and pieces of one row and head.
+void add_pieces(const Problem& p, const Table& table, const int64_t* range, int64_t num_ranges, int64_t b, bool cut,
+                Plan& plan) {
+    bool fresh = true;
+    for (int64_t r = 0; r < num_ranges;) {
+        int64_t at = range[2 * r], stop = range[2 * r + 1];
+        for (++r; r < num_ranges && (range[2 * r] == stop || at == stop); ++r) {  // merge adjacent ranges, skip empty ones
+            if (at == stop) at = range[2 * r];
+            stop = range[2 * r + 1];
+        }
+        while (at < stop) {
+            // Scattered ranges rarely contain a multiple of SHARE, so they are also divided by their number of keys.
+            if (fresh || (cut && (at % SHARE == 0 || plan.pieces.back().num_keys >= SHARE)))
+                plan.pieces.push_back({int64_t(plan.segments.size()), 0, 0, 0, 0});
+            fresh = false;
+            const int64_t count = std::min({stop - at, p.block_size - at % p.block_size,
+                                            cut ? SHARE - at % SHARE : stop - at});
+            plan.segments.push_back({b, at, count, table.slot(p, b, at)});
+            Piece& piece = plan.pieces.back();
+            piece.segment_end = int64_t(plan.segments.size());
+            piece.num_keys += count;
+            piece.num_blocks += blocks_touched(at, count);
+            at += count;
+        }
+    }
+}
+
+void make_plan(const Problem& p, const Table& table, const Ranges& ranges, Plan& plan) {
+    const int64_t M = p.num_queries(), threads = omp_get_max_threads();
+    plan.query_block = M <= MAX_QUERIES ? M : MAX_QUERIES / 2;
+    const int64_t blocks = (M + plan.query_block - 1) / plan.query_block;
+    // A row is always divided at positions that are multiples of SHARE. Therefore a query has the same result, to the
+    // bit, in decoding and in verification, whatever other queries are computed with it. Long chunks make enough tasks
+    // without this, and are divided only if threads would idle.
+    const bool cut = p.T < LONG_CHUNK || p.B * p.G * blocks < 4 * threads;
+    plan.segments.clear();
+    plan.pieces.clear();
+    plan.first_piece.clear();
+    plan.tasks.clear();
+    plan.mass_size = 0;
+    // Pieces of one head are adjacent. A thread that takes several of them reads memory sequentially, and its prefetches
+    // beyond the end of one piece fall into the next.
+    for (int64_t b = 0; b < p.B; ++b)
+        for (int64_t g = 0; g < p.G; ++g) {
+            const int64_t begin = int64_t(plan.pieces.size());
+            if (g == 0 || ranges.heads > 1) {
+                add_pieces(p, table, ranges.of(b, g), ranges.count, b, cut, plan);
+            } else {  // the same segments as for the previous head
+                for (int64_t i = plan.first_piece.back(); i < begin; ++i) plan.pieces.push_back(Piece(plan.pieces[i]));
+            }
+            plan.first_piece.push_back(begin);
+            for (int64_t i = begin; i < int64_t(plan.pieces.size()); ++i) {
+                Piece& piece = plan.pieces[i];
+                piece.mass = plan.mass_size;
+                plan.mass_size += M * piece.num_blocks;
+                for (int64_t m = 0; m < M; m += plan.query_block)
+                    plan.tasks.push_back({b, g, m, std::min(plan.query_block, M - m), piece.segment_begin,
+                                          piece.segment_end, i});
+            }
+        }
+    plan.first_piece.push_back(int64_t(plan.pieces.size()));
+}
+
+}  // namespace

@@ -1,0 +1,22 @@
+// The forward of forward.h, as Python calls it. Compiled for one head size, HEAD_SIZE, in a few seconds.
+#include "forward.h"
+
+// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or INT8 with bfloat16. Returns
+// DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
+extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* cache, Exchange* exchange, Call* call) {
+    auto run = [&](auto& forward) { return forward.run(*model, *cache, *exchange, *call); };
+    if (storage == FLOAT32) {
+        static thread_local Forward<float, Portable<float>> forward;
+        return run(forward);
+    }
+#if defined(__AVX512BF16__)
+    if (storage == INT8) {
+        static thread_local Forward<bfloat16, Int8> forward;
+        return run(forward);
+    }
+    static thread_local Forward<bfloat16, Bf16> forward;
+    return run(forward);
+#else
+    return UNKNOWN_TOKEN;  // not reached: executor.py asks has_bfloat16_path() first
+#endif
+}
