@@ -18,6 +18,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
+from magicdec.executor.executor import MOST_TOKENS, Executor, Observed
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
@@ -107,6 +108,7 @@ class ModelRunner:
     max_tokens: int
     policy: Visible = FULL  # which tokens a forward sees by default
     kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
+    executor: Executor | None = None  # computes forwards of few tokens, if the model has one
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
@@ -186,6 +188,14 @@ class ModelRunner:
         num_new = token_ids.shape[1]
         rows = BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy or self.policy, num_new, committed, self.window)
+        if self.executor is not None and num_new <= MOST_TOKENS:
+            observed = Observed(watch, watch_queries)
+            logits, keys = self.executor.forward(
+                token_ids, view, self.offsets, last_only, observed
+            )
+            self.cache.advance(rows, num_new)
+            self._count_keys(keys, 1, num_new, rows, is_draft)
+            return logits
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -205,6 +215,45 @@ class ModelRunner:
         self.cache.advance(rows, num_new)
         self._count(view, rows, is_draft)
         return logits
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether `draft` can be called."""
+        return self.executor is not None
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        policy: Visible,
+        committed: Lengths | Sequence[int],
+        count: int,
+    ) -> Tensor:
+        """The ids [B, count] of draft tokens that are chosen greedily one after the other, as by
+        `count` calls of `forward`: the first with token_ids [B, T], the others with the newest
+        draft. All tokens but the last draft are appended to `rows`."""
+        assert self.executor is not None, "asked of a runner that can chain"
+        rows = BatchRows.of(rows, self.device)
+        num_new = token_ids.shape[1]
+        view = make_view(self.cache, rows, policy, num_new, committed, self.window)
+        drafts, keys = self.executor.draft(token_ids, view, self.offsets, count)
+        self.cache.advance(rows, num_new + count - 1)
+        self._count_keys(keys, count, num_new + count - 1, rows, True)
+        return drafts
+
+    def _count_keys(
+        self, keys: int, num_forwards: int, num_new: int, rows: BatchRows, is_draft: bool
+    ) -> None:
+        """Count what the executor has read, which the host knows."""
+        counts = self.counts
+        counts.num_forwards += num_forwards
+        counts.num_tokens += num_new * len(rows)
+        counts.kv_tokens_read += keys
+        counts.kv_bytes_read += keys * self.cache.bytes_per_token
+        if is_draft:
+            counts.draft_kv_tokens_read += keys
+            counts.draft_rows += num_forwards * len(rows)
 
     def _count(self, view: KVView, rows: BatchRows, is_draft: bool) -> None:
         self.counts.num_forwards += 1

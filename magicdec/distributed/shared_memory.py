@@ -52,7 +52,7 @@ class SharedMemoryExchange:
         dist.barrier(group=handle)
         if path is not None:
             Path(path).unlink()
-        self._segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+        self.segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place. The result is the same to the bit on each rank."""
@@ -80,21 +80,23 @@ class SharedMemoryExchange:
 
     def _place(self) -> tuple[Any, ...]:
         c = ctypes.c_int64
-        return self._segment, c(self.size), c(SLOT_BYTES), ctypes.c_uint64(self.turn)
+        return self.segment, c(self.size), c(SLOT_BYTES), ctypes.c_uint64(self.turn)
 
     def _exchange(self, x: Tensor) -> None:
         self.turn += 1
         c, turn = ctypes.c_int64, ctypes.c_uint64(self.turn)
         self._library.magicdec_post(
-            self._segment, c(self.index), c(self.size), c(SLOT_BYTES), turn,
+            self.segment, c(self.index), c(self.size), c(SLOT_BYTES), turn,
             ctypes.c_void_p(x.data_ptr()), c(x.numel() * x.element_size()),
         )  # fmt: skip
         wait = self._library.magicdec_wait
-        while (missing := wait(self._segment, c(self.size), turn, c(PATIENCE))) >= 0:
-            if not _is_alive(self.pids[missing]):
-                raise RuntimeError(
-                    f"rank {missing} of the group has ended (process {self.pids[missing]})"
-                )
+        while (missing := wait(self.segment, c(self.size), turn, c(PATIENCE))) >= 0:
+            self.check_alive(missing)
+
+    def check_alive(self, rank: int) -> None:
+        """Raise RuntimeError if the process of a rank of the group has ended."""
+        if not _is_alive(self.pids[rank]):
+            raise RuntimeError(f"rank {rank} of the group has ended (process {self.pids[rank]})")
 
 
 def _create(num_bytes: int) -> str:

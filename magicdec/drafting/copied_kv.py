@@ -121,20 +121,15 @@ class CopiedKV(DraftKV):
         bounds = tuple(bound + self.shifts[row] for row, bound in shifted)
         return Lengths(held.tensor + self._offsets[rows.index], bounds)
 
-    def forward(self, token_ids: Tensor, rows: Rows, committed: Lengths) -> Tensor:
-        rows = BatchRows.of(rows, self.source.device)
-        held = self._held(rows, committed)
-        return self.runner.forward(token_ids, rows, self.visible, held, is_draft=True)
-
     def rewind(self, rows: Rows, lengths: Lengths) -> None:
         rows = BatchRows.of(rows, self.source.device)
-        self.runner.truncate(rows, self._held(rows, lengths))
+        self.runner.truncate(rows, self.held(rows, lengths))
 
-    def _held(self, rows: BatchRows, lengths: Lengths) -> Lengths:
-        """Entries that the copy holds of the first `lengths` tokens of context."""
-        shifted = zip(rows.numbers, lengths.bounds, strict=True)
+    def held(self, rows: Rows, committed: Lengths) -> Lengths:
+        rows = BatchRows.of(rows, self.source.device)
+        shifted = zip(rows.numbers, committed.bounds, strict=True)
         bounds = tuple(bound - self.shifts[row] for row, bound in shifted)
-        return Lengths(lengths.tensor - self._offsets[rows.index], bounds)
+        return Lengths(committed.tensor - self._offsets[rows.index], bounds)
 
     def _make_cache(self, max_tokens: int) -> None:
         """A cache of so many tokens a row; what rows hold already moves into it."""

@@ -61,8 +61,21 @@ class DraftKV:
         """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`. The policy chooses
         among the first `committed` tokens of each row; all tokens after them are read. `committed`
         is one object for all forwards between two verifications."""
-        visible = self.select(rows, committed)
-        return self.runner.forward(token_ids, rows, visible, committed, is_draft=True)
+        return self.runner.forward(
+            token_ids, rows, self.select(rows, committed), self.held(rows, committed), is_draft=True
+        )
+
+    def chain(self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int) -> Tensor:
+        """`count` drafts [B, count] that are chosen greedily one after the other, as by forwards;
+        for a runner that can chain."""
+        return self.runner.draft(
+            token_ids, rows, self.select(rows, committed), self.held(rows, committed), count
+        )
+
+    def held(self, rows: Rows, committed: Lengths) -> Lengths:
+        """The number of entries of the runner's cache that the first `committed` tokens of context
+        have."""
+        return committed
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         """What forwards over `rows` see of their first `committed` tokens."""
@@ -87,6 +100,8 @@ def draft_chain(
     """Draft `count` tokens of each row, one after the other, after its newest tokens [B, T]. Before
     the call the cache holds the `committed` tokens. The call appends `newest` and all drafts but
     the last, uncommitted."""
+    if sampling.is_greedy and kv.runner.can_chain:
+        return Proposal(kv.chain(newest, rows, committed, count))
     drafts, drawn_from = newest[:, :0], []
     for _ in range(count):
         logits = kv.forward(newest, rows, committed)[:, -1:]

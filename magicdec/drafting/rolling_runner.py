@@ -50,6 +50,11 @@ class RollingRunner(ModelRunner):
         size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
         self.sinks = torch.zeros(self.num_rows, *size, dtype=self.sink_dtype(), device=self.device)
 
+    @property
+    def can_chain(self) -> bool:
+        """False: the host allocates and frees blocks before each forward."""
+        return False
+
     def storage(self) -> tuple[int, int, int]:
         """As `ModelRunner.storage`, for the blocks that a row holds at one time. Neither the window
         nor the sinks need to begin or end with a block."""

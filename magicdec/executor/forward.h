@@ -110,7 +110,7 @@ public:
 
 private:
     void resize() {
-        const int64_t R = c->B * c->T, heads = m->H + 2 * m->G, mlp = m->layers[0].gate_up.N;
+        const int64_t R = c->B * c->T, heads = m->H + 2 * m->G, mlp = m->layers[0].gate_up.N, inner = m->layers[0].down.K;
         x.resize(R * m->hidden);
         normed.resize(R * m->hidden);
         part.resize(R * m->hidden);
@@ -118,8 +118,8 @@ private:
         mixed.resize(R * m->H * HEAD_SIZE);
         lse.resize(R * m->H);
         gate_up.resize(R * mlp);
-        hidden.resize(R * mlp / 2);
-        room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, mlp / 2}) / 2 + 1);
+        hidden.resize(R * inner);
+        room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, inner}) / 2);
         if (!c->logits) logits.resize(c->B * (c->last_only ? 1 : c->T) * m->head.N);
         best.resize(2 * c->B);
         found.resize(2 * c->B * peers->size);
@@ -186,9 +186,12 @@ private:
         linear(w.output, mixed.data(), R, room, part.data());
         add_part(w.output_bias, w.mlp_norm);
         linear(w.gate_up, normed.data(), R, room, gate_up.data());
-        const int64_t width = w.gate_up.N / 2;
+        const int64_t width = w.gate_up.N / 2, stride = w.down.K;  // the kernel pads an odd width by one zero
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < R; ++r) silu_gate_row(&gate_up[r * 2 * width], width, &hidden[r * width]);
+        for (int64_t r = 0; r < R; ++r) {
+            silu_gate_row(&gate_up[r * 2 * width], width, &hidden[r * stride]);
+            std::fill(&hidden[r * stride] + width, &hidden[r * stride] + stride, S{});
+        }
         linear(w.down, hidden.data(), R, room, part.data());
         add_part(w.down_bias, layer + 1 < m->num_layers ? m->layers[layer + 1].attention_norm : m->norm);
     }

@@ -123,6 +123,11 @@ class SamplingMetadata:
         return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device))
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes the token with the largest logit, without penalties."""
+        return self.draws is None and self.penalties is None
+
+    @property
     def state(self) -> list[Tensor]:
         """The tensors that change when tokens are emitted."""
         emitted = [] if self.draws is None else [self.draws.emitted]
@@ -131,7 +136,7 @@ class SamplingMetadata:
     def take(self, ids: Tensor, counts: Tensor, active: Tensor) -> None:
         """Record on the device that the rows that are `active` [B] (1 or 0) emitted the first
         `counts` [B] of the tokens ids [B, T]."""
-        if self.draws is None and self.penalties is None:
+        if self.is_greedy:
             return
         counts = counts * active
         if self.draws is not None:

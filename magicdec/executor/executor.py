@@ -1,0 +1,238 @@
+"""Executor: a whole forward of a model on a CPU, or a chain of greedy draft forwards, in one native
+call (`forward.cpp`), with no Python and no torch operator between its parts.
+
+Owns the description of a model's weights that the library reads. The library calls the same kernels
+in the same order as `model.transformer` with native attention, so every token has the same bits
+either way. Must not know what the tokens are for.
+
+Shapes: B rows, T new tokens, K draft tokens, H query heads, G KV heads, D head size, V vocabulary
+rows of this rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
+from magicdec.attention.native import PREFILL_FROM, STORAGE
+from magicdec.distributed.groups import Group
+from magicdec.distributed.shared_memory import (
+    PATIENCE,
+    SLOT_BYTES,
+    SharedMemoryExchange,
+)
+from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
+from magicdec.executor.structures import (
+    CacheFields,
+    CallFields,
+    ExchangeFields,
+    KeepWaiting,
+    LayerFields,
+    LinearFields,
+    ModelFields,
+)
+from magicdec.kernels.build import FAST_MATH, load_library, share_openmp
+from magicdec.kv.view import KVView
+from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
+from magicdec.model.linear.int8 import PackedInt8Linear
+from magicdec.model.linear.packed import HEADERS as LINEAR_HEADERS
+from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.transformer import Block, Transformer
+
+SOURCE = Path(__file__).with_name("forward.cpp")
+HEADERS = (
+    SOURCE.with_suffix(".h"),
+    *dict.fromkeys(
+        (*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS, *LINEAR_HEADERS)
+    ),
+)
+INTERRUPTED, UNKNOWN_TOKEN = 1, 2  # what the library returns; 0: done
+MOST_TOKENS = PREFILL_FROM - 1  # new tokens of a row; longer chunks are computed layer by layer
+
+
+@cache
+def library(head_size: int) -> ctypes.CDLL:
+    """The compiled library for one head size."""
+    share_openmp()
+    flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}")
+    found = load_library(SOURCE, flags, HEADERS)
+    found.magicdec_forward.restype = ctypes.c_int64
+    found.magicdec_forward.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(ModelFields),
+        ctypes.POINTER(CacheFields),
+        ctypes.POINTER(ExchangeFields),
+        ctypes.POINTER(CallFields),
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a forward is asked to show of itself: a function of a layer and its attention weights
+    [B, G, blocks], and one of a layer and its queries [B, T, H, D]."""
+
+    watch: Callable[[int, Tensor], None] | None = None
+    watch_queries: Callable[[int, Tensor], None] | None = None
+
+
+class Executor:
+    """Runs `model`, whose weights are packed, with native attention over any cache of its shape."""
+
+    def __init__(self, model: Transformer, group: Group) -> None:
+        self.model, self.config = model, model.config
+        attention = model.blocks[0].attention
+        self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self.library = library(self.config.head_dim)
+        self.exchange = group.exchange
+        assert self.exchange is None or isinstance(self.exchange, SharedMemoryExchange)
+        self._layers = (LayerFields * len(model.blocks))(*map(_layer, model.blocks))
+        self._model: ModelFields | None = None
+        self._rope: Tensor | None = None
+        self._error: BaseException | None = None
+        self._keep_waiting = KeepWaiting(self._may_wait)
+        self._peers = self._describe_peers(group)
+
+    def forward(
+        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, last_only: bool, to: Observed
+    ) -> tuple[Tensor, int]:
+        """This rank's logits [B, T, V], or [B, 1, V] with `last_only`, of token_ids [B, T], which
+        are appended to the cache; and the number of keys that one head saw, summed over rows."""
+        (rows, count), model = token_ids.shape, self.model
+        logits = torch.empty(
+            rows, 1 if last_only else count, model.head_rows[1] - model.head_rows[0],
+            dtype=model.embedding.weight.dtype,
+        )  # fmt: skip
+        layers, size = len(model.blocks), self.config.head_dim
+        weights = queries = None
+        if to.watch is not None:
+            weights = torch.empty(layers, rows, self.num_kv_heads, view.num_weight_blocks)
+        if to.watch_queries is not None:
+            queries = logits.new_empty(layers, rows, count, self.num_heads, size)
+        call = self._call(token_ids, view, offsets, 1, last_only)
+        call.logits = logits.data_ptr()
+        if weights is not None:
+            call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
+        if queries is not None:
+            call.queries = queries.data_ptr()
+        self._run(view, call)
+        for layer in range(layers):
+            if to.watch_queries is not None and queries is not None:
+                to.watch_queries(layer, queries[layer])
+            if to.watch is not None and weights is not None:
+                to.watch(layer, weights[layer])
+        return logits, call.keys_seen
+
+    def draft(
+        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int
+    ) -> tuple[Tensor, int]:
+        """`count` draft tokens of each row, int64 [B, count], chosen greedily one after the other
+        after token_ids [B, T]. All of these but the last are appended to the cache. Also the
+        number of keys that one head saw, summed over rows and forwards."""
+        drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
+        call = self._call(token_ids, view, offsets, count, True)
+        call.drafts = drafts.data_ptr()
+        self._run(view, call)
+        return drafts, call.keys_seen
+
+    def _call(
+        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, steps: int, last_only: bool
+    ) -> CallFields:
+        ranges = view.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
+        tensors = [token_ids.contiguous(), view.row_index, view.seq_lens, view.committed, ranges]
+        if offsets is not None:
+            tensors.append(offsets[view.row_index])
+        tokens, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        call = CallFields(
+            *token_ids.shape, steps, tokens, rows, seq_lens, committed,
+            None if offsets is None else tensors[-1].data_ptr(), ranges.data_ptr(),
+            ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
+            ranges.shape[-2], view.window or 0, last_only,
+        )  # fmt: skip
+        call.kept = tensors  # the library reads them until it returns
+        return call
+
+    def _run(self, view: KVView, call: CallFields) -> None:
+        peers, exchange, cache = self._peers, self.exchange, view.cache
+        if exchange is not None:
+            peers.turn = exchange.turn
+        failed = self.library.magicdec_forward(
+            STORAGE.index(cache.k.dtype), self._describe_model(), _describe_cache(view), peers, call
+        )
+        if exchange is not None:
+            exchange.turn = peers.turn
+        if failed == INTERRUPTED:
+            error, self._error = self._error, None
+            raise error or KeyboardInterrupt
+        if failed == UNKNOWN_TOKEN:
+            raise IndexError(f"a token id is not below {self.config.vocab_size}, the vocabulary")
+
+    def _may_wait(self, rank: int) -> int:
+        """Called when another rank is late. An exception cannot pass through the library, so it is
+        kept until the library has returned."""
+        try:
+            assert self.exchange is not None
+            self.exchange.check_alive(rank)
+        except BaseException as error:
+            self._error = error
+            return 0
+        return 1
+
+    def _describe_peers(self, group: Group) -> ExchangeFields:
+        segment = None if self.exchange is None else self.exchange.segment
+        return ExchangeFields(
+            segment, group.index, group.size, SLOT_BYTES, PATIENCE, self._keep_waiting, 0
+        )
+
+    def _describe_model(self) -> ModelFields:
+        """Made again if a longer table of rotations has replaced the one before."""
+        model, config = self.model, self.config
+        if self._model is None or self._rope is not model.rope:
+            self._rope = model.rope
+            assert model.head is not None, "packed models have a head"
+            self._model = ModelFields(
+                len(model.blocks), config.hidden_size, self.num_heads, self.num_kv_heads,
+                config.vocab_size, model.rope.shape[2], config.rope.interleaved, config.norm_eps,
+                config.rope.attention_factor**2, model.embedding.weight.data_ptr(),
+                model.norm.weight.data_ptr(), model.rope.data_ptr(), _linear(model.head, True),
+                model.head_rows[0], self._layers,
+            )  # fmt: skip
+        return self._model
+
+
+def _describe_cache(view: KVView) -> CacheFields:
+    cache = view.cache
+    return CacheFields(
+        cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0) * cache.k.element_size(),
+        cache.block_table.shape[1], cache.shape.block_size, cache.block_table.data_ptr(),
+    )  # fmt: skip
+
+
+def _layer(block: Block) -> LayerFields:
+    attention, mlp, mlp_norm = block.attention, block.mlp, block.mlp_norm
+    norms = (block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm)
+    return LayerFields(
+        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
+        _pointer(attention.output.bias), _pointer(mlp.down.bias), _linear(attention.qkv, True),
+        _linear(attention.output, False), _linear(mlp.gate_up, True), _linear(mlp.down, False),
+    )  # fmt: skip
+
+
+def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
+    assert isinstance(linear, PackedLinear | PackedInt8Linear), "checked before the run"
+    scale = linear.scale if isinstance(linear, PackedInt8Linear) else None
+    return LinearFields(
+        linear.packed.data_ptr(), _pointer(linear.bias) if adds_bias else None, _pointer(scale),
+        linear.out_features, linear.in_features,
+    )  # fmt: skip
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
