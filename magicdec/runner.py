@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
-from magicdec.executor.executor import MOST_TOKENS, Executor, Observed
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
@@ -90,6 +90,33 @@ QueryWatch = Callable[[int, Tensor], None]
 layer computes attention."""
 
 
+class ForwardExecutor(Protocol):
+    """Computes whole forwards of a model, without `model` and `backend` (`executor.Executor`). Both
+    functions append to the cache of the view and return the number of keys that one head saw,
+    summed over rows and forwards. `offsets` are those of `ModelRunner`."""
+
+    most_tokens: int
+    """The largest number of new tokens of a row."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        view: KVView,
+        offsets: Tensor | None,
+        last_only: bool,
+        watch: Watch | None,
+        watch_queries: QueryWatch | None,
+    ) -> tuple[Tensor, int]:
+        """As `ModelRunner.forward`: the logits, and the keys."""
+        ...
+
+    def draft(
+        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int
+    ) -> tuple[Tensor, int]:
+        """As `ModelRunner.draft`: the draft tokens, and the keys."""
+        ...
+
+
 @dataclass
 class ModelRunner:
     """Runs `model` for `num_rows` sequences of at most `max_tokens` cached tokens each.
@@ -108,7 +135,7 @@ class ModelRunner:
     max_tokens: int
     policy: Visible = FULL  # which tokens a forward sees by default
     kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
-    executor: Executor | None = None  # computes forwards of few tokens, if the model has one
+    executor: ForwardExecutor | None = None  # computes forwards of few tokens, if the model has one
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
@@ -188,10 +215,9 @@ class ModelRunner:
         num_new = token_ids.shape[1]
         rows = BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy or self.policy, num_new, committed, self.window)
-        if self.executor is not None and num_new <= MOST_TOKENS:
-            observed = Observed(watch, watch_queries)
+        if self.executor is not None and num_new <= self.executor.most_tokens:
             logits, keys = self.executor.forward(
-                token_ids, view, self.offsets, last_only, observed
+                token_ids, view, self.offsets, last_only, watch, watch_queries
             )
             self.cache.advance(rows, num_new)
             self._count_keys(keys, 1, num_new, rows, is_draft)

@@ -54,6 +54,7 @@ class NativeBackend(AttentionBackend):
         int8_kv_dtypes=("bfloat16",),
         int8_kv_needs_avx512_bf16=True,
         can_be_recorded=False,
+        is_part_of_native_steps=True,
     )
 
     def __init__(self, portable: bool = False) -> None:

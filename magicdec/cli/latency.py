@@ -217,6 +217,7 @@ def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
 def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
+    from magicdec.executor.requirements import layer_obstacle
     from magicdec.hardware.environment import probe_machine
     from magicdec.latency.memory import check_grid_memory
     from magicdec.memory.check import check_together
@@ -234,7 +235,12 @@ def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, 
     source = find_model("--model", asked.config.model.model)
     model = source.config
     stored = as_stored(asked.config, source)
-    config = resolve(stored, probe_machine(launch), model.cached_head_dim)
+    config = resolve(
+        stored,
+        probe_machine(launch),
+        model.cached_head_dim,
+        layer_obstacles=(layer_obstacle(model), None),
+    )
     check_interpreter(config)
     for kv in asked.grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)

@@ -67,6 +67,7 @@ class Capabilities(Requirements):
     keeps_window: bool = True  # it supports the sliding window of a model
     returns_weights: bool = True  # it can return the attention weights of each block of keys
     can_be_recorded: bool = True  # in a CUDA graph; otherwise it needs exact lengths on the host
+    is_part_of_native_steps: bool = False  # its kernels are those of `--native_steps`
     rounds_scores: bool = False  # to the dtype of the run: too coarse for ALiBi in bfloat16
 
     def obstacle(self, machine: Machine, device: str, head_dim: int, dtype: str) -> str | None:

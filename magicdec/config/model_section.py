@@ -47,6 +47,14 @@ class ModelSection:
         "--elementwise",
         choices=("auto", *ELEMENTWISE),
     )
+    native_steps: str = option(
+        "auto",
+        "Compute each forward of a few tokens, and each chain of greedy drafts, in one call of a "
+        "C++ library. auto does so on a CPU where attention, linear layers and elementwise "
+        "operations are all native.",
+        "--native_steps",
+        choices=("auto", "on", "off"),
+    )
     target_dtype: str = option(
         "auto",
         "The dtype of the target's matrices. int8 has a scale for each output, while activations "

@@ -20,7 +20,7 @@ from magicdec.config.layer_choice import (
     choose_weights,
 )
 from magicdec.config.machine import Machine
-from magicdec.config.model_section import ModelSection
+from magicdec.config.native_choice import StepParts, choose_native_steps
 from magicdec.config.resolved import (
     ResolvedAttention,
     ResolvedConfig,
@@ -35,24 +35,37 @@ from magicdec.config.sections import DecodingSection, ParallelSection, WorkloadS
 
 
 def resolve(
-    config: RunConfig, machine: Machine, head_dim: int = 64, draft_head_dim: int = 64
+    config: RunConfig,
+    machine: Machine,
+    head_dim: int = 64,
+    draft_head_dim: int = 64,
+    layer_obstacles: tuple[str | None, str | None] = (None, None),
 ) -> ResolvedConfig:
-    """The config that runs on `machine`, for models with these head sizes. Raises ValueError if the
-    machine lacks something that the user asked for, such as a device or a compiler."""
+    """The config that runs on `machine`, for models with these head sizes. `layer_obstacles` says
+    what in the layers of the target and of the draft native steps do not compute; None: nothing.
+    Raises ValueError if the machine lacks something that the user asked for, such as a device or a
+    compiler."""
     device = choose_device(config.parallel.device, machine)
     fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
     dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
     parallel = resolve_parallel(config.parallel, device, machine)
     asked, kv = config.attention.backend, config.kv.resolve()
     backend = choose_backend(asked, device, machine, head_dim, dtype)
-    model = resolve_model(config.model, device, dtype, machine)
+    linear = choose_linear(config.model.linear, device, dtype, machine)
+    elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
+    parts = StepParts(device, backend, linear, elementwise.name, parallel.collectives)
+    native_steps = choose_native_steps(config.model.native_steps, parts, layer_obstacles[0])
+    weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
+    model = ResolvedModel(config.model.model, dtype, linear, elementwise, native_steps, weights)
     if config.decoding.drafter == "self":
         check_returns_weights(backend.name, kv.policy)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
         drafting = choose_backend(asked, device, machine, size, dtype)
-        draft = resolve_draft(config.draft, drafting, parallel.rank_group, dtype)
+        parts = dataclasses.replace(parts, backend=drafting)
+        drafts_native = choose_native_steps(config.model.native_steps, parts, layer_obstacles[1])
+        draft = resolve_draft(config.draft, drafting, drafts_native, parallel.rank_group, dtype)
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting.name, machine, size)
     return ResolvedConfig(
         asked=config,
@@ -99,21 +112,17 @@ def check_threads(threads: int | None, machine: Machine) -> None:
         )
 
 
-def resolve_model(
-    section: ModelSection, device: str, dtype: str, machine: Machine
-) -> ResolvedModel:
-    linear = choose_linear(section.linear, device, dtype, machine)
-    elementwise = choose_elementwise(section.elementwise, device, dtype, linear, machine)
-    weights = choose_weights("--target_dtype", section.target_dtype, dtype)
-    return ResolvedModel(section.model, dtype, linear, elementwise, weights)
-
-
 def resolve_draft(
-    section: DraftSection, backend: Choice, target_ranks: tuple[int, ...], dtype: str
+    section: DraftSection,
+    backend: Choice,
+    native_steps: Choice,
+    target_ranks: tuple[int, ...],
+    dtype: str,
 ) -> ResolvedDraft:
     """By default, the draft is on the first of the target's ranks."""
     weights = choose_weights("--draft_dtype", section.draft_dtype, dtype)
-    return ResolvedDraft(section.model, section.rank_group or target_ranks[:1], backend, weights)
+    ranks = section.rank_group or target_ranks[:1]
+    return ResolvedDraft(section.model, ranks, backend, native_steps, weights)
 
 
 def unresolved_graphs(section: DecodingSection) -> ResolvedDecoding:

@@ -24,11 +24,16 @@ class ResolvedModel:
     dtype: str  # of activations, KV cache, and weights that are not int8
     linear: str
     elementwise_choice: Choice
+    native_steps_choice: Choice  # on or off
     target_dtype: str  # of the target's matrices
 
     @property
     def elementwise(self) -> str:
         return self.elementwise_choice.name
+
+    @property
+    def native_steps(self) -> str:
+        return self.native_steps_choice.name
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,16 @@ class ResolvedDraft:
     model: str
     rank_group: tuple[int, ...]
     backend_choice: Choice
+    native_steps_choice: Choice
     draft_dtype: str
 
     @property
     def backend(self) -> str:
         return self.backend_choice.name
+
+    @property
+    def native_steps(self) -> str:
+        return self.native_steps_choice.name
 
 
 @dataclass(frozen=True)

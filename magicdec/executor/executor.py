@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,12 +22,12 @@ from torch import Tensor, nn
 from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
 from magicdec.attention.native import PREFILL_FROM, STORAGE
 from magicdec.distributed.groups import Group
+from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.distributed.shared_memory import (
     PATIENCE,
     SLOT_BYTES,
     SharedMemoryExchange,
 )
-from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.executor.structures import (
     CacheFields,
     CallFields,
@@ -49,12 +48,11 @@ from magicdec.model.transformer import Block, Transformer
 SOURCE = Path(__file__).with_name("forward.cpp")
 HEADERS = (
     SOURCE.with_suffix(".h"),
-    *dict.fromkeys(
-        (*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS, *LINEAR_HEADERS)
-    ),
+    *dict.fromkeys((*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS, *LINEAR_HEADERS)),
 )
 INTERRUPTED, UNKNOWN_TOKEN = 1, 2  # what the library returns; 0: done
-MOST_TOKENS = PREFILL_FROM - 1  # new tokens of a row; longer chunks are computed layer by layer
+
+Observe = Callable[[int, Tensor], None]
 
 
 @cache
@@ -74,26 +72,23 @@ def library(head_size: int) -> ctypes.CDLL:
     return found
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What a forward is asked to show of itself: a function of a layer and its attention weights
-    [B, G, blocks], and one of a layer and its queries [B, T, H, D]."""
-
-    watch: Callable[[int, Tensor], None] | None = None
-    watch_queries: Callable[[int, Tensor], None] | None = None
-
-
 class Executor:
-    """Runs `model`, whose weights are packed, with native attention over any cache of its shape."""
+    """Runs `model`, whose weights are packed, with native attention over any cache of its shape. A
+    `runner.ForwardExecutor`."""
+
+    most_tokens = PREFILL_FROM - 1  # longer chunks are computed layer by layer
 
     def __init__(self, model: Transformer, group: Group) -> None:
         self.model, self.config = model, model.config
-        attention = model.blocks[0].attention
+        blocks = [block for block in model.blocks if isinstance(block, Block)]
+        attention = blocks[0].attention
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
         self.library = library(self.config.head_dim)
-        self.exchange = group.exchange
-        assert self.exchange is None or isinstance(self.exchange, SharedMemoryExchange)
-        self._layers = (LayerFields * len(model.blocks))(*map(_layer, model.blocks))
+        self.exchange: SharedMemoryExchange | None = None
+        if group.size > 1:
+            assert isinstance(group.exchange, SharedMemoryExchange), "checked before the run"
+            self.exchange = group.exchange
+        self._layers = (LayerFields * len(blocks))(*map(_layer, blocks))
         self._model: ModelFields | None = None
         self._rope: Tensor | None = None
         self._error: BaseException | None = None
@@ -101,10 +96,18 @@ class Executor:
         self._peers = self._describe_peers(group)
 
     def forward(
-        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, last_only: bool, to: Observed
+        self,
+        token_ids: Tensor,
+        view: KVView,
+        offsets: Tensor | None,
+        last_only: bool,
+        watch: Observe | None,
+        watch_queries: Observe | None,
     ) -> tuple[Tensor, int]:
         """This rank's logits [B, T, V], or [B, 1, V] with `last_only`, of token_ids [B, T], which
-        are appended to the cache; and the number of keys that one head saw, summed over rows."""
+        are appended to the cache; and the number of keys that one head saw, summed over rows.
+        `watch` is called with each layer's attention weights [B, G, blocks], `watch_queries` with
+        its queries [B, T, H, D]."""
         (rows, count), model = token_ids.shape, self.model
         logits = torch.empty(
             rows, 1 if last_only else count, model.head_rows[1] - model.head_rows[0],
@@ -112,9 +115,9 @@ class Executor:
         )  # fmt: skip
         layers, size = len(model.blocks), self.config.head_dim
         weights = queries = None
-        if to.watch is not None:
+        if watch is not None:
             weights = torch.empty(layers, rows, self.num_kv_heads, view.num_weight_blocks)
-        if to.watch_queries is not None:
+        if watch_queries is not None:
             queries = logits.new_empty(layers, rows, count, self.num_heads, size)
         call = self._call(token_ids, view, offsets, 1, last_only)
         call.logits = logits.data_ptr()
@@ -124,10 +127,10 @@ class Executor:
             call.queries = queries.data_ptr()
         self._run(view, call)
         for layer in range(layers):
-            if to.watch_queries is not None and queries is not None:
-                to.watch_queries(layer, queries[layer])
-            if to.watch is not None and weights is not None:
-                to.watch(layer, weights[layer])
+            if watch_queries is not None and queries is not None:
+                watch_queries(layer, queries[layer])
+            if watch is not None and weights is not None:
+                watch(layer, weights[layer])
         return logits, call.keys_seen
 
     def draft(

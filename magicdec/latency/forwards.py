@@ -35,7 +35,7 @@ from magicdec.model.transformer import Transformer
 from magicdec.records.environment import Environment
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
-from magicdec.setup.loading import kinds_of, load_model, make_backend
+from magicdec.setup.loading import kinds_of, load_model, make_backend, make_executor
 from magicdec.setup.session import RankSession
 
 GREEDY = SamplingParams(max_new_tokens=1)
@@ -95,7 +95,10 @@ def time_place(
 ) -> list[Timing]:
     """Time all forwards at one (B, context). Their caches are freed afterwards."""
     backend = make_backend(config.attention.backend)
-    runner = ModelRunner(model, backend, group, B, context + max(grid.new_tokens))
+    runner = ModelRunner(
+        model, backend, group, B, context + max(grid.new_tokens),
+        executor=make_executor(kinds_of(config.model, config.model.target_dtype), model, group),
+    )  # fmt: skip
     batch = fill(runner, context)
     captures = config.decoding.cuda_graphs == "on"
     recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()

@@ -23,7 +23,7 @@ from magicdec.model.checkpoint.source import find_model
 from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import greedy
-from magicdec.setup.loading import Kinds, load_kind
+from magicdec.setup.loading import Kinds, load_kind, make_executor
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
 STRETCHES = 5
@@ -121,8 +121,9 @@ def load_runner(
     model = load_kind(find_model("--model", "demo"), Shard(), kinds, device)
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
-        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY
-    )
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY,
+        executor=make_executor(kinds, model, alone),
+    )  # fmt: skip
     for pool in (runner.cache.k, runner.cache.v):
         pool.fill_(0.1)  # unwritten pages share one page of zeros, which stays cached
     for row in range(num_rows):

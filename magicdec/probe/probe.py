@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from magicdec.config.layer_choice import choose_elementwise, choose_linear
 from magicdec.config.machine import Machine
+from magicdec.config.native_choice import StepParts, choose_native_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile
@@ -31,7 +32,9 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Machine
             hardware = ceilings.measure_hardware(group, device, dtype, bandwidth)
             linear = choose_linear("auto", kind, dtype, machine)
             elementwise = choose_elementwise("auto", kind, dtype, linear, machine).name
-            kinds = Kinds(dtype, dtype, linear, elementwise)
+            parts = StepParts(kind, config.attention.backend_choice, linear, elementwise, None)
+            steps = choose_native_steps("auto", parts, None).name
+            kinds = Kinds(dtype, dtype, linear, elementwise, steps)
             found[dtype] = ceilings.measure_forwards(
                 group, device, hardware, kinds, config.attention.backend
             )

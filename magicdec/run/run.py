@@ -42,7 +42,14 @@ from magicdec.run.run_record import Measured, make_record
 from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
-from magicdec.setup.loading import Kinds, kinds_of, load_model, make_backend, make_draft
+from magicdec.setup.loading import (
+    Kinds,
+    kinds_of,
+    load_model,
+    make_backend,
+    make_draft,
+    make_executor,
+)
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession
 
@@ -86,7 +93,10 @@ class Run:
     def make_runner(self, kinds: Kinds, num_rows: int, backend_name: str) -> ModelRunner:
         source, group = self.prepared.source, self.groups.target
         model = load_model(source, group, kinds, self.device, self.progress)
-        return ModelRunner(model, make_backend(backend_name), group, num_rows, self.max_tokens)
+        return ModelRunner(
+            model, make_backend(backend_name), group, num_rows, self.max_tokens,
+            executor=make_executor(kinds, model, group),
+        )  # fmt: skip
 
     def make_reference(self) -> ModelRunner:
         """A runner with the same weights in a wider dtype, which uses only torch's operators."""

@@ -5,7 +5,7 @@ Owns the choice of the runner for a model. Must not know what is measured with i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
 from magicdec.drafting.rolling_runner import RollingRunner
+from magicdec.executor.executor import Executor
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
@@ -28,17 +29,18 @@ from magicdec.setup.prepare import Prepared
 class Kinds:
     """How a model is stored and computed. Activations are in `dtype`, matrices in `weights` (either
     `dtype` or int8). `linear` and `elementwise` name the kernels for matrix products and for the
-    elementwise operations."""
+    elementwise operations; `native_steps` is on or off."""
 
     dtype: str
     weights: str
     linear: str = "torch"
     elementwise: str = "torch"
+    native_steps: str = "off"
 
 
 def kinds_of(section: ResolvedModel, weights: str) -> Kinds:
     """The `Kinds` of a model in a run with that config section, with its matrices in `weights`."""
-    return Kinds(section.dtype, weights, section.linear, section.elementwise)
+    return Kinds(section.dtype, weights, section.linear, section.elementwise, section.native_steps)
 
 
 def load_model(
@@ -66,6 +68,11 @@ def make_backend(name: str) -> AttentionBackend:
     return backend_class(name)()
 
 
+def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | None:
+    """What computes whole forwards of a model of these kinds; None without native steps."""
+    return Executor(model, group) if kinds.native_steps == "on" else None
+
+
 def make_draft(
     prepared: Prepared,
     groups: ParallelGroups,
@@ -84,17 +91,20 @@ def make_draft(
     is_rolling = policy.can_roll
     if groups.draft is not None:
         kinds = kinds_of(config.model, config.draft.draft_dtype)
+        kinds = replace(kinds, native_steps=config.draft.native_steps)
         model = load_model(source, groups.draft, kinds, device, progress)
         place = (model, make_backend(config.draft.backend), groups.draft)
+        executor = make_executor(kinds, model, groups.draft)
         num_rows = config.workload.batch_size
         kv_dtype = standalone_kv_dtype(config.kv)
         if policy.can_roll:
             tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
             runner = RollingRunner(
-                *place, num_rows, max_tokens, policy.rolling_rule(), kv_dtype, max_tail=tail
-            )
+                *place, num_rows, max_tokens, policy.rolling_rule(), kv_dtype, executor,
+                max_tail=tail,
+            )  # fmt: skip
         else:
-            runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype)
+            runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype, executor=executor)
         keep_queries(runner, config.kv)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     return DraftModel(runner, first, chunk, is_rolling)

@@ -17,6 +17,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.cost_model.step_estimate import StepEstimate
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.executor.requirements import layer_obstacle
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_memory, check_together, planned
 from magicdec.memory.free_memory import free_device_memory
@@ -106,6 +107,7 @@ def prepare(asked: RunConfig, launch: Launch) -> Prepared:
         probe_machine(launch),
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
+        (layer_obstacle(source.config), None if draft is None else layer_obstacle(draft.config)),
     )
     check_interpreter(config)
     check_fits(config, source, launch.world_size)

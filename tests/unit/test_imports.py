@@ -16,7 +16,7 @@ LAYERS = (
     {"config", "distributed", "model.linear", "kv"},
     {"model.elementwise", "request", "attention"},
     {"model", "scheduler", "records"},
-    {"model.families", "runner", "workload", "hardware"},
+    {"model.families", "executor", "runner", "workload", "hardware"},
     {"model.presets", "sampling", "cost_model"},
     {"model.checkpoint", "device_batch", "prefill"},
     {"drafting"},
