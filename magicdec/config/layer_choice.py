@@ -1,12 +1,16 @@
-"""What `auto` means for a model's layers: the dtypes, how matrices are multiplied, and what
-computes norms, rotation and gates. Imports no torch itself.
+"""What `auto` means for a model's layers: the dtypes, how matrices are multiplied, what computes
+norms, rotation and gates, and whether a whole forward is one native call. Imports no torch itself,
+but reading capabilities does.
 
 Must not know how a machine is probed nor how a choice is implemented.
 """
 
 from __future__ import annotations
 
-from magicdec.config.capabilities import requirements_of
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from magicdec.config.capabilities import capabilities_of, requirements_of
 from magicdec.config.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
 from magicdec.names import (
@@ -14,6 +18,8 @@ from magicdec.names import (
     ELEMENTWISE_ON_CUDA,
     PORTABLE_ELEMENTWISE,
 )
+
+PACKED_DTYPES = ("bfloat16", "float32")
 
 
 def choose_dtype(asked: str, weights: str, is_fast_bfloat16: bool) -> str:
@@ -39,13 +45,17 @@ def choose_weights(flag: str, asked: str, dtype: str) -> str:
     )
 
 
-def choose_linear(asked: str, device: str, dtype: str, machine: Machine) -> str:
-    """How linear layers multiply. Raises ValueError if the user asked for `packed` and this run
-    cannot use it."""
+def choose_linear(
+    asked: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
+) -> str:
+    """How linear layers multiply, in a run of `dtype` whose models have matrices in `weights`.
+    Raises ValueError if the user asked for `packed` and this run cannot use it."""
+    is_bfloat16 = dtype == "bfloat16"
     obstacles = {
         "it is for --device cpu": device != "cpu",
-        f"it is for --dtype bfloat16, not {dtype}": dtype != "bfloat16",
-        "this CPU has no AVX512-BF16": not machine.has_avx512_bf16,
+        f"it is for --dtype bfloat16 and float32, not {dtype}": dtype not in PACKED_DTYPES,
+        "this CPU has no AVX512-BF16": is_bfloat16 and not machine.has_avx512_bf16,
+        "it is for int8 weights in --dtype bfloat16 only": not is_bfloat16 and "int8" in weights,
         "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
@@ -77,3 +87,43 @@ def choose_elementwise(
             f"--elementwise {asked}: {obstacle}; choose from auto, {PORTABLE_ELEMENTWISE}"
         )
     return asked_for(asked, requirements.is_interpreted_on_cpu and device == "cpu")
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What computes the parts of a forward. `collectives` is None for one rank."""
+
+    device: str
+    backend: Choice
+    linear: str
+    elementwise: str
+    collectives: str | None
+
+    def obstacle(self) -> str | None:
+        """Why a forward of these parts cannot be one native call; None if it can."""
+        if self.device != "cpu":
+            return f"--device {self.device}"
+        obstacles = {
+            f"--attention {self.backend.name}": not self._is_native_attention,
+            f"--linear {self.linear}": self.linear != "packed",
+            f"--elementwise {self.elementwise}": self.elementwise != ELEMENTWISE_BESIDE_PACKED,
+            f"--collectives {self.collectives}": self.collectives not in (None, "shared_memory"),
+        }
+        return next((part for part, is_not in obstacles.items() if is_not), None)
+
+    @property
+    def _is_native_attention(self) -> bool:
+        return capabilities_of(self.backend.name).is_part_of_native_steps
+
+
+def choose_native_steps(asked: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
+    """`layer_obstacle` says what in the model's layers the library does not compute. Raises
+    ValueError if the user asked for native steps that are not possible."""
+    obstacle = parts.obstacle() or layer_obstacle
+    if asked == "on" and obstacle:
+        raise ValueError(f"--native_steps on: not possible with {obstacle}; choose from auto, off")
+    if asked != "auto":
+        return asked_for(asked)
+    if obstacle:
+        return Choice("off", f"auto: off, {obstacle}", How.SECOND_BEST)
+    return Choice("on", "auto: on")

@@ -35,7 +35,8 @@ class ModelSection:
     )  # fmt: skip
     linear: str = option(
         "auto",
-        "How linear layers multiply. packed lays weights out once for bfloat16 dot products (CPU).",
+        "How linear layers multiply. packed lays weights out once for the products of a few rows "
+        "on a CPU.",
         "--linear",
         choices=("auto", *LINEARS),
     )

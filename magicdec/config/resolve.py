@@ -14,13 +14,14 @@ from magicdec.config.choice import Choice, How
 from magicdec.config.collectives_choice import choose_collectives
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.layer_choice import (
+    StepParts,
     choose_dtype,
     choose_elementwise,
     choose_linear,
+    choose_native_steps,
     choose_weights,
 )
 from magicdec.config.machine import Machine
-from magicdec.config.native_choice import StepParts, choose_native_steps
 from magicdec.config.resolved import (
     ResolvedAttention,
     ResolvedConfig,
@@ -51,11 +52,12 @@ def resolve(
     parallel = resolve_parallel(config.parallel, device, machine)
     asked, kv = config.attention.backend, config.kv.resolve()
     backend = choose_backend(asked, device, machine, head_dim, dtype)
-    linear = choose_linear(config.model.linear, device, dtype, machine)
+    weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
+    of_draft = [] if config.draft is None else [config.draft.draft_dtype]
+    linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
     parts = StepParts(device, backend, linear, elementwise.name, parallel.collectives)
     native_steps = choose_native_steps(config.model.native_steps, parts, layer_obstacles[0])
-    weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
     model = ResolvedModel(config.model.model, dtype, linear, elementwise, native_steps, weights)
     if config.decoding.drafter == "self":
         check_returns_weights(backend.name, kv.policy)

@@ -235,7 +235,7 @@ private:
     void norm_head(const void* weight, S* head) {
         S from[HEAD_SIZE];
         std::memcpy(from, head, sizeof(from));
-        rms_norm_row(from, (const S*)weight, m->eps, int64_t(HEAD_SIZE), head);
+        rms_norm_row(from, (const S*)weight, m->eps, problem.D, head);
     }
 
     // Sum `part` over the ranks, add it to x, and norm x for what follows.

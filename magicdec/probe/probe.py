@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from magicdec.config.layer_choice import choose_elementwise, choose_linear
+from magicdec.config.layer_choice import (
+    StepParts,
+    choose_elementwise,
+    choose_linear,
+    choose_native_steps,
+)
 from magicdec.config.machine import Machine
-from magicdec.config.native_choice import StepParts, choose_native_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import decode, make_draft, make_requests, random_prompts, refusal
+from conftest import decode, make_draft, make_requests, pack, random_prompts, refusal
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
@@ -24,6 +24,7 @@ from magicdec.distributed.groups import Launch, close_groups, make_groups, read_
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
+from magicdec.executor.executor import Executor
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.names import DRAFTERS
 from magicdec.runner import ModelRunner
@@ -100,13 +101,17 @@ class Rank:
     def load(self, which: int, group):
         source, shard = self.sources[which], Shard(group.index, group.size)
         dtype = torch.float32
-        return load_transformer(source.config, source.weights, shard, None, dtype, self.device)
+        place = (shard, None, dtype, self.device)
+        return pack(load_transformer(source.config, source.weights, *place))
 
     def decode(self, case: Case | None) -> Result:
         """Case None: the baseline."""
         groups = self.groups[case.draft_ranks if case else None]
         model = self.load(0, groups.target)
-        runner = ModelRunner(model, NativeBackend(), groups.target, len(PROMPTS), MAX_TOKENS)
+        runner = ModelRunner(
+            model, NativeBackend(), groups.target, len(PROMPTS), MAX_TOKENS,
+            executor=Executor(model, groups.target),
+        )  # fmt: skip
         name = "speculative" if case else "autoregressive"
         decoding = DecodingSection(name, case and case.drafter, case.gamma if case else 1)
         draft = case and self.make_draft(case, groups)
@@ -131,7 +136,10 @@ class Rank:
             return DraftModel(None, source, 16)
         model, backend = self.load(1, groups.draft), NativeBackend()
         place = {"group": groups.draft, "source": source}
-        return make_draft(model, case.kv, len(PROMPTS), MAX_TOKENS, backend, **place)
+        draft = make_draft(model, case.kv, len(PROMPTS), MAX_TOKENS, backend, **place)
+        assert draft.runner is not None
+        draft.runner.executor = Executor(model, groups.draft)
+        return draft
 
 
 def main() -> None:

@@ -124,8 +124,8 @@ def test_gate(kind: Kind, rows: int, width: int) -> None:
     assert torch.equal(found[-1], chosen.silu_gate(x[-1:])[0])
 
 
-def test_the_library_takes_bfloat16_on_a_cpu() -> None:
-    assert serves(torch.zeros(1, dtype=BF16))
-    for other in (torch.zeros(1), torch.zeros(1, dtype=BF16, device="meta")):
+def test_the_library_takes_bfloat16_and_float32_on_a_cpu() -> None:
+    assert serves(torch.zeros(1, dtype=BF16)) and serves(torch.zeros(1))
+    for other in (torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=BF16, device="meta")):
         with pytest.raises(AssertionError):
             serves(other)

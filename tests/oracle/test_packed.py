@@ -44,8 +44,8 @@ def test_packed_equals_torch_and_a_row_keeps_its_bits(shape: tuple[int, int], ro
 
 
 def test_packed_refuses_what_it_cannot_hold() -> None:
-    with pytest.raises(ValueError, match="--linear packed needs bfloat16 weights, not"):
-        PackedLinear(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="--linear packed needs bfloat16 or float32 weights, not"):
+        PackedLinear(torch.randn(4, 4).half())
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -24,6 +24,8 @@ SELFSPEC: dict[str, Any] = {
         "linear": "packed",
         "elementwise": "native",
         "elementwise_reason": "auto: --linear packed",
+        "native_steps": "on",
+        "native_steps_reason": "auto: on",
         "target_dtype": "bfloat16",
     },
     "draft": None,
@@ -92,6 +94,8 @@ LONGSPEC_CHANGES: dict[str, Any] = {
         "rank_group": [0],
         "backend": "native",
         "backend_reason": "auto: native",
+        "native_steps": "on",
+        "native_steps_reason": "auto: on",
         "draft_dtype": "bfloat16",
     },
     "decoding": {

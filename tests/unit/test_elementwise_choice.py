@@ -46,7 +46,7 @@ def resolved(machine: Machine, asked: str = "auto", **others: str) -> ResolvedCo
     [
         (PLAIN, {}, "torch", "auto: --linear torch"),
         (FAST, {}, "native", "auto: --linear packed"),
-        (FAST, {"dtype": "float32"}, "torch", "auto: --linear torch"),
+        (FAST, {"dtype": "float32"}, "native", "auto: --linear packed"),
         (FAST, {"linear": "torch"}, "torch", "auto: --linear torch"),
         (GPU, {}, "triton", "auto: CUDA"),
         (GPU, {"dtype": "float32"}, "triton", "auto: CUDA"),
@@ -71,7 +71,6 @@ def test_what_is_chosen_and_why(
     ("machine", "asked", "others", "obstacle"),
     [
         (GPU, "native", {}, "it is for --device cpu"),
-        (FAST, "native", {"dtype": "float32"}, "it is for --dtype bfloat16, not float32"),
         (PLAIN, "native", {"dtype": "bfloat16"}, "it needs a C++ compiler (on Debian: apt "),
         (BARE_GPU, "triton", {}, "triton is not installed; pip install triton"),
         (BARE_GPU, "triton", {"device": "cpu"}, "triton is not installed; pip install triton"),
@@ -118,3 +117,34 @@ def test_every_part_of_a_model_takes_another() -> None:
     model.use(NativeElementwise())
     assert {type(each) for each in users(model)} == {NativeElementwise}
     assert len(users(model)) == 5 * TINY.num_layers + 2
+
+
+@pytest.mark.parametrize(
+    ("machine", "others", "name", "reason"),
+    [
+        (FAST, {}, "on", "auto: on"),
+        (FAST, {"dtype": "float32"}, "on", "auto: on"),
+        (FAST, {"native_steps": "off"}, "off", "asked for"),
+        (FAST, {"native_steps": "on"}, "on", "asked for"),
+        (PLAIN, {}, "off", "auto: off, --attention grouped"),
+        (FAST, {"linear": "torch"}, "off", "auto: off, --linear torch"),
+        (FAST, {"asked": "torch"}, "off", "auto: off, --elementwise torch"),
+        (GPU, {}, "off", "auto: off, --device cuda"),
+    ],
+)
+def test_when_a_forward_is_one_native_call(
+    machine: Machine, others: dict[str, str], name: str, reason: str
+) -> None:
+    choice = resolved(machine, **others).model.native_steps_choice
+    assert (choice.name, choice.why) == (name, reason)
+
+
+def test_native_steps_that_cannot_be_are_refused() -> None:
+    message = "--native_steps on: not possible with --linear torch; choose from auto, off"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        resolved(FAST, linear="torch", native_steps="on")
+    config = RunConfig(parallel=ParallelSection(collectives="gloo"))
+    ranks = replace(FAST, world_size=2, local_world_size=2, has_shared_memory=True)
+    assert resolve(config, ranks).model.native_steps_choice.why == "auto: off, --collectives gloo"
+    layers = resolve(RunConfig(), FAST, layer_obstacles=("layer norms", None)).model
+    assert layers.native_steps_choice.why == "auto: off, layer norms"

@@ -220,7 +220,7 @@ def test_int8_weights_are_a_byte_each() -> None:
     outputs = 16 * (2048 + 512 + 512 + 2048 + 2 * 8192 + 2048)
     head, norms = 128256 * 2048, 33 * 2048
     assert plan.weights == matrices + head + 4 * (outputs + 128256) + 2 * (head + norms)
-    section = ResolvedDraft("demo-draft", (0,), asked_for("grouped"), "int8")
+    section = ResolvedDraft("demo-draft", (0,), asked_for("grouped"), asked_for("off"), "int8")
     draft = replace(config, draft=section, model=replace(config.model, target_dtype="bfloat16"))
     both = plan_rank(draft, Models(model, model), 0)
     assert both.draft_weights == plan.weights

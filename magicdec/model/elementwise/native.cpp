@@ -6,25 +6,45 @@ namespace {
 
 constexpr int64_t WORTH_THREADS = 1 << 15;  // elements from which several threads are faster than one
 
-}  // namespace
-
 // Rows of x are `stride` elements apart; out is [rows, width].
-extern "C" void magicdec_rms_norm(const bfloat16* x, int64_t stride, const bfloat16* weight, float eps, int64_t rows,
-                                  int64_t width, bfloat16* out) {
+template <typename S>
+void rms_norm(const S* x, int64_t stride, const S* weight, float eps, int64_t rows, int64_t width, S* out) {
 #pragma omp parallel for if (rows * width >= WORTH_THREADS)
     for (int64_t row = 0; row < rows; ++row) rms_norm_row(x + row * stride, weight, eps, width, out + row * width);
 }
 
 // x [tokens, all_heads, size], table [tokens, 2, pairs].
-extern "C" void magicdec_rotate(bfloat16* x, const float* table, int64_t tokens, int64_t all_heads, int64_t size,
-                                int64_t heads, int64_t pairs, int interleaved) {
+template <typename S>
+void rotate(S* x, const float* table, int64_t tokens, int64_t all_heads, int64_t size, int64_t heads, int64_t pairs,
+            bool interleaved) {
 #pragma omp parallel for if (tokens * heads * size >= WORTH_THREADS)
     for (int64_t token = 0; token < tokens; ++token)
         rotate_token(x + token * all_heads * size, table + token * 2 * pairs, size, heads, pairs, interleaved);
 }
 
 // x [rows, 2 width], out [rows, width].
-extern "C" void magicdec_silu_gate(const bfloat16* x, int64_t rows, int64_t width, bfloat16* out) {
+template <typename S>
+void silu_gate(const S* x, int64_t rows, int64_t width, S* out) {
 #pragma omp parallel for if (rows * width >= WORTH_THREADS)
     for (int64_t row = 0; row < rows; ++row) silu_gate_row(x + row * 2 * width, width, out + row * width);
+}
+
+}  // namespace
+
+// `is_float32`: of x, the weight and out; otherwise they are bfloat16.
+extern "C" void magicdec_rms_norm(int is_float32, const void* x, int64_t stride, const void* weight, float eps,
+                                  int64_t rows, int64_t width, void* out) {
+    if (is_float32) return rms_norm((const float*)x, stride, (const float*)weight, eps, rows, width, (float*)out);
+    rms_norm((const bfloat16*)x, stride, (const bfloat16*)weight, eps, rows, width, (bfloat16*)out);
+}
+
+extern "C" void magicdec_rotate(int is_float32, void* x, const float* table, int64_t tokens, int64_t all_heads,
+                                int64_t size, int64_t heads, int64_t pairs, int interleaved) {
+    if (is_float32) return rotate((float*)x, table, tokens, all_heads, size, heads, pairs, interleaved);
+    rotate((bfloat16*)x, table, tokens, all_heads, size, heads, pairs, interleaved);
+}
+
+extern "C" void magicdec_silu_gate(int is_float32, const void* x, int64_t rows, int64_t width, void* out) {
+    if (is_float32) return silu_gate((const float*)x, rows, width, (float*)out);
+    silu_gate((const bfloat16*)x, rows, width, (bfloat16*)out);
 }

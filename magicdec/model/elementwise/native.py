@@ -1,5 +1,5 @@
-"""Elementwise operations in C++ for bfloat16 on CPUs (`native.cpp`): one call replaces up to ten of
-torch's operators.
+"""Elementwise operations in C++ for bfloat16 and float32 on CPUs (`native.cpp`): one call replaces
+up to ten of torch's operators.
 
 Owns the calls into that library.
 """
@@ -19,6 +19,7 @@ from magicdec.model.elementwise.operators import Elementwise
 
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (SOURCE.with_name("rows.h"), SHARED_HEADERS / "arithmetic.h")
+STORAGE = (torch.bfloat16, torch.float32)
 _POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
@@ -27,26 +28,27 @@ def library() -> ctypes.CDLL:
     share_openmp()
     found = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
     found.magicdec_rms_norm.argtypes = (
-        _POINTER, _SIZE, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER,
+        _FLAG, _POINTER, _SIZE, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER,
     )  # fmt: skip
     found.magicdec_rotate.argtypes = (
-        _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLAG,
+        _FLAG, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLAG,
     )  # fmt: skip
-    found.magicdec_silu_gate.argtypes = (_POINTER, _SIZE, _SIZE, _POINTER)
+    found.magicdec_silu_gate.argtypes = (_FLAG, _POINTER, _SIZE, _SIZE, _POINTER)
     return found
 
 
 def serves(x: Tensor) -> bool:
     """Whether to call the library. While torch.compile traces, torch's operators are used."""
-    assert x.dtype == torch.bfloat16 and x.device.type == "cpu", "refused before the run"
+    assert x.dtype in STORAGE and x.device.type == "cpu", "refused before the run"
     return not torch.compiler.is_compiling()
 
 
 class NativeElementwise(Elementwise):
-    """bfloat16 storage on a CPU; computes in float32 and rounds once. Rotates in place."""
+    """bfloat16 or float32 storage on a CPU; computes in float32 and rounds once. Rotates in
+    place."""
 
     requirements = Requirements(
-        "native", devices=("cpu",), dtypes=("bfloat16",), needs_compiler=True
+        "native", devices=("cpu",), dtypes=("bfloat16", "float32"), needs_compiler=True
     )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,7 +57,14 @@ class NativeElementwise(Elementwise):
         x = x.contiguous()
         out, width = torch.empty_like(x), x.shape[-1]
         library().magicdec_rms_norm(
-            x.data_ptr(), width, weight.data_ptr(), eps, x.numel() // width, width, out.data_ptr()
+            x.dtype == torch.float32,
+            x.data_ptr(),
+            width,
+            weight.data_ptr(),
+            eps,
+            x.numel() // width,
+            width,
+            out.data_ptr(),
         )
         return out
 
@@ -65,8 +74,8 @@ class NativeElementwise(Elementwise):
         assert heads.is_contiguous() and table.is_contiguous() and table.dtype == torch.float32
         rows, num_tokens, num_heads, size = heads.shape
         library().magicdec_rotate(
-            heads.data_ptr(), table.data_ptr(), rows * num_tokens, num_heads, size, num_rotated,
-            table.shape[-1], interleaved,
+            heads.dtype == torch.float32, heads.data_ptr(), table.data_ptr(), rows * num_tokens,
+            num_heads, size, num_rotated, table.shape[-1], interleaved,
         )  # fmt: skip
         return heads[:, :, :num_rotated]
 
@@ -77,6 +86,10 @@ class NativeElementwise(Elementwise):
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         library().magicdec_silu_gate(
-            gate_up.data_ptr(), out.numel() // width, width, out.data_ptr()
+            gate_up.dtype == torch.float32,
+            gate_up.data_ptr(),
+            out.numel() // width,
+            width,
+            out.data_ptr(),
         )
         return out

@@ -11,9 +11,10 @@ inline float sigmoid(float x) {
     return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-// out [width] = x / sqrt(mean(x^2) + eps) * weight [width]
+// out [width] = x / sqrt(mean(x^2) + eps) * weight [width]. Not inlined: a compiler that knew the width would add the
+// squares in another order, and callers would get other bits.
 template <typename S>
-inline void rms_norm_row(const S* x, const S* weight, float eps, int64_t width, S* out) {
+__attribute__((noinline)) void rms_norm_row(const S* x, const S* weight, float eps, int64_t width, S* out) {
     float sum = 0;
     for (int64_t i = 0; i < width; ++i) sum += to_float(x[i]) * to_float(x[i]);
     const float scale = 1.0f / std::sqrt(sum / float(width) + eps);

@@ -1,5 +1,23 @@
 // Packing of weights, and the linear layers of packed.h, as Python calls them.
 #include "packed.h"
+#include "packed_float32.h"
+
+// weight [N, K] to packed [ceil(N / 64), K, 64]; rows past N are zeros.
+extern "C" void magicdec_pack_float32(const float* weight, int64_t N, int64_t K, float* packed) {
+    constexpr int64_t width = float32::WIDTH;
+#pragma omp parallel for
+    for (int64_t block = 0; block < (N + width - 1) / width; ++block)
+        for (int64_t k = 0; k < K; ++k)
+            for (int64_t j = 0, row; j < width; ++j)
+                packed[(block * K + k) * width + j] = (row = block * width + j) < N ? weight[row * K + k] : 0.0f;
+}
+
+// See `linear_float32`.
+extern "C" void magicdec_linear_float32(const float* x, int64_t R, const float* packed, int64_t N, int64_t K,
+                                        const float* bias, float* out) {
+#pragma omp parallel
+    linear_float32(x, R, packed, N, K, bias, out);
+}
 
 #if defined(__AVX512BF16__)
 // weight [N, K] (K even) to packed [ceil(N / 64), K / 2, 64] pairs; rows past N are zeros.

@@ -1,8 +1,8 @@
-"""Linear layers with bfloat16 weights packed once for the small GEMMs of decoding (`packed.cpp`),
-on CPUs with bfloat16 dot products.
+"""Linear layers with weights packed once for the small GEMMs of decoding (`packed.cpp`): bfloat16
+on CPUs with bfloat16 dot products, float32 on every CPU.
 
-Owns the packed layout. A call reads the weights once for any number of rows. The result of a row is
-the same to the bit whatever other rows are in the batch, so verification and decoding agree.
+Owns the packed layouts. A call reads the weights once for any number of rows. The result of a row
+is the same to the bit whatever other rows are in the batch, so verification and decoding agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
 
 SOURCE = Path(__file__).with_name("packed.cpp")
-HEADERS = (SOURCE.with_suffix(".h"), SHARED_HEADERS / "bf16.h", SHARED_HEADERS / "int8.h")
+HEADERS = (
+    SOURCE.with_suffix(".h"),
+    SOURCE.with_name("packed_float32.h"),
+    SHARED_HEADERS / "bf16.h",
+    SHARED_HEADERS / "int8.h",
+)
 WIDTH = 64  # output channels per block of packed weights
 
 
@@ -27,20 +32,26 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, adds_bias: bool = True) -> None:
         super().__init__()
-        if weight.dtype != torch.bfloat16:
-            raise ValueError(f"--linear packed needs bfloat16 weights, not {weight.dtype}")
-        self.is_odd = weight.shape[1] % 2 == 1  # padded: the kernel multiplies pairs of inputs
+        is_pairs = weight.dtype == torch.bfloat16
+        if not is_pairs and weight.dtype != torch.float32:
+            raise ValueError(
+                f"--linear packed needs bfloat16 or float32 weights, not {weight.dtype}"
+            )
+        # Padded: the kernel for bfloat16 multiplies pairs of inputs.
+        self.is_odd = is_pairs and weight.shape[1] % 2 == 1
         weight = F.pad(weight, (0, 1)) if self.is_odd else weight
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.adds_bias = adds_bias
         blocks = -(-self.out_features // WIDTH)
-        packed = torch.empty(blocks, self.in_features // 2, WIDTH, dtype=torch.int32)
+        if is_pairs:
+            packed = torch.empty(blocks, self.in_features // 2, WIDTH, dtype=torch.int32)
+        else:
+            packed = torch.empty(blocks, self.in_features, WIDTH)
         self.packed = nn.Parameter(packed, requires_grad=False)
         rows = weight.contiguous()
-        library().magicdec_pack(
-            rows.data_ptr(), self.out_features, self.in_features, packed.data_ptr()
-        )
+        pack = library().magicdec_pack if is_pairs else library().magicdec_pack_float32
+        pack(rows.data_ptr(), self.out_features, self.in_features, packed.data_ptr())
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.adds_bias else None
@@ -58,6 +69,10 @@ def library(*flags: str) -> ctypes.CDLL:
     share_openmp()
     found = load_library(SOURCE, ("-fopenmp", *flags), HEADERS)
     pointer, size = ctypes.c_void_p, ctypes.c_int64
+    found.magicdec_pack_float32.argtypes = (pointer, size, size, pointer)
+    found.magicdec_linear_float32.argtypes = (pointer, size, pointer, size, size, pointer, pointer)
+    if not hasattr(found, "magicdec_linear"):
+        return found  # a CPU without bfloat16 dot products
     found.magicdec_pack.argtypes = (pointer, size, size, pointer)
     found.magicdec_linear.argtypes = (pointer, size, pointer, size, size, pointer, pointer)
     found.magicdec_pack_int8.argtypes = (pointer, size, size, pointer)
@@ -68,11 +83,13 @@ def library(*flags: str) -> ctypes.CDLL:
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    assert x.dtype == torch.bfloat16
+    is_pairs = packed.dtype == torch.int32
+    assert x.dtype == (torch.bfloat16 if is_pairs else torch.float32)
     x = x.contiguous()
     width = x.shape[-1]
-    out = torch.empty(*x.shape[:-1], out_features, dtype=torch.bfloat16)
-    library().magicdec_linear(
+    out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
+    multiply = library().magicdec_linear if is_pairs else library().magicdec_linear_float32
+    multiply(
         x.data_ptr(), x.numel() // width, packed.data_ptr(), out_features, width,
         None if bias is None else bias.data_ptr(), out.data_ptr(),
     )  # fmt: skip

@@ -1,0 +1,200 @@
+"""Native steps: a forward in one native call returns the bits that the layers return one by one,
+and a chain of drafts is the chain of forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, pack, tiny_transformer
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.distributed.groups import Group
+from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.executor.executor import Executor
+from magicdec.executor.requirements import layer_obstacle
+from magicdec.kv.cache import BatchRows
+from magicdec.kv.view import FULL, SinksAndWindow, Visible
+from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.linear.packed import PackedLinear
+from magicdec.runner import ModelRunner
+from magicdec.sampling.metadata import SamplingMetadata
+
+MOST = 600  # tokens of a row
+YARN = RopeConfig(
+    rope_type="yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=1.2
+)
+MODELS = {
+    "grouped heads": TINY,
+    "biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True),
+    "head norms": replace(TINY, qk_norm=True, head_dim=32),
+    "tied head": replace(TINY, tie_word_embeddings=True, num_kv_heads=6),
+    "odd MLP": replace(TINY, intermediate_size=81),
+    "window": replace(TINY, sliding_window=40),
+    "yarn": replace(TINY, rope=YARN),
+    "partial rotation": replace(TINY, rope=RopeConfig(rotary_dim=8, interleaved=True)),
+}
+DTYPES = [torch.float32, *([torch.bfloat16] if has_bfloat16_path() else [])]
+
+
+def make_pair(
+    config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int], is_int8: bool = False
+) -> tuple[ModelRunner, ModelRunner]:
+    """Two runners with the same weights and cached tokens: layer by layer, and native."""
+    model = pack(tiny_transformer(config, dtype=dtype))
+    group, place = Group((0,), 0), (len(lengths), MOST)
+    kv_dtype = torch.int8 if is_int8 else None
+    first = ModelRunner(model, NativeBackend(), group, *place, kv_dtype=kv_dtype)
+    second = replace(first, backend=NativeBackend(), executor=Executor(model, group))
+    for runner in (first, second):
+        for row in range(len(lengths)):
+            runner.allocate(row)
+        generator = torch.Generator().manual_seed(1)
+        for row, length in enumerate(lengths):  # written by the layers in both
+            ids = torch.randint(config.vocab_size, (1, length), generator=generator)
+            executor, runner.executor = runner.executor, None
+            runner.forward(ids, [row], last_only=True)
+            runner.executor = executor
+    return first, second
+
+
+def ids_for(num_rows: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(TINY.vocab_size, (num_rows, count), generator=generator)
+
+
+def chain(runner: ModelRunner, ids: Tensor, visible: Visible, count: int) -> Tensor:
+    kv, rows = DraftKV(runner, visible), BatchRows.of(range(len(ids)), runner.device)
+    committed = runner.cache.lengths_of(rows)
+    drafts = draft_chain(kv, rows, committed, ids, SamplingMetadata(), count).ids
+    kv.rewind(rows, committed)
+    return drafts
+
+
+def check_equal(first: ModelRunner, second: ModelRunner) -> None:
+    assert torch.equal(first.cache.k, second.cache.k)
+    assert torch.equal(first.cache.v, second.cache.v)
+    assert first.cache.lengths == second.cache.lengths
+    assert torch.equal(first.cache.seq_lens, second.cache.seq_lens)
+    assert first.counts.copy() == second.counts.copy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dtype) -> None:
+    first, second = make_pair(MODELS[name], dtype, [70, 3, 131])
+    for count in (1, 5, 31):
+        for last_only in (False, True):
+            ids = ids_for(3, count)
+            pair = [r.forward(ids, [0, 1, 2], last_only=last_only) for r in (first, second)]
+            assert pair[0].shape == pair[1].shape and torch.equal(*pair)
+            check_equal(first, second)
+    for visible in (FULL, SinksAndWindow(4, 20)):
+        drafts = [chain(runner, ids_for(3, 2), visible, 4) for runner in (first, second)]
+        assert torch.equal(*drafts) and len(drafts[0].unique()) > 1
+        check_equal(first, second)
+
+
+@hypothesis_settings(max_examples=20)
+@given(
+    lengths=st.lists(st.integers(1, 560), min_size=1, max_size=5),
+    count=st.integers(1, 9),
+    budget=st.integers(6, 300),
+    dtype=st.sampled_from(DTYPES),
+    drafts=st.integers(1, 6),
+)
+def test_ragged_rows(
+    lengths: list[int], count: int, budget: int, dtype: torch.dtype, drafts: int
+) -> None:
+    first, second = make_pair(TINY, dtype, lengths)
+    rows, ids = list(range(len(lengths))), ids_for(len(lengths), count)
+    visible = SinksAndWindow(4, budget)
+    assert torch.equal(*(chain(r, ids, visible, drafts) for r in (first, second)))
+    assert torch.equal(*(r.forward(ids, rows, visible) for r in (first, second)))
+    check_equal(first, second)
+    assert torch.equal(*(r.forward(ids[-1:], rows[-1:]) for r in (first, second)))
+    check_equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
+    first, second = make_pair(TINY, dtype, [200, 17])
+    seen: list[dict[int, tuple[Tensor, Tensor]]] = []
+    for runner in (first, second):
+        weights: dict[int, Tensor] = {}
+        queries: dict[int, Tensor] = {}
+        runner.forward(
+            ids_for(2, 5), [0, 1], watch=weights.__setitem__,
+            watch_queries=lambda layer, q, kept=queries: kept.__setitem__(layer, q.clone()),
+        )  # fmt: skip
+        seen.append({layer: (weights[layer], queries[layer]) for layer in range(TINY.num_layers)})
+    for layer in range(TINY.num_layers):
+        for ours, theirs in zip(*(each[layer] for each in seen), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="this CPU has no bfloat16 dot products")
+def test_an_int8_cache_is_read() -> None:
+    first, second = make_pair(TINY, torch.bfloat16, [130, 3], is_int8=True)
+    pair = [chain(runner, ids_for(2, 1), SinksAndWindow(4, 50), 5) for runner in (first, second)]
+    assert torch.equal(*pair)
+    check_equal(first, second)
+
+
+def test_ranges_of_single_heads_are_read() -> None:
+    class OfHeads:
+        """Other tokens in every layer and head, as a policy may choose."""
+
+        def ranges(self, committed: Tensor) -> Tensor:
+            shape = (TINY.num_layers, len(committed), TINY.num_kv_heads)
+            begin = torch.arange(shape[0] * shape[1] * shape[2]).view(*shape, 1)
+            parts = [(begin * 0, begin * 0 + 3), (begin + 5, begin + 9), (begin * 0 + 90,) * 2]
+            return torch.cat([torch.stack(part, dim=4) for part in parts], dim=3)
+
+        def num_visible(self, committed: int) -> int:
+            return 7
+
+        def most_visible(self, committed: int) -> int:
+            return 7
+
+    first, second = make_pair(TINY, torch.float32, [100, 120])
+    ids = ids_for(2, 1)
+    assert torch.equal(*(chain(runner, ids, OfHeads(), 5) for runner in (first, second)))
+    check_equal(first, second)
+    assert not torch.equal(chain(first, ids, OfHeads(), 5), chain(first, ids, FULL, 5))
+
+
+def test_an_unknown_token_is_refused() -> None:
+    _, second = make_pair(TINY, torch.float32, [9])
+    with pytest.raises(IndexError, match="a token id is not below 97"):
+        second.forward(torch.tensor([[97]]), [0])
+
+
+def test_what_the_library_does_not_compute_is_named() -> None:
+    assert layer_obstacle(TINY) is None
+    for changed, name in (
+        ({"norm": "layer"}, "layer norms"),
+        ({"positions": "alibi"}, "alibi positions"),
+        ({"residual": "parallel"}, "parallel residuals"),
+        ({"gated_mlp": False}, "an MLP without a gate"),
+        ({"activation": "gelu"}, "gelu activations"),
+        ({"embedding_norm": True}, "a norm after the embedding"),
+        ({"hidden_size": 49}, "hidden size 49, which is odd"),
+    ):
+        assert layer_obstacle(replace(TINY, **changed)) == name
+
+
+def test_packed_float32_layers_multiply() -> None:
+    weight, bias = torch.randn(130, 37), torch.randn(130)
+    layer, x = PackedLinear(weight, bias), torch.randn(50, 37)
+    expected = (x.double() @ weight.double().T + bias.double()).float()
+    found = layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for row in range(50):  # a row's bits do not depend on the others
+        assert torch.equal(layer(x[row : row + 1])[0], found[row])
