@@ -12,6 +12,7 @@ from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import RunRecord
 from magicdec.report.listing import FORMATS, SORT_KEYS, list_records, print_text
+from magicdec.report.noise import Noted, noise_lines
 from magicdec.report.settings import SETTINGS
 
 
@@ -22,14 +23,14 @@ def main() -> None:
         check_keys(args)
         if args.check:
             sys.exit(check({path: load_records(path, is_strict=True) for path in args.files}))
-        records = (record for path in args.files for record in read_records(path, args.strict))
+        records = Noted(r for path in args.files for r in read_records(path, args.strict))
         is_ascending = None if not args.reverse else args.sort not in SETTINGS
         listing = list_records(records, args.group_by, args.sort, is_ascending)
     except ValueError as error:
         print(f"magicdec table: {error}", file=sys.stderr)
         sys.exit(2)
     if args.format == "text":
-        print_text(listing)
+        print_text(listing, [] if args.group_by else noise_lines(records.few))
     else:
         print(FORMATS[args.format](listing), end="")
 

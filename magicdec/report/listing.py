@@ -34,6 +34,7 @@ DIGITS = {
 }
 # Metrics that are one number, all of which can be sorted by.
 METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
+HALF = "half of the interval of "  # before the key of a metric: its key in a row
 SORT_KEYS = (*SETTINGS, *METRICS)
 
 
@@ -62,7 +63,10 @@ def list_records(
     has the number of its runs and the median of each metric over those that have it. The order is
     that of the records, or by `sort`: metrics from the largest and settings from the smallest,
     unless `is_ascending` is given. Rows without the value come last."""
-    rows = [settings(r) | {name: metric(r.metrics, name) for name in METRICS} for r in records]
+    rows = [
+        settings(r) | {name: metric(r.metrics, name) for name in METRICS} | _halves(r.metrics)
+        for r in records
+    ]
     for row in rows:
         row["drafter"] = row["drafter"] or "none"
     columns = tuple(key for key in LABELS if key != "runs")
@@ -73,6 +77,12 @@ def list_records(
         rising = sort not in METRICS if is_ascending is None else is_ascending
         rows = _sorted(rows, sort, rising)
     return Listing(columns, rows, {})
+
+
+def _halves(metrics: Metrics | None) -> Row:
+    """Half the width of the 95 % interval of each metric that has one."""
+    ends = {name: getattr(metrics, f"{name}_interval", None) for name in DIGITS}
+    return {f"{HALF}{name}": (e[1] - e[0]) / 2 for name, e in ends.items() if e}
 
 
 def without_constants(listing: Listing) -> Listing:
@@ -115,9 +125,9 @@ def _sorted(rows: list[Row], key: str, is_ascending: bool) -> list[Row]:
     return [*known, *(row for row in rows if row.get(key) is None)]
 
 
-def print_text(listing: Listing) -> None:
-    """Print it for people, in the width of the terminal. In a file or a pipe it is 80 columns
-    wide. Names are folded where that is narrow; numbers are never cut."""
+def print_text(listing: Listing, notes: Sequence[str] = ()) -> None:
+    """Print it for people, in the width of the terminal, and notes below it. In a file or a pipe it
+    is 80 columns wide. Names are folded where that is narrow; numbers are never cut."""
     from rich.table import Table
 
     listing, console = without_constants(listing), make_console()
@@ -129,10 +139,12 @@ def print_text(listing: Listing) -> None:
         justify: Literal["left", "right"] = "left" if is_text else "right"
         table.add_column(label, justify=justify, overflow="fold", no_wrap=not is_text)
     for row in listing.rows:
-        table.add_row(*(_cell(key, row[key]) for key in listing.columns))
+        table.add_row(*(_cell(key, row[key], row.get(HALF + key)) for key in listing.columns))
     if listing.constants:
         console.print(listing.said(), soft_wrap=False)
     console.print(table)
+    for note in notes:
+        console.print(note)
 
 
 def markdown(listing: Listing) -> str:
@@ -178,14 +190,20 @@ def _labels(listing: Listing) -> list[str]:
 
 
 def _cells(listing: Listing) -> list[list[str]]:
-    return [[_cell(key, row[key]) for key in listing.columns] for row in listing.rows]
+    return [
+        [_cell(key, row[key], row.get(HALF + key)) for key in listing.columns]
+        for row in listing.rows
+    ]
 
 
-def _cell(key: str, value: Setting) -> str:
+def _cell(key: str, value: Setting, half: Setting = None) -> str:
     if value is None:
         return ""
-    is_metric = key in METRICS and isinstance(value, float)
-    return f"{value:.{DIGITS.get(key, 2)}f}" if is_metric else str(value)
+    if key not in METRICS or not isinstance(value, float):
+        return str(value)
+    digits = DIGITS.get(key, 2)
+    text = f"{value:.{digits}f}"
+    return text if half is None else f"{text}±{half:.{min(2, digits)}f}"
 
 
 def _escape_md(text: str) -> str:

@@ -1,0 +1,68 @@
+"""`magicdec table` shows the intervals, and says which differences are inside the noise."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from synthetic_records import drawn, with_fields, with_losses
+
+from magicdec.cli import table
+from magicdec.records.record import RunRecord, append_record
+from magicdec.report import noise
+from magicdec.report.noise import Noted, noise_lines
+
+BEST = drawn(budget=129)
+NEAR = with_losses(drawn(budget=65), 0.01, seed=3)
+FAR = with_losses(drawn(budget=33), 0.3)
+
+
+def printed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    records: list[RunRecord],
+    *flags: str,
+) -> str:
+    path = tmp_path / "runs.jsonl"
+    path.unlink(missing_ok=True)
+    for record in records:
+        append_record(path, record)
+    monkeypatch.setattr(sys, "argv", ["magicdec table", str(path), *flags])
+    table.main()
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_differences_inside_the_noise_are_said() -> None:
+    (line,) = noise_lines([FAR, BEST, NEAR])
+    assert BEST.metrics is not None
+    rate = f"{BEST.metrics.acceptance_rate:.3f}"
+    assert f"the best (self-speculation, streaming_llm 129, gamma 4: {rate})" in line
+    assert line.endswith("over 8 prompts: self-speculation, streaming_llm 65, gamma 4")
+
+
+def test_records_of_other_prompts_and_without_samples_are_not_compared() -> None:
+    assert noise_lines([BEST, with_fields(NEAR, workload__sha256="x")]) == []
+    assert noise_lines([BEST, with_fields(NEAR, config__decoding__num_draft_tokens=2)]) == []
+    assert noise_lines([BEST, with_fields(NEAR, samples=None)]) == []
+    assert noise_lines([BEST, FAR]) == [] and noise_lines([BEST]) == [] and noise_lines([]) == []
+
+
+def test_a_table_has_the_interval_and_the_statement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = printed(tmp_path, monkeypatch, capsys, [BEST, NEAR])
+    assert BEST.metrics is not None and BEST.metrics.acceptance_rate_interval is not None
+    low, high = BEST.metrics.acceptance_rate_interval
+    assert f"{BEST.metrics.acceptance_rate:.3f}±{(high - low) / 2:.2f}" in out
+    assert "inside the noise of the best" in out
+    assert "noise" not in printed(tmp_path, monkeypatch, capsys, [BEST, NEAR], "--group_by", "B")
+    assert "±" not in printed(tmp_path, monkeypatch, capsys, [BEST], "--format", "csv")
+
+
+def test_a_long_table_is_passed_on_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "MOST_RECORDS", 2)
+    for count, kept in ((2, 2), (3, 0)):
+        noted = Noted([BEST] * count)
+        assert len(list(noted)) == count and len(noted.few) == kept
