@@ -4,9 +4,10 @@
     python scripts/acceptance_table.py --dataset recall --budget 129 257 513 --json table.json
 
 Runs self-speculation with every KV policy that has a budget, and prompt lookup, on the same
-prompts. The tokens of each are compared with the baseline's. Nothing is timed. Each rate is
-followed by its difference from streaming_llm with the same budget, and the standard error over the
-sequences, which are paired. The last table shows the share of the target's attention weights within
+prompts. The tokens of each are compared with the baseline's. Nothing is timed. Each rate, accepted
+tokens over draft tokens of all sequences together, is followed by its difference from the same rate
+of streaming_llm with the same budget, and the standard error of this difference over the sequences,
+which are paired. The last table shows the share of the target's attention weights within
 each budget: for the last tokens of the prompts, by block, mean over layers, heads and sequences.
 """
 
@@ -55,9 +56,13 @@ class Way:
     drafted: Counter[int] = field(default_factory=Counter)  # by request
     accepted: Counter[int] = field(default_factory=Counter)
 
+    def counts(self) -> list[tuple[int, int]]:
+        """(accepted, drafted) tokens of each sequence with drafts."""
+        return [(self.accepted[r], n) for r, n in sorted(self.drafted.items())]
+
     def rates(self) -> list[float]:
         """Acceptance rate of each sequence with drafts."""
-        return [self.accepted[r] / n for r, n in sorted(self.drafted.items())]
+        return [accepted / n if n else 0.0 for accepted, n in self.counts()]
 
     def as_json(self) -> dict[str, object]:
         found = acceptance(self.samples.num_accepted, self.samples.num_drafted)
@@ -168,10 +173,33 @@ def print_seen(shares: list[list[list[float]]], budgets: list[int]) -> None:
 
 
 def difference(way: Way, reference: Way) -> str:
-    """Mean and standard error, over sequences, of the difference in acceptance rate."""
-    pairs = [a - b for a, b in zip(way.rates(), reference.rates(), strict=True)]
-    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else 0.0
-    return f"{statistics.fmean(pairs):+.3f}±{error:.3f}"
+    """The difference of the two rates, and its standard error over the sequences."""
+    found, error = paired_difference(way.counts(), reference.counts())
+    return f"{found:+.3f}±{error:.3f}"
+
+
+def paired_difference(
+    ours: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> tuple[float, float]:
+    """The difference of two acceptance rates, each accepted / drafted over all sequences together,
+    and its standard error by the jackknife: the difference is computed again without each sequence.
+    `ours` and `others` are (accepted, drafted) of the same sequences. The error of one sequence is
+    0."""
+    size = len(ours)
+    found = _rate(ours) - _rate(others)
+    if size < 2:
+        return found, 0.0
+    without = [
+        _rate(ours[:i] + ours[i + 1 :]) - _rate(others[:i] + others[i + 1 :]) for i in range(size)
+    ]
+    middle = statistics.fmean(without)
+    variance = (size - 1) / size * sum((value - middle) ** 2 for value in without)
+    return found, variance**0.5
+
+
+def _rate(counts: list[tuple[int, int]]) -> float:
+    accepted, drafted = (sum(column) for column in zip(*counts, strict=True))
+    return accepted / drafted if drafted else 0.0
 
 
 def print_ways(ways: list[Way], budgets: list[int], title: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class MachineFile:
     node_link: Link | None
     attention_flops_per_s: dict[str, float]
     token_overhead_s: dict[str, float]
+    # Of each measurement, slowest over fastest repetition minus 1; for readers, as `description`.
+    spreads: dict[str, float] = field(default_factory=dict)
 
     def hardware(self, dtype: str) -> Hardware:
         """The ceilings in `dtype`. Raises ValueError if the probe did not measure that dtype."""
@@ -132,6 +134,7 @@ def _parse(raw: dict[str, Any]) -> MachineFile:
         _parse_link(raw["node_link"]),
         rates("attention_flops_per_s"),
         rates("token_overhead_s", zero_too=True),
+        dict(raw.get("spreads", {})),
     )
 
 

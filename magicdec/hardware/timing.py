@@ -90,7 +90,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> float:
-    """Bytes per second that all ranks of the group read together, at the same time: the best of
+    """Bytes per second that all ranks of the group read together: the best of `repeats`."""
+    return max(read_bandwidths(group, device, repeats))
+
+
+def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> list[float]:
+    """Bytes per second that all ranks of the group read together, at the same time, in each of
     `repeats` sums over a buffer larger than any cache."""
     share = GPU_BANDWIDTH_BYTES if device.type == "cuda" else BANDWIDTH_BYTES // group.size
     buffer = torch.ones(share // 4, device=device)
@@ -102,4 +107,4 @@ def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> floa
         buffer.sum()
         synchronize(device)
         rates.append(share / (time.perf_counter() - started))
-    return max(sum(rank_rates) for rank_rates in zip(*group.all_gather_object(rates), strict=True))
+    return [sum(rank_rates) for rank_rates in zip(*group.all_gather_object(rates), strict=True)]

@@ -18,7 +18,7 @@ from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware, Link
-from magicdec.hardware.timing import read_bandwidth, synchronize
+from magicdec.hardware.timing import read_bandwidths, synchronize
 from magicdec.model.checkpoint.source import find_model
 from magicdec.names import ATTENTION_BACKENDS, load_named
 from magicdec.runner import ModelRunner
@@ -33,43 +33,64 @@ CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no t
 MANY = 5  # new tokens per row in a verification
 
 
-def measure_hardware(group: Group, device: torch.device, dtype: str, bandwidth: float) -> Hardware:
+class Spreads(dict[str, float]):
+    """How far the repetitions of each measurement lie apart, by its name: slowest over fastest,
+    minus 1, without the first repetition, which warms up."""
+
+    def note(self, name: str, values: Sequence[float]) -> None:
+        """`values` are times or rates; the spread is the same."""
+        later = values[1:] or values
+        self[name] = max(later) / min(later) - 1
+
+
+def measure_hardware(
+    group: Group, device: torch.device, dtype: str, bandwidth: float, spreads: Spreads
+) -> Hardware:
     """Bandwidth and GEMM rate of the slowest rank in `dtype`; `measure_forwards` adds the rest."""
-    rate = gemm_flops(getattr(torch, dtype), device)
-    return Hardware(bandwidth, min(group.all_gather_object(rate)))
+    rates = gemm_rates(getattr(torch, dtype), device)
+    spreads.note(f"flops_per_s {dtype}", rates)
+    return Hardware(bandwidth, min(group.all_gather_object(max(rates))))
 
 
-def rank_bandwidth(group: Group, device: torch.device) -> float:
+def rank_bandwidth(group: Group, device: torch.device, spreads: Spreads) -> float:
     """Bytes per second that one rank reads while all ranks read."""
-    return read_bandwidth(group, device) / group.size
+    rates = read_bandwidths(group, device)
+    spreads.note("read_bytes_per_s", rates)
+    return max(rates) / group.size
 
 
 def gemm_flops(
     dtype: torch.dtype, device: torch.device = torch.device("cpu"), size: int | None = None
 ) -> float:
     """FLOP/s of a square GEMM: the best of several."""
+    return max(gemm_rates(dtype, device, size))
+
+
+def gemm_rates(dtype: torch.dtype, device: torch.device, size: int | None = None) -> list[float]:
+    """FLOP/s of several square GEMMs."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
-    best = min(seconds_of(lambda: a @ b, device) for _ in range(8))
-    return 2 * size**3 / best
+    return [2 * size**3 / seconds_of(lambda: a @ b, device) for _ in range(8)]
 
 
-def measure_link(group: Group, device: torch.device) -> Link | None:
+def measure_link(group: Group, device: torch.device, spreads: Spreads) -> Link | None:
     """Latency from a small all-reduce, and bandwidth from the additional time of a large one. None
     for one rank."""
     if group.size == 1:
         return None
     small, large = (torch.zeros(n // 4, device=device) for n in (SMALL_BYTES, LARGE_BYTES))
-    latency = median_seconds(lambda: group.all_reduce(small), group, device)
-    seconds = median_seconds(lambda: group.all_reduce(large), group, device)
+    latencies = stretch_seconds(lambda: group.all_reduce(small), group, device)
+    spreads.note("link", latencies)
+    latency = min(latencies)
+    seconds = min(stretch_seconds(lambda: group.all_reduce(large), group, device))
     moved = 2 * (group.size - 1) / group.size * LARGE_BYTES
     return Link(latency, moved / max(seconds - latency, 1e-9))
 
 
-def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> float:
-    """Seconds of a call: the median of several rounds on the slowest rank, and of that the minimum
-    over several stretches, because other load on the host rarely slows all stretches. A first call
-    warms up, a second one says how many make a stretch; all ranks make equally many."""
+def stretch_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> list[float]:
+    """Seconds of a call in each of several stretches: the median of several rounds on the slowest
+    rank. Their minimum is used, because other load on the host rarely slows all stretches. A first
+    call warms up, a second one says how many make a stretch; all ranks make equally many."""
     call()
     once = max(group.all_gather_object(seconds_of(call, device)))
     rounds = min(ROUNDS, max(FEWEST_ROUNDS, int(STRETCH_S / once)))
@@ -77,7 +98,7 @@ def median_seconds(call: Callable[[], Any], group: Group, device: torch.device) 
     for _ in range(STRETCHES):
         samples = [seconds_of(call, device) for _ in range(rounds)]
         medians.append(max(group.all_gather_object(statistics.median(samples))))
-    return min(medians)
+    return medians
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
@@ -89,7 +110,12 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure_forwards(
-    group: Group, device: torch.device, hardware: Hardware, kinds: Kinds, backend: str
+    group: Group,
+    device: torch.device,
+    hardware: Hardware,
+    kinds: Kinds,
+    backend: str,
+    spreads: Spreads,
 ) -> Hardware:
     """`hardware` with attention's rates of reading and computing over a long KV cache and the
     overheads of a layer. They are measured in forwards of the demo model, whole on each rank."""
@@ -97,17 +123,23 @@ def measure_forwards(
     runner = load_runner(group, device, kinds, backend, num_rows)
     config, size = runner.model.config, runner.cache.k.element_size()
     rows = range(num_rows)
-    short, long = (forward_seconds(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
+    shorts, longs = (forward_stretches(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
+    spreads.note(f"kv_bytes_per_s {kinds.dtype}", longs)
+    short, long = min(shorts), min(longs)
     kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
     # Noise must not make attention look faster than memory.
     rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
-    short, long = (forward_seconds(runner, rows, n, MANY, group) for n in (CACHED, CONTEXT))
+    shorts, longs = (forward_stretches(runner, rows, n, MANY, group) for n in (CACHED, CONTEXT))
+    spreads.note(f"attention_flops_per_s {kinds.dtype}", longs)
+    short, long = min(shorts), min(longs)
     flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
     attention_rate = (flops[1] - flops[0]) / max(long - short, 1e-9)
     found = replace(hardware, kv_bytes_per_s=rate, attention_flops_per_s=attention_rate)
     found = replace(found, layer_overhead_s=0.0, token_overhead_s=0.0)
     bare = Deployment(config, found, size)
-    fixed = forward_seconds(runner, [0], CACHED, 1, group) - bare.seconds(1, 1, CACHED)
+    alone = forward_stretches(runner, [0], CACHED, 1, group)
+    spreads.note(f"layer_overhead_s {kinds.dtype}", alone)
+    fixed = min(alone) - bare.seconds(1, 1, CACHED)
     fixed, more = max(0.0, fixed), short - bare.seconds(num_rows, MANY, CACHED)
     per_token = max(0.0, more - fixed) / (num_rows * MANY - 1)
     layers = config.num_layers
@@ -131,11 +163,11 @@ def load_runner(
     return runner
 
 
-def forward_seconds(
+def forward_stretches(
     runner: ModelRunner, rows: Sequence[int], cached: int, num_new: int, group: Group
-) -> float:
-    """Seconds of a forward of `num_new` tokens for each of `rows`, which hold `cached` tokens,
-    including greedy sampling."""
+) -> list[float]:
+    """`stretch_seconds` of a forward of `num_new` tokens for each of `rows`, which hold `cached`
+    tokens, including greedy sampling."""
     runner.truncate(rows, [0] * len(rows))
     runner.cache.advance(rows, cached)
     new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)
@@ -145,4 +177,4 @@ def forward_seconds(
         greedy(logits, runner.model.head_rows[0], runner.group).tolist()
         runner.truncate(rows, [cached] * len(rows))
 
-    return median_seconds(step, group, runner.device)
+    return stretch_seconds(step, group, runner.device)

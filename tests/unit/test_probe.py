@@ -74,7 +74,10 @@ def test_a_probe_measures_everything(
     machine, launch = Machine(1), Launch(0, 1, 0, 1)
     parallel = ParallelSection(device="cpu", threads=torch.get_num_threads())
     config = resolve(RunConfig(parallel=parallel), machine)
-    found = probe.measure(config, machine, launch)
+    measured = probe.Found()
+    probe.measure(config, machine, launch, measured)
+    found = measured.machine_file()
+    assert found is not None
     assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0
     for rates in (found.flops_per_s, found.kv_bytes_per_s, found.attention_flops_per_s):
         assert tuple(rates) == DTYPES and all(rate > 0 for rate in rates.values())
@@ -86,3 +89,44 @@ def test_a_probe_measures_everything(
     command.print_machine(found, tmp_path / "machine.json")
     out = capsys.readouterr().out
     assert "read bandwidth, GB/s" in out and "all-reduce" not in out
+    assert len(found.spreads) == 9 and all(spread >= 0 for spread in found.spreads.values())
+    assert out.count(" %") == 9
+
+
+def test_an_interrupted_probe_keeps_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Ctrl-C during the second dtype keeps the first; before that there is nothing to write."""
+    for name, value in (("STRETCHES", 1), ("ROUNDS", 1), ("CONTEXT", 64)):
+        monkeypatch.setattr(ceilings, name, value)
+    measure_hardware = ceilings.measure_hardware
+    path = tmp_path / "machine.json"
+    monkeypatch.setattr("sys.argv", ["magicdec probe", "--out", str(path), "--threads", "1"])
+    for stop_at, kept in ((DTYPES[0], []), (DTYPES[1], [DTYPES[0]])):
+
+        def interrupted(*args: Any, stop_at: str = stop_at) -> Hardware:
+            if args[2] == stop_at:
+                raise KeyboardInterrupt
+            return measure_hardware(*args)
+
+        monkeypatch.setattr(ceilings, "measure_hardware", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        assert ended.value.code == 130 and "interrupted" in capsys.readouterr().out
+        assert path.exists() == bool(kept)
+    assert list(load_machine(path).flops_per_s) == kept
+
+
+def test_a_spread_leaves_out_what_warms_up() -> None:
+    spreads = ceilings.Spreads()
+    spreads.note("a", [9.0, 2.0, 3.0])
+    spreads.note("b", [5.0])
+    assert spreads == {"a": 0.5, "b": 0.0}
+
+
+def test_a_busy_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    command.warn_of_load(0.4, 2)
+    assert capsys.readouterr().err == ""
+    command.warn_of_load(1.7, 2)
+    err = capsys.readouterr().err
+    assert "busy (load average 1.7 on 2 cores)" in err and err.count("\n") == 1
