@@ -36,6 +36,7 @@ from magicdec.names import BASELINE
 from magicdec.records.metrics import acceptance
 from magicdec.records.samples import PassSamples
 from magicdec.request import Batch, Request, StepOutput
+from magicdec.run.prompts import make_requests
 from magicdec.run.run import Run
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
@@ -124,7 +125,7 @@ def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[flo
     """Fill in the counts of `ways`, and return `attention_seen` of each batch."""
     seen = []
     for batch in range(run.config.workload.num_batches):
-        requests = run.make_requests(batch)
+        requests = make_requests(run.prepared, batch)
         with run.progress.task(f"prefill {batch + 1}", sum(len(r.prompt_ids) for r in requests)):
             snapshots = run.engine.prefill(requests)
         seen.append(attention_seen(run, snapshots, budgets))

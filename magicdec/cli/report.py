@@ -14,13 +14,15 @@ from magicdec.memory.watch import describe_memory
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
 from magicdec.records.writing import write_text
-from magicdec.run.run import Outcome, execute
+from magicdec.run.outcome import Interrupted, Outcome
+from magicdec.run.run import execute
 from magicdec.setup.prepare import Prepared
 
 
 def conclude(prepared: Prepared) -> int:
     """Execute the run, report it and return the exit code. If the run raises an exception, the
-    leading rank writes a record of the failure, and the exception ends this rank."""
+    leading rank writes a record of the failure, and the exception ends this rank. Ctrl-C leaves a
+    record of the batches that were done."""
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -29,7 +31,9 @@ def conclude(prepared: Prepared) -> int:
         print(f"{'memory':<10} {prepared.memory}", flush=True)
     try:
         outcome = execute(prepared, is_leader)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if is_leader and isinstance(stop, Interrupted) and stop.outcome is not None:
+            publish(prepared, stop.outcome, path)
         return 130
     except Exception as error:
         if is_leader:

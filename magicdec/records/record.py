@@ -21,9 +21,11 @@ from magicdec.records.workload import WorkloadRecord
 from magicdec.records.writing import append_line, to_json
 
 SCHEMA_VERSION = 1
-STATUSES = ("ok", "ok_with_ties", "diverged", "failed")
+STATUSES = ("ok", "ok_with_ties", "diverged", "failed", "interrupted")
 PASSED = ("ok", "ok_with_ties")
-WITHOUT_METRICS = "unless `ok` or `ok_with_ties`"
+ENDED = ("failed", "interrupted")  # before all batches were done
+UNJUDGED = "`interrupted` and the outputs differ"
+WITHOUT_METRICS = f"if `diverged` or `failed`; if {UNJUDGED}"
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,19 @@ class RunRecord:
     status: str = recorded(
         "`ok`: the run finished, and all tokens are identical or were not compared; "
         "`ok_with_ties`: some sequences differ, and the rounding of the run explains it (older "
-        "records say `ok`); `diverged`: it does not explain it; `failed`: an error ended the run",
+        "records say `ok`); `diverged`: it does not explain it; `failed`: an error ended the run; "
+        "`interrupted`: the user did, and the record is of the batches that were done",
         choices=STATUSES,
     )
     config: dict[str, Any] = recorded("the resolved configuration, in which no value is `auto`")
     environment: Environment = recorded("the machine, the software and the launch")
     error: str | None = recorded(
-        "type and message of the error that ended the run", null="unless `failed`"
+        "type and message of the error that ended the run, or how much of it was done",
+        null="unless `failed` or `interrupted`",
     )
     workload: WorkloadRecord | None = recorded("the prompts and the models", null=LATER)
     correctness: Correctness | None = recorded(
-        "the comparison with the baseline's tokens", null="if `failed`"
+        "the comparison with the baseline's tokens", null=f"if `failed`; if {UNJUDGED}"
     )
     metrics: Metrics | None = recorded(
         "performance of the requested strategy", null=WITHOUT_METRICS
@@ -57,10 +61,12 @@ class RunRecord:
     samples: dict[str, SamplesRecord] | None = recorded(
         "raw times and counts of each pass that ran, by its name (`autoregressive`, "
         "`speculative`), the baseline first",
-        null="if `failed`",
+        null=f"if `failed`; if {UNJUDGED}",
     )
     prefill_samples: PrefillSamples | None = recorded(
-        "raw times of prefill, which the passes share", null="if `failed`", is_later=True
+        "raw times of prefill, which the passes share",
+        null=f"if `failed`; if {UNJUDGED}",
+        is_later=True,
     )
     memory: MemoryRecord | None = recorded(
         "the planned and the measured memory of all ranks together",
@@ -98,14 +104,15 @@ def contradiction(
     check of the tokens passed, or the record says that nothing was compared."""
     if status not in STATUSES:
         return f"status is {status}; choose from {', '.join(STATUSES)}"
-    if (error is not None) != (status == "failed"):
-        return "an error belongs to status failed, and only to it"
+    if (error is not None) != (status in ENDED):
+        return f"an error belongs to status {' and '.join(ENDED)}, and only to these"
     # Older records say `ok` with ties too.
     by_tokens = None if correctness is None else correctness.status
     possible = {by_tokens, "ok"} if by_tokens == "ok_with_ties" else {by_tokens}
-    if status != "failed" and status not in possible:
+    if status not in ENDED and status not in possible:
         return f"status is {status}, which its correctness contradicts"
-    if status not in PASSED and has_metrics:
+    is_identical = status == "interrupted" and by_tokens == "ok"
+    if status not in PASSED and not is_identical and has_metrics:
         return "it has metrics, which exist only where correctness passed"
     return None
 

@@ -69,7 +69,9 @@ def _verdict(record: RunRecord) -> str:
     c = record.correctness
     if record.status == "failed":
         return f"failed: {record.error}"
-    assert c is not None, "only a failed record has none"
+    if record.status == "interrupted":
+        return f"{record.error}; the rows below are of these batches"
+    assert c is not None, "only a record of a run that ended early has none"
     if c.reference is None:
         return f"{c.num_tokens} tokens; not compared with another way of decoding them"
     compared = f"{c.num_tokens} tokens compared with {c.reference}"

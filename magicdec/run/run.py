@@ -1,15 +1,15 @@
 """One run on one rank: load the models, measure, check the tokens and make the record. All ranks of
 the group execute the same steps together.
 
-Owns the order of a run: each batch is prefilled once, every pass starts from the state after that
-prefill, and at the end the outputs of the two passes are compared. Must not know how a strategy
-decodes.
+Owns the order of a run: each batch is prefilled once (`prompts`), every pass starts from the state
+after that prefill, and at the end the outputs of the two passes are compared. Must not know how a
+strategy decodes.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
-from magicdec.drafting.policies.policy import keep_queries
-from magicdec.engine import Engine
 from magicdec.hardware.gpu_state import watch_gpu
 from magicdec.hardware.timing import (
     PhaseTimer,
@@ -34,14 +32,14 @@ from magicdec.memory.watch import MemoryTaken, MemoryWatch
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
-from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request
 from magicdec.run.check import WIDER, Replays, check_outputs
+from magicdec.run.outcome import Interrupted, Outcome, outcome_of_done
+from magicdec.run.resident import Resident, Room
 from magicdec.run.run_record import Measured, make_record
-from magicdec.run.unmeasured import profile, warm_up, warm_up_prefill
+from magicdec.run.unmeasured import profile, warm_up
 from magicdec.runner import ModelRunner
-from magicdec.sampling.sampling import make_params
 from magicdec.setup.loading import (
     Kinds,
     kinds_of,
@@ -51,50 +49,55 @@ from magicdec.setup.loading import (
     make_executor,
 )
 from magicdec.setup.prepare import Prepared
-from magicdec.setup.session import RankSession
-
-
-@dataclass
-class Outcome:
-    """The result of `execute`: the record, and the finished requests in the order of the
-    prompts."""
-
-    record: RunRecord
-    requests: list[Request] = field(default_factory=list)
+from magicdec.setup.session import RankSession, session_of
 
 
 class Run:
-    """One rank's part of a run: its models and runners, and its measurements."""
+    """One rank's part of a run: its models and runners, and its measurements. In a study,
+    `resident` has what earlier runs have left, and `room` is that of all runs with these
+    prompts."""
 
-    def __init__(self, prepared: Prepared, session: RankSession, progress: Progress) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        session: RankSession,
+        progress: Progress,
+        resident: Resident | None = None,
+        room: Room | None = None,
+    ) -> None:
         self.prepared, self.progress = prepared, progress
         self.groups, self.device = session.groups, session.device
         self.config = prepared.config
-        w, d = self.config.workload, self.config.decoding
+        d, group = self.config.decoding, self.groups.target
         self.max_tokens = max_tokens(self.config)
         self.memory = MemoryWatch(self.device)
         self.gpu = watch_gpu(self.device)
-        kinds = kinds_of(self.config.model, self.config.model.target_dtype)
-        self.runner = self.make_runner(kinds, w.batch_size, self.config.attention.backend)
-        if d.drafter == "self":
-            keep_queries(self.runner, self.config.kv)
-        self.draft = make_draft(prepared, self.groups, self.max_tokens, self.device, progress)
-        self.draft_length = make_draft_length(
-            d, self.runner.group, self.device, prepared.step_estimate
-        )
-        self.engine = Engine(self.runner, self.config.attention.prefill_chunk)
+        self.resident = resident or Resident(self.device, progress)
+        room = room or Room.of([self.config])
+        self.prompts = self.resident.prompts(self.config, room, self.make_runner)
+        self.engine = self.prompts.engine
+        self.draft = make_draft(prepared, self.groups, self.max_tokens, self.resident.models)
+        self.draft_length = make_draft_length(d, group, self.device, prepared.step_estimate)
         self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
         if d.baseline and d.strategy != BASELINE:
             self.passes.insert(0, BASELINE)
+        self.prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
         self.samples = {name: PassSamples() for name in self.passes}
         self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
         self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
 
-    def make_runner(self, kinds: Kinds, num_rows: int, backend_name: str) -> ModelRunner:
-        source, group = self.prepared.source, self.groups.target
-        model = load_model(source, group, kinds, self.device, self.progress)
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner that holds the current batch."""
+        return self.engine.runner
+
+    def make_runner(self, max_tokens: int) -> ModelRunner:
+        """A runner for the batches of this run."""
+        kinds, group = kinds_of(self.config.model, self.config.model.target_dtype), self.groups.target
+        model = self.resident.models.get(self.prepared.source, group, kinds)
+        backend = make_backend(self.config.attention.backend)
         return ModelRunner(
-            model, make_backend(backend_name), group, num_rows, self.max_tokens,
+            model, backend, group, self.config.workload.batch_size, max_tokens,
             executor=make_executor(kinds, model, group),
         )  # fmt: skip
 
@@ -102,7 +105,10 @@ class Run:
         """A runner with the same weights in a wider dtype, which uses only torch's operators."""
         dtype = WIDER[self.config.model.dtype]
         weights = "int8" if self.config.model.target_dtype == "int8" else dtype
-        return self.make_runner(Kinds(dtype, weights), 1, REFERENCE_BACKEND)
+        place = self.prepared.source, self.groups.target, Kinds(dtype, weights)
+        model = load_model(*place, self.device, self.progress)
+        backend = make_backend(REFERENCE_BACKEND)
+        return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
         captures = self.config.decoding.cuda_graphs == "on"
@@ -122,31 +128,12 @@ class Run:
     def _times_phases(self) -> bool:
         return self.device.type == "cpu" or self.config.output.benchmark
 
-    def make_requests(self, batch: int) -> list[Request]:
-        w = self.config.workload
-        eos = () if self.config.decoding.ignore_eos else self.prepared.source.config.eos_token_ids
-        section = self.config.sampling
-        first = batch * w.batch_size
-        prompts = self.prepared.workload.prompts[first : first + w.batch_size]
-        return [
-            Request(first + i, prompt, make_params(section, w.num_new_tokens, eos, first + i))
-            for i, prompt in enumerate(prompts)
-        ]
-
-    def measure(self) -> PrefillSamples:
-        """Measure every batch: prefill it once, then run every pass from the same state. Returns
-        the times of the prefills."""
-        w, prefill = self.config.workload, PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
-        if self.device.type == "cuda":
-            prompt, chunk = self.prepared.workload.prompts[0], self.config.attention.prefill_chunk
-            warm_up_prefill(self.engine, prompt, chunk)
-        for batch in range(w.num_batches):
-            requests = self.make_requests(batch)
-            name = f"prefill, batch {batch + 1} of {w.num_batches}"
-            started = time.perf_counter()
-            with self.progress.task(name, w.batch_size * w.prefix_len) as advance:
-                snapshots = self.engine.prefill(requests, advance)
-            prefill.observe(snapshots, time.perf_counter() - started)
+    def measure(self) -> None:
+        """Measure every batch: every pass starts from the state after its prefill."""
+        for batch in range(self.config.workload.num_batches):
+            prefilled = self.prompts.batch(batch, self.prepared)
+            self.engine, snapshots = prefilled.engine, prefilled.snapshots
+            self.prefill.observe(snapshots, prefilled.seconds)
             if batch == 0:
                 warm_up(self, snapshots)
                 warmup_s = self.draft_length.calibration_s
@@ -160,7 +147,6 @@ class Run:
                 self.measure_pass(name, snapshots)
         if self.config.output.profile is not None:
             profile(self, snapshots, Path(self.config.output.profile))
-        return prefill
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w = self.samples[name], self.config.workload
@@ -213,45 +199,63 @@ class Run:
             calibration_s = (self.draft_length.calibration_s or 0.0) - calibrated_s
         samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
 
-    def measured(self, prefill: PrefillSamples, memory: MemoryTaken) -> Measured:
+    def measured(self, memory: MemoryTaken) -> Measured:
         """The measurements from which the record is made."""
         for name, samples in self.samples.items():
             samples.observe_phases(self.timers[name].seconds)
-        return Measured(self.samples, self.finished, prefill, memory)
+        return Measured(self.samples, self.finished, self.prefill, memory)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the outputs are compared with the baseline's. Sampled tokens differ between
+        passes, so they cannot be compared; the tests check that speculation keeps their
+        distribution."""
+        return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
 
     def check(self) -> Correctness:
         """Compare the tokens of the requested strategy with those of the baseline of this run."""
         asked = self.passes[-1]
-        num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
-        # Sampled tokens differ between passes, so they cannot be compared. The tests check that
-        # speculation keeps their distribution.
-        if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
+        if not self.is_compared:
+            num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
             return Correctness(None, num_tokens=num_tokens)
-        replays = Replays(
-            self.runner,
-            self.make_reference,
-            self.config.decoding.most_draft_tokens,
-            self.config.attention.prefill_chunk,
-        )
-        return check_outputs(BASELINE, self.finished[BASELINE], self.finished[asked], replays)
+        most, chunk = self.config.decoding.most_draft_tokens, self.config.attention.prefill_chunk
+        replays = Replays(self.runner, self.make_reference, most, chunk)
+        found = check_outputs(BASELINE, self.finished[BASELINE], self.finished[asked], replays)
+        if not found.identical:
+            self.prompts.forget()  # the replays have taken the place of a batch
+        return found
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
-    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record."""
-    config, model = prepared.config, prepared.source.config
-    draft_ranks = None if config.draft is None else config.draft.rank_group
-    draft_model = None if prepared.draft_source is None else prepared.draft_source.config
-    with RankSession(prepared.launch, config.parallel, draft_ranks) as session:
-        group, device = session.groups.target, session.device
-        config = settle(config, model, draft_model, group, device)
-        run = Run(replace(prepared, config=config), session, make_progress(is_leader))
-        bandwidth = read_bandwidth(group, device)
-        prefill = run.measure()
-        # The larger of two measurements counts, because a busy host rarely slows down both.
-        bandwidth = max(bandwidth, read_bandwidth(group, device))
-        memory = run.memory.measured(group)
-        correctness = run.check()
+    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record.
+    Raises `Interrupted`, with the batches that are done, on Ctrl-C."""
+    with session_of(prepared) as session:
+        return execute_in(session, prepared, make_progress(is_leader))
+
+
+def execute_in(
+    session: RankSession,
+    prepared: Prepared,
+    progress: Progress,
+    resident: Resident | None = None,
+    room: Room | None = None,
+) -> Outcome:
+    """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
+    model, draft = prepared.source.config, prepared.draft_source
+    draft_model = None if draft is None else draft.config
+    group, device = session.groups.target, session.device
+    config = settle(prepared.config, model, draft_model, group, device)
+    run = Run(replace(prepared, config=config), session, progress, resident, room)
+    bandwidth = read_bandwidth(group, device)
+    try:
+        run.measure()
+    except KeyboardInterrupt:
+        outcome = outcome_of_done(run, session.describe_environment(bandwidth))
+        raise Interrupted(outcome) from None
+    # The larger of two measurements counts, because a busy host rarely slows down both.
+    bandwidth = max(bandwidth, read_bandwidth(group, device))
+    measured = run.measured(run.memory.measured(group))
+    correctness = run.check()
     environment = run.gpu.add_to(session.describe_environment(bandwidth))
-    measured = run.measured(prefill, memory)
     record = make_record(run.prepared, measured, correctness, environment)
     return Outcome(record, run.finished[measured.asked])

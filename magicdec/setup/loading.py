@@ -64,6 +64,33 @@ def load_kind(source: ModelSource, shard: Shard, kinds: Kinds, device: torch.dev
     return model
 
 
+class LoadedModels:
+    """The weights that this rank holds. A model is loaded once for each kind and group that it is
+    asked for with, until it is dropped."""
+
+    def __init__(self, device: torch.device, progress: Progress) -> None:
+        self.device, self.progress = device, progress
+        # The source is kept too, because its identity is a part of the key.
+        self._models: dict[tuple[object, ...], tuple[ModelSource, Transformer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def get(self, source: ModelSource, group: Group, kinds: Kinds) -> Transformer:
+        """This rank's shard of a model that is sharded over `group`. Native steps read the same
+        weights."""
+        key = id(source), group.ranks, replace(kinds, native_steps="off")
+        if key not in self._models:
+            model = load_model(source, group, kinds, self.device, self.progress)
+            self._models[key] = source, model
+        return self._models[key][1]
+
+    def drop_others(self, *sources: ModelSource | None) -> None:
+        """Drop every model but these."""
+        kept = [id(source) for source in sources]
+        self._models = {key: value for key, value in self._models.items() if key[0] in kept}
+
+
 def make_backend(name: str) -> AttentionBackend:
     return backend_class(name)()
 
@@ -74,11 +101,7 @@ def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | 
 
 
 def make_draft(
-    prepared: Prepared,
-    groups: ParallelGroups,
-    max_tokens: int,
-    device: torch.device,
-    progress: Progress,
+    prepared: Prepared, groups: ParallelGroups, max_tokens: int, models: LoadedModels
 ) -> DraftModel | None:
     """The standalone draft model of a run; None if the run has none. Only the draft's ranks hold
     weights and a cache. Sequences have at most `max_tokens` tokens."""
@@ -92,7 +115,7 @@ def make_draft(
     if groups.draft is not None:
         kinds = kinds_of(config.model, config.draft.draft_dtype)
         kinds = replace(kinds, native_steps=config.draft.native_steps)
-        model = load_model(source, groups.draft, kinds, device, progress)
+        model = models.get(source, groups.draft, kinds)
         place = (model, make_backend(config.draft.backend), groups.draft)
         executor = make_executor(kinds, model, groups.draft)
         num_rows = config.workload.batch_size

@@ -15,6 +15,14 @@ from magicdec.config.resolved import ResolvedParallel
 from magicdec.distributed.groups import Launch, close_groups, make_groups
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.environment import Environment
+from magicdec.setup.prepare import Prepared
+
+
+def session_of(prepared: Prepared) -> RankSession:
+    """The session that a prepared run needs."""
+    draft = prepared.config.draft
+    draft_ranks = None if draft is None else draft.rank_group
+    return RankSession(prepared.launch, prepared.config.parallel, draft_ranks)
 
 
 class RankSession:
@@ -34,12 +42,17 @@ class RankSession:
         self.device = torch.device("cuda", launch.local_rank) if is_cuda else torch.device("cpu")
 
     def __enter__(self) -> RankSession:
+        self.open()
+        return self
+
+    def open(self) -> None:
+        """Start what the session owns. Several sessions of one process, one after the other or side
+        by side, share its process group."""
         parallel = self.parallel
         torch.set_num_threads(parallel.threads)
         self.groups = make_groups(
             self.launch, parallel.rank_group, self.device, parallel.collectives, self.draft_ranks
         )
-        return self
 
     def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
         """Close the process groups, but not after an error: closing waits for the other ranks, and

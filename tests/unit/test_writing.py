@@ -17,7 +17,7 @@ from magicdec.cli import report
 from magicdec.config.sections import OutputSection
 from magicdec.records.reading import load_records
 from magicdec.records.writing import append_line, check_writable, write_text
-from magicdec.run.run import Outcome
+from magicdec.run.outcome import Outcome
 from magicdec.setup.prepare import Prepared
 
 FULL = Path("/dev/full")
