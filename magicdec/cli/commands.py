@@ -39,6 +39,10 @@ COMMANDS = {
         "decode prompts with a draft (--draft), checked against decoding without one",
         "magicdec.cli.front.run:main",
     ),
+    "sweep": (
+        "many runs, from a study file or flags with several values; resumes",
+        "magicdec.cli.sweep:main",
+    ),
     "latency": (
         "time single forwards at fixed cache lengths, over a grid",
         "magicdec.cli.latency:main",

@@ -224,13 +224,13 @@ def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, 
     from magicdec.memory.free_memory import free_device_memory
     from magicdec.memory.plan import Models
     from magicdec.model.checkpoint.source import find_model
-    from magicdec.setup.prepare import (
-        as_stored,
+    from magicdec.setup.model_checks import (
         check_interpreter,
         check_length,
         check_scores,
         check_window,
     )
+    from magicdec.setup.prepare import as_stored
 
     source = find_model("--model", asked.config.model.model)
     model = source.config

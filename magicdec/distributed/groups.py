@@ -39,20 +39,25 @@ def read_launch() -> Launch:
 
 def first_refusal(launch: Launch, refusal: str) -> str:
     """The error message of the lowest rank that has one, returned on every rank; empty if no rank
-    has one. `refusal` is this rank's message, or empty.
+    has one. `refusal` is this rank's message, or empty. All ranks must call it, once."""
+    return next((text for text in exchange_texts(launch, refusal) if text), "")
+
+
+def exchange_texts(launch: Launch, text: str) -> list[str]:
+    """Every rank's text, on every rank.
 
     Works before any process group exists, through the store of torch's rendezvous. All ranks must
-    call it."""
+    call it, once."""
     if launch.world_size == 1:
-        return refusal
+        return [text]
     store = _rendezvous_store(launch)
-    store.set(str(launch.rank), refusal)
+    store.set(str(launch.rank), text)
     said = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
         store.set("all have read", "")
     if launch.rank == 0:  # the store's server may run in this process, so it must not end yet
         store.get("all have read")
-    return next((text for text in said if text), "")
+    return said
 
 
 @cache

@@ -34,7 +34,12 @@ def print_record(record: RunRecord) -> None:
 
 def method(record: RunRecord) -> str:
     """How a run decoded, in a few words: drafter, KV policy, budget and gamma."""
-    decoding, kv = record.config["decoding"], record.config["kv"]
+    return method_of(record.config)
+
+
+def method_of(config: dict[str, Any]) -> str:
+    """As `method`, from the `config` of a record."""
+    decoding, kv = config["decoding"], config["kv"]
     if decoding["strategy"] == BASELINE:
         return BASELINE
     names = {"model": "standalone draft", "self": "self-speculation"}

@@ -244,6 +244,7 @@ def execute_in(
     model, draft = prepared.source.config, prepared.draft_source
     draft_model = None if draft is None else draft.config
     group, device = session.groups.target, session.device
+    was_in_use = resident is not None and not resident.is_empty
     config = settle(prepared.config, model, draft_model, group, device)
     run = Run(replace(prepared, config=config), session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
@@ -254,7 +255,10 @@ def execute_in(
         raise Interrupted(outcome) from None
     # The larger of two measurements counts, because a busy host rarely slows down both.
     bandwidth = max(bandwidth, read_bandwidth(group, device))
-    measured = run.measured(run.memory.measured(group))
+    taken = run.memory.measured(group)
+    if was_in_use:
+        taken = replace(taken, process=None)
+    measured = run.measured(taken)
     correctness = run.check()
     environment = run.gpu.add_to(session.describe_environment(bandwidth))
     record = make_record(run.prepared, measured, correctness, environment)

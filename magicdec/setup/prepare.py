@@ -6,10 +6,12 @@ Owns the order of the checks. Every rank prepares on its own, and all ranks reac
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from magicdec.attention.backend import backend_class
-from magicdec.config.capabilities import capabilities_of, list_backends
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.model_section import ModelSection
 from magicdec.config.options import flag_of
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
@@ -26,9 +28,15 @@ from magicdec.memory.working_memory import max_tokens
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 from magicdec.records.workload import ModelRecord, WorkloadRecord
-from magicdec.setup.draft_checks import check_choice, check_draft
+from magicdec.setup.draft_checks import check_draft
+from magicdec.setup.model_checks import (
+    check_bos,
+    check_fits,
+    check_interpreter,
+    check_scores,
+    check_window,
+)
 from magicdec.setup.step_estimate import estimate_steps
 from magicdec.workload.workload import Workload, build_workload
 
@@ -93,54 +101,112 @@ def fingerprint(source: ModelSource) -> str:
     return digest.hexdigest()
 
 
+T = TypeVar("T")
+
+
+class Known:
+    """What was found while runs were prepared, so that the runs of a study find it once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], Any] = {}
+
+    def get(self, key: tuple[Any, ...], find: Callable[[], T]) -> T:
+        if key not in self._found:
+            self._found[key] = find()
+        found: T = self._found[key]
+        return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run whose models were found and whose config is resolved. What it needs of the machine, and
+    its prompts, are not checked yet."""
+
+    config: ResolvedConfig
+    launch: Launch
+    source: ModelSource
+    draft: ModelSource | None = None
+
+    @property
+    def models(self) -> Models:
+        return Models(self.source.config, None if self.draft is None else self.draft.config)
+
+
 def prepare(asked: RunConfig, launch: Launch) -> Prepared:
     """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
     errors that a user can correct."""
+    known = Known()
+    return complete(find(asked, launch, known), known)
+
+
+def find(asked: RunConfig, launch: Launch, known: Known) -> Found:
+    """Find the models and resolve the config. Raises ValueError as `prepare` does."""
     asked.check(launch.world_size)
-    flag = flag_of(asked.model, "model")
-    source = find_model(flag, asked.model.model)
-    draft = None
-    if asked.draft is not None:
-        draft = find_model(flag_of(asked.draft, "model"), asked.draft.model)
+
+    def named(section: ModelSection | DraftSection) -> ModelSource:
+        name, flag = section.model, flag_of(section, "model")
+        return known.get(("model", name), lambda: find_model(flag, name))
+
+    source = named(asked.model)
+    draft = None if asked.draft is None else named(asked.draft)
     config = resolve(
         as_stored(asked, source, draft),
-        probe_machine(launch),
+        known.get(("machine",), lambda: probe_machine(launch)),
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
         (layer_obstacle(source.config), None if draft is None else layer_obstacle(draft.config)),
     )
+    return Found(config, launch, source, draft)
+
+
+def complete(
+    found: Found,
+    known: Known,
+    agree: Callable[[Launch, Callable[[], str]], str] = check_together,
+) -> Prepared:
+    """Check the run against its models, make its prompts and plan its memory. Raises ValueError as
+    `prepare` does. `agree` lets all ranks refuse if one does."""
+    config, launch, source, draft = found.config, found.launch, found.source, found.draft
+    flag = flag_of(config.asked.model, "model")
     check_interpreter(config)
     check_fits(config, source, launch.world_size)
     if draft is not None:
         check_draft(config, source, draft)
-        assert config.draft is not None, "a draft was found for it"
-        draft_flag = flag_of(asked.draft, "model")
+        assert config.draft is not None and config.asked.draft is not None, "a draft was found"
+        draft_flag = flag_of(config.asked.draft, "model")
         backend = config.draft.backend_choice.settled
         check_scores(backend, config.model.dtype, draft_flag, draft)
         check_window(backend, max_tokens(config), draft_flag, draft)
-    # Random weights have no tokenizer, so the demo's is used. Its ids are valid in any vocabulary
-    # that is at least as large.
-    described = find_model("--model", "demo") if source.tokenizer_directory is None else source
-    directory = described.tokenizer_directory
-    assert directory is not None
-    tokenizer = load_tokenizer(directory)
+    described, tokenizer = find_tokenizer(source, known)
     if tokenizer.vocab_size > source.config.vocab_size:
         raise ValueError(
             f"{flag} {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
             f"its embedding {source.config.vocab_size}"
         )
-    bos = source.config.bos_token_id
+    bos, w = source.config.bos_token_id, config.workload
     check_bos(f"{flag} {config.model.model}", source, tokenizer)
-    w = config.workload
-    workload = build_workload(
-        w.dataset, tokenizer, bos, w.prefix_len, w.num_prompts, w.seed, gen_len=w.num_new_tokens
+    sizes = w.prefix_len, w.num_prompts, w.seed
+    workload = known.get(
+        ("workload", described.name, w.dataset, bos, *sizes, w.num_new_tokens),
+        lambda: build_workload(w.dataset, tokenizer, bos, *sizes, gen_len=w.num_new_tokens),
     )
-    models = Models(source.config, None if draft is None else draft.config)
-    free = free_device_memory(config.parallel.device, launch.local_rank)
-    memory = check_together(launch, lambda: check_memory(config, models, launch, free))
-    plan, found = planned(config, models), (tokenizer, described.name, workload, draft)
+    device, models = config.parallel.device, found.models
+    free = known.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
+    memory = agree(launch, lambda: check_memory(config, models, launch, free))
+    plan, parts = planned(config, models), (tokenizer, described.name, workload, draft)
     estimate = estimate_steps(config, models.target, models.draft, launch)
-    return Prepared(config, launch, source, *found, memory, plan, free, estimate)
+    return Prepared(config, launch, source, *parts, memory, plan, free, estimate)
+
+
+def find_tokenizer(source: ModelSource, known: Known) -> tuple[ModelSource, Tokenizer]:
+    """The model whose tokenizer makes the prompts, and that tokenizer. Random weights have none, so
+    the demo's is used. Its ids are valid in any vocabulary that is at least as large."""
+    described = source
+    if source.tokenizer_directory is None:
+        described = known.get(("model", "demo"), lambda: find_model("--model", "demo"))
+    directory = described.tokenizer_directory
+    assert directory is not None
+    return described, known.get(("tokenizer", directory), lambda: load_tokenizer(directory))
 
 
 def as_stored(
@@ -165,79 +231,3 @@ def check_int8(flag: str, asked: str, named: str) -> None:
     """Raise ValueError if a model that is stored in int8 should have another weight dtype."""
     if asked not in ("auto", "int8"):
         raise ValueError(f"{flag} {asked}: {named} holds int8 weights; choose from auto, int8")
-
-
-def check_interpreter(config: ResolvedConfig) -> None:
-    """Let each attention backend load what must be loaded first: Triton decides whether to
-    interpret its kernels when it is first imported."""
-    drafts = [] if config.draft is None else [config.draft.backend]
-    for name in [config.attention.backend, *drafts]:
-        backend_class(name).load(config.parallel.device)
-
-
-def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if the BOS token of the model is not a valid id of its tokenizer."""
-    bos = source.config.bos_token_id
-    size = source.config.vocab_size
-    if source.tokenizer_directory is not None:
-        size = min(size, tokenizer.vocab_size)
-    if bos is not None and not 0 <= bos < size:
-        raise ValueError(
-            f"{named}: its bos_token_id {bos} is not one of its tokenizer's {size} ids; "
-            "correct it in config.json or generation_config.json, or set it to null for no BOS"
-        )
-
-
-def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
-    """Raise ValueError if the run is longer than the model's maximum length, if the attention
-    backend does not support the model, or if its heads cannot be divided among the ranks."""
-    w, flag = config.workload, flag_of(config.asked.model, "model")
-    length = w.prefix_len + w.num_new_tokens
-    asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
-    check_length(asked, length, flag, source)
-    backend = config.attention.backend_choice.settled
-    check_scores(backend, config.model.dtype, flag, source)
-    check_window(backend, max_tokens(config), flag, source)
-    if config.decoding.drafter == "self":
-        check_choice(config, flag, source)
-    Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
-
-
-def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if the model uses ALiBi and the backend rounds scores to bfloat16. ALiBi
-    scores grow with the position, so rounding would remove the difference between neighbours."""
-    if backend is None or (source.config.positions, dtype) != ("alibi", "bfloat16"):
-        return
-    if capabilities_of(backend).rounds_scores:
-        known = (*AUTO_BACKENDS, REFERENCE_BACKEND)
-        fitting = [name for name in known if not capabilities_of(name).rounds_scores]
-        raise ValueError(
-            f"--attention {backend} rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
-            f"{source.name}; choose {', '.join(fitting)}, or --dtype float32"
-        )
-
-
-def check_window(backend: str | None, length: int, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if sequences of `length` tokens exceed the model's sliding window and the
-    backend does not support windows."""
-    window = source.config.sliding_window
-    if backend is None or window is None or window >= length:
-        return
-    if not capabilities_of(backend).keeps_window:
-        fitting = ", ".join(list_backends(lambda c: c.keeps_window))
-        raise ValueError(
-            f"--attention {backend} does not support the sliding window of {window} tokens of "
-            f"{flag} {source.name}; choose from auto, {fitting}"
-        )
-
-
-def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if `length` exceeds the model's maximum length. `asked` names the flags and
-    values from which the length follows."""
-    model = source.config
-    if length > model.max_length:
-        dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"
-        why = "; dynamic RoPE scaling beyond them would change cached keys" if dynamic else ""
-        raise ValueError(
-            f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
-        )

@@ -37,7 +37,6 @@ class RankSession:
     ) -> None:
         """`draft_ranks` are the ranks that hold a standalone draft; None if there is none."""
         self.launch, self.parallel, self.draft_ranks = launch, parallel, draft_ranks
-        self.started = datetime.datetime.now(datetime.timezone.utc)
         is_cuda = parallel.device == "cuda"
         self.device = torch.device("cuda", launch.local_rank) if is_cuda else torch.device("cpu")
 
@@ -49,10 +48,15 @@ class RankSession:
         """Start what the session owns. Several sessions of one process, one after the other or side
         by side, share its process group."""
         parallel = self.parallel
-        torch.set_num_threads(parallel.threads)
+        self.begin()
         self.groups = make_groups(
             self.launch, parallel.rank_group, self.device, parallel.collectives, self.draft_ranks
         )
+
+    def begin(self) -> None:
+        """A run begins: its time stamp, and the number of threads that it computes with."""
+        self.started = datetime.datetime.now(datetime.timezone.utc)
+        torch.set_num_threads(self.parallel.threads)
 
     def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
         """Close the process groups, but not after an error: closing waits for the other ranks, and

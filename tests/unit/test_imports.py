@@ -24,6 +24,7 @@ LAYERS = (
     {"engine", "setup"},
     {"probe", "autotune"},
     {"run", "latency", "report"},
+    {"study"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,208 @@
+"""`magicdec sweep`: many runs in one command, from a study file or from flags with several values.
+
+    magicdec sweep STUDY.toml
+    magicdec sweep selfspec --B 1 4 8 --prefix_len 4096 16384 --gamma 2 4 auto
+    torchrun --standalone --nproc_per_node=2 tests/sweep_benchmark.py STUDY.toml
+
+Owns the flags and what a study's flags mean; `study/` runs it. Heavy imports happen after the flags
+are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from magicdec.cli.drivers import DRIVERS
+from magicdec.cli.flags import Parser, build_parser, read_sections, refuse
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import read_launch
+from magicdec.records.writing import check_writable
+from magicdec.study.study import (
+    MOST_CELLS,
+    Grid,
+    Settings,
+    Study,
+    checked,
+    read_study,
+    unknown,
+)
+
+OF_ONE_RUN = ("save_tokens", "printoutput", "profile", "results", "help")  # flags that no cell has
+
+
+def main() -> NoReturn:
+    """Run what is left of the study on all ranks; the first prints and writes."""
+    launch = read_launch()
+    try:
+        args, study = parse(sys.argv[1:])
+        asked = list(make_configs(study, launch.world_size))
+        if launch.rank == 0:
+            check_writable("--results", Path(study.settings.results))
+        from magicdec.study.plan import make_plan
+
+        plan = make_plan(asked, study.settings, launch, args.retry_failed)
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    from magicdec.study.report import conclude, print_order
+
+    if args.dry_run:
+        if launch.rank == 0:
+            print_order(plan)
+        sys.exit(0)
+    sys.exit(conclude(plan, study.settings, launch))
+
+
+def build_own_parser() -> Parser:
+    parser = Parser(
+        description="Run every combination of several values of any flags, one record each. A run "
+        "whose record is in the results file is not run again.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "study",
+        nargs="*",
+        metavar="STUDY.toml",
+        help=f"A study file, or drivers ({', '.join(DRIVERS)}) followed by their flags with one or "
+        "more values each.",
+    )
+    add, given = parser.add_argument, Settings()
+    add("--results", metavar="FILE", default=None,
+        help=f"The file that records are appended to. Default: the study's own, else "
+        f"{given.results}.")  # fmt: skip
+    add("--order_seed", type=int, metavar="N", help="Seed of the order of the runs. Default: 0.")
+    add("--repeats", type=int, metavar="N", help="Times that each run is measured. Default: 1.")
+    add("--baseline_every", type=int, metavar="N",
+        help="Runs after which a baseline of the study is measured again, to see drift of the "
+        f"machine. 0 never does so. Default: {given.baseline_every}.")  # fmt: skip
+    add("--time_budget", type=float, metavar="MINUTES",
+        help="Start no run that is not expected to end within this time. Default: no "
+        "limit.")  # fmt: skip
+    add("--retry_failed", action="store_true", help="Run again what has failed.")
+    add("--dry_run", action="store_true", help="Print the runs in their order, and run nothing.")
+    add("--yes", action="store_true", help=f"Allow more than {MOST_CELLS} runs.")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Study]:
+    """The sweep's own flags, and the study. Raises ValueError, one line naming the flag or the file
+    and the key."""
+    parser = build_own_parser()
+    own, axes = split(argv, [o for a in parser._actions for o in a.option_strings])
+    args = parser.parse_args(own)
+    names = args.study
+    if len(names) == 1 and names[0].endswith(".toml"):
+        if axes:
+            raise ValueError(f"--{next(iter(axes))} belongs into {names[0]}, beside its grids")
+        study = read_study(Path(names[0]), DRIVERS)
+    else:
+        study = Study(tuple(inline_grid(name, axes) for name in names))
+    if not study.grids:
+        raise ValueError(f"give a study file (.toml), or drivers of {', '.join(DRIVERS)}")
+    named = {each.name for each in dataclasses.fields(Settings)}
+    given = {k: v for k, v in vars(args).items() if k in named and v is not None}
+    settings = dataclasses.replace(study.settings, **given)
+    settings.check()
+    if study.num_cells > MOST_CELLS and not args.yes:
+        raise ValueError(
+            f"the study has {study.num_cells} runs, more than {MOST_CELLS}; give --yes to run them"
+        )
+    return args, dataclasses.replace(study, settings=settings)
+
+
+def split(argv: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The words of the sweep's own flags and its first arguments, and the values of each other
+    flag by its name without dashes."""
+    kept: list[str] = []
+    axes: dict[str, list[str]] = {}
+    place = kept
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            place.append(word)
+        elif name in own:
+            place = kept
+            place.append(word)
+        else:
+            place = axes.setdefault(name.removeprefix("--"), [])
+            if equals:
+                place.append(value)
+    return kept, axes
+
+
+def inline_grid(driver: str, axes: dict[str, list[str]]) -> Grid:
+    if driver not in DRIVERS:
+        raise ValueError(f"{driver} is no study file (.toml) and no driver; choose a driver from "
+                         f"{', '.join(DRIVERS)}")  # fmt: skip
+    flags = Flags(driver)
+    values: dict[str, list[Any]] = {}
+    for key, words in axes.items():
+        action = flags.action(driver, key)
+        if action.nargs == 0:
+            values[key] = [True, *words]  # a switch takes no words; Flags.words refuses them
+        else:
+            values[key] = [words] if action.nargs == "+" else list(words)
+    return checked(Grid(driver, driver, values))
+
+
+def make_configs(study: Study, world_size: int) -> Iterator[RunConfig]:
+    """The config of every cell. Raises ValueError, naming the grid, for what is wrong for every
+    model."""
+    for grid in study.grids:
+        flags = Flags(grid.driver)
+        dests = [flags.action(grid.where, key).dest for key in grid.axes]
+        for key, dest in zip(grid.axes, dests, strict=True):
+            if dests.count(dest) > 1:
+                raise ValueError(f"{grid.where}: {key} is a second spelling of another flag there")
+        for values in grid.combinations():
+            try:
+                config = flags.config(values)
+                config.check(world_size)
+            except ValueError as error:
+                raise ValueError(f"{grid.where}: {error}") from None
+            yield config
+
+
+class Flags:
+    """The flags of a driver, as keys of a study."""
+
+    def __init__(self, driver: str) -> None:
+        self.default = DRIVERS[driver]
+        self.parser = build_parser(self.default, "")
+        self.actions = {
+            option.lstrip("-"): action
+            for action in self.parser._actions
+            for option in action.option_strings
+        }
+
+    def action(self, where: str, key: str) -> argparse.Action:
+        known = [name for name in self.actions if name not in (*OF_ONE_RUN, "h")]
+        if key in known:
+            return self.actions[key]
+        if key in OF_ONE_RUN:
+            raise ValueError(f"{where}: {key} is for one run, not for the runs of a study")
+        raise ValueError(f"{where}: {unknown('flag', key, known)}")
+
+    def config(self, values: dict[str, Any]) -> RunConfig:
+        """The config with these values. Raises ValueError as the driver does."""
+        words = [word for key, value in values.items() for word in self.words(key, value)]
+        return read_sections(self.default, self.parser.parse_args(words))
+
+    def words(self, key: str, value: Any) -> list[str]:
+        """A value as words of a command line."""
+        action, flag = self.actions[key], f"--{key}"
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise ValueError(f"{flag} is true or false, not {value!r}")
+            return [flag] if value else []
+        if action.nargs == "+" and isinstance(value, list):
+            return [flag, *map(str, value)]
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            raise ValueError(f"{flag} {value!r} is neither a number nor text")
+        return [f"{flag}={value}"]

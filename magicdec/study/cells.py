@@ -1,0 +1,131 @@
+"""Cells: the runs of a study, resolved and checked, with the refusals of those that cannot run.
+
+Owns what of a cell is known before anything is loaded, and by what a cell is recognised among
+records. Every rank makes the same cells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.distributed.groups import Launch
+from magicdec.memory.working_memory import max_tokens
+from magicdec.names import BASELINE
+from magicdec.records.reading import read_records
+from magicdec.records.record import RunRecord
+from magicdec.run.resident import prefill_key
+from magicdec.setup.prepare import Found, Known, Prepared, complete, find
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study. `prepared` is None if it was refused, for the reason in `refusal`."""
+
+    found: Found
+    prepared: Prepared | None = None
+    refusal: str = ""
+
+    @property
+    def key(self) -> str:
+        return config_key(self.found.config.to_dict())
+
+    @property
+    def prompts_key(self) -> object:
+        """Equal for cells that can share a prefill. What a draft may choose in a model's sliding
+        window follows from the room of a row, so that there this must be equal too."""
+        config, window = self.found.config, self.found.source.config.sliding_window
+        return prefill_key(config), None if window is None else max_tokens(config)
+
+    @property
+    def model_key(self) -> object:
+        """Equal for cells whose target is loaded once."""
+        config = self.found.config
+        linear = config.model.linear, config.model.elementwise
+        kind = config.model.dtype, config.model.target_dtype, *linear
+        return config.model.model, kind, config.parallel.rank_group, config.parallel.threads
+
+    @property
+    def num_passes(self) -> int:
+        d = self.found.config.decoding
+        return 2 if d.baseline and d.strategy != BASELINE else 1
+
+    @property
+    def work(self) -> float:
+        """About proportional to its time: bytes to read in decode steps, and an allowance for the
+        prefill. 0 if it was refused."""
+        if self.prepared is None:
+            return 0.0
+        plan, w = self.prepared.plan, self.found.config.workload
+        steps = self.num_passes * w.gen_len * (w.num_batches + w.warmup_batches)
+        prefill = w.batch_size * w.num_batches * w.prefix_len / 16
+        return (plan.weights + plan.kv) * steps + plan.weights * prefill
+
+
+def config_key(config: dict[str, Any]) -> str:
+    """Equal for records of one resolved config. Where results go, and the reasons of choices, do
+    not matter; on CUDA, a choice that was left to a measurement counts as left to it."""
+    sections: dict[str, Any] = {}
+    for name, section in config.items():
+        if name == "output" or section is None:
+            continue
+        values = {k: v for k, v in section.items() if not k.endswith("_reason")}
+        reason = str(section.get("backend_reason"))
+        if "backend" in values and reason.startswith("auto") and is_cuda(config):
+            values["backend"] = "auto"
+        sections[name] = values
+    return json.dumps(sections, sort_keys=True)
+
+
+def is_cuda(config: dict[str, Any]) -> bool:
+    return bool(config["parallel"]["device"] == "cuda")
+
+
+def make_cells(asked: Iterable[RunConfig], launch: Launch) -> list[Cell]:
+    """The cells, each once. Raises ValueError for what keeps a cell from having a resolved config,
+    such as a model that does not exist."""
+    known, cells = Known(), dict[str, Cell]()
+    for config in asked:
+        cell = make_cell(config, launch, known)
+        cells.setdefault(cell.key, cell)
+    return list(cells.values())
+
+
+def make_cell(asked: RunConfig, launch: Launch, known: Known) -> Cell:
+    def alone(launch: Launch, check: Callable[[], str]) -> str:
+        return check()  # the ranks of a study agree on all refusals at once
+
+    found = find(asked, launch, known)
+    try:
+        return Cell(found, complete(found, known, alone))
+    except ValueError as error:
+        return Cell(found, refusal=" ".join(str(error).split()))
+
+
+def baseline_of(asked: RunConfig) -> RunConfig:
+    """Autoregressive decoding with the same target and prompts."""
+    d = asked.decoding
+    plain = DecodingSection(BASELINE, ignore_eos=d.ignore_eos, cuda_graphs=d.cuda_graphs)
+    return replace(asked, draft=None, kv=KVSection(), decoding=plain)
+
+
+def records_of(path: Path, cells: Sequence[Cell]) -> list[RunRecord]:
+    """The records of these cells in a results file, in its order; none if there is no file, or if
+    it ends within its first line. Raises ValueError for a file of something else."""
+    if not path.is_file() or b"\n" not in path.read_bytes():
+        return []
+    keys = {cell.key for cell in cells}
+    return [record for record in read_records(path) if config_key(record.config) in keys]
+
+
+def count_done(records: Sequence[RunRecord], retries_failed: bool) -> Counter[str]:
+    """How often each cell has run to its end. A failure is an end, unless it is to be tried
+    again."""
+    unended = {"interrupted", "failed"} if retries_failed else {"interrupted"}
+    return Counter(config_key(r.config) for r in records if r.status not in unended)

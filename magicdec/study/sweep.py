@@ -1,0 +1,104 @@
+"""Runs the cells of a study, one record each: every rank executes this together.
+
+Owns what happens between cells: what is dropped, when to stop, and what a failure leaves behind.
+Must not know what a cell measures.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+
+from magicdec.distributed.groups import Launch, close_groups
+from magicdec.hardware.environment import describe_environment
+from magicdec.memory.watch import describe_memory
+from magicdec.records.record import RunRecord, append_record
+from magicdec.run.resident import Resident
+from magicdec.run.run import execute_in
+from magicdec.setup.session import RankSession, session_of
+from magicdec.study.cells import Cell
+from magicdec.study.plan import StudyPlan
+from magicdec.study.progress import Remaining, StudyProgress
+
+
+class Sweep:
+    """One rank's part of a study."""
+
+    def __init__(
+        self, plan: StudyPlan, launch: Launch, results: Path, progress: StudyProgress
+    ) -> None:
+        self.plan, self.launch, self.results = plan, launch, results
+        self.progress, self.is_leader = progress, launch.rank == 0
+        self.sessions: dict[object, RankSession] = {}
+        self.resident: Resident | None = None
+        self.records: list[RunRecord] = []
+
+    def run(self, time_budget_s: float | None) -> None:
+        """Run what is left, until the time budget is over: no cell starts that is not expected to
+        end within it. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
+        written."""
+        remaining = Remaining(self.plan, time_budget_s)
+        for number in self.plan.todo:
+            cell = self.plan.order[number]
+            session = None if cell.prepared is None else self.session(cell)
+            if self.is_over(session, remaining, cell):
+                break
+            self.progress.begin(number, cell, remaining)
+            started = time.monotonic()
+            record = self.refused(cell) if session is None else self.run_cell(cell, session)
+            remaining.ran(cell, time.monotonic() - started)
+            if self.is_leader:
+                append_record(self.results, record)
+                self.progress.end(record, remaining)
+            self.records.append(record)
+        close_groups()
+
+    def is_over(self, session: RankSession | None, remaining: Remaining, cell: Cell) -> bool:
+        """Whether the time budget ends before the next cell would. The leading rank's clock
+        counts."""
+        is_over = remaining.is_over(cell)
+        if session is None:
+            return self.launch.world_size == 1 and is_over
+        return bool(session.groups.target.all_gather_object(is_over)[0])
+
+    def session(self, cell: Cell) -> RankSession:
+        """The session of the cell's ranks, opened at its first use."""
+        assert cell.prepared is not None
+        parallel, draft = cell.found.config.parallel, cell.found.config.draft
+        key = repr((parallel, None if draft is None else draft.rank_group))
+        if key not in self.sessions:
+            self.sessions[key] = session_of(cell.prepared)
+            self.sessions[key].open()
+        self.sessions[key].begin()
+        return self.sessions[key]
+
+    def run_cell(self, cell: Cell, session: RankSession) -> RunRecord:
+        """The record of a cell. With one rank, a failure is a record and nothing of it stays; with
+        several, whose states may differ after it, the exception ends the study."""
+        assert cell.prepared is not None
+        stay = self.plan.stays[cell.key]
+        resident = self.resident = self.resident or Resident(session.device, self.progress)
+        resident.models.drop_others(*stay.sources)
+        try:
+            return execute_in(session, cell.prepared, self.progress, resident, stay.room).record
+        except Exception as error:
+            self.resident = None
+            record = self.failed(cell, f"{type(error).__name__}: {error}")
+            if self.launch.world_size > 1:
+                if self.is_leader:
+                    append_record(self.results, record)
+                raise
+            return record
+
+    def refused(self, cell: Cell) -> RunRecord:
+        return self.failed(cell, cell.refusal)
+
+    def failed(self, cell: Cell, error: str) -> RunRecord:
+        """The record of a cell that did not run to its end."""
+        config, prepared = cell.found.config, cell.prepared
+        now = datetime.datetime.now(datetime.timezone.utc)
+        environment = describe_environment(self.launch, config.parallel.device, now)
+        workload = None if prepared is None else prepared.describe_workload()
+        memory = None if prepared is None else describe_memory(prepared.plan, prepared.free)
+        return RunRecord("failed", config.to_dict(), environment, error, workload, memory=memory)

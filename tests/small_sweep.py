@@ -1,0 +1,34 @@
+"""`magicdec sweep` whose bandwidth is measured over little memory, which is fast and wrong. With
+KILL_AT=N the process is killed in the middle of writing its Nth record; with INTERRUPT_AT=N, Ctrl-C
+comes before that. Started by test_sweep.py."""
+
+import os
+import signal
+import sys
+
+from magicdec.cli.sweep import main
+from magicdec.hardware import timing
+from magicdec.records import record as records
+from magicdec.study import sweep
+
+timing.BANDWIDTH_BYTES = 1 << 20
+kill_at, interrupt_at = (int(os.environ.get(name, 0)) for name in ("KILL_AT", "INTERRUPT_AT"))
+written = 0
+
+
+def append_record(path, record):
+    global written
+    written += 1
+    if written == kill_at:
+        line = record.to_json()
+        with path.open("a") as file:
+            file.write(line[: len(line) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if written == interrupt_at:
+        raise KeyboardInterrupt
+    records.append_record(path, record)
+
+
+sweep.append_record = append_record
+if __name__ == "__main__":
+    sys.exit(main())

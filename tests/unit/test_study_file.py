@@ -1,0 +1,179 @@
+"""Studies as users write them: a file, or flags with several values; and what is refused in one
+line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from magicdec.cli.sweep import make_configs, parse
+from magicdec.config.run_config import RunConfig
+from magicdec.study.study import Settings
+
+
+def configs(*argv: str) -> list[RunConfig]:
+    _, study = parse(argv)
+    return list(make_configs(study, world_size=1))
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    path = tmp_path / "study.toml"
+    path.write_text(
+        """
+        results = "here.jsonl"
+        order_seed = 3
+        time_budget = 1.5
+        [common]
+        dtype = "float32"
+        ignore_eos = true
+        B = [1, 4]
+        [[grid]]
+        driver = "selfspec"
+        kv_policy = ["snapkv", "streaming_llm"]
+        draft_budget = 65
+        gamma = [2, "auto"]
+        [[grid]]
+        driver = "longspec"
+        model = "demo-draft"
+        target = "demo"
+        rank_group = [0]
+        no_baseline = [true, false]
+        temperature = 0.5
+        """
+    )
+    return path
+
+
+def test_a_file_has_every_combination(study: Path) -> None:
+    found = configs(str(study))
+    assert len(found) == 2 * 2 * 2 + 2 * 2
+    selfspec, longspec = found[:8], found[8:]
+    assert {
+        (c.workload.batch_size, c.kv.policy, c.decoding.num_draft_tokens) for c in selfspec
+    } == {
+        (B, policy, gamma)
+        for B in (1, 4)
+        for policy in ("snapkv", "streaming_llm")
+        for gamma in (2, "auto")
+    }
+    assert {(c.workload.batch_size, c.decoding.baseline) for c in longspec} == {
+        (B, baseline) for B in (1, 4) for baseline in (True, False)
+    }
+    assert {c.parallel.rank_group for c in longspec} == {(0,)}
+    assert {c.sampling.temperature for c in longspec} == {0.5}
+    for config in found:
+        assert config.model.dtype == "float32" and config.decoding.ignore_eos
+
+
+def test_flags_have_several_values() -> None:
+    found = configs(
+        "selfspec", "baseline", "--B", "1", "4", "8", "--prefix_len", "4096", "16384",
+        "--rank_group", "0", "--ignore_eos", "--dtype=float32", "--order_seed", "1",
+    )  # fmt: skip
+    assert len(found) == 2 * 3 * 2
+    assert {c.decoding.strategy for c in found} == {"autoregressive", "speculative"}
+    assert {(c.workload.batch_size, c.workload.prefix_len) for c in found} == {
+        (B, prefix) for B in (1, 4, 8) for prefix in (4096, 16384)
+    }
+    assert all(c.decoding.ignore_eos and c.parallel.rank_group == (0,) for c in found)
+
+
+def test_flags_of_the_sweep_win_over_the_file(study: Path) -> None:
+    _, given = parse([str(study), "--results", "there.jsonl", "--repeats", "2"])
+    assert given.settings == Settings("there.jsonl", order_seed=3, repeats=2, time_budget=1.5)
+
+
+BAD_FILES = {
+    "no TOML": ("results =", "study.toml: not TOML"),
+    "unknown key": ("sed = 1", "study.toml: unknown key sed"),
+    "misspelt key": (
+        "order_sed = 1", "study.toml: unknown key order_sed; did you mean order_seed?",
+    ),
+    "type": ("results = 3", "study.toml: results = 3 has another type"),
+    "switch": ("repeats = true", "study.toml: repeats = True has another type"),
+    "range": ("repeats = 0", "study.toml: --repeats 0 is too small"),
+    "no grid": ("results = 'x'", "study.toml: it has no [[grid]]"),
+    "grid of another kind": ("grid = 3", "study.toml: grid must be an array of tables"),
+    "common of another kind": ("common = 3", "study.toml: common must be a table"),
+    "no driver": ("[[grid]]\nB = 1", "study.toml: grid 1: driver = None; choose from baseline"),
+    "unknown driver": (
+        "[[grid]]\ndriver = 'baseline'\n[[grid]]\ndriver = 'x'", "study.toml: grid 2: driver = 'x'",
+    ),
+    "empty axis": (
+        "[[grid]]\ndriver = 'baseline'\nB = []", "study.toml: grid 1: B is empty",
+    ),
+    "value twice": (
+        "[[grid]]\ndriver = 'baseline'\nB = [1, 1]", "study.toml: grid 1: B names 1 twice",
+    ),
+    "unknown flag": (
+        "[[grid]]\ndriver = 'baseline'\ngama = 1",
+        "study.toml: grid 1: unknown flag gama; did you mean gamma?",
+    ),
+    "flag of another driver": (
+        "[[grid]]\ndriver = 'selfspec'\ntarget = 'demo'", "study.toml: grid 1: unknown flag target",
+    ),
+    "flag of one run": (
+        "[[grid]]\ndriver = 'selfspec'\nsave_tokens = 'x'",
+        "study.toml: grid 1: save_tokens is for one run",
+    ),
+    "two spellings": (
+        "[[grid]]\ndriver = 'selfspec'\ndraft_budget = 65\nstreamingllm_budget = 70",
+        "is a second spelling of another flag",
+    ),
+    "value of a flag": (
+        "[[grid]]\ndriver = 'selfspec'\nB = 'four'", "study.toml: grid 1: argument --B",
+    ),
+    "range of a flag": (
+        "[[grid]]\ndriver = 'selfspec'\ngamma = [2, 0]", "study.toml: grid 1: --gamma 0",
+    ),
+    "switch with a number": (
+        "[[grid]]\ndriver = 'selfspec'\nignore_eos = 1", "--ignore_eos is true or false, not 1",
+    ),
+    "number that is a switch": (
+        "[[grid]]\ndriver = 'selfspec'\nB = true", "--B True is neither a number nor text",
+    ),
+    "too many": (
+        f"[[grid]]\ndriver = 'baseline'\nseed = {list(range(10_001))}",
+        "10001 runs, more than 10000",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    text, expected = BAD_FILES[case]
+    path = tmp_path / "study.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as refused:
+        configs(str(path))
+    assert expected in str(refused.value)
+
+
+def test_more_than_ten_thousand_runs_need_a_yes(tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    path.write_text(BAD_FILES["too many"][0])
+    _, study = parse([str(path), "--yes"])
+    assert study.num_cells == 10_001
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "give a study file"),
+        (["nope"], "nope is no study file (.toml) and no driver"),
+        (["nope.toml"], "nope.toml: No such file"),
+        (["study.toml", "--B", "1"], "--B belongs into study.toml"),
+        (["selfspec", "--B"], "selfspec: B is empty"),
+        (["selfspec", "--gama", "1"], "unknown flag gama; did you mean gamma?"),
+        (["selfspec", "--ignore_eos", "yes"], "--ignore_eos is true or false, not 'yes'"),
+        (["selfspec", "--save_tokens", "x"], "save_tokens is for one run"),
+        (["selfspec", "--time_budget", "0"], "--time_budget 0.0 must be more than 0"),
+        (["selfspec", "--baseline_every", "x"], "--baseline_every"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(argv: list[str], expected: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        configs(*argv)
+    assert expected in str(refused.value)

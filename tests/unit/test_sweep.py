@@ -1,0 +1,369 @@
+"""`magicdec sweep`: a cell of a study is the lone run; what is shared, resumed and refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HANG, ROOT, Launch
+
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    AttentionSection,
+    DecodingSection,
+    KVSection,
+    ParallelSection,
+    SamplingSection,
+    WorkloadSection,
+)
+from magicdec.console import Silent
+from magicdec.distributed import groups
+from magicdec.engine import Engine
+from magicdec.hardware import timing
+from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
+from magicdec.run.run import execute
+from magicdec.setup import loading
+from magicdec.setup import prepare as preparing
+from magicdec.setup.prepare import prepare
+from magicdec.study import progress
+from magicdec.study import sweep as sweep_module
+from magicdec.study.cells import config_key
+from magicdec.study.drift import measure_drift
+from magicdec.study.plan import StudyPlan, make_plan
+from magicdec.study.progress import Remaining, StudyProgress
+from magicdec.study.study import Settings
+from magicdec.study.sweep import Sweep
+
+ALONE = groups.Launch(0, 1, 0, 1)
+BUDGET, SINKS = 40, 4
+
+
+@pytest.fixture(autouse=True)
+def _small_bandwidth_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "BANDWIDTH_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def base(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelSection(str(tiny_checkpoint), "float32"),
+        parallel=ParallelSection(device="cpu", threads=1),
+        kv=KVSection("streaming_llm", BUDGET, SINKS, window_size=8),
+        attention=AttentionSection(prefill_chunk=32),
+        decoding=DecodingSection("speculative", "self", 2),
+        workload=WorkloadSection(
+            str(text_file), batch_size=2, prefix_len=90, gen_len=12, warmup_batches=0
+        ),
+    )
+
+
+def variants(base: RunConfig) -> list[RunConfig]:
+    """Cells that share their prompts: every policy and drafter, and several numbers of drafts."""
+    policies = ("streaming_llm", "snapkv", "verified", "retrieval", "full")
+    longer = replace(base, decoding=replace(base.decoding, num_draft_tokens=5))
+    wider = replace(base.kv, policy="snapkv", window_size=16)
+    lookup = replace(base.decoding, drafter="ngram")
+    draft = DraftSection(base.model.model)
+    standalone = replace(base.decoding, drafter="model")
+    return [
+        replace(base, decoding=DecodingSection()),
+        *(replace(c, kv=replace(c.kv, policy=p)) for c in (base, longer) for p in policies),
+        replace(base, kv=wider),
+        replace(base, decoding=lookup),
+        replace(base, draft=draft, decoding=standalone),
+        replace(base, draft=draft, decoding=standalone, kv=replace(base.kv, policy="full")),
+    ]
+
+
+def run_study(
+    asked: list[RunConfig], path: Path, **settings: Any
+) -> tuple[StudyPlan, list[RunRecord]]:
+    given = Settings(str(path), **{"baseline_every": 0, **settings})
+    plan = make_plan(asked, given, ALONE, retries_failed=False)
+    sweep = Sweep(plan, ALONE, path, StudyProgress(Silent(), len(plan.order)))
+    sweep.run(None)
+    return plan, sweep.records
+
+
+def untimed(record: RunRecord) -> dict[str, Any]:
+    """A record without times, without what is derived from them, and without the machine."""
+    found = asdict(record)
+    del found["environment"], found["config"]["output"]
+    for key in ("free_bytes", "process_bytes", "peak_bytes"):
+        del found["memory"][key]
+    for name in ("metrics", "baseline_metrics"):
+        if found[name] is not None:
+            found[name] = {key: found[name][key] for key in METRICS}
+    for samples in found["samples"].values():
+        for key in [key for key in samples if key.endswith("_ms") or key == "peak_memory_bytes"]:
+            del samples[key]
+    prefill = found["prefill_samples"]
+    found["prefill_samples"] = prefill["num_tokens"]
+    return found
+
+
+METRICS = (
+    *("acceptance_rate", "acceptance_length", "acceptance_per_position", "bytes_read"),
+    *("mean_draft_tokens", "mean_emitted_tokens", "kv_tokens_read"),
+)
+
+
+def test_a_cell_is_the_lone_run(
+    base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every token, count and byte, in float32, in whatever order the cells run; with the weights
+    loaded once and the prompts prefilled once."""
+    asked = variants(base)
+    loads: list[object] = []
+    prefills: list[object] = []
+    load_kind, prefill = loading.load_kind, Engine.prefill
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_kind", lambda *a: (loads.append(a), load_kind(*a))[1])
+        patch.setattr(Engine, "prefill", lambda *a: (prefills.append(a), prefill(*a))[1])
+        plan, records = run_study(asked, tmp_path / "runs.jsonl")
+    assert len(records) == len(asked) == len(plan.order)
+    assert len(loads) == 1, "the draft is the same model here"
+    assert len(prefills) == base.workload.num_batches
+    found = {config_key(record.config): record for record in records}
+    for config in asked:
+        lone = execute(prepare(config, ALONE), is_leader=False).record
+        assert lone.status == "ok"
+        assert untimed(found[config_key(lone.config)]) == untimed(lone)
+
+
+def test_sampled_cells_are_lone_runs_too(base: RunConfig, tmp_path: Path) -> None:
+    sampled = replace(base, sampling=SamplingSection(temperature=0.8))
+    asked = [
+        base,
+        sampled,
+        replace(sampled, kv=replace(base.kv, policy="snapkv")),
+        replace(base, workload=replace(base.workload, gen_len=9)),
+        replace(base, workload=replace(base.workload, batch_size=1)),
+    ]
+    _, records = run_study(asked, tmp_path / "runs.jsonl")
+    found = {config_key(record.config): record for record in records}
+    for config in asked:
+        lone = execute(prepare(config, ALONE), is_leader=False).record
+        assert untimed(found[config_key(lone.config)]) == untimed(lone)
+
+
+def test_a_failing_cell_is_a_record_and_the_study_goes_on(
+    base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cells after it prefill anew. Without `--retry_failed` it is not run again."""
+    asked, execute_in = variants(base)[:4], sweep_module.execute_in
+
+    def fails_for_one(session: Any, prepared: Any, *rest: Any) -> Any:
+        if prepared.config.kv.policy == "snapkv":
+            raise RuntimeError("no such luck")
+        return execute_in(session, prepared, *rest)
+
+    monkeypatch.setattr(sweep_module, "execute_in", fails_for_one)
+    _, records = run_study(asked, tmp_path / "runs.jsonl")
+    failed = [r for r in records if r.status == "failed"]
+    assert [r.error for r in failed] == ["RuntimeError: no such luck"] and len(records) == 4
+    assert failed[0].config["kv"]["policy"] == "snapkv" and failed[0].workload is not None
+    written = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert written == [record.to_json() for record in records]
+    monkeypatch.setattr(sweep_module, "execute_in", execute_in)
+    _, records = run_study(asked, tmp_path / "runs.jsonl")
+    assert records == []
+    settings = Settings(str(tmp_path / "runs.jsonl"), baseline_every=0)
+    again = make_plan(asked, settings, ALONE, retries_failed=True)
+    assert [again.order[n].found.config.kv.policy for n in again.todo] == ["snapkv"]
+
+
+def test_cells_that_do_not_fit_are_records_that_say_so(
+    base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = prepare(base, ALONE).plan.total
+    monkeypatch.setattr(preparing, "free_device_memory", lambda *_: need + (1 << 20))
+    sizes = [(2, 90), (1, 10_000), (60, 90), (500, 90)]
+    asked = [
+        replace(base, workload=replace(base.workload, batch_size=B, prefix_len=length))
+        for B, length in sizes
+    ]
+    _, records = run_study(asked, tmp_path / "runs.jsonl")
+    errors = {r.config["workload"]["batch_size"]: r.error for r in records}
+    for B, expected in (
+        (1, "exceeds the 1024 positions"), (60, "GB are free"), (500, "prefixes"),
+    ):  # fmt: skip
+        assert expected in str(errors.pop(B))
+    assert errors == {2: None} and len(load_records(tmp_path / "runs.jsonl")) == 4
+    assert {r.status for r in records} == {"ok", "failed"}
+
+
+def test_caches_stay_only_where_the_memory_allows(
+    base: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The plan covers a cache for each batch. Without room for it, batches take turns, and the
+    tokens are the same."""
+    asked = variants(base)[:3]
+    plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
+    assert all(stay.room.is_kept for stay in plan.stays.values())
+    needs = [c.prepared.plan.total for c in plan.cells if c.prepared is not None]
+    monkeypatch.setattr(preparing, "free_device_memory", lambda *_: max(needs))
+    plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
+    assert not any(stay.room.is_kept for stay in plan.stays.values())
+    _, records = run_study(asked, tmp_path / "runs.jsonl")
+    lone = execute(prepare(asked[1], ALONE), is_leader=False).record
+    (found,) = [r for r in records if config_key(r.config) == config_key(lone.config)]
+    assert untimed(found) == untimed(lone)
+
+
+def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunConfig) -> None:
+    asked = [
+        replace(c, workload=replace(c.workload, batch_size=b, gen_len=g))
+        for c in variants(base)
+        for b in (1, 2)
+        for g in (6, 7)
+    ]
+
+    def order(seed: int, **settings: int) -> list[Any]:
+        given = Settings(order_seed=seed, **settings)  # type: ignore[arg-type]
+        return make_plan(asked, given, ALONE, False).order
+
+    first = [cell.key for cell in order(0, baseline_every=0)]
+    assert first == [cell.key for cell in order(0, baseline_every=0)]
+    assert first != [cell.key for cell in order(1, baseline_every=0)]
+    assert Counter(first) == Counter(cell.key for cell in order(1, baseline_every=0))
+    cells = order(0, baseline_every=0)
+    prompts = [repr(cell.prompts_key) for cell in cells]
+    changes = sum(a != b for a, b in pairwise(prompts))
+    assert changes == 4 - 1, "four groups of cells with the same prompts"
+    policies = [c.found.config.kv.policy for c in cells[: len(asked) // 4]]
+    assert policies != sorted(policies), "not in the order in which they are written"
+    cells = order(0, baseline_every=10)
+    reference = cells[0]
+    assert reference.found.config.decoding.strategy == "autoregressive"
+    assert cells[-1].key == reference.key
+    repeats = [n for n, cell in enumerate(cells) if cell.key == reference.key]
+    assert len(repeats) >= 4 and all(b - a > 10 for a, b in pairwise(repeats[:-1]))
+    counts = Counter(cell.key for cell in order(0, repeats=3, baseline_every=0))
+    assert set(counts.values()) == {3}
+
+
+def test_no_cell_starts_that_the_time_budget_would_end_in(
+    base: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cell here takes 10 s for its work, and 36 s are given."""
+    plan = make_plan(variants(base)[1:6], Settings(baseline_every=0), ALONE, False)
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    remaining = Remaining(plan, 36.0)
+    assert remaining.seconds is None
+    started = 0
+    for number in plan.todo:
+        if remaining.is_over(plan.order[number]):
+            break
+        started += 1
+        clock[0] += 10
+        remaining.ran(plan.order[number], 10)
+    assert started == 3 and remaining.seconds == pytest.approx(20, rel=0.1)
+    assert not Remaining(plan, None).is_over(plan.order[0])
+
+
+def test_drift_is_measured_within_settings(base: RunConfig, tmp_path: Path) -> None:
+    """Two settings whose times differ: only what differs within one is drift."""
+    asked = [base, replace(base, workload=replace(base.workload, batch_size=1))]
+    _, (one, two) = run_study(asked, tmp_path / "runs.jsonl")
+
+    def taking(record: RunRecord, factor: float) -> RunRecord:
+        assert record.baseline_metrics is not None
+        metrics = replace(record.baseline_metrics, mean_step_ms=10 * factor)
+        return replace(record, baseline_metrics=metrics)
+
+    steady = [taking(one, 1), taking(two, 3), taking(one, 1.05), taking(two, 3), taking(one, 0.95)]
+    drift = measure_drift([*steady, replace(one, baseline_metrics=None)])
+    assert drift is not None and drift.is_steady
+    assert (drift.num_baselines, drift.num_settings) == (5, 2)
+    assert (drift.lowest, drift.highest) == pytest.approx((-0.05, 0.05))
+    slowing = measure_drift([taking(one, 1 + n / 10) for n in range(9)])
+    assert slowing is not None and not slowing.is_steady and "not steady" in slowing.describe()
+    assert slowing.trend == pytest.approx(1.7 / 1.1 - 1)
+    assert measure_drift([one, two]) is None, "nothing is repeated"
+
+
+GRID = """
+results = "runs.jsonl"
+[common]
+model = "{model}"
+dataset = "{text}"
+dtype = "float32"
+threads = 1
+prefix_len = 60
+gen_len = 4
+num_batches = 1
+warmup_batches = 0
+num_sink_tokens = 2
+window_size = 4
+[[grid]]
+driver = "selfspec"
+kv_policy = ["streaming_llm", "snapkv"]
+draft_budget = [20, 30]
+gamma = [1, 2, 3]
+B = [1, 2, 3]
+"""
+NUM_CELLS = 40  # 36 of the grid, and a baseline before, between and after them
+
+
+def sweep(directory: Path, **env: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tests" / "small_sweep.py"), "study.toml"]
+    given = os.environ | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()}
+    return subprocess.run(
+        command, cwd=directory, env=given, capture_output=True, text=True, timeout=HANG
+    )
+
+
+def test_a_study_that_is_killed_and_started_again_has_each_record_once(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """Killed while it writes the record of a random cell, interrupted in another, then left to
+    end."""
+    (tmp_path / "study.toml").write_text(GRID.format(model=tiny_checkpoint, text=text_file))
+    rng, path = random.Random(0), tmp_path / "runs.jsonl"
+    kill_at = rng.randint(2, NUM_CELLS // 2)
+    assert sweep(tmp_path, KILL_AT=kill_at).returncode == -9
+    assert not path.read_text().endswith("\n"), "the last record is torn"
+    interrupted = sweep(tmp_path, INTERRUPT_AT=5)
+    assert interrupted.returncode == 130 and "Traceback" not in interrupted.stderr
+    assert f"{kill_at - 1 + 4} of {NUM_CELLS} runs done" in interrupted.stderr
+    done = sweep(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr and "drift: " in done.stderr
+    records = load_records(path)
+    assert len(records) == NUM_CELLS and {r.status for r in records} == {"ok"}
+    keys = Counter(config_key(record.config) for record in records)
+    assert len(keys) == 36 + 1 and sorted(keys.values())[-2:] == [1, 4], "only the baseline repeats"
+
+
+def test_ranks_share_a_study(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    flags = ("--model", tiny_checkpoint, "--dataset", text_file, "--dtype", "float32")
+    small = ("--prefix_len", 60, "--gen_len", 6, "--num_batches", 1, "--warmup_batches", 0)
+    done = launch(
+        "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2, 900,
+        "--gamma", 1, 3, "--baseline_every", 0, "--results", "s.jsonl", num_ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 1, "two cells need more prompts than there are"
+    records = load_records(tmp_path / "s.jsonl")
+    assert Counter(r.status for r in records) == {"ok": 4, "failed": 2}
+    assert {r.environment.world_size for r in records} == {2}
+    before = (tmp_path / "s.jsonl").read_text()
+    again = launch(
+        "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2,
+        "--gamma", 1, 3, "--baseline_every", 0, "--results", "s.jsonl", num_ranks=2,
+    )  # fmt: skip
+    assert again.returncode == 0 and (tmp_path / "s.jsonl").read_text() == before
