@@ -63,6 +63,7 @@ def build_own_parser() -> Parser:
     parser = Parser(
         description="Run every combination of several values of any flags, one record each. A run "
         "whose record is in the results file is not run again.",
+        epilog=f"Flags that take several values: {' '.join(flags_of_drivers())}.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -88,6 +89,14 @@ def build_own_parser() -> Parser:
     add("--dry_run", action="store_true", help="Print the runs in their order, and run nothing.")
     add("--yes", action="store_true", help=f"Allow more than {MOST_CELLS} runs.")
     return parser
+
+
+def flags_of_drivers() -> list[str]:
+    """Every flag that a cell may have, by its first spelling."""
+    parsers = [build_parser(config, "") for config in DRIVERS.values()]
+    actions = [action for parser in parsers for action in parser._actions]
+    flags = dict.fromkeys(action.option_strings[0] for action in actions)
+    return [flag for flag in flags if flag.lstrip("-") not in (*OF_ONE_RUN, "h")]
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Study]:
