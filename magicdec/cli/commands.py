@@ -41,7 +41,7 @@ COMMANDS = {
     ),
     "sweep": (
         "many runs, from a study file or flags with several values; resumes",
-        "magicdec.cli.sweep:main",
+        "magicdec.cli.study.sweep:main",
     ),
     "latency": (
         "time single forwards at fixed cache lengths, over a grid",

@@ -65,7 +65,7 @@ def make_plan(
     stays = make_stays(known)
     todo: list[int] = []
     if launch.rank == 0:
-        records = records_of(Path(settings.results), known)
+        records = records_of(Path(settings.out), known)
         todo = left(order, count_done(records, retries_failed))
     mine = {
         "refusals": {cell.key: cell.refusal for cell in known},

@@ -18,7 +18,7 @@ from magicdec.study.sweep import Sweep
 def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
     """Run what is left, report it, and return the exit code: 0 if nothing failed, 1 if something
     did, 130 on Ctrl-C."""
-    is_leader, path = launch.rank == 0, Path(settings.results)
+    is_leader, path = launch.rank == 0, Path(settings.out)
     progress = StudyProgress(make_progress(is_leader), len(plan.order))
     sweep = Sweep(plan, launch, path, progress)
     if is_leader:
@@ -30,7 +30,7 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
         is_interrupted = True
     except OSError as error:
         if is_leader:
-            say(f"--results {path}: {error.strerror}; the record of the last run is lost")
+            say(f"--out {path}: {error.strerror}; the record of the last run is lost")
         return 1
     if is_leader:
         say_end(plan, sweep, path)

@@ -48,7 +48,7 @@ class Grid:
 class Settings:
     """How a study is worked through."""
 
-    results: str = "results/runs.jsonl"
+    out: str = "results/runs.jsonl"
     order_seed: int = 0
     repeats: int = 1
     baseline_every: int = 10
@@ -99,7 +99,7 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
 
 
 def _settings(path: Path, raw: dict[str, Any]) -> Settings:
-    kinds: dict[str, type | tuple[type, ...]] = {"results": str, "time_budget": (int, float)}
+    kinds: dict[str, type | tuple[type, ...]] = {"out": str, "time_budget": (int, float)}
     names = [each.name for each in dataclasses.fields(Settings)]
     for key, value in raw.items():
         if key not in names:

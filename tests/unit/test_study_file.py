@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.cli.sweep import make_configs, parse
+from magicdec.cli.study.sweep import make_configs, parse
 from magicdec.config.run_config import RunConfig
 from magicdec.study.study import Settings
 
@@ -22,7 +22,7 @@ def study(tmp_path: Path) -> Path:
     path = tmp_path / "study.toml"
     path.write_text(
         """
-        results = "here.jsonl"
+        out = "here.jsonl"
         order_seed = 3
         time_budget = 1.5
         [common]
@@ -80,24 +80,49 @@ def test_flags_have_several_values() -> None:
     assert all(c.decoding.ignore_eos and c.parallel.rank_group == (0,) for c in found)
 
 
+def test_run_has_every_draft_and_equal_cells_are_alike(tmp_path: Path) -> None:
+    """A flag that does nothing in a cell keeps its default there."""
+    path = tmp_path / "study.toml"
+    path.write_text(
+        """
+        [[grid]]
+        driver = "run"
+        draft = ["self", "ngram", "none", "model:demo-draft"]
+        budget = [65, 129]
+        gamma = [2, 4]
+        """
+    )
+    found = configs(str(path))
+    assert len(found) == 4 * 2 * 2
+    drafts = [c.draft.model for c in found if c.draft is not None]
+    assert drafts == ["demo-draft"] * 4
+    distinct = {
+        (c.decoding.drafter, c.kv.budget, c.decoding.num_draft_tokens)
+        for c in found
+        if c.decoding.drafter in (None, "ngram")
+    }
+    assert distinct == {(None, 257, 4), ("ngram", 257, 2), ("ngram", 257, 4)}
+    assert {c.decoding.strategy for c in found if c.decoding.drafter is None} == {"autoregressive"}
+
+
 def test_flags_of_the_sweep_win_over_the_file(study: Path) -> None:
-    _, given = parse([str(study), "--results", "there.jsonl", "--repeats", "2"])
+    _, given = parse([str(study), "--out", "there.jsonl", "--repeats", "2"])
     assert given.settings == Settings("there.jsonl", order_seed=3, repeats=2, time_budget=1.5)
 
 
 BAD_FILES = {
-    "no TOML": ("results =", "study.toml: not TOML"),
+    "no TOML": ("out =", "study.toml: not TOML"),
     "unknown key": ("sed = 1", "study.toml: unknown key sed"),
     "misspelt key": (
         "order_sed = 1", "study.toml: unknown key order_sed; did you mean order_seed?",
     ),
-    "type": ("results = 3", "study.toml: results = 3 has another type"),
+    "type": ("out = 3", "study.toml: out = 3 has another type"),
     "switch": ("repeats = true", "study.toml: repeats = True has another type"),
     "range": ("repeats = 0", "study.toml: --repeats 0 is too small"),
-    "no grid": ("results = 'x'", "study.toml: it has no [[grid]]"),
+    "no grid": ("out = 'x'", "study.toml: it has no [[grid]]"),
     "grid of another kind": ("grid = 3", "study.toml: grid must be an array of tables"),
     "common of another kind": ("common = 3", "study.toml: common must be a table"),
-    "no driver": ("[[grid]]\nB = 1", "study.toml: grid 1: driver = None; choose from baseline"),
+    "no driver": ("[[grid]]\nB = 1", "study.toml: grid 1: driver = None; choose from run"),
     "unknown driver": (
         "[[grid]]\ndriver = 'baseline'\n[[grid]]\ndriver = 'x'", "study.toml: grid 2: driver = 'x'",
     ),
@@ -127,6 +152,13 @@ BAD_FILES = {
     ),
     "range of a flag": (
         "[[grid]]\ndriver = 'selfspec'\ngamma = [2, 0]", "study.toml: grid 1: --gamma 0",
+    ),
+    "flag that does nothing": (
+        "[[grid]]\ndriver = 'run'\ndraft = ['none', 'ngram']\nbudget = 65",
+        "study.toml: grid 1: budget does nothing here",
+    ),
+    "unknown draft": (
+        "[[grid]]\ndriver = 'run'\ndraft = 'nope'", "study.toml: grid 1: --draft nope",
     ),
     "switch with a number": (
         "[[grid]]\ndriver = 'selfspec'\nignore_eos = 1", "--ignore_eos is true or false, not 1",

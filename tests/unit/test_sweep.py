@@ -296,7 +296,7 @@ def test_drift_is_measured_within_settings(base: RunConfig, tmp_path: Path) -> N
 
 
 GRID = """
-results = "runs.jsonl"
+out = "runs.jsonl"
 [common]
 model = "{model}"
 dataset = "{text}"
@@ -355,7 +355,7 @@ def test_ranks_share_a_study(
     small = ("--prefix_len", 60, "--gen_len", 6, "--num_batches", 1, "--warmup_batches", 0)
     done = launch(
         "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2, 900,
-        "--gamma", 1, 3, "--baseline_every", 0, "--results", "s.jsonl", num_ranks=2,
+        "--gamma", 1, 3, "--baseline_every", 0, "--out", "s.jsonl", num_ranks=2,
     )  # fmt: skip
     assert done.returncode == 1, "two cells need more prompts than there are"
     records = load_records(tmp_path / "s.jsonl")
@@ -364,6 +364,6 @@ def test_ranks_share_a_study(
     before = (tmp_path / "s.jsonl").read_text()
     again = launch(
         "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2,
-        "--gamma", 1, 3, "--baseline_every", 0, "--results", "s.jsonl", num_ranks=2,
+        "--gamma", 1, 3, "--baseline_every", 0, "--out", "s.jsonl", num_ranks=2,
     )  # fmt: skip
     assert again.returncode == 0 and (tmp_path / "s.jsonl").read_text() == before

@@ -1,11 +1,11 @@
 """`magicdec sweep`: many runs in one command, from a study file or from flags with several values.
 
     magicdec sweep STUDY.toml
-    magicdec sweep selfspec --B 1 4 8 --prefix_len 4096 16384 --gamma 2 4 auto
-    torchrun --standalone --nproc_per_node=2 tests/sweep_benchmark.py STUDY.toml
+    magicdec sweep run --draft self ngram --B 1 4 8 --prefix_len 4096 16384 --gamma 2 4 auto
+    magicdec sweep STUDY.toml --nproc 2
 
-Owns the flags and what a study's flags mean; `study/` runs it. Heavy imports happen after the flags
-are read.
+Owns the flags of the sweep itself; `flags.py` has those of its runs, `magicdec/study/` runs them.
+Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from magicdec.cli.drivers import DRIVERS
-from magicdec.cli.flags import Parser, build_parser, read_sections, refuse
+from magicdec.cli.flags import refuse, run_on_ranks
+from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.study.flags import NAMES, Flags
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import read_launch
+from magicdec.distributed.ranks import find_world_size
 from magicdec.records.writing import check_writable
 from magicdec.study.study import (
     MOST_CELLS,
@@ -29,10 +31,7 @@ from magicdec.study.study import (
     Study,
     checked,
     read_study,
-    unknown,
 )
-
-OF_ONE_RUN = ("save_tokens", "printoutput", "profile", "results", "help")  # flags that no cell has
 
 
 def main() -> NoReturn:
@@ -40,9 +39,10 @@ def main() -> NoReturn:
     launch = read_launch()
     try:
         args, study = parse(sys.argv[1:])
-        asked = list(make_configs(study, launch.world_size))
+        asked = list(make_configs(study, find_world_size(args.nproc, launch)))
         if launch.rank == 0:
-            check_writable("--results", Path(study.settings.results))
+            check_writable("--out", Path(study.settings.out))
+        run_on_ranks(args.nproc, sys.argv[1:], launch)
         from magicdec.study.plan import make_plan
 
         plan = make_plan(asked, study.settings, launch, args.retry_failed)
@@ -63,20 +63,25 @@ def build_own_parser() -> Parser:
     parser = Parser(
         description="Run every combination of several values of any flags, one record each. A run "
         "whose record is in the results file is not run again.",
-        epilog=f"Flags that take several values: {' '.join(flags_of_drivers())}.",
-        allow_abbrev=False,
+        epilog=f"Any flag of {', '.join(NAMES)} takes several values.",
     )
     parser.add_argument(
         "study",
         nargs="*",
         metavar="STUDY.toml",
-        help=f"A study file, or drivers ({', '.join(DRIVERS)}) followed by their flags with one or "
+        help=f"A study file, or drivers ({', '.join(NAMES)}) followed by their flags with one or "
         "more values each.",
     )
     add, given = parser.add_argument, Settings()
-    add("--results", metavar="FILE", default=None,
+    add("--out", "--results", metavar="FILE", default=None,
         help=f"The file that records are appended to. Default: the study's own, else "
-        f"{given.results}.")  # fmt: skip
+        f"{given.out}.")  # fmt: skip
+    add(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="Ranks to start on this host. Default: those that torchrun started, or one.",
+    )
     add("--order_seed", type=int, metavar="N", help="Seed of the order of the runs. Default: 0.")
     add("--repeats", type=int, metavar="N", help="Times that each run is measured. Default: 1.")
     add("--baseline_every", type=int, metavar="N",
@@ -91,14 +96,6 @@ def build_own_parser() -> Parser:
     return parser
 
 
-def flags_of_drivers() -> list[str]:
-    """Every flag that a cell may have, by its first spelling."""
-    parsers = [build_parser(config, "") for config in DRIVERS.values()]
-    actions = [action for parser in parsers for action in parser._actions]
-    flags = dict.fromkeys(action.option_strings[0] for action in actions)
-    return [flag for flag in flags if flag.lstrip("-") not in (*OF_ONE_RUN, "h")]
-
-
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Study]:
     """The sweep's own flags, and the study. Raises ValueError, one line naming the flag or the file
     and the key."""
@@ -109,11 +106,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Study]:
     if len(names) == 1 and names[0].endswith(".toml"):
         if axes:
             raise ValueError(f"--{next(iter(axes))} belongs into {names[0]}, beside its grids")
-        study = read_study(Path(names[0]), DRIVERS)
+        study = read_study(Path(names[0]), NAMES)
     else:
         study = Study(tuple(inline_grid(name, axes) for name in names))
     if not study.grids:
-        raise ValueError(f"give a study file (.toml), or drivers of {', '.join(DRIVERS)}")
+        raise ValueError(f"give a study file (.toml), or drivers of {', '.join(NAMES)}")
     named = {each.name for each in dataclasses.fields(Settings)}
     given = {k: v for k, v in vars(args).items() if k in named and v is not None}
     settings = dataclasses.replace(study.settings, **given)
@@ -146,9 +143,9 @@ def split(argv: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str,
 
 
 def inline_grid(driver: str, axes: dict[str, list[str]]) -> Grid:
-    if driver not in DRIVERS:
+    if driver not in NAMES:
         raise ValueError(f"{driver} is no study file (.toml) and no driver; choose a driver from "
-                         f"{', '.join(DRIVERS)}")  # fmt: skip
+                         f"{', '.join(NAMES)}")  # fmt: skip
     flags = Flags(driver)
     values: dict[str, list[Any]] = {}
     for key, words in axes.items():
@@ -164,54 +161,4 @@ def make_configs(study: Study, world_size: int) -> Iterator[RunConfig]:
     """The config of every cell. Raises ValueError, naming the grid, for what is wrong for every
     model."""
     for grid in study.grids:
-        flags = Flags(grid.driver)
-        dests = [flags.action(grid.where, key).dest for key in grid.axes]
-        for key, dest in zip(grid.axes, dests, strict=True):
-            if dests.count(dest) > 1:
-                raise ValueError(f"{grid.where}: {key} is a second spelling of another flag there")
-        for values in grid.combinations():
-            try:
-                config = flags.config(values)
-                config.check(world_size)
-            except ValueError as error:
-                raise ValueError(f"{grid.where}: {error}") from None
-            yield config
-
-
-class Flags:
-    """The flags of a driver, as keys of a study."""
-
-    def __init__(self, driver: str) -> None:
-        self.default = DRIVERS[driver]
-        self.parser = build_parser(self.default, "")
-        self.actions = {
-            option.lstrip("-"): action
-            for action in self.parser._actions
-            for option in action.option_strings
-        }
-
-    def action(self, where: str, key: str) -> argparse.Action:
-        known = [name for name in self.actions if name not in (*OF_ONE_RUN, "h")]
-        if key in known:
-            return self.actions[key]
-        if key in OF_ONE_RUN:
-            raise ValueError(f"{where}: {key} is for one run, not for the runs of a study")
-        raise ValueError(f"{where}: {unknown('flag', key, known)}")
-
-    def config(self, values: dict[str, Any]) -> RunConfig:
-        """The config with these values. Raises ValueError as the driver does."""
-        words = [word for key, value in values.items() for word in self.words(key, value)]
-        return read_sections(self.default, self.parser.parse_args(words))
-
-    def words(self, key: str, value: Any) -> list[str]:
-        """A value as words of a command line."""
-        action, flag = self.actions[key], f"--{key}"
-        if action.nargs == 0:
-            if not isinstance(value, bool):
-                raise ValueError(f"{flag} is true or false, not {value!r}")
-            return [flag] if value else []
-        if action.nargs == "+" and isinstance(value, list):
-            return [flag, *map(str, value)]
-        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            raise ValueError(f"{flag} {value!r} is neither a number nor text")
-        return [f"{flag}={value}"]
+        yield from Flags(grid.driver).configs(grid, world_size)
