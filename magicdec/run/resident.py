@@ -43,9 +43,10 @@ class Room:
 def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
     """Equal for two runs if the state after prefill is the same: the first tokens, and what the
     target's cache holds."""
+    model = config.model
     return (
-        replace(config.model, elementwise_choice=None),  # type: ignore[arg-type]
-        config.model.elementwise,
+        *(model.model, model.dtype, model.linear, model.elementwise, model.native_steps),
+        model.target_dtype,
         config.parallel.rank_group,
         config.parallel.device,
         config.parallel.threads,

@@ -40,14 +40,7 @@ from magicdec.run.resident import Resident, Room
 from magicdec.run.run_record import Measured, make_record
 from magicdec.run.unmeasured import profile, warm_up
 from magicdec.runner import ModelRunner
-from magicdec.setup.loading import (
-    Kinds,
-    kinds_of,
-    load_model,
-    make_backend,
-    make_draft,
-    make_executor,
-)
+from magicdec.setup.loading import Kinds, load_model, make_backend, make_draft, make_target
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 
@@ -93,13 +86,8 @@ class Run:
 
     def make_runner(self, max_tokens: int) -> ModelRunner:
         """A runner for the batches of this run."""
-        kinds, group = kinds_of(self.config.model, self.config.model.target_dtype), self.groups.target
-        model = self.resident.models.get(self.prepared.source, group, kinds)
-        backend = make_backend(self.config.attention.backend)
-        return ModelRunner(
-            model, backend, group, self.config.workload.batch_size, max_tokens,
-            executor=make_executor(kinds, model, group),
-        )  # fmt: skip
+        place = self.groups.target, self.resident.models
+        return make_target(self.config, self.prepared.source, *place, max_tokens)
 
     def make_reference(self) -> ModelRunner:
         """A runner with the same weights in a wider dtype, which uses only torch's operators."""
@@ -241,24 +229,21 @@ def execute_in(
     room: Room | None = None,
 ) -> Outcome:
     """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
-    model, draft = prepared.source.config, prepared.draft_source
-    draft_model = None if draft is None else draft.config
-    group, device = session.groups.target, session.device
+    model, group, device = prepared.source.config, session.groups.target, session.device
+    draft = None if prepared.draft_source is None else prepared.draft_source.config
     was_in_use = resident is not None and not resident.is_empty
-    config = settle(prepared.config, model, draft_model, group, device)
+    config = settle(prepared.config, model, draft, group, device)
     run = Run(replace(prepared, config=config), session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
     try:
         run.measure()
     except KeyboardInterrupt:
-        outcome = outcome_of_done(run, session.describe_environment(bandwidth))
-        raise Interrupted(outcome) from None
+        environment = session.describe_environment(bandwidth)
+        raise Interrupted(outcome_of_done(run, environment)) from None
     # The larger of two measurements counts, because a busy host rarely slows down both.
     bandwidth = max(bandwidth, read_bandwidth(group, device))
     taken = run.memory.measured(group)
-    if was_in_use:
-        taken = replace(taken, process=None)
-    measured = run.measured(taken)
+    measured = run.measured(replace(taken, process=None) if was_in_use else taken)
     correctness = run.check()
     environment = run.gpu.add_to(session.describe_environment(bandwidth))
     record = make_record(run.prepared, measured, correctness, environment)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from magicdec.attention.backend import AttentionBackend, backend_class
-from magicdec.config.resolved import ResolvedModel
+from magicdec.config.resolved import ResolvedConfig, ResolvedModel
 from magicdec.console import Progress
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
@@ -98,6 +98,16 @@ def make_backend(name: str) -> AttentionBackend:
 def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | None:
     """What computes whole forwards of a model of these kinds; None without native steps."""
     return Executor(model, group) if kinds.native_steps == "on" else None
+
+
+def make_target(
+    config: ResolvedConfig, source: ModelSource, group: Group, models: LoadedModels, max_tokens: int
+) -> ModelRunner:
+    """A runner of the target for a batch of at most `max_tokens` tokens a row."""
+    kinds = kinds_of(config.model, config.model.target_dtype)
+    model, backend = models.get(source, group, kinds), make_backend(config.attention.backend)
+    place = model, backend, group, config.workload.batch_size, max_tokens
+    return ModelRunner(*place, executor=make_executor(kinds, model, group))
 
 
 def make_draft(
