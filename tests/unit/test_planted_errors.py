@@ -95,7 +95,8 @@ def test_a_planted_error_fails_a_test(error: str, tmp_path: Path) -> None:
     copytree(PACKAGE, copy, ignore=ignore_patterns("__pycache__"), copy_function=os.symlink)
     (copy / file).unlink()
     (copy / file).write_text((PACKAGE / file).read_text().replace(text, planted))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-r", "fE", str(TESTS)]
+    test_id = f"{TESTS}::{test}"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-r", "fE", test_id]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG
