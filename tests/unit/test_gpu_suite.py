@@ -131,17 +131,18 @@ def test_a_failed_cell_costs_no_other(tmp_path: Path) -> None:
         pytest.param(
             ["--device", "cpu"], "--device cpu is for --tiny shapes", marks=pytest.mark.wide
         ),
-        pytest.param(
-            ["--device", "cpu", "--tiny", "--seconds", "0"],
-            "--seconds 0 is too small",
-            marks=pytest.mark.wide,
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = suite(tmp_path, *arguments)
     assert done.returncode == 2 and message in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_no_time_is_refused() -> None:
+    arguments = ["tests", "--device", "cpu", "--tiny", "--seconds", "0"]
+    with pytest.raises(ValueError, match="--seconds 0 is too small; it must be at least 1"):
+        gpu_suite.read_options(arguments)
 
 
 def test_what_cannot_be_recorded_is_measured_without_graphs(
