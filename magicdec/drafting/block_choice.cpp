@@ -36,10 +36,27 @@ inline void take_best(const float* scores, int64_t first, int64_t last, int64_t 
     }
 }
 
-inline float key_at(int kind, const void* pool, int64_t slot, int64_t d, int64_t D) {
-    if (kind == PLAIN_FLOAT32) return ((const float*)pool)[slot * D + d];
-    if (kind == PLAIN_BFLOAT16) return to_float(((const bfloat16*)pool)[slot * D + d]);
-    return to_float(((const bfloat16*)pool)[slot / TILE * TILE * D + (d / 2 * TILE + slot % TILE) * 2 + d % 2]);
+// The mean of the BLOCK keys from `slot` on.
+template <typename S>
+void mean_plain(const S* pool, int64_t slot, int64_t D, float* to) {
+    std::fill(to, to + D, 0.0f);
+    for (int64_t i = 0; i < BLOCK; ++i)
+        for (int64_t d = 0; d < D; ++d) to[d] += to_float(pool[(slot + i) * D + d]) / BLOCK;
+}
+
+inline void mean_tiled(const bfloat16* pool, int64_t slot, int64_t D, float* to) {
+    const bfloat16* tile = pool + slot / TILE * TILE * D + slot % TILE * 2;
+    for (int64_t d = 0; d < D; d += 2, tile += 2 * TILE) {
+        float first = 0, second = 0;
+        for (int64_t i = 0; i < BLOCK; ++i) first += to_float(tile[2 * i]), second += to_float(tile[2 * i + 1]);
+        to[d] = first / BLOCK, to[d + 1] = second / BLOCK;
+    }
+}
+
+inline void mean_keys(int kind, const char* pool, int64_t slot, int64_t D, float* to) {
+    if (kind == PLAIN_FLOAT32) return mean_plain((const float*)pool, slot, D, to);
+    if (kind == PLAIN_BFLOAT16) return mean_plain((const bfloat16*)pool, slot, D, to);
+    mean_tiled((const bfloat16*)pool, slot, D, to);
 }
 
 }  // namespace
@@ -120,12 +137,7 @@ extern "C" void magicdec_mean_keys(int kind, const char* pools, int64_t layer_by
                 for (int64_t block = first[b]; block < last[b]; ++block) {
                     const int64_t at = block * BLOCK, held = table[rows[b] * stride + at / block_size];
                     const int64_t slot = (held * G + g) * block_size + at % block_size;
-                    const char* pool = pools + layer * layer_bytes;
-                    float* to = means + (((layer * R + rows[b]) * G + g) * blocks + block) * D;
-                    for (int64_t d = 0; d < D; ++d) {
-                        float sum = 0;
-                        for (int64_t i = 0; i < BLOCK; ++i) sum += key_at(kind, pool, slot + i, d, D);
-                        to[d] = sum / BLOCK;
-                    }
+                    mean_keys(kind, pools + layer * layer_bytes, slot, D,
+                              means + (((layer * R + rows[b]) * G + g) * blocks + block) * D);
                 }
 }
