@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,6 +17,8 @@ from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
 from magicdec.kernels.build import find_compiler
 from magicdec.records.environment import Environment
+
+GIT_TIMEOUT_S = 10.0
 
 
 def probe_machine(launch: Launch) -> Machine:
@@ -61,16 +64,32 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         time_utc=started.isoformat(timespec="seconds"),
         argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
         magicdec=version("magicdec"),
+        revision=find_revision(),
         python=platform.python_version(),
         torch=torch.__version__,
         system=f"{platform.system()} {platform.machine()}",
         cpu=_cpu_field("model name"),
         num_cpus=os.cpu_count(),
+        host_load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         gpu=torch.cuda.get_device_name() if device == "cuda" else None,
         world_size=launch.world_size,
         threads=torch.get_num_threads(),
     )
+
+
+def find_revision() -> str | None:
+    """The git commit of the checkout that this package is in. None if it is in none, or without
+    git: an installed package may lie in somebody else's repository."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
 
 
 def _cpu_field(name: str) -> str:

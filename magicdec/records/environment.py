@@ -17,12 +17,23 @@ class Environment:
     time_utc: str = recorded("start of the run, ISO 8601, UTC")
     argv: list[str] = recorded("the command line, the program without its folder")
     magicdec: str = recorded("version of this package")
+    revision: str | None = recorded(
+        "git commit of this package, followed by `-dirty` if files differ from it",
+        null="if the package is not a checkout",
+        is_later=True,
+    )
     python: str = recorded("version of Python")
     torch: str = recorded("version of PyTorch, with its build")
     system: str = recorded("operating system and processor architecture")
     cpu: str = recorded("model name of the CPU; empty if the system does not say")
     num_cpus: int | None = recorded(
         "logical CPUs of the machine, whether this run may use them or not", null="if unknown"
+    )
+    host_load: float | None = recorded(
+        "load average of the host over the last minute when the record was made: processes that "
+        "ran or waited, with those of this run",
+        null="if unknown",
+        is_later=True,
     )
     cpu_capability: str = recorded("vector instructions that PyTorch uses, such as `AVX2`")
     gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")
