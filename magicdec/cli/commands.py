@@ -51,6 +51,10 @@ COMMANDS = {
         "print records as a table: text, Markdown, LaTeX or CSV",
         "magicdec.cli.table:main",
     ),
+    "report": (
+        "write a page with figures and tables of records",
+        "magicdec.cli.report_page:main",
+    ),
     "export": ("write records as one flat CSV or Parquet table", "magicdec.cli.export:main"),
     "compare": (
         "compare records with a baseline file; exit code 1 on a regression",

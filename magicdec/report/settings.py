@@ -39,11 +39,18 @@ def _budget(record: RunRecord) -> Setting:
     return None if policy in (None, FULL_KV_POLICY) else int(budget)
 
 
+def _draft_ranks(record: RunRecord) -> Setting:
+    ranks = (record.config.get("draft") or {}).get("rank_group")
+    return None if ranks is None else len(ranks)
+
+
 SETTINGS: dict[str, Callable[[RunRecord], Setting]] = {
     "model": _config("model", "model"),
     "dtype": _config("model", "dtype"),
     "target_dtype": _config("model", "target_dtype"),
     "draft_model": lambda r: (r.config.get("draft") or {}).get("model"),
+    "draft_ranks": _draft_ranks,
+    "draft_dtype": lambda r: (r.config.get("draft") or {}).get("draft_dtype"),
     "drafter": _drafted("decoding", "drafter"),
     "kv_policy": _read_policy,
     "budget": _budget,

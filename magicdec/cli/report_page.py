@@ -1,0 +1,56 @@
+"""`magicdec report FILE... --out DIR`: records as a page with figures and tables. Owns the command
+line; `report/` makes the page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from magicdec.records.reading import read_records
+from magicdec.report.page import PAGE, write_report
+from magicdec.report.point import Point, make_points
+from magicdec.report.prediction import load_predictor
+
+
+def main() -> None:
+    """`magicdec report FILE... --out DIR`"""
+    args = make_parser().parse_args()
+    try:
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"--out {args.out} is not a directory; name one to write to")
+        predictor = load_predictor(args.machine)
+        points: list[Point] = []
+        for path in args.files:
+            points += make_points(str(path), read_records(path, args.strict), len(points) + 1)
+        if not points:
+            raise ValueError(f"{', '.join(map(str, args.files))}: there are no records")
+        command = ["magicdec", "report", *sys.argv[1:]]
+        report = write_report(args.out, args.title, points, predictor, command)
+    except ValueError as error:
+        print(f"magicdec report: {error}", file=sys.stderr)
+        sys.exit(2)
+    for figure in report.left_out:
+        print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
+    drawn, runs = len(report.figures), len(points)
+    print(f"{drawn} figures of {runs} runs: {args.out / PAGE}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="magicdec report",
+        description="Write a page with figures and tables of records. It needs no network; the "
+        "figures as PNG and SVG and the tables as CSV are written beside it.",
+    )
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="files of records, as JSON lines")
+    add("--out", type=Path, required=True, metavar="DIR",
+        help="the directory to write to; it is made if it is missing")  # fmt: skip
+    add("--machine", type=Path, metavar="FILE",
+        help="the file that `magicdec probe` wrote on the machine of the runs, for the predictions "
+        "of `magicdec plan`; default: the page has none")  # fmt: skip
+    add("--title", default="MagicDec report", metavar="TEXT", help="the title [MagicDec report]")
+    add("--strict", action="store_true",
+        help="refuse a file with a line that is not a record; otherwise the line is skipped with a "
+        "warning")  # fmt: skip
+    return parser

@@ -1,0 +1,98 @@
+"""Achieved bandwidth against the memory roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from magicdec.names import BASELINE
+from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
+from magicdec.report.figures.style import GREY, legend_below, make_axes
+from magicdec.report.figures.throughput import looks_of, series
+from magicdec.report.panels import common, group, make_panels, richest, title, varying
+from magicdec.report.point import Point
+
+NAME, HEADING = "bandwidth", "Achieved bandwidth against the memory roofline"
+HELD = ("model", "dtype", "target_dtype", "device", "ranks", "threads")
+COLUMNS = (*HELD, "series", "run", "bytes_per_step", "achieved_bytes_per_s",
+           "measured_bytes_per_s")  # fmt: skip
+MOST_PANELS = 4
+GB = 1e9
+Place = tuple[Point, float, float]  # bytes of a step, bytes/s
+
+
+def draw(points: Sequence[Point]) -> Drawn | LeftOut:
+    known = [p for p in points if places(p)]
+    if not known:
+        reason = "no run measured the bandwidth that this machine reads with and its own steps"
+        return LeftOut(NAME, HEADING, reason)
+    panels = make_panels(known, HELD)
+    kept = richest(panels, series, MOST_PANELS)
+    looks, _ = looks_of(kept)
+    figure, axes = make_axes(len(kept), height=3.2)
+    rows: list[list[Cell]] = []
+    handles: dict[str, object] = {}
+    for panel, ax in zip(kept, axes, strict=True):
+        found = [item for p in panel.points for item in places(p).items()]
+        for name, of in group(found, lambda item: item[0]).items():
+            x, y = [at[1] / GB for _, at in of], [at[2] / GB for _, at in of]
+            if name == BASELINE:
+                handles[name] = ax.scatter(x, y, facecolors="none", edgecolors=GREY, s=28)
+            elif name in looks:
+                style = looks[name]
+                handles[name] = ax.scatter(x, y, color=style.colour, marker=style.marker, s=28)
+            rows += [
+                [*panel.held.values(), name, p.number, size, rate, roof(p)]
+                for _, (p, size, rate) in of
+            ]
+        roofs = sorted({roof(p) / GB for p in panel.points})
+        middle = roofs[len(roofs) // 2]
+        handles["measured read bandwidth (median)"] = ax.axhline(
+            middle, color="black", linewidth=1.4
+        )
+        if len(roofs) > 1:
+            label = "its range over the runs"
+            handles[label] = ax.axhspan(
+                roofs[0], roofs[-1], color="#bbbbbb", alpha=0.4, linewidth=0
+            )
+        ax.set(xscale="log", ylim=(0, None), xlabel="bytes that a step must read (GB)")
+        ax.set_ylabel("achieved (GB/s)")
+        ax.set_title(title(panel, varying(kept)))
+        label_sizes(ax.xaxis)
+    legend_below(figure, list(handles.values()), list(handles))
+    caption = sentences(
+        "Bytes that the steps of a run must read at least (weights and the visible KV cache) over "
+        "the time of the steps. The line is the bandwidth measured in the runs themselves: all "
+        "ranks together reading memory. What lies far below it is bound by something else; marks "
+        "above it read partly from caches",
+        f"Everywhere: {common(kept)}" if common(kept) else "",
+        shown_of(len(kept), len(panels), "combinations of model and machine"),
+    )
+    return Drawn(NAME, HEADING, caption, figure, COLUMNS, rows)
+
+
+def label_sizes(axis: object) -> None:
+    """Plain numbers on a log axis, also where it spans less than a decade."""
+    from matplotlib.axis import Axis
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    assert isinstance(axis, Axis)
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def roof(point: Point) -> float:
+    assert point.environment.read_bandwidth_bytes_per_s is not None
+    return point.environment.read_bandwidth_bytes_per_s
+
+
+def places(point: Point) -> dict[str, Place]:
+    """Bytes of a step and achieved bytes/s of each pass of a run, by series."""
+    bandwidth = point.environment.read_bandwidth_bytes_per_s
+    passes = {series(point): point.metrics, BASELINE: point.autoregressive}
+    found = {}
+    for name, m in passes.items():
+        if m and bandwidth and m.roofline_fraction and m.mean_step_ms:
+            rate = m.roofline_fraction * bandwidth
+            found[name] = (point, rate * m.mean_step_ms / 1e3, rate)
+    return found

@@ -1,0 +1,311 @@
+"""`magicdec report`: which numbers its figures show, what it leaves out and why, that the page
+needs nothing else, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from test_compare import failed, write
+
+from magicdec.cli import report_page
+from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.speculation import Speculation
+from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.model.presets.named import find_config
+from magicdec.records.reading import parse_record
+from magicdec.report.commands import command_of
+from magicdec.report.figures.drift import relative_steps
+from magicdec.report.figures.phases import drafting_share
+from magicdec.report.figures.speedup import position
+from magicdec.report.figures.throughput import pareto
+from magicdec.report.panels import choose, summarize
+from magicdec.report.point import Point, make_point
+from magicdec.report.prediction import NotPredicted, Predictor
+from magicdec.report.tables import ranges
+
+BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
+RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
+FIGURES = (
+    *("speedup_map", "throughput_tpot", "acceptance_by_budget", "acceptance_by_position"),
+    *("step_phases", "bandwidth", "ttft", "tpot", "predicted_measured", "drift"),
+)
+Record = dict[str, Any]
+
+
+def variant(number: int = 0, **changed: Any) -> Record:
+    """A committed record with other settings or metrics, under the names of this function."""
+    raw: Record = json.loads(json.dumps(RAW[number]))
+    places = {
+        "B": ("config", "workload", "batch_size"),
+        "prefix_len": ("config", "workload", "prefix_len"),
+        "gamma": ("config", "decoding", "num_draft_tokens"),
+        "budget": ("config", "kv", "budget"),
+        "threads": ("environment", "threads"),
+        "argv": ("environment", "argv"),
+        "time_utc": ("environment", "time_utc"),
+        "speedup": ("metrics", "speedup"),
+        "net_speedup": ("metrics", "net_speedup"),
+    }
+    for name, value in changed.items():
+        *parents, last = places[name]
+        inner = raw
+        for key in parents:
+            inner = inner[key]
+        inner[last] = value
+    return raw
+
+
+def point(number: int = 0, **changed: Any) -> Point:
+    return make_point(1, "runs.jsonl", parse_record(variant(number, **changed)))
+
+
+def machine(**description: Any) -> MachineFile:
+    rates = {"float32": 1e11}
+    of = {"cpu": RAW[0]["environment"]["cpu"], "world_size": 1, "threads": 1, "gpu": None}
+    return MachineFile(
+        of | description, 1e10, rates, {"float32": 1e-5}, {"float32": 8e9}, None, None, rates,
+        {"float32": 0.0},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[Path, str]]:
+    """Writes a report of records; returns its directory and what was said on stderr."""
+
+    def make(records: list[Record], *words: object) -> tuple[Path, str]:
+        write(tmp_path / "runs.jsonl", records)
+        out = tmp_path / "out"
+        argv = ["report", tmp_path / "runs.jsonl", "--out", out, *words]
+        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+        report_page.main()
+        return out, capsys.readouterr().err
+
+    return make
+
+
+def study() -> list[Record]:
+    """Two batch sizes and two prefix lengths, with two budgets at one place of the map."""
+    cells = [(1, 1024, 0.8), (8, 1024, 1.1), (1, 4096, 1.3), (8, 4096, 1.9)]
+    found = [
+        variant(B=B, prefix_len=S, speedup=speedup, net_speedup=speedup - 0.1)
+        for B, S, speedup in cells
+    ]
+    found.append(variant(B=8, prefix_len=4096, budget=65, speedup=1.5, net_speedup=1.45))
+    return found
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_figure_is_drawn_or_left_out_with_a_reason(
+    report: Callable[..., tuple[Path, str]], tmp_path: Path
+) -> None:
+    machine().save(tmp_path / "machine.json")
+    out, said = report([*study(), *RAW], "--machine", tmp_path / "machine.json")
+    assert said == ""
+    page = (out / "index.html").read_text(encoding="utf-8")
+    for name in FIGURES:
+        assert f'<figure id="{name}"' in page and rows(out / f"{name}.csv")
+        assert (out / f"{name}.png").stat().st_size > 5000
+        assert (out / f"{name}.svg").read_text(encoding="utf-8").startswith("<?xml")
+    out, said = report([variant(), failed()])
+    for name in ("speedup_map", "acceptance_by_budget", "predicted_measured", "drift"):
+        assert f'<figure id="{name}"' not in (out / "index.html").read_text(encoding="utf-8")
+    assert "no method was measured at two batch sizes or two prefix lengths" in said
+    assert "--machine FILE names what magicdec probe wrote" in said
+    page = (out / "index.html").read_text(encoding="utf-8")
+    for line in said.splitlines():
+        assert line.rpartition(": ")[2] in page
+
+
+def test_a_report_of_failed_runs_says_why_they_failed(
+    report: Callable[..., tuple[Path, str]],
+) -> None:
+    out, said = report([failed(), failed()])
+    assert len(said.splitlines()) == len(FIGURES)
+    (first, _) = rows(out / "failures.csv")
+    assert first["status"] == "failed" and first["reason"] == failed()["error"]
+
+
+def test_the_page_needs_nothing_else(report: Callable[..., tuple[Path, str]]) -> None:
+    evil = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
+    out, _ = report([*RAW, *study(), variant(argv=evil)])
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
+    loaded = re.findall(r'(?:src|href)="([^"#][^"]*)"', page)
+    assert loaded and all((out / name).exists() for name in loaded)
+    assert not re.search(r"url\((?!#)|@import|<link|<iframe", page)
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'(?:xlink:href="#|url\(#|href="#)([^")]*)', page)
+    assert used and set(used) <= set(ids)
+
+
+def test_the_map_shows_the_best_of_each_place(report: Callable[..., tuple[Path, str]]) -> None:
+    out, _ = report(study())
+    found = {(r["B"], r["prefix_len"]): r for r in rows(out / "speedup_map.csv")}
+    assert found["8", "4096"]["speedup"] == "1.9" and found["8", "4096"]["runs"] == "2"
+    assert found["8", "4096"]["budget"] == str(RAW[0]["config"]["kv"]["budget"])
+    assert found["1", "1024"]["net_speedup"] == "0.7000000000000001"
+    assert {r["predicted_break_even_prefix_len"] for r in found.values()} == {""}
+
+
+def test_the_files_hold_every_run_and_its_command(
+    report: Callable[..., tuple[Path, str]],
+) -> None:
+    out, _ = report([*RAW, failed()])
+    runs, commands = rows(out / "runs.csv"), rows(out / "commands.csv")
+    assert [r["run"] for r in runs] == [r["run"] for r in commands]
+    assert len(runs) == len(RAW) + 1 and runs[-1]["status"] == "failed"
+    for row, raw in zip(runs, RAW, strict=False):
+        assert float(row["speedup"]) == raw["metrics"]["speedup"]
+        reads_all = row["kv_policy"] in ("", "full")
+        assert row["budget"] == ("" if reads_all else str(raw["config"]["kv"]["budget"]))
+    script = (out / "rerun.sh").read_text(encoding="utf-8").splitlines()
+    assert set(script) >= {row["command"] for row in commands}
+
+
+@pytest.mark.parametrize(
+    ("argv", "ranks", "command"),
+    [
+        (["selfspec_benchmark.py", "--B", "2"], 1, "python tests/selfspec_benchmark.py --B 2"),
+        (
+            ["selfspec_benchmark.py", "--model", "a b"],
+            2,
+            "torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model 'a b'",
+        ),
+        (["magicdec selfspec", "--B", "2"], 1, "magicdec selfspec --B 2"),
+        (
+            ["magicdec selfspec"],
+            4,
+            "torchrun --standalone --nproc_per_node=4 --no-python magicdec selfspec",
+        ),
+    ],
+)
+def test_a_command_can_be_copied(argv: list[str], ranks: int, command: str) -> None:
+    environment: Any = SimpleNamespace(argv=argv, world_size=ranks)
+    assert command_of(environment) == command
+
+
+def test_a_prediction_is_what_the_plan_says() -> None:
+    run = point()
+    config, hardware = find_config("--model", "demo"), machine().hardware("float32")
+    target, m = Deployment(config, hardware, 4, 1, 1, False), run.metrics
+    assert m is not None and m.acceptance_per_position is not None
+    curve = tuple(m.acceptance_per_position)
+    way = Speculation(target, target, int(run.settings["budget"] or 0), curve)
+    expected = way.predict_step(8, 4096 + 32, len(curve))
+    assert asdict(Predictor(machine()).run(run)) == asdict(expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "description", "reason"),
+    [
+        ({"threads": 4}, {}, "the machine was probed with threads 1, not 4"),
+        ({}, {"cpu": "another"}, "the machine was probed with cpu another"),
+        ({"gamma": "auto"}, {}, "the plan needs a fixed gamma"),
+    ],
+)
+def test_a_run_that_the_plan_cannot_predict_is_left_out(
+    changed: dict[str, Any], description: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NotPredicted, match=reason):
+        Predictor(machine(**description)).run(point(**changed))
+
+
+def test_the_break_even_line_lies_between_the_prefixes() -> None:
+    prefixes = [1024, 4096]
+    assert position(1024, prefixes) == 0.5 and position(4096, prefixes) == 1.5
+    assert position(2048, prefixes) == pytest.approx(1.0)
+    assert position(100, prefixes) == 0 and position(5000, prefixes) == 2
+    assert position(None, prefixes) == 2
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    any_point = point()
+    places = [(x, y, any_point) for x, y in [(1, 5), (2, 4), (2, 6), (3, 6), (3, 9), (0.5, 1)]]
+    assert [(x, y) for x, y, _ in pareto(places)] == [(0.5, 1), (1, 5), (2, 6), (3, 9)]
+
+
+def test_the_phases_of_a_step_make_up_the_step() -> None:
+    """Steps that draft (30 + 10 ms) and steps that do not (12 ms), a quarter of the former."""
+    m: Any = SimpleNamespace(
+        draft_ms=30.0, verify_ms=10.0, decode_ms=12.0, other_ms=1.0, mean_step_ms=20.0
+    )
+    assert drafting_share(m) == pytest.approx(0.25)
+    always: Any = SimpleNamespace(
+        draft_ms=3.0, verify_ms=1.0, decode_ms=None, other_ms=0.0, mean_step_ms=4.0
+    )
+    assert drafting_share(always) == 1.0
+
+
+def test_drift_compares_only_what_was_repeated() -> None:
+    step = RAW[0]["baseline_metrics"]["mean_step_ms"]
+    points = [point(), point(), point(B=1)]
+    assert relative_steps(points) == [1.0, 1.0, None]
+    slow = variant()
+    slow["baseline_metrics"]["mean_step_ms"] = 3 * step
+    points.append(make_point(4, "runs.jsonl", parse_record(slow)))
+    assert relative_steps(points) == pytest.approx([1.0, 1.0, None, 3.0], nan_ok=True)
+
+
+def test_no_panel_is_left_without_a_series() -> None:
+    assert choose([["a", "b", "c"], ["a"], ["z"]], 3) == ["a", "z", "b"]
+
+
+def test_repeated_runs_show_their_range_and_one_run_its_interval() -> None:
+    assert asdict(summarize([(2.0, [1.0, 4.0])])) == {
+        "middle": 2.0, "low": 1.0, "high": 4.0, "runs": 1,
+    }  # fmt: skip
+    assert asdict(summarize([(2.0, None), (3.0, [0.0, 9.0]), (7.0, None)])) == {
+        "middle": 3.0, "low": 2.0, "high": 7.0, "runs": 3,
+    }  # fmt: skip
+
+
+def test_numbers_of_runs_are_short() -> None:
+    assert ranges([3, 1, 2, 7, 9, 8]) == "1-3, 7-9" and ranges([4]) == "4"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "file"], "is not a directory"),
+        (["--out", "file/below"], "Not a directory"),
+        (["--out", "out", "--machine", "missing.json"], "--machine missing.json"),
+        (["--out", "out", "empty.jsonl"], "there are no records"),
+        (["--out", "out", "."], "Is a directory"),
+        (["--out", "out", "torn.jsonl", "--strict"], "torn.jsonl:2: not a JSON record"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name in ("file", "empty.jsonl"):
+        (tmp_path / name).touch()
+    write(tmp_path / "runs.jsonl", [variant()])
+    (tmp_path / "torn.jsonl").write_text((tmp_path / "runs.jsonl").read_text() + '{"cut')
+    files = (
+        [] if len(words) > 2 and words[2] in (".", "empty.jsonl", "torn.jsonl") else ["runs.jsonl"]
+    )
+    monkeypatch.setattr(sys, "argv", ["magicdec report", *files, *words])
+    with pytest.raises(SystemExit) as stopped:
+        report_page.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
