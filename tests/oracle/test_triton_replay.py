@@ -28,8 +28,8 @@ from magicdec.engine import Engine
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs themselves are there")
-# Without "full", which a row within its budget sees under every policy, and without "streaming_llm",
-# which is tested under a sliding window.
+# Without "full", which a row within its budget sees under every policy. "streaming_llm" is tested
+# under a sliding window.
 CHOOSING = sorted(
     p for d, p in served_pairs() if d == "self" and p not in (None, "full", "streaming_llm")
 )
