@@ -71,14 +71,13 @@ def page() -> str:
 
 
 def described(heading: str, parser: argparse.ArgumentParser) -> list[str]:
-    """A parser's flags under a heading, or those of each of its actions."""
-    parts = [f"{heading}\n", f"{parser.description}\n"]
+    """A parser's flags under a heading, then those of each of its actions."""
+    parts = [f"{heading}\n", f"{parser.description}\n", *groups(parser)]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 parts += described(f"{heading} {name}", inner)
-            return parts
-    return [*parts, *groups(parser)]
+    return parts
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
@@ -98,6 +97,7 @@ def groups(parser: argparse.ArgumentParser) -> list[str]:
             cells(action)
             for action in group._group_actions
             if action.dest not in ("help", "help_all")
+            and not isinstance(action, argparse._SubParsersAction)
         ]
         if rows:
             title = "" if group.title in UNTITLED else f"### {group.title}\n\n"

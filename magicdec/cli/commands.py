@@ -60,6 +60,10 @@ COMMANDS = {
         "compare records with a baseline file; exit code 1 on a regression",
         "magicdec.cli.compare:main",
     ),
+    "gate": (
+        "run the cases of a baseline file again and compare; gate save makes one",
+        "magicdec.cli.gate:main",
+    ),
     "probe": (
         "measure this machine's bandwidth and speed; write them to a file",
         "magicdec.cli.probe:main",

@@ -4,28 +4,18 @@ every drafter and policy."""
 from __future__ import annotations
 
 import dataclasses
-import sys
-from dataclasses import fields, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, served_pairs
 
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import (
-    AttentionSection,
-    DecodingSection,
-    KVSection,
-    OutputSection,
-    ParallelSection,
-    SamplingSection,
-    WorkloadSection,
-)
+from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 from magicdec.distributed.groups import Launch
+from magicdec.gate.cases import config_of
+from magicdec.gate.measuring import with_threads
+from magicdec.gate.sharing import run_cases
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import load_records
@@ -33,21 +23,7 @@ from magicdec.records.record import RunRecord
 from magicdec.run.run import execute
 from magicdec.setup.prepare import prepare
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from acceptance import CASES, make_config
-
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
-SECTIONS = {
-    "model": ModelSection,
-    "draft": DraftSection,
-    "parallel": ParallelSection,
-    "kv": KVSection,
-    "attention": AttentionSection,
-    "decoding": DecodingSection,
-    "sampling": SamplingSection,
-    "workload": WorkloadSection,
-    "output": OutputSection,
-}
 
 
 def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -> RunRecord:
@@ -57,32 +33,9 @@ def find(drafter: str, policy: str | None, budget: int | None, gamma: int = 4) -
 
 def run_again(baseline: RunRecord) -> RunRecord:
     """The very run that the record's own config describes, on one thread."""
-    saved = baseline.config
-    sections: dict[str, Any] = {}
-    for name, kind in SECTIONS.items():
-        asked = {field.name for field in fields(kind)}  # a record also says why `auto` chose
-        if saved[name]:
-            sections[name] = kind(**{k: v for k, v in saved[name].items() if k in asked})
-    sections["parallel"] = ParallelSection(rank_group=(0,), threads=1)
-    config = RunConfig(**sections)
-    return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
-
-
-def test_the_baselines_cover_every_drafter_and_policy() -> None:
-    things = [dict(measured_thing(baseline)) for baseline in BASELINES]
-    assert {(t["drafter"], t["policy"]) for t in things} == served_pairs()
-    assert len({tuple(t.items()) for t in things}) == len(BASELINES), "each thing once"
-
-
-def test_the_table_that_renews_them_is_the_file() -> None:
-    """A case of `scripts/acceptance.py` without a record, or the other way round, fails."""
-    assert [make_config(case, "demo", None).kv.resolve() for case in CASES] == [
-        replace(KVSection(**baseline.config["kv"]), draft_kv_dtype="auto") for baseline in BASELINES
-    ]
-    assert [(case.drafter, case.gamma) for case in CASES] == [
-        (b.config["decoding"]["drafter"], b.config["decoding"]["num_draft_tokens"])
-        for b in BASELINES
-    ]
+    ((_, found),) = run_cases([(0, with_threads(config_of(baseline), 1))])
+    assert isinstance(found, RunRecord), found
+    return found
 
 
 @pytest.mark.parametrize(
@@ -127,7 +80,7 @@ def test_a_full_budget_in_bfloat16_accepts_nearly_everything() -> None:
     assert (record.metrics.acceptance_rate or 0) >= 0.99
 
 
-def test_records_of_other_models_are_not_compared(tmp_path: Path) -> None:
+def test_records_of_other_models_are_not_compared() -> None:
     baseline = find("self", "streaming_llm", 257)
     assert baseline.workload is not None
     weights = dataclasses.replace(baseline.workload, model_sha256="0" * 64)

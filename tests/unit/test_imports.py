@@ -24,7 +24,7 @@ LAYERS = (
     {"engine", "setup"},
     {"probe", "autotune"},
     {"run", "latency", "report"},
-    {"study"},
+    {"gate", "study"},
     {"cli"},
     {"__main__"},
 )
@@ -34,7 +34,7 @@ SHARED = {
     "attention": {"backend", "library", "sequences", "triton_kernels"},
     "drafting": {
         *("drafter", "draft_length", "forecast", "draft_kv", "copied_kv", "block_kv", "policy"),
-        *("observation", "block_choice"),
+        "observation",
         "streaming_llm",  # whose budget bounds the cache of `rolling_runner`
     },
 }

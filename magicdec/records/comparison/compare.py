@@ -152,6 +152,11 @@ def exactly(comparison: Comparison) -> Comparison:
     )
 
 
+def case_failed(baseline: RunRecord, error: str) -> Comparison:
+    """The case of a baseline that left no record."""
+    return Comparison(describe(baseline), REGRESSION, f"the case failed: {error}")
+
+
 def uncovered(new: Sequence[RunRecord], baselines: Sequence[RunRecord]) -> list[RunRecord]:
     """The baselines with which no new record can be compared."""
     found = [match(record, baselines) for record in new]

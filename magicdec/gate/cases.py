@@ -1,0 +1,133 @@
+"""The cases of the gate: the runs whose acceptance is compared with that of a baseline.
+
+A file of baselines holds its own cases, because a record holds the configuration of its run. The
+standard cases make such a file for a model and a text. Must not know how records are judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from magicdec.config.checks import check_standalone
+from magicdec.config.draft_section import DraftSection
+from magicdec.config.model_section import ModelSection
+from magicdec.config.policies import policy_called
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
+from magicdec.records.comparison.conditions import method_of
+from magicdec.records.record import RunRecord
+
+GAMMA = 4
+GAMMAS = (2, 4)  # of the default policy and of the full KV cache
+BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
+SOME_BUDGETS = (129, 257, 513)  # of the other policies
+DRAFT_BUDGET = 257  # of a standalone draft
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The models and the prompts of the standard cases. `draft` None: without a standalone
+    draft."""
+
+    model: str = "demo"
+    draft: str | None = "demo-draft"
+    dtype: str = "float32"
+    dataset: str = "demo"
+    prefix_len: int = 4096
+    batch_size: int = 8
+    num_batches: int = 2
+    gen_len: int = 64
+
+    def config(self, drafter: str, kv: KVSection, gamma: int) -> RunConfig:
+        draft = DraftSection(self.draft) if drafter == "model" and self.draft else None
+        return RunConfig(
+            model=ModelSection(self.model, self.dtype),
+            draft=draft,
+            kv=kv,
+            decoding=DecodingSection("speculative", drafter, gamma, ignore_eos=True),
+            workload=WorkloadSection(
+                self.dataset, self.batch_size, self.prefix_len, self.gen_len,
+                num_batches=self.num_batches, warmup_batches=0,
+            ),
+        )  # fmt: skip
+
+
+def standard_cases(subject: Subject) -> list[RunConfig]:
+    """Self-speculation under every policy, prompt lookup, and the standalone draft under every
+    policy that it can have. Budgets that hold the whole prompt are left out."""
+    full = KVSection(FULL_KV_POLICY)
+    cases = [
+        subject.config("self", kv, gamma)
+        for gamma in GAMMAS
+        for kv in (*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full)
+    ]
+    for policy in KV_POLICIES:
+        if policy not in (DEFAULT_KV_POLICY, FULL_KV_POLICY):
+            cases += [
+                subject.config("self", kv, GAMMA) for kv in _budgets(subject, policy, SOME_BUDGETS)
+            ]
+    cases.append(subject.config("ngram", full, GAMMA))
+    if subject.draft is not None:
+        cases += [subject.config("model", kv, GAMMA) for kv in _standalone(subject)]
+    return cases
+
+
+def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:
+    return (KVSection(policy, b) for b in budgets if b < subject.prefix_len)
+
+
+def _standalone(subject: Subject) -> Iterator[KVSection]:
+    for policy in KV_POLICIES:
+        try:
+            check_standalone(policy)
+        except ValueError:
+            continue
+        if "budget" not in policy_called(policy).settings:
+            yield KVSection(policy)
+        else:
+            yield from _budgets(subject, policy, (DRAFT_BUDGET,))
+
+
+def margin_of(config: RunConfig) -> float | None:
+    """0 where every draft is accepted, because the draft is the target with the same cache; None,
+    the default, elsewhere. In bfloat16 rounding may refuse a draft."""
+    is_target = config.decoding.drafter == "self" and config.kv.policy == FULL_KV_POLICY
+    return 0.0 if is_target and config.model.dtype == "float32" else None
+
+
+def config_of(record: RunRecord) -> RunConfig:
+    """The configuration that repeats the run of a record, here. What `auto` chose then is left to
+    `auto` again. Raises ValueError if the run had several ranks."""
+    if record.environment.world_size != 1:
+        ranks = record.environment.world_size
+        raise ValueError(f"a baseline has {ranks} ranks; the gate runs cases of one rank")
+    sections: dict[str, Any] = {}
+    kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
+    for name, kind in (kinds | {"draft": DraftSection}).items():
+        saved = record.config.get(name)
+        if saved is not None and name != "output":
+            sections[name] = kind(**_asked(kind, saved))
+    config = RunConfig(**sections)
+    return replace(config, parallel=ParallelSection(device=config.parallel.device))
+
+
+def _asked(kind: type, saved: dict[str, Any]) -> dict[str, Any]:
+    """The values of a section's fields, without those that `auto` chose."""
+    return {
+        item.name: tuple(saved[item.name])
+        if isinstance(saved[item.name], list)
+        else saved[item.name]
+        for item in fields(kind)
+        if item.name in saved and not str(saved.get(f"{item.name}_reason")).startswith("auto")
+    }
+
+
+def quick(baselines: Sequence[RunRecord]) -> list[RunRecord]:
+    """One baseline for each method, the middle one of its baselines in the file."""
+    methods: dict[str, list[RunRecord]] = {}
+    for baseline in baselines:
+        methods.setdefault(method_of(baseline), []).append(baseline)
+    return [of_method[len(of_method) // 2] for of_method in methods.values()]

@@ -1,0 +1,129 @@
+"""The gate on real runs: it finds planted losses of acceptance, and lets unchanged code pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from magicdec.cli import gate
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import KVSection
+from magicdec.gate.cases import Subject
+from magicdec.gate.measuring import with_threads
+from magicdec.gate.sharing import run_cases
+from magicdec.kv.view import SinksAndWindow
+from magicdec.records.comparison.compare import compare, exit_code
+from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
+from magicdec.run import run
+
+SMALL = Subject(prefix_len=256, batch_size=8, num_batches=2, gen_len=48)
+STREAMING = [SMALL.config("self", KVSection("streaming_llm", b), 4) for b in (65, 97)]
+NOISE = 0.05  # of the standard deviation of each matrix
+DRAFT = [SMALL.config("model", KVSection("full"), 4)]
+
+
+def records_of(configs: Sequence[RunConfig], threads: int = 1) -> list[RunRecord]:
+    found = list(run_cases([(i, with_threads(c, threads)) for i, c in enumerate(configs)]))
+    assert [number for number, _ in found] == list(range(len(configs)))
+    records = [record for _, record in found if isinstance(record, RunRecord)]
+    assert len(records) == len(found), found
+    return records
+
+
+@pytest.fixture(scope="module")
+def baselines() -> list[RunRecord]:
+    return records_of([*STREAMING, *DRAFT])
+
+
+def move(ranges: Callable[[Any, Tensor], Tensor], part: int) -> Callable[[Any, Tensor], Tensor]:
+    """The ranges with one of the two parts, sinks or window, off by a block."""
+
+    def moved(self: Any, committed: Tensor) -> Tensor:
+        found = ranges(self, committed).clone()
+        found[:, part] += 16 if part == 0 else -16
+        return found
+
+    return moved
+
+
+@pytest.mark.parametrize(
+    "part", [0, pytest.param(1, marks=pytest.mark.wide)], ids=["sinks", "window"]
+)
+def test_a_policy_that_is_off_by_a_block_fails(
+    part: int, baselines: list[RunRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SinksAndWindow, "ranges", move(SinksAndWindow.ranges, part))
+    found = compare(records_of(STREAMING), baselines)
+    assert exit_code(found) == 1, found
+
+
+def test_a_draft_with_perturbed_weights_fails(
+    baselines: list[RunRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fingerprint, which is of the small tensors, does not tell."""
+    make_draft = run.make_draft
+
+    def perturbed(*args: Any) -> Any:
+        draft = make_draft(*args)
+        assert draft is not None and draft.runner is not None
+        generator = torch.Generator().manual_seed(0)
+        for parameter in draft.runner.model.parameters():
+            if parameter.dim() > 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.data += NOISE * parameter.data.std() * noise
+        return draft
+
+    monkeypatch.setattr(run, "make_draft", perturbed)
+    (found,) = compare(records_of(DRAFT), baselines)
+    assert found.verdict == "regression", found
+
+
+def test_unchanged_code_has_the_same_counts(baselines: list[RunRecord]) -> None:
+    found = compare(records_of([*STREAMING, *DRAFT]), baselines)
+    assert {comparison.verdict for comparison in found} == {"same"}
+
+
+@pytest.mark.wide
+def test_unchanged_code_passes_20_times() -> None:
+    """In both dtypes, with other numbers of threads and other kernels."""
+    cases = [STREAMING[0], DRAFT[0]]
+    for dtype in ("float32", "bfloat16"):
+        configs = [replace(c, model=replace(c.model, dtype=dtype)) for c in cases]
+        old = records_of(configs)
+        for repetition in range(10):
+            backend = ("auto", "sdpa", "grouped")[repetition % 3]
+            changed = [replace(c, attention=replace(c.attention, backend=backend)) for c in configs]
+            found = compare(records_of(changed, threads=1 + repetition % 2), old)
+            assert exit_code(found) == 0, (dtype, repetition, found)
+
+
+@pytest.mark.wide
+def test_the_command_saves_cases_and_runs_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, junit = tmp_path / "gate.jsonl", tmp_path / "gate.xml"
+
+    def call(*flags: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["magicdec gate", *map(str, flags)])
+        with pytest.raises(SystemExit) as stopped:
+            gate.main()
+        return int(stopped.value.code or 0), capsys.readouterr().out
+
+    small = ("--prefix_len", 48, "--B", 4, "--num_batches", 1, "--gen_len", 16)
+    code, out = call("save", "--baseline", path, *small)
+    records = load_records(path)
+    assert code == 0 and f"{len(records)} baselines written" in out and len(records) >= 6
+    code, out = call("--baseline", path, "--junit", junit)
+    assert code == 0 and f"{len(records)} same" in out and junit.read_text().count("<testcase") >= 6
+    code, out = call("--baseline", path, "--quick", "--processes", 1)
+    assert code == 0 and "regression" not in out
+    code, out = call("save", "--baseline", path, "--margin", 0.1)
+    assert code == 0 and {r.margin for r in load_records(path)} == {0.0, 0.1}
