@@ -1,4 +1,4 @@
-# make demo | test | test-all | check. Everything installs into .venv on the way; nothing else on the machine is touched.
+# make demo | report | test | test-all | check. Everything installs into .venv on the way; nothing else on the machine is touched.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # some of them compare their tokens with each other's.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check install clean
+.PHONY: demo report test test-all check install clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,6 +21,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 demo: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model demo --dataset demo --prefix_len 8192 \
 		--rank_group 0 1 --results results/demo.jsonl $(DEMO_ARGS)
+
+# A small study, and its report. What is measured already is not measured again.
+report: $(VENV)/.installed
+	$(BIN)/magicdec sweep scripts/small_study.toml --nproc 2
+	$(BIN)/magicdec report results/small_study.jsonl --out results/report
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not wide"

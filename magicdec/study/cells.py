@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ class Cell:
     prepared: Prepared | None = None
     refusal: str = ""
 
-    @property
+    @cached_property
     def key(self) -> str:
         return config_key(self.found.config.to_dict())
 
-    @property
+    @cached_property
     def prompts_key(self) -> object:
         """Equal for cells that can share a prefill. What a draft may choose in a model's sliding
         window follows from the room of a row, so that there this must be equal too."""

@@ -121,11 +121,12 @@ def make_stays(cells: Sequence[Cell]) -> dict[str, Stay]:
         for group in grouped(of_model, lambda c: c.prompts_key):
             configs = [cell.found.config for cell in group]
             is_kept = len(group) > 1 and all(fits(c, True, drafts) for c in group)
+            room = Room.of(configs, is_kept)
             for cell in group:
                 has_room = fits(cell, is_kept, drafts)
                 own = [s for s in (cell.found.source, cell.found.draft) if s]
                 staying = tuple(sources.values() if has_room else own)
-                stays[cell.key] = Stay(staying, Room.of(configs, is_kept))
+                stays[cell.key] = Stay(staying, room)
     return stays
 
 

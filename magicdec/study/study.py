@@ -26,11 +26,13 @@ MOST_CELLS = 10_000  # unless the user confirms more
 @dataclass(frozen=True)
 class Grid:
     """Every combination of the values of some flags, under one driver. `where` names it in
-    messages. `axes` has the values of each flag, by its name without dashes."""
+    messages. `axes` has the values of each flag, by its name without dashes. `shared` flags are
+    those of all grids, and need not do anything in this one."""
 
     where: str
     driver: str
     axes: dict[str, list[Any]]
+    shared: frozenset[str] = frozenset()
 
     @property
     def num_cells(self) -> int:
@@ -92,7 +94,7 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
     if not grids:
         raise ValueError(f"{path}: it has no [[grid]]; give at least one, with its driver")
     found = [
-        _grid(f"{path}: grid {number}", common | grid, tuple(drivers))
+        _grid(f"{path}: grid {number}", common, grid, tuple(drivers))
         for number, grid in enumerate(grids, 1)
     ]
     return Study(tuple(found), settings)
@@ -114,13 +116,15 @@ def _settings(path: Path, raw: dict[str, Any]) -> Settings:
     return settings
 
 
-def _grid(where: str, raw: dict[str, Any], drivers: tuple[str, ...]) -> Grid:
-    axes = dict(raw)
+def _grid(
+    where: str, common: dict[str, Any], own: dict[str, Any], drivers: tuple[str, ...]
+) -> Grid:
+    axes = common | own
     driver = axes.pop("driver", None)
     if driver not in drivers:
         raise ValueError(f"{where}: driver = {driver!r}; choose from {', '.join(drivers)}")
     values = {key: value if isinstance(value, list) else [value] for key, value in axes.items()}
-    return checked(Grid(where, driver, values))
+    return checked(Grid(where, driver, values, frozenset(common.keys() - own.keys())))
 
 
 def checked(grid: Grid) -> Grid:

@@ -85,8 +85,9 @@ def test_run_has_every_draft_and_equal_cells_are_alike(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
     path.write_text(
         """
-        [[grid]]
+        [common]
         driver = "run"
+        [[grid]]
         draft = ["self", "ngram", "none", "model:demo-draft"]
         budget = [65, 129]
         gamma = [2, 4]
@@ -103,6 +104,13 @@ def test_run_has_every_draft_and_equal_cells_are_alike(tmp_path: Path) -> None:
     }
     assert distinct == {(None, 257, 4), ("ngram", 257, 2), ("ngram", 257, 4)}
     assert {c.decoding.strategy for c in found if c.decoding.drafter is None} == {"autoregressive"}
+
+
+def test_a_common_flag_may_do_nothing_in_a_grid(tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    text = "[common]\ndriver = 'run'\nbudget = 65\n[[grid]]\ndraft = 'none'\n[[grid]]\n"
+    path.write_text(text)
+    assert [c.kv.budget for c in configs(str(path))] == [257, 65]
 
 
 def test_flags_of_the_sweep_win_over_the_file(study: Path) -> None:

@@ -135,6 +135,8 @@ def test_a_cell_is_the_lone_run(
     assert len(records) == len(asked) == len(plan.order)
     assert len(loads) == 1, "the draft is the same model here"
     assert len(prefills) == base.workload.num_batches
+    kept = {stay.room.kv.window_size for stay in plan.stays.values() if stay.room.kv is not None}
+    assert kept == {16}, "the queries that prefill keeps serve the widest window"
     found = {config_key(record.config): record for record in records}
     for config in asked:
         lone = execute(prepare(config, ALONE), is_leader=False).record

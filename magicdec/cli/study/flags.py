@@ -67,7 +67,7 @@ class Flags:
             useless = {dest: why for dest, why in known.items() if dest in ignored}
             yield config
         for key, dest in zip(grid.axes, dests, strict=True):
-            if useless and dest in useless:
+            if useless and dest in useless and key not in grid.shared:
                 raise ValueError(f"{grid.where}: {key} does nothing here: {useless[dest]}")
 
     def config(self, values: dict[str, Any]) -> tuple[RunConfig, dict[str, str]]:
