@@ -72,6 +72,15 @@ COMMANDS = {
         "predict when speculation pays, from the model's shape and the machine",
         "magicdec.cli.plan:main",
     ),
+    "advise": (
+        "does speculation pay here: probe, short runs and the plan, in one sentence",
+        "magicdec.cli.front.advise:main",
+    ),
+    "doctor": ("what works on this machine, a line each", "magicdec.cli.front.doctor:main"),
+    "config": (
+        "print a record's flags as a file for `magicdec run --config`",
+        "magicdec.cli.front.config_of:main",
+    ),
     "model": (
         "get a model from the Hugging Face hub, or convert a checkpoint",
         "magicdec.cli.checkpoints.model:main",

@@ -21,7 +21,7 @@ OTHER_MEANINGS = {
     "verified": ("cli/checkpoints/download", "model/checkpoint/manifest", "config/checks"),
     "grouped": ("model/families/",),  # a packing of q, k and v
     "native": ("model/elementwise/",),  # a way to compute norms, rotation and gates, as `triton`
-    "triton": ("model/elementwise/", "kernels/triton_modules"),  # and the library itself
+    "triton": ("model/elementwise/", "kernels/triton_modules", "cli/front/doctor"),  # the library
 }
 
 

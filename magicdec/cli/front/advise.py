@@ -1,0 +1,191 @@
+"""`magicdec advise`: does speculation pay for this model on this machine? It probes the machine,
+runs a few drafts on a short workload, predicts longer contexts, and ends in one sentence.
+
+    magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
+
+Owns the flags and the order of these steps. The runs are those of `magicdec run`, the prediction is
+that of `magicdec plan`, and `advice.py` writes the sentence. Heavy imports happen after the flags
+are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from magicdec.cli.checkpoints.hub_models import with_local_models
+from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.front import run
+from magicdec.cli.front.advice import Measured, Outlook, advise
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import INTERRUPTED, is_launched
+from magicdec.records.record import RunRecord, append_record
+from magicdec.records.writing import check_writable
+
+if TYPE_CHECKING:
+    from magicdec.cost_model.plan import Plan
+
+ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
+LONGEST = 16  # the plan looks at contexts of up to so many times the measured one
+DESCRIPTION = (
+    "Find out whether speculation pays for a model on this machine: probe the machine, run several "
+    "drafts on the same prompts, predict longer contexts, and say it in one sentence."
+)
+
+
+def main() -> NoReturn:
+    """`magicdec advise`"""
+    try:
+        if is_launched():
+            raise ValueError("advise runs on one rank; start it without torchrun")
+        args = build_parser().parse_args(sys.argv[1:])
+        configs = make_configs(args)
+        check_writable("--out", args.out)
+        check_writable("--machine", args.machine)
+        find_machine(args)
+        records = {name: measure(config, args.out) for name, config in configs.items()}
+        print(find_advice(args, records))
+    except ValueError as error:
+        refuse(error, ALONE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    sys.exit(0 if all(record.passed for record in records.values()) else 1)
+
+
+def build_parser() -> Parser:
+    parser = Parser(description=DESCRIPTION)
+    add = parser.add_argument
+    add("--model", default="demo", metavar="NAME",
+        help="the model, named as for `magicdec run` [demo]")  # fmt: skip
+    add("--draft", nargs="+", default=["self", "ngram"], metavar="DRAFT",
+        help=f"drafts to try: {run.SELF}, {run.MODEL_PREFIX}NAME, {run.NGRAM} "
+        "[self ngram]")  # fmt: skip
+    add("--budget", nargs="+", type=int, default=[65, 257], metavar="N",
+        help="KV entries that a draft step of self-speculation reads, each tried [65 257]",
+    )  # fmt: skip
+    add("--gamma", type=int, default=4, metavar="N", help="draft tokens in each step [4]")
+    add("--dataset", default="demo", metavar="NAME", help="the prompts, as for a run [demo]")
+    add("--B", type=int, default=1, metavar="N", help="sequences that are decoded together [1]")
+    add("--prefix_len", type=int, default=2048, metavar="N",
+        help="prompt tokens of each sequence [2048]")  # fmt: skip
+    add("--gen_len", type=int, default=64, metavar="N",
+        help="tokens to generate in each sequence [64]")  # fmt: skip
+    add("--num_batches", type=int, default=3, metavar="N",
+        help="batches of each run; at least 3 give an interval [3]")  # fmt: skip
+    add("--machine", type=Path, default=Path("machine.json"), metavar="FILE",
+        help="the machine file; if it is not there, the machine is probed and it is written "
+        "[machine.json]")  # fmt: skip
+    add("--out", type=Path, default=Path("results/advice.jsonl"), metavar="FILE",
+        help="the file that the records of the runs are appended to "
+        "[results/advice.jsonl]")  # fmt: skip
+    return parser
+
+
+def make_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
+    """A checked config for each draft, by the flags that name it. Raises ValueError."""
+    found = {}
+    for draft in args.draft:
+        if draft == run.NONE:
+            raise ValueError(f"--draft {run.NONE}: every draft is compared with it; leave it out")
+        for budget in args.budget if draft == run.SELF else [None]:
+            name = f"--draft {draft}" + ("" if budget is None else f" --budget {budget}")
+            words = [*name.split(), "--gamma", args.gamma, "--model", args.model]
+            words += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
+            words += ["--gen_len", args.gen_len, "--num_batches", args.num_batches]
+            config = run.read([*map(str, words), "--ignore_eos", "--out", str(args.out)])
+            config.check(ALONE.world_size)
+            found[name] = with_local_models(config)
+    return found
+
+
+def find_machine(args: argparse.Namespace) -> None:
+    """Probe the machine if there is no machine file yet."""
+    from magicdec.hardware.ceiling_file import load_machine
+
+    if args.machine.exists():
+        load_machine(args.machine)
+        print(f"machine    {args.machine}, probed before")
+        return
+    from magicdec.config.resolve import resolve
+    from magicdec.hardware.environment import probe_machine
+    from magicdec.probe.probe import Found, measure
+
+    print("machine    probing", flush=True)
+    machine, found = probe_machine(ALONE), Found()
+    measure(resolve(RunConfig(), machine), machine, ALONE, found)
+    measured = found.machine_file()
+    assert measured is not None, "the probe ended"
+    measured.save(args.machine, "--machine")
+
+
+def measure(config: RunConfig, out: Path) -> RunRecord:
+    """The record of a run, which is appended to `out`."""
+    from magicdec.records.table import method
+    from magicdec.run.run import execute
+    from magicdec.setup.prepare import prepare
+
+    record = execute(prepare(config, ALONE), is_leader=True).record
+    append_record(out, record)
+    found = record.metrics
+    shown = "" if found is None or found.net_speedup is None else f", {found.net_speedup:.2f}x"
+    print(f"{'run':<10} {method(record)}: {record.status}{shown}", flush=True)
+    return record
+
+
+def find_advice(args: argparse.Namespace, records: dict[str, RunRecord]) -> str:
+    """The sentence. Raises ValueError if no run has a speedup."""
+    plan = make_plan(args, list(records.values()))
+    measured = []
+    for name, record in records.items():
+        found = record.metrics
+        if found is None or found.net_speedup is None:
+            continue
+        ends = found.net_speedup_interval
+        budget, predicted = record.config["kv"]["budget"], None
+        if plan is not None and name.startswith(f"--draft {run.SELF}"):
+            candidate = next(c for c in plan.candidates() if c.budget == budget)
+            here = candidate.predict(args.B, args.prefix_len, args.gamma)
+            predicted = here.net_speedup(args.gen_len)
+        interval = None if ends is None else (ends[0], ends[1])
+        draft = f"{name} --gamma {args.gamma}"
+        measured.append(Measured(draft, found.net_speedup, interval, predicted))
+    if not measured:
+        raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
+    place = f"B {args.B} and {args.prefix_len} tokens of context"
+    return advise(measured, place, find_outlook(args, plan))
+
+
+def make_plan(args: argparse.Namespace, records: list[RunRecord]) -> Plan | None:
+    """The plan with the acceptance of these runs. None if none of them is self-speculation with
+    a budget and an acceptance."""
+    from magicdec.cli import plan
+    from magicdec.cli.plan_flags import build_parser as plan_parser
+    from magicdec.model.presets.named import find_config
+
+    own = [r for r in records if r.config["decoding"]["drafter"] == run.SELF and r.metrics]
+    if not any(r.metrics and r.metrics.acceptance_per_position for r in own):
+        return None
+    model, dtype = own[0].config["model"]["model"], own[0].config["model"]["dtype"]
+    longest = find_config("--model", model).max_length
+    contexts = sorted({min(args.prefix_len * n, longest) for n in (1, 4, LONGEST)})
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "runs.jsonl")
+        for record in own:
+            append_record(file, record)
+        words = ["--model", model, "--machine", args.machine, "--acceptance", file]
+        words += ["--dtype", dtype, "--B", args.B, "--gen_len", args.gen_len]
+        words += ["--prefix_len", *contexts]
+        return plan.make_plan(plan_parser().parse_args([str(word) for word in words]))
+
+
+def find_outlook(args: argparse.Namespace, plan: Plan | None) -> Outlook:
+    if plan is None:
+        return Outlook(None, args.prefix_len, 1.0, None, 0)
+    context = plan.prefix_lens[-1]
+    far = plan.predict(args.B, context)
+    net = far.net_speedup(args.gen_len)
+    return Outlook(plan.break_even(args.B), context, net, far.budget, far.gamma)

@@ -1,0 +1,143 @@
+"""`magicdec doctor`: what works on this machine, a line each.
+
+Owns the checks and their order. Exit code 1 if something that every run needs does not work.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from magicdec.cli.flags import Parser, refuse
+from magicdec.distributed.groups import Launch
+
+if TYPE_CHECKING:
+    from magicdec.config.machine import Machine
+
+ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
+DESCRIPTION = (
+    "Check what works on this machine: compiler, CPU kernels, shared memory, CUDA, Triton, the "
+    "packaged models, and which choices `auto` makes here."
+)
+HEAD_SIZE = 64  # of the demo model
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing, whether it works, and what is there or missing. A run can do without it unless
+    `is_needed`."""
+
+    name: str
+    works: bool
+    detail: str
+    is_needed: bool = False
+
+
+def main() -> NoReturn:
+    """`magicdec doctor`"""
+    try:
+        Parser(description=DESCRIPTION).read(sys.argv[1:])
+    except ValueError as error:
+        refuse(error, ALONE)
+    checks = []
+    for check in find_checks():
+        mark = "works" if check.works else "MISSING" if check.is_needed else "absent"
+        print(f"{mark:<8} {check.name:<16} {check.detail}", flush=True)
+        checks.append(check)
+    if all(check.works or not check.is_needed for check in checks):
+        print("Everything that a run needs works.")
+        sys.exit(0)
+    print("A run needs what is MISSING.")
+    sys.exit(1)
+
+
+def find_checks() -> Iterator[Check]:
+    """The checks, each made when it is asked for."""
+    yield Check("magicdec", True, f"{version('magicdec')}, Python {platform.python_version()}")
+    import torch
+
+    from magicdec.hardware.environment import probe_machine
+
+    machine = probe_machine(ALONE)
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield Check("torch", True, f"{torch.__version__}, {machine.num_cpus} cores with {capability}")
+    yield check_bfloat16(machine)
+    yield check_compiler()
+    yield check_kernels(machine)
+    space = os.statvfs(SHARED_MEMORY) if machine.has_shared_memory else None
+    free = "" if space is None else f", {space.f_bavail * space.f_frsize / 1e9:.1f} GB free"
+    yield Check("shared memory", machine.has_shared_memory, f"{SHARED_MEMORY}{free}")
+    names = [torch.cuda.get_device_name(i) for i in range(machine.num_gpus)]
+    yield Check("CUDA", machine.has_cuda, ", ".join(names) or "no GPU that torch can use")
+    has_triton = find_spec("triton") is not None
+    yield Check("Triton", has_triton, version("triton") if has_triton else "not installed")
+    for name, missing in machine.missing_backends.items():
+        yield Check(f"--attention {name}", False, f"needs {missing}")
+    yield check_demo()
+    yield check_auto(machine)
+
+
+def check_bfloat16(machine: Machine) -> Check:
+    """Dot products of bfloat16, without which a CPU computes in float32."""
+    name = "bfloat16 on CPU"
+    if machine.has_fast_bfloat16:
+        return Check(name, True, "the CPU has dot products for it")
+    return Check(name, False, "the CPU has no dot products for it; runs use float32")
+
+
+def check_compiler() -> Check:
+    from magicdec.kernels.build import find_compiler
+
+    found = find_compiler()
+    missing = "none found; on Debian: apt install g++. Without it, slower kernels run"
+    return Check("C++ compiler", found is not None, found or missing)
+
+
+def check_kernels(machine: Machine) -> Check:
+    """Build the kernel of attention, unless it was built before, and load it."""
+    name = "CPU kernels"
+    if not machine.has_compiler:
+        return Check(name, False, "they need a C++ compiler")
+    from magicdec.attention.native import kernel
+
+    try:
+        kernel(HEAD_SIZE)
+    except (RuntimeError, ValueError, OSError) as error:
+        return Check(name, False, " ".join(str(error).split())[:200])
+    return Check(name, True, "built and loaded")
+
+
+def check_demo() -> Check:
+    """The packaged model, read and checked as a run does."""
+    from magicdec.model.checkpoint.source import find_model
+
+    try:
+        found = find_model("--model", "demo")
+    except ValueError as error:
+        return Check("demo model", False, str(error), is_needed=True)
+    return Check("demo model", True, f"{found.config.num_layers} layers", is_needed=True)
+
+
+def check_auto(machine: Machine) -> Check:
+    """What `auto` means here."""
+    from magicdec.config.resolve import resolve
+    from magicdec.config.run_config import RunConfig
+
+    try:
+        found = resolve(RunConfig(), machine)
+    except ValueError as error:
+        return Check("auto", False, str(error), is_needed=True)
+    chosen = (
+        f"--device {found.parallel.device} --dtype {found.model.dtype} "
+        f"--attention {found.attention.backend} --linear {found.model.linear} "
+        f"--threads {found.parallel.threads}"
+    )
+    return Check("auto", True, chosen, is_needed=True)

@@ -1,0 +1,157 @@
+"""`magicdec advise`, `doctor` and `config`: what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from magicdec.cli.front import advise as command
+from magicdec.cli.front import config_of, doctor, run
+from magicdec.cli.front.advice import Measured, Outlook, advise
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
+from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.records.reading import load_records
+
+PLACE = "B 4 and 2048 tokens of context"
+FAR = Outlook(900, 32768, 1.8, 257, 3)
+BASELINES = Path(ROOT, "results", "baselines", "acceptance.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("best", "outlook", "said"),
+    [
+        (
+            Measured("--draft self", 1.35, (1.28, 1.41), 1.3), FAR,
+            ("Speculation pays here", "1.35 times", "(95 % interval 1.28 to 1.41)",
+             "from 900 tokens on, and 1.80 times at 32768 with `--budget 257 --gamma 3`",
+             "; sure, because the plan expected 1.30 times here too."),
+        ),
+        (
+            Measured("--draft ngram", 1.35, (1.28, 1.41)), FAR,
+            ("Speculation pays here", "`--draft ngram`", "sure of this place, which says nothing"),
+        ),
+        (
+            Measured("--draft self", 0.8, (0.7, 0.9), 1.4), Outlook(None, 9, 1.0, None, 0),
+            ("does not pay here", "at no context", "sure of this place but not of other contexts"),
+        ),
+        (Measured("--draft self", 1.1, (0.9, 1.3), 1.1), FAR, ("unsure, because the interval",)),
+        (Measured("--draft self", 1.1, None, 1.1), FAR, ("unsure, because so few batches",)),
+    ],
+)  # fmt: skip
+def test_the_advice_is_one_sentence(
+    best: Measured, outlook: Outlook, said: tuple[str, ...]
+) -> None:
+    sentence = advise([Measured("worse", 0.5), best], PLACE, outlook)
+    assert all(words in sentence for words in said), sentence
+    assert PLACE in sentence and "\n" not in sentence and sentence.endswith(".")
+
+
+def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
+    """From two recorded runs and a machine file, without running anything."""
+    machine = MachineFile(
+        {}, 1e10, {"float32": 1e11}, {"float32": 1e-5}, {"float32": 1e10}, None, None,
+        {"float32": 1e11}, {"float32": 0.0},
+    )  # fmt: skip
+    machine.save(tmp_path / "machine.json")
+    found = {
+        r.config["kv"]["budget"]: r
+        for r in load_records(BASELINES)
+        if r.config["decoding"]["drafter"] == "self"
+        and r.config["kv"]["policy"] == "streaming_llm"
+        and r.config["decoding"]["num_draft_tokens"] == 4
+    }
+    words = ["--machine", str(tmp_path / "machine.json"), "--budget", *map(str, found)]
+    args = command.build_parser().parse_args([*words, "--prefix_len", "4096", "--B", "4"])
+    sentence = command.find_advice(
+        args, {f"--draft self --budget {b}": record for b, record in found.items()}
+    )
+    measured = [r.metrics for r in found.values() if r.metrics is not None]
+    speedups = [metrics.net_speedup for metrics in measured if metrics.net_speedup is not None]
+    assert f"{max(speedups):.2f} times" in sentence
+    assert re.search(r"the plan expects self-speculation to pay (from \d+ tokens|at no)", sentence)
+    configs = command.make_configs(args)
+    assert [c.decoding.drafter for c in configs.values()] == ["self"] * len(found) + ["ngram"]
+    for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
+        with pytest.raises(ValueError, match=message):
+            command.make_configs(command.build_parser().parse_args(["--draft", draft]))
+
+
+def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
+    """Read back, they resolve to the recorded config, for every drafter and policy."""
+    machine = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)
+    for record in load_records(BASELINES):
+        file = tmp_path / "run.toml"
+        file.write_text(config_of.to_toml(config_of.flags_of(record)))
+        config = run.read(["--config", str(file)])
+        config.check(1)
+        found = resolve(config, machine).to_dict()
+        for section in ("decoding", "kv", "sampling", "workload"):
+            ours, theirs = found[section], record.config[section]
+            same = [k for k in theirs if not k.endswith("_reason") and k in ours]
+            if record.config["decoding"]["drafter"] == "ngram" and section == "kv":
+                continue  # it reads no cache
+            differing = {
+                k: (ours[k], theirs[k]) for k in same
+                if ours[k] != theirs[k] and not (section == "kv" and k not in _used(record.config))
+            }  # fmt: skip
+            assert differing == {}, section
+        assert (found["draft"] or {}).get("model") == (record.config["draft"] or {}).get("model")
+
+
+def _used(config: dict) -> tuple[str, ...]:  # type: ignore[type-arg]
+    from magicdec.config.policies import policy_called
+
+    return ("policy", *policy_called(config["kv"]["policy"]).settings)
+
+
+def test_the_config_command_chooses_a_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    records = load_records(BASELINES)
+    file = tmp_path / "r.jsonl"
+    file.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records[:2]))
+    for index, expected in (("1", records[0]), ("-1", records[1])):
+        monkeypatch.setattr("sys.argv", ["magicdec config", str(file), "--record", index])
+        with pytest.raises(SystemExit) as ended:
+            config_of.main()
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == config_of.to_toml(config_of.flags_of(expected))
+    for index in ("0", "3", "-3"):
+        monkeypatch.setattr("sys.argv", ["magicdec config", str(file), "--record", index])
+        with pytest.raises(SystemExit) as ended:
+            config_of.main()
+        assert ended.value.code == 2 and "holds 2 records" in capsys.readouterr().err
+
+
+def test_the_doctor_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["magicdec doctor"])
+    checks = [
+        doctor.Check("a", True, "there"), doctor.Check("b", False, "not there"),
+    ]  # fmt: skip
+    for more, code, last in (
+        ([], 0, "Everything that a run needs works."),
+        ([doctor.Check("c", False, "broken", is_needed=True)], 1, "A run needs what is MISSING."),
+    ):
+        monkeypatch.setattr(doctor, "find_checks", lambda more=more: iter([*checks, *more]))
+        with pytest.raises(SystemExit) as ended:
+            doctor.main()
+        lines = capsys.readouterr().out.splitlines()
+        assert ended.value.code == code and lines[-1] == last
+        assert lines[0].split() == ["works", "a", "there"] and lines[1].startswith("absent   b")
+        assert ("MISSING" in lines[2]) == bool(more)
+
+
+def test_the_doctor_looks_at_this_machine() -> None:
+    found = {check.name: check for check in doctor.find_checks()}
+    assert found["demo model"].works and found["auto"].works
+    assert {"C++ compiler", "CPU kernels", "shared memory", "CUDA", "Triton"} <= set(found)
+    without = doctor.check_kernels(Machine(2))
+    assert not without.works and "compiler" in without.detail
