@@ -189,6 +189,12 @@ def test_runs_that_did_not_pass_fail_and_cover_nothing(gate: Gate) -> None:
     assert code == 3 and "not comparable: the baseline's run diverged" in out
 
 
+def test_a_run_that_was_interrupted_cannot_be_compared(gate: Gate) -> None:
+    ended = with_fields(drawn(), status="interrupted", error="KeyboardInterrupt: after 1 of 2")
+    code, out = gate([ended], [drawn()])
+    assert code == 3 and "the new run interrupted: KeyboardInterrupt" in out
+
+
 def test_a_run_with_ties_passes_and_is_shown(gate: Gate) -> None:
     ties = with_fields(drawn(), status="ok_with_ties", correctness=with_ties()["correctness"])
     code, out = gate([ties], [drawn()])

@@ -82,7 +82,8 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
         name += f" [{record.status}]"
     if not record.passed:
         text = f"the new run {record.status}: {record.error or 'outputs differ'}"
-        return Comparison(name, REGRESSION, text)
+        verdict = INCOMPARABLE if record.status == "interrupted" else REGRESSION
+        return Comparison(name, verdict, text)
     if (problem := contradiction_of(record)) is not None:
         return Comparison(name, REGRESSION, f"the new record {problem}")
     try:
