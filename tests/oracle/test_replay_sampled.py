@@ -90,11 +90,22 @@ def check_accepted(steps: Sequence[Sequence[int]], most: int) -> None:
     assert 0 < sum(accepted) < most * len(accepted)
 
 
+ALIKE = [kind for kind in KINDS if kind != "mixed"]  # all rows of a batch are sampled alike
+
+
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(
-    "kind", ["mixed", *(pytest.param(k, marks=pytest.mark.wide) for k in KINDS if k != "mixed")]
+    ("drafter", "policy", "kind"),
+    [
+        case
+        for i, pair in enumerate([(None, None), *PAIRS])
+        for case in (
+            (*pair, "mixed"),
+            pytest.param(*pair, ALIKE[i % len(ALIKE)], marks=pytest.mark.wide),
+        )
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
 def test_replayed_steps_sample_the_same_tokens(
     drafter: str | None, policy: str | None, kind: str
 ) -> None:
