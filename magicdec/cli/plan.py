@@ -20,7 +20,7 @@ from magicdec.config.layer_choice import choose_weights
 from magicdec.config.sections import KVSection
 from magicdec.cost_model.begin import Choice
 from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.curves import find_conditional, find_curves, longest
+from magicdec.cost_model.curves import find_conditional, find_curves, is_rate, longest
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
@@ -33,8 +33,9 @@ LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
 
 def main() -> NoReturn:
     try:
-        args = build_parser().parse_args(sys.argv[1:])
+        args, given = build_parser().read(sys.argv[1:])
         plan = make_plan(args)
+        check_given(args, given)
         from magicdec.cost_model.plan_report import make_report, print_plan
 
         if args.json is not None:
@@ -43,6 +44,21 @@ def main() -> NoReturn:
         refuse(error, read_launch())
     print_plan(plan)
     sys.exit(0)
+
+
+def check_given(args: argparse.Namespace, given: set[str]) -> None:
+    """Raises ValueError for a flag that was given and would do nothing."""
+    rates = [value for value in args.acceptance or () if is_rate(value)]
+    if "acceptance_gamma" in given and not rates:
+        raise ValueError(
+            "--acceptance_gamma does nothing here: it is for an --acceptance that is one rate; "
+            "leave it out"
+        )
+    for flag, ranks in (("link", args.tp // args.nodes), ("node_link", args.nodes)):
+        for name in (flag, f"{flag}_latency_us"):
+            if name in given and ranks == 1:
+                what = "--nodes is 1" if flag == "node_link" else "a node has one rank"
+                raise ValueError(f"--{name} does nothing here: {what}; leave it out")
 
 
 def make_plan(args: argparse.Namespace) -> Plan:

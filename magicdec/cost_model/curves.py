@@ -95,6 +95,11 @@ def longest(curves: dict[int, Acceptance]) -> int | None:
     return min((len(c) for c in curves.values() if isinstance(c, tuple)), default=None)
 
 
+def is_rate(value: str) -> bool:
+    """Whether this value of `--acceptance` is one rate, and neither a curve nor a file."""
+    return "," not in value and not _is_file(value)
+
+
 def _is_file(text: str) -> bool:
     return Path(text).suffix == ".jsonl" or Path(text).is_file()
 

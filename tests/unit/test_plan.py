@@ -261,6 +261,20 @@ def test_some_budgets_of_records() -> None:
         (f"{BY_HAND} --conditional_acceptance 1.2", "--conditional_acceptance 1.2: 1.2 is not"),
         (f"{BY_HAND} --conditional_acceptance 0.8 0.7", "2 values for 1 of --budget"),
         (f"{BY_HAND} --acceptance 0.8 --acceptance_gamma 0", "--acceptance_gamma 0 is too small"),
+        (f"{BY_HAND} --acceptance 0.8,0.7 --acceptance_gamma 2", "--acceptance_gamma does nothing"),
+        (
+            f"{BY_HAND} --conditional_acceptance 0.8 --acceptance_gamma 2",
+            "--acceptance_gamma does nothing here: it is for an --acceptance that is one rate",
+        ),
+        (
+            f"{BY_HAND} --acceptance 0.8 --link 3 --link_latency_us 1",
+            "--link does nothing here: a node has one rank",
+        ),
+        (
+            f"{BY_HAND} --acceptance 0.8 --tp 2 --link 3 --link_latency_us 1 "
+            "--node_link 3 --node_link_latency_us 1",
+            "--node_link does nothing here: --nodes is 1",
+        ),
         (f"{BY_HAND} --acceptance 0.8 --gen_len 0", "--gen_len 0 is too small"),
         ("--acceptance 0.8", "give either --machine FILE, or both --bandwidth and --flops"),
         ("--acceptance 0.8 --flops 3", "give either --machine FILE, or both"),
@@ -297,7 +311,7 @@ def test_some_budgets_of_records() -> None:
         (f"{BY_HAND} --acceptance 0.8 --budget 0", "--budget 0 is too small"),
         (f"{BY_HAND} --acceptance 0.8 --max_gamma 0", "--max_gamma 0 is too small"),
         (f"{BY_HAND} --acceptance 0.8 --dtype int4", "invalid choice: 'int4'"),
-        (f"{BY_HAND} --acceptance 0.8 --speed 3", "unrecognized arguments: --speed 3"),
+        (f"{BY_HAND} --acceptance 0.8 --speed 3", "unknown argument --speed"),
         (f"{BY_HAND} --acceptance 0.8 --json .", "--out .: Is a directory"),
         ("--acceptance 0.8 --machine gone.json", "--machine gone.json: No such file"),
     ],
