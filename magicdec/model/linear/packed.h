@@ -16,6 +16,7 @@ namespace {
 
 constexpr int WIDTH = 64;        // output channels per block: four vectors
 constexpr int64_t CHUNK = 48;    // rows that are multiplied by a block of weights together
+constexpr int64_t AHEAD = 4096;  // prefetch distance in bytes of weights
 
 // out = sums * scale [width] + bias [width] as bfloat16; scale and bias may be null.
 template <int N, int C>
@@ -39,14 +40,13 @@ template <int N>
 void product(const uint32_t* x, int64_t x_stride, const uint32_t* block, int64_t pairs, const uint16_t* bias,
              int64_t width, uint16_t* out, int64_t out_stride) {
     __m512 sums[N][4] = {};
-    multiply<N, 4>(x, x_stride, block, WIDTH, pairs, sums);
+    multiply<N, 4>(x, x_stride, block, WIDTH, pairs, sums, Ahead{AHEAD / 4});
     finish<N, 4>(sums, nullptr, bias, width, out, out_stride);
 }
 
 constexpr int HALF = WIDTH / 2;      // output channels in 64 bytes of int8 weights, with a pair of inputs each
 constexpr int64_t MOST_INT8 = 12;    // most rows whose sums for half a block fit into registers
 constexpr int64_t FEW = 6;           // most rows whose sums for a whole block fit: more independent sums
-constexpr int64_t AHEAD = 4096;     // prefetch distance in bytes of weights
 
 // Pairs of inputs of several rows, with the stride between rows and the stride between pairs.
 struct Rows {

@@ -14,6 +14,7 @@ namespace float32 {
 
 constexpr int64_t WIDTH = 64;  // output channels per block
 constexpr int64_t CHUNK = 48;  // rows that are multiplied by a block of weights together
+constexpr int64_t AHEAD = 1024;  // prefetch distance in weights
 #if defined(__AVX512F__)
 constexpr int LANES = 16, VECTORS = 4;  // vectors of output channels at a time: with six rows, 24 of 32 registers
 #else
@@ -35,6 +36,7 @@ inline void product(const float* x, int64_t x_stride, const float* block, int64_
     for (int64_t k = 0; k < K; ++k)
         for (int i = 0; i < VECTORS; ++i) {
             const Vector w = load(block + k * WIDTH + i * LANES);
+            __builtin_prefetch(block + k * WIDTH + i * LANES + AHEAD);
             for (int n = 0; n < N; ++n) sums[n][i] += x[n * x_stride + k] * w;
         }
     for (int n = 0; n < N; ++n)
