@@ -168,8 +168,10 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
             if (p.is_hidden(task, position)) break;  // all later keys are hidden as well
             read += count;
             const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
-            const bool jumps = at + count == segment.count && i + 1 < task.segment_end;
-            const auto next = tiles.at(k_pool, v_pool, head + (jumps ? segments[i + 1].slot : segment.slot + at + count), 1);
+            const bool is_end = at + count == segment.count, is_last = i + 1 == task.segment_end;
+            const int64_t following = is_end ? (is_last ? task.next : head + segments[i + 1].slot)
+                                             : head + segment.slot + at + count;
+            const auto next = tiles.at(k_pool, v_pool, following, 1);
             const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
             by_vectors(tile.high, [&]<int C>() {
                 in_blocks(M, [&]<int N>(int64_t m) {

@@ -85,10 +85,14 @@ void make_plan(const Problem& p, const Table& table, const Ranges& ranges, Plan&
                 plan.mass_size += M * piece.num_blocks;
                 for (int64_t m = 0; m < M; m += plan.query_block)
                     plan.tasks.push_back({b, g, m, std::min(plan.query_block, M - m), piece.segment_begin,
-                                          piece.segment_end, i});
+                                          piece.segment_end, i, 0});
             }
         }
     plan.first_piece.push_back(int64_t(plan.pieces.size()));
+    for (size_t i = 0; i < plan.tasks.size(); ++i) {
+        const Task& next = plan.tasks[std::min(i + 1, plan.tasks.size() - 1)];
+        plan.tasks[i].next = plan.segments[next.segment_begin].slot + next.head * p.block_size;
+    }
 }
 
 }  // namespace

@@ -30,8 +30,9 @@ constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only
 enum { FLOAT32, BFLOAT16, INT8 };   // storage of the KV pools
 
 struct Segment { int64_t row, first, count, slot; };  // `count` keys of a row from `first` on; `slot`: head 0's in the pool
-// Queries from first_query on of one row and KV head, over some of the row's segments.
-struct Task { int64_t row, head, first_query, num_queries, segment_begin, segment_end, piece; };
+// Queries from first_query on of one row and KV head, over some of the row's segments. `next`: slot of the first key of the
+// task that probably follows, which is prefetched.
+struct Task { int64_t row, head, first_query, num_queries, segment_begin, segment_end, piece, next; };
 
 // One task's attention weights by block: for each query the sums of weights in `width` (segment, block) pairs, in order
 // and relative to the query's running maximum. `data` is null if they are not requested.
