@@ -17,14 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from magicdec.cli.flags import (
-    Parser,
-    add_section,
-    announce_backend,
-    read_sections,
-    refuse,
-    run_on_ranks,
-)
+from magicdec.cli.flags import add_section, announce_backend, read_sections, refuse, run_on_ranks
+from magicdec.cli.parsing.parser import Parser
 from magicdec.config.backend_choice import check_returns_weights
 from magicdec.config.checks import MOST_WATCHED, check_budget
 from magicdec.config.options import flag_of
@@ -119,14 +113,8 @@ def build_parser() -> Parser:
     add("--repeats", type=int, default=20, metavar="N", help="timed rounds of each forward [20]")
     add("--warmup", type=int, default=3, metavar="N", help="rounds beforehand [3]")
     output = parser.add_argument_group("output").add_argument
-    output(
-        "--out",
-        "--json",
-        type=Path,
-        dest="json",
-        metavar="FILE",
-        help="write config, environment and rows here",
-    )
+    output("--out", "--json", type=Path, dest="json", metavar="FILE",
+        help="write config, environment and rows here")  # fmt: skip
     output("--csv", type=Path, metavar="FILE", help="write the rows here, a line a forward")
     return parser
 
@@ -170,19 +158,22 @@ def check_settings(policies: Sequence[str], given: set[str]) -> None:
 
 def check_grid(args: argparse.Namespace) -> None:
     """Every number is at least 1 (--warmup: 0), and no list names one twice."""
+
+    def shown(name: str) -> str:
+        return "prefix_len" if name == "context" else name
+
     for name in ("B", "context", "T", "budget", "repeats", "warmup"):
         value = getattr(args, name)
         least = 0 if name == "warmup" else 1
         for number in value if isinstance(value, list) else [value]:
             if number is not None and number < least:
-                flag = "prefix_len" if name == "context" else name
-                raise ValueError(f"--{flag} {number} is too small; it must be at least {least}")
+                place = f"--{shown(name)} {number}"
+                raise ValueError(f"{place} is too small; it must be at least {least}")
     for name in ("B", "context", "T", "budget", "kv_policy"):
         values = getattr(args, name) or []
         for value in values:
             if values.count(value) > 1:
-                flag = "prefix_len" if name == "context" else name
-                raise ValueError(f"--{flag} names {value} twice; name each value once")
+                raise ValueError(f"--{shown(name)} names {value} twice; name each value once")
 
 
 def find_drafts(
@@ -210,7 +201,7 @@ def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
     for flag, path in (("--out", json_path), ("--csv", csv_path)):
         if path is not None:
             check_writable(flag, path)
-    if json_path is not None and csv_path is not None and json_path.resolve() == csv_path.resolve():
+    if json_path and csv_path and json_path.resolve() == csv_path.resolve():
         raise ValueError(f"--out and --csv are both {json_path}; name two files")
 
 
