@@ -98,8 +98,8 @@ def test_any_rows_are_normed_and_gated(
 def test_a_long_chunk() -> None:
     """The last token of a prefill chunk has the same bits as alone."""
     torch.manual_seed(0)
-    heads = torch.randn(1, 2048, 3, 16).to(DEVICE, BF16)
-    angles = torch.randn(1, 2048, 8, device=DEVICE)
+    heads = torch.randn(1, 512, 3, 16).to(DEVICE, BF16)
+    angles = torch.randn(1, 512, 8, device=DEVICE)
     table = torch.stack([angles.cos(), angles.sin()], dim=2)
     alone = OURS.rotate(heads[:, -1:].clone(), table[:, -1:].contiguous(), 2, False)
     exact = apply_rope(heads[:, :, :2].double(), table.double())

@@ -61,8 +61,8 @@ ERRORS = {
     ),
     "bandwidth as the worst of all reads": (
         "hardware/timing.py",
-        "return max(sum(rank_rates)",
-        "return min(sum(rank_rates)",
+        "return max(read_bandwidths(",
+        "return min(read_bandwidths(",
         "test_bandwidth_is_the_best_of_all_reads_at_once",
     ),
     "the baseline always first": (
