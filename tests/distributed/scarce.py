@@ -4,8 +4,9 @@ scarce.py selfspec|latency FLAGS."""
 import os
 import sys
 
-from magicdec.cli import commands
+from magicdec.cli.commands import COMMANDS, selfspec
 from magicdec.memory import free_memory
+from magicdec.names import load_named
 from magicdec.setup import prepare
 
 read = free_memory.free_device_memory
@@ -17,4 +18,5 @@ def read_or_scarce(kind, local_rank):
 
 
 free_memory.free_device_memory = prepare.free_device_memory = read_or_scarce
-getattr(commands, sys.argv.pop(1))()
+name = sys.argv.pop(1)
+(selfspec if name == "selfspec" else load_named({name: COMMANDS[name][1]}, name))()
