@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from magicdec.report.figures import (
     acceptance,
     bandwidth,
@@ -50,6 +52,8 @@ def save(drawn: Drawn, directory: Path) -> str:
     for ax in drawn.figure.axes:
         for marks in ax.collections:
             marks.set_rasterized(len(marks.get_offsets()) > MOST_MARKS)  # type: ignore[arg-type]
+        for line in ax.lines:
+            line.set_rasterized(np.size(line.get_xdata()) > MOST_MARKS)
     svg = io.StringIO()
     about = {"Title": drawn.title, "Date": None}
     with styled(drawn.name):

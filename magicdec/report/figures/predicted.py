@@ -88,10 +88,14 @@ def compare(point: Point, predictor: Predictor) -> list[Pair]:
 def scatter(ax: Axes, pairs: Sequence[Pair], index: int) -> object:
     style = look(index)
     x, y = [pair[2] for pair in pairs], [pair[3] for pair in pairs]
-    for point, kind, at, _ in pairs:
-        ends = point.metrics.speedup_interval if kind == "speedup" and point.metrics else None
-        if ends:
-            ax.vlines(at, ends[0], ends[1], color=style.colour, linewidth=0.8, alpha=0.6)
+    spans = [
+        (at, *point.metrics.speedup_interval)
+        for point, kind, at, _ in pairs
+        if kind == "speedup" and point.metrics and point.metrics.speedup_interval
+    ]
+    if spans:
+        at, low, high = zip(*spans, strict=True)
+        ax.vlines(at, low, high, color=style.colour, linewidth=0.8, alpha=0.6)
     return ax.scatter(x, y, color=style.colour, marker=style.marker, s=22, alpha=0.8)
 
 

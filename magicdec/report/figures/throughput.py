@@ -53,10 +53,14 @@ def draw(points: Sequence[Point]) -> Drawn | LeftOut:
                 style = looks[name]
                 x, y = [p[0] for p in of], [p[1] for p in of]
                 handles[name] = ax.scatter(x, y, color=style.colour, marker=style.marker, s=28)
-                for at, _, point in of:
-                    ends = point.metrics and point.metrics.decode_tokens_per_s_interval
-                    if ends:
-                        ax.vlines(at, ends[0], ends[1], color=style.colour, linewidth=0.8)
+                spans = [
+                    (at, *m.decode_tokens_per_s_interval)
+                    for at, _, point in of
+                    if (m := point.metrics) and m.decode_tokens_per_s_interval
+                ]
+                if spans:
+                    at, low, high = zip(*spans, strict=True)
+                    ax.vlines(at, low, high, color=style.colour, linewidth=0.8)
         fronts = {
             "Pareto front, autoregressive": (pareto(theirs), ":", GREY),
             "Pareto front, speculative": (pareto(ours), "-", "black"),
