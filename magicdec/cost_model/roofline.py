@@ -6,6 +6,8 @@ cache's capacity. Must not know of clocks.
 
 from __future__ import annotations
 
+from magicdec.model.linear.int8 import PackedInt8Linear
+from magicdec.model.linear.packed import PackedLinear, padding_bytes
 from magicdec.model.transformer import Transformer
 from magicdec.runner import ForwardCounts
 
@@ -14,9 +16,11 @@ TABLES = ("embedding.", "position_embedding.")  # a forward reads only a few of 
 
 def weight_bytes(model: Transformer) -> int:
     """Bytes of this rank's weights that one forward reads: all layers, norms and head rows. The few
-    rows read from embeddings are counted as 0."""
+    rows read from embeddings are counted as 0, and so are the zeros that fill up packed layers."""
     names = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     total = sum(size for name, size in names.items() if not name.startswith(TABLES))
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear | PackedInt8Linear)]
+    total -= sum(padding_bytes(layer.packed, layer.out_features) for layer in packed)
     if model.is_last and model.head is None:
         total += model.tied_head.numel() * model.tied_head.element_size()
     return total

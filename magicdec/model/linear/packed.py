@@ -63,6 +63,12 @@ class PackedLinear(nn.Module):
         return packed_linear(x, self.packed, bias, self.out_features)
 
 
+def padding_bytes(packed: Tensor, out_features: int) -> int:
+    """The bytes of a packed weight [blocks, ...] that belong to no output channel."""
+    num_bytes, channels = packed.numel() * packed.element_size(), len(packed) * WIDTH
+    return num_bytes // channels * (channels - out_features)
+
+
 @cache
 def library(*flags: str) -> ctypes.CDLL:
     """The library of `packed.cpp`, compiled with `flags` in addition to the usual ones."""
