@@ -225,7 +225,10 @@ def test_an_impossible_token_is_never_sampled() -> None:
         ("--repetition_penalty inf", "--repetition_penalty inf is out of range"),
         ("--presence_penalty 2.1", "--presence_penalty 2.1 is out of range; it must be between -2"),
         ("--presence_penalty nan", "--presence_penalty nan is out of range"),
-        ("--sampling_seed -1", "--sampling_seed -1 is out of range; it must be at least 0"),
+        (
+            "--temperature 1 --sampling_seed -1",
+            "--sampling_seed -1 is out of range; it must be at least 0",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused_in_one_line(flags: str, message: str) -> None:
