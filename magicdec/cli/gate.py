@@ -53,8 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="run one case for each drafter and policy, the middle one in the file",
     )
     parser.add_argument(
-        "--results", type=Path, metavar="--baseline", help="append the new records to this file"
-    )
+        "--out", "--results", type=Path, metavar="FILE",
+        help="append the new records to this file",
+    )  # fmt: skip
     add_rule_flags(parser)
     _add_save(parser.add_subparsers(dest="action", metavar="save"))
     return parser
@@ -112,15 +113,15 @@ def gate(args: argparse.Namespace) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
     read or written."""
     baselines = _read(args.baseline)
-    for flag in ("results", "junit", "summary"):
+    for flag in ("out", "junit", "summary"):
         if getattr(args, flag) is not None:
             check_writable(f"--{flag}", getattr(args, flag))
     if args.quick:
         baselines = quick(baselines)
     results = run(args, [config_of(baseline) for baseline in baselines])
     records = [result for result in results if isinstance(result, RunRecord)]
-    for record in records if args.results is not None else ():
-        append_record(args.results, record)
+    for record in records if args.out is not None else ():
+        append_record(args.out, record)
     failed = [
         case_failed(baseline, result)
         for baseline, result in zip(baselines, results, strict=True)
