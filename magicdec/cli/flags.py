@@ -188,12 +188,15 @@ def check_outputs(output: OutputSection) -> None:
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
-    """Tell the user when `auto` had to take slower kernels, and when kernels run in Triton's
-    interpreter."""
-    chosen = (
+    """Tell the user when `auto` had to take slower kernels or steps, and when kernels run in
+    Triton's interpreter."""
+    chosen = [
         ("--attention", config.attention.backend_choice),
         ("--elementwise", config.model.elementwise_choice),
-    )
+        ("--native_steps", config.model.native_steps_choice),
+    ]
+    if config.draft is not None:
+        chosen.append(("draft: --native_steps", config.draft.native_steps_choice))
     for flag, choice in chosen if launch.rank == 0 else ():
         if choice.how is How.SECOND_BEST:
             print(f"{flag} {choice.why}", file=sys.stderr, flush=True)

@@ -7,9 +7,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from magicdec.records.reading import read_records
+from magicdec.cli.parsing.record_files import add_record_files, read_files
 from magicdec.report.page import PAGE, write_report
-from magicdec.report.point import Point, make_points
+from magicdec.report.point import make_point
 from magicdec.report.prediction import load_predictor
 
 
@@ -20,11 +20,10 @@ def main() -> None:
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {args.out} is not a directory; name one to write to")
         predictor = load_predictor(args.machine)
-        points: list[Point] = []
-        for path in args.files:
-            points += make_points(str(path), read_records(path, args.strict), len(points) + 1)
-        if not points:
-            raise ValueError(f"{', '.join(map(str, args.files))}: there are no records")
+        points = [
+            make_point(number, str(path), record)
+            for number, (path, record) in enumerate(read_files(args), 1)
+        ]
         command = ["magicdec", "report", *sys.argv[1:]]
         report = write_report(args.out, args.title, points, predictor, command)
     except ValueError as error:
@@ -43,14 +42,11 @@ def make_parser() -> argparse.ArgumentParser:
         "figures as PNG and SVG and the tables as CSV are written beside it.",
     )
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="files of records, as JSON lines")
     add("--out", type=Path, required=True, metavar="DIR",
         help="the directory to write to; it is made if it is missing")  # fmt: skip
     add("--machine", type=Path, metavar="FILE",
         help="the file that `magicdec probe` wrote on the machine of the runs, for the predictions "
         "of `magicdec plan`; default: the page has none")  # fmt: skip
     add("--title", default="MagicDec report", metavar="TEXT", help="the title [MagicDec report]")
-    add("--strict", action="store_true",
-        help="refuse a file with a line that is not a record; otherwise the line is skipped with a "
-        "warning")  # fmt: skip
+    add_record_files(parser)
     return parser

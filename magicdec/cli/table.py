@@ -7,9 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from magicdec.cli.parsing.record_files import add_record_files, read_files
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.metrics import check_metrics
-from magicdec.records.reading import load_records, read_records
+from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.report.listing import FORMATS, SORT_KEYS, list_records, print_text
 from magicdec.report.noise import Noted, noise_lines
@@ -23,7 +24,7 @@ def main() -> None:
         check_keys(args)
         if args.check:
             sys.exit(check({path: load_records(path, is_strict=True) for path in args.files}))
-        records = Noted(r for path in args.files for r in read_records(path, args.strict))
+        records = Noted(record for _, record in read_files(args, can_be_empty=True))
         is_ascending = None if not args.reverse else args.sort not in SETTINGS
         listing = list_records(records, args.group_by, args.sort, is_ascending)
     except ValueError as error:
@@ -51,7 +52,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="magicdec table", description="Print records as a table, with one line for each run."
     )
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="files of records, as JSON lines")
     add("--group_by", nargs="+", default=[], metavar="KEY",
         help="one line for each combination of these settings, such as B or kv_policy, with the "
         "number of runs and the median of each metric")  # fmt: skip
@@ -65,9 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--check", action="store_true",
         help="compute every metric again from the samples in its record, in place of the table; "
         "the exit code is 1 if one differs or a record has no samples")  # fmt: skip
-    add("--strict", action="store_true",
-        help="refuse a file with a line that is not a record, as --check does; otherwise the line "
-        "is skipped with a warning")  # fmt: skip
+    add_record_files(parser, also="--check")
     return parser
 
 

@@ -117,13 +117,17 @@ class StepParts:
 
 
 def choose_native_steps(asked: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
-    """`layer_obstacle` says what in the model's layers the library does not compute. Raises
-    ValueError if the user asked for native steps that are not possible."""
-    obstacle = parts.obstacle() or layer_obstacle
+    """`layer_obstacle` says what in the model's layers the library does not compute. `auto` takes
+    the second best only for that reason: for the others, the choice of the part says it already.
+    Raises ValueError if the user asked for native steps that are not possible."""
+    of_parts = parts.obstacle()
+    obstacle = of_parts or layer_obstacle
     if asked == "on" and obstacle:
         raise ValueError(f"--native_steps on: not possible with {obstacle}; choose from auto, off")
     if asked != "auto":
         return asked_for(asked)
-    if obstacle:
-        return Choice("off", f"auto: off, {obstacle}", How.SECOND_BEST)
+    if of_parts:
+        return Choice("off", f"auto: off, {of_parts}")
+    if layer_obstacle:
+        return Choice("off", f"auto: off, the model has {layer_obstacle}", How.SECOND_BEST)
     return Choice("on", "auto: on")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -41,11 +40,6 @@ class Point:
     def autoregressive(self) -> Metrics | None:
         """The metrics of autoregressive decoding, whether it is the run or in the run."""
         return self.metrics if self.is_baseline else self.baseline
-
-
-def make_points(source: str, records: Iterable[RunRecord], first: int) -> list[Point]:
-    """The points of the records of one file, numbered from `first`."""
-    return [make_point(number, source, record) for number, record in enumerate(records, first)]
 
 
 def make_point(number: int, source: str, record: RunRecord) -> Point:

@@ -82,6 +82,17 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
             command.make_configs(command.build_parser().parse_args(["--draft", draft]))
 
 
+def test_advice_for_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["--nproc", "2"], ["--model", "demo", "--nproc=2"]):
+        with pytest.raises(ValueError, match=r"^advise runs on one rank; leave --nproc out$"):
+            command.read(words)
+    with pytest.raises(ValueError, match=r"^unknown argument --bugdet; did you mean --budget[?]$"):
+        command.read(["--bugdet", "65"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"^advise runs on one rank; start it without torchrun$"):
+        command.read([])
+
+
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
     """Read back, they resolve to the recorded config, for every drafter and policy."""
     machine = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import HANG
+from synthetic_records import ENVIRONMENT, IDENTICAL, WORKLOAD
 
 from magicdec.cli import compare as command
 from magicdec.cli import table as table_command
@@ -21,24 +22,13 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import table
 from magicdec.records.correctness import Correctness, Divergence
-from magicdec.records.environment import Environment
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.reading import parse_record
 from magicdec.records.record import STATUSES, RunRecord
 from magicdec.records.samples import PassSamples
-from magicdec.records.workload import WorkloadRecord
 
 Record = dict[str, Any]
 RATE = 0.8
-ENVIRONMENT = Environment(
-    time_utc="2026-11-22T05:00:00+00:00", argv=["magicdec"], magicdec="0", python="3", torch="2",
-    system="Linux", cpu="", cpu_capability="AVX2", world_size=1, threads=2,
-    read_bandwidth_bytes_per_s=1e9,
-)  # fmt: skip
-WORKLOAD = WorkloadRecord(
-    model="demo", random_weights=False, model_sha256="m", tokenizer="demo", dataset="demo",
-    num_prompts=1, prefix_len=8, seed=0, sha256="w",
-)  # fmt: skip
 
 
 def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
@@ -49,8 +39,8 @@ def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
         status="ok",
         config=config.to_dict(),
         environment=ENVIRONMENT,
-        workload=WORKLOAD,
-        correctness=Correctness("autoregressive", True, 99, None, 0, 0, 1e-4),
+        workload=replace(WORKLOAD, num_prompts=1),
+        correctness=IDENTICAL,
         metrics=replace(metrics, decode_tokens_per_s=1234567.8, speedup=1.5, acceptance_rate=rate),
         baseline_metrics=metrics,
     )

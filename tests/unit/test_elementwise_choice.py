@@ -12,6 +12,7 @@ from conftest import TINY, tiny_transformer
 
 from magicdec.cli import flags as cli
 from magicdec.config.choice import INTERPRETED
+from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection
 from magicdec.config.resolve import resolve
@@ -147,4 +148,25 @@ def test_native_steps_that_cannot_be_are_refused() -> None:
     ranks = replace(FAST, world_size=2, local_world_size=2, has_shared_memory=True)
     assert resolve(config, ranks).model.native_steps_choice.why == "auto: off, --collectives gloo"
     layers = resolve(RunConfig(), FAST, layer_obstacles=("layer norms", None)).model
-    assert layers.native_steps_choice.why == "auto: off, layer norms"
+    assert layers.native_steps_choice.why == "auto: off, the model has layer norms"
+
+
+def test_layers_that_keep_a_model_from_native_steps_are_announced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the parts of a step keep from it is not: `--linear torch` is the user's own choice."""
+    asked = RunConfig(draft=DraftSection("demo-draft"))
+    obstacles = ("layer norms", "learned positions")
+    config = resolve(asked, FAST, layer_obstacles=obstacles)
+    for rank in (0, 1):
+        cli.announce_backend(config, Launch(rank, 2, rank, 2))
+    assert capsys.readouterr().err == (
+        "--native_steps auto: off, the model has layer norms\n"
+        "draft: --native_steps auto: off, the model has learned positions\n"
+    )
+    for model in (ModelSection(linear="torch"), ModelSection(native_steps="off"), ModelSection()):
+        layers = (None, None) if model == ModelSection() else obstacles
+        cli.announce_backend(
+            resolve(replace(asked, model=model), FAST, layer_obstacles=layers), Launch(0, 1, 0, 1)
+        )
+    assert capsys.readouterr().err == ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -40,9 +41,7 @@ DESCRIPTION = (
 def main() -> NoReturn:
     """`magicdec advise`"""
     try:
-        if is_launched():
-            raise ValueError("advise runs on one rank; start it without torchrun")
-        args = build_parser().parse_args(sys.argv[1:])
+        args = read(sys.argv[1:])
         configs = make_configs(args)
         check_writable("--out", args.out)
         check_writable("--machine", args.machine)
@@ -54,6 +53,16 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     sys.exit(0 if all(record.passed for record in records.values()) else 1)
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags. Raises ValueError for an unknown one and for several ranks: the machine is probed,
+    and the runs are made, on one."""
+    if is_launched():
+        raise ValueError("advise runs on one rank; start it without torchrun")
+    if any(word.partition("=")[0] == "--nproc" for word in argv):
+        raise ValueError("advise runs on one rank; leave --nproc out")
+    return build_parser().read(argv)[0]
 
 
 def build_parser() -> Parser:
