@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
+from magicdec.executor.executor import Executor
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
+from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.view import FULL, KVView, Visible, make_view
@@ -30,91 +31,9 @@ Watch = Callable[[int, Tensor], None]
 [B, G, blocks], as `AttentionBackend.run_with_weights` returns them."""
 
 
-@dataclass
-class ForwardCounts:
-    """The number of forwards so far and what they read, for the model of this rank. The roofline is
-    computed from these counts."""
-
-    num_forwards: int = 0
-    num_tokens: int = 0
-    kv_tokens_read: int = 0  # visible keys including new ones, summed over rows and forwards
-    kv_bytes_read: int = 0  # bytes of these keys and their values
-    draft_kv_tokens_read: int = 0  # the part of `kv_tokens_read` that draft forwards read
-    draft_rows: int = 0  # rows of draft forwards, summed over forwards
-    # int64 [4]: counted on the device and not yet added to the last four counts.
-    on_device: Tensor | None = field(default=None, compare=False)
-
-    def add_read(self, tokens: Tensor, per_token: Tensor) -> None:
-        """Count the keys that were read. `tokens` is their number, a tensor on the device;
-        `per_token` is (1, bytes of a token, 1 in a draft forward, 0)."""
-        assert self.on_device is not None, "only the counts of a runner can be added to"
-        self.on_device.addcmul_(tokens, per_token)
-
-    def add_draft_rows(self, rows: BatchRows) -> None:
-        if not rows.is_captured:
-            self.draft_rows += len(rows)
-        elif self.on_device is not None:
-            self.on_device[3].add_(rows.active.sum())
-
-    def copy(self) -> ForwardCounts:
-        """A copy of the current counts. Waits for the device."""
-        if self.on_device is not None:
-            tokens, num_bytes, draft_tokens, draft_rows = self.on_device.tolist()
-            self.kv_tokens_read += tokens
-            self.kv_bytes_read += num_bytes
-            self.draft_kv_tokens_read += draft_tokens
-            self.draft_rows += draft_rows
-            self.on_device.zero_()
-        return replace(self, on_device=None)
-
-    def go_back(self, other: ForwardCounts) -> None:
-        """Set the counts back to an earlier copy."""
-        self.copy()  # sets the counts on the device to 0
-        vars(self).update(vars(other) | {"on_device": self.on_device})
-
-    def minus(self, other: ForwardCounts) -> ForwardCounts:
-        """The difference between the current counts and an earlier copy."""
-        self.copy()
-        return ForwardCounts(
-            self.num_forwards - other.num_forwards,
-            self.num_tokens - other.num_tokens,
-            self.kv_tokens_read - other.kv_tokens_read,
-            self.kv_bytes_read - other.kv_bytes_read,
-            self.draft_kv_tokens_read - other.draft_kv_tokens_read,
-            self.draft_rows - other.draft_rows,
-        )
-
-
 QueryWatch = Callable[[int, Tensor], None]
 """A function that is called for each layer with its queries [B, T, H, D] after RoPE, before the
 layer computes attention."""
-
-
-class ForwardExecutor(Protocol):
-    """Computes whole forwards of a model, without `model` and `backend` (`executor.Executor`). Both
-    functions append to the cache of the view and return the number of keys that one head saw,
-    summed over rows and forwards. `offsets` are those of `ModelRunner`."""
-
-    most_tokens: int
-    """The largest number of new tokens of a row."""
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        view: KVView,
-        offsets: Tensor | None,
-        last_only: bool,
-        watch: Watch | None,
-        watch_queries: QueryWatch | None,
-    ) -> tuple[Tensor, int]:
-        """As `ModelRunner.forward`: the logits, and the keys."""
-        ...
-
-    def draft(
-        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int
-    ) -> tuple[Tensor, int]:
-        """As `ModelRunner.draft`: the draft tokens, and the keys."""
-        ...
 
 
 @dataclass
@@ -135,7 +54,7 @@ class ModelRunner:
     max_tokens: int
     policy: Visible = FULL  # which tokens a forward sees by default
     kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
-    executor: ForwardExecutor | None = None  # computes forwards of few tokens, if the model has one
+    executor: Executor | None = None  # computes forwards of few tokens, if the model has one
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
@@ -282,14 +201,19 @@ class ModelRunner:
             counts.draft_rows += num_forwards * len(rows)
 
     def _count(self, view: KVView, rows: BatchRows, is_draft: bool) -> None:
-        self.counts.num_forwards += 1
-        self.counts.num_tokens += view.num_new * len(rows)
-        keys = view.count_keys()
+        """Count what the layers have read, which in a captured forward only the device knows."""
+        counts, keys = self.counts, view.count_keys()
+        assert counts.on_device is not None
+        counts.num_forwards += 1
+        counts.num_tokens += view.num_new * len(rows)
         if rows.is_captured:
             keys = keys * rows.active
-        self.counts.add_read(keys.sum(), self._per_draft_token if is_draft else self._per_token)
-        if is_draft:
-            self.counts.add_draft_rows(rows)
+        per_token = self._per_draft_token if is_draft else self._per_token
+        counts.on_device.addcmul_(keys.sum(), per_token)
+        if is_draft and rows.is_captured:
+            counts.on_device[3].add_(rows.active.sum())
+        elif is_draft:
+            counts.draft_rows += len(rows)
 
     @torch.inference_mode()
     def rerun_tail(

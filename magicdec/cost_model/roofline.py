@@ -6,10 +6,10 @@ cache's capacity. Must not know of clocks.
 
 from __future__ import annotations
 
+from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.linear.int8 import PackedInt8Linear
 from magicdec.model.linear.packed import PackedLinear, padding_bytes
 from magicdec.model.transformer import Transformer
-from magicdec.runner import ForwardCounts
 
 TABLES = ("embedding.", "position_embedding.")  # a forward reads only a few of their rows
 

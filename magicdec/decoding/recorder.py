@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from magicdec.runner import ForwardCounts
+from magicdec.kv.forward_counts import ForwardCounts
 
 Work = Callable[[], Tensor]
 

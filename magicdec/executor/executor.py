@@ -73,13 +73,15 @@ def library(head_size: int) -> ctypes.CDLL:
 
 
 class Executor:
-    """Runs `model`, whose weights are packed, with native attention over any cache of its shape. A
-    `runner.ForwardExecutor`."""
+    """Runs `model`, whose weights are packed, with native attention over any cache of its shape.
+    `keys_read` is the number of keys that the kernels have read so far, counted by the kernels:
+    summed over forwards, layers, rows and KV heads of this rank."""
 
-    most_tokens = PREFILL_FROM - 1  # longer chunks are computed layer by layer
+    most_tokens = PREFILL_FROM - 1  # a row with more new tokens is computed layer by layer
 
     def __init__(self, model: Transformer, group: Group) -> None:
         self.model, self.config = model, model.config
+        self.keys_read = 0
         blocks = [block for block in model.blocks if isinstance(block, Block)]
         attention = blocks[0].attention
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
@@ -169,6 +171,7 @@ class Executor:
         failed = self.library.magicdec_forward(
             STORAGE.index(cache.k.dtype), self._describe_model(), _describe_cache(view), peers, call
         )
+        self.keys_read += call.keys_read
         if exchange is not None:
             exchange.turn = peers.turn
         if failed == INTERRUPTED:

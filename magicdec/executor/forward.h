@@ -58,7 +58,7 @@ struct Call {
     int64_t num_blocks;
     void* queries;      // S [layers, B, T, H, D] after RoPE, or null
     int64_t keys_seen;  // out: visible keys of a head, summed over rows and forwards
-    int64_t keys_read;  // out: keys that the kernels read in one layer, summed over KV heads
+    int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
 };
 
 enum { DONE, INTERRUPTED, UNKNOWN_TOKEN };

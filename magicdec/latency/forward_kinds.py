@@ -17,10 +17,11 @@ from magicdec.decoding.recorder import Eager, Recorder, Work, record
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows
+from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.latency.grid import Grid
 from magicdec.latency.rows import Cell
 from magicdec.request import Batch
-from magicdec.runner import ForwardCounts, ModelRunner
+from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import greedy_tokens
 

@@ -32,8 +32,9 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.drafting.draft_length import DraftLength
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
+from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.request import Request
-from magicdec.runner import ForwardCounts, ModelRunner
+from magicdec.runner import ModelRunner
 
 PAIRS = sorted(served_pairs(), key=str)
 PROMPTS = [90, 1, 40, 150]

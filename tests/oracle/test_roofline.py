@@ -6,17 +6,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, decode, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    decode,
+    make_requests,
+    make_runner,
+    pack,
+    random_prompts,
+    tiny_transformer,
+)
 
-from magicdec.attention.native import NativeBackend, kernel
+from magicdec.attention.native import NativeBackend, has_bfloat16_path, kernel
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
+from magicdec.executor.executor import Executor
 
 LENGTHS = [5, 70, 1, 33]
 
 
+@pytest.mark.parametrize("native_steps", [False, True], ids=["layers", "native_steps"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("strategy", "kv"),
@@ -31,17 +41,26 @@ LENGTHS = [5, 70, 1, 33]
     ids=str,
 )
 def test_kv_bytes_are_what_the_kernel_counts(
-    strategy: str, kv: KVSection, dtype: torch.dtype
+    strategy: str, kv: KVSection, dtype: torch.dtype, native_steps: bool
 ) -> None:
     """Decoding, drafting with a budget and verification, with rows of unequal length."""
     config = replace(TINY, num_kv_heads=3)
     model = tiny_transformer(config, dtype=dtype)
     runner = make_runner(model, len(LENGTHS), 120, NativeBackend())
+    if native_steps:
+        if dtype == torch.bfloat16 and not has_bfloat16_path():
+            pytest.skip("this CPU has no bfloat16 dot products, which packed layers need")
+        runner.executor = Executor(pack(model), runner.group)
+
+    def keys_read() -> int:
+        by_layer = kernel(config.head_dim).magicdec_keys_read()
+        return int(by_layer) + (runner.executor.keys_read if runner.executor else 0)
+
     engine = Engine(runner, 16)
     engine.prefill(make_requests(random_prompts(LENGTHS, config.vocab_size), 20))
-    counts, keys = runner.counts.copy(), kernel(config.head_dim).magicdec_keys_read()
+    counts, keys = runner.counts.copy(), keys_read()
     decode(engine, strategy, Setup(runner, DecodingSection(strategy, "self", 3), kv))
-    keys = kernel(config.head_dim).magicdec_keys_read() - keys
+    keys = keys_read() - keys
     used = runner.counts.minus(counts)
     bytes_counted = keys * 2 * config.head_dim * dtype.itemsize  # a key and its value, of one head
     assert bytes_counted == used.kv_tokens_read * kv_bytes_per_token(model) > 0

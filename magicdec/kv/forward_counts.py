@@ -1,0 +1,54 @@
+"""ForwardCounts: what the forwards of a model have read so far.
+
+Owns the counts that the roofline is computed from, on the host and on the device. Must not know how
+a forward is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+
+@dataclass
+class ForwardCounts:
+    """The number of forwards so far and what they read, for the model of this rank. The roofline is
+    computed from these counts."""
+
+    num_forwards: int = 0
+    num_tokens: int = 0
+    kv_tokens_read: int = 0  # visible keys including new ones, summed over rows and forwards
+    kv_bytes_read: int = 0  # bytes of these keys and their values
+    draft_kv_tokens_read: int = 0  # the part of `kv_tokens_read` that draft forwards read
+    draft_rows: int = 0  # rows of draft forwards, summed over forwards
+    # int64 [4]: counted on the device and not yet added to the last four counts.
+    on_device: Tensor | None = field(default=None, compare=False)
+
+    def copy(self) -> ForwardCounts:
+        """A copy of the current counts. Waits for the device."""
+        if self.on_device is not None:
+            tokens, num_bytes, draft_tokens, draft_rows = self.on_device.tolist()
+            self.kv_tokens_read += tokens
+            self.kv_bytes_read += num_bytes
+            self.draft_kv_tokens_read += draft_tokens
+            self.draft_rows += draft_rows
+            self.on_device.zero_()
+        return replace(self, on_device=None)
+
+    def go_back(self, other: ForwardCounts) -> None:
+        """Set the counts back to an earlier copy."""
+        self.copy()  # sets the counts on the device to 0
+        vars(self).update(vars(other) | {"on_device": self.on_device})
+
+    def minus(self, other: ForwardCounts) -> ForwardCounts:
+        """The difference between the current counts and an earlier copy."""
+        self.copy()
+        return ForwardCounts(
+            self.num_forwards - other.num_forwards,
+            self.num_tokens - other.num_tokens,
+            self.kv_tokens_read - other.kv_tokens_read,
+            self.kv_bytes_read - other.kv_bytes_read,
+            self.draft_kv_tokens_read - other.draft_kv_tokens_read,
+            self.draft_rows - other.draft_rows,
+        )
