@@ -12,6 +12,7 @@ from typing import NoReturn
 from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.flags import main
 from magicdec.distributed.groups import read_launch
+from magicdec.distributed.ranks import end_with_launcher
 from magicdec.names import load_named
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
@@ -102,6 +103,7 @@ KNOWN = COMMANDS | OLD_SPELLINGS
 
 def start(name: str) -> None:
     """Run that command with the arguments in `sys.argv`."""
+    end_with_launcher()
     functions = {command: function for command, (_, function) in KNOWN.items()}
     load_named(functions, name)()
 

@@ -1,5 +1,5 @@
-"""Starts the ranks of a command on this host, as torchrun does, and tells whoever started this rank
-why it refused.
+"""Starts the ranks of a command on this host, as torchrun does, ends a rank whose launcher has
+ended, and tells whoever started this rank why it refused.
 
 Owns what passes between a rank and its launcher beside the ranks' numbers (`groups.read_launch`).
 Must not know any command. Imports torch only to start ranks.
@@ -7,8 +7,10 @@ Must not know any command. Imports torch only to start ranks.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ from magicdec.distributed.groups import Launch
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects the error of a rank
 NOT_AVAILABLE = "<N/A>"  # torchrun's word for a rank that wrote no such file
 INTERRUPTED = 130
+LAUNCHER = "MAGICDEC_LAUNCHER"  # the process that started this rank with `start_ranks`
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def is_launched() -> bool:
@@ -68,6 +72,7 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ[LAUNCHER] = str(os.getpid())
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a rank then sets its threads
     config = LaunchConfig(
@@ -85,3 +90,16 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     except (KeyboardInterrupt, SignalException):
         return INTERRUPTED
     return 0
+
+
+def end_with_launcher() -> None:
+    """If `start_ranks` started this rank, end it when its launcher ends without a word, as on
+    SIGKILL. Each rank has a session of its own, so that it would run on without it."""
+    launcher = int(os.environ.get(LAUNCHER, 0))
+    if launcher == 0 or not is_launched():
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(SET_DEATH_SIGNAL, signal.SIGTERM) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != launcher:  # it ended before that
+        sys.exit(128 + signal.SIGTERM)

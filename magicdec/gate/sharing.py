@@ -27,9 +27,7 @@ def run_cases(cases: Sequence[Case]) -> Iterator[tuple[int, RunRecord | str]]:
         except ValueError as error:
             yield number, str(error)
         else:
-            draft = found.config.draft
-            key = prefill_key(found.config), None if draft is None else draft.rank_group
-            prepared.setdefault(repr(key), []).append((number, found))
+            prepared.setdefault(repr(prefill_key(found.config)), []).append((number, found))
     for group in prepared.values():
         yield from run_group(group)
 
@@ -38,12 +36,13 @@ def run_group(group: Sequence[tuple[int, Prepared]]) -> Iterator[tuple[int, RunR
     """The same for cases that share their prompts."""
     progress = make_progress(False)
     room = Room.of([prepared.config for _, prepared in group], is_kept=True)
-    with session_of(group[0][1]) as session:
-        resident = Resident(session.device, progress)
-        for number, prepared in group:
+    resident: Resident | None = None
+    for number, prepared in group:
+        with session_of(prepared) as session:
+            resident = resident or Resident(session.device, progress)
             resident.models.drop_others(group[0][1].source, prepared.draft_source)
             try:
                 yield number, execute_in(session, prepared, progress, resident, room).record
             except (RuntimeError, AssertionError, ValueError, OSError) as error:
                 yield number, f"{type(error).__name__}: {error}"
-                resident = Resident(session.device, progress)
+                resident = None

@@ -1,8 +1,9 @@
 """Reads records: every line becomes a `RunRecord`, or an error that names the file and the line.
 Imports no torch.
 
-Unknown keys are ignored, because older versions wrote keys that no longer exist. Keys that older
-records lack (`is_later`) are read as null.
+The parser of a type is made once, because a report reads thousands of records. Unknown keys are
+ignored, because older versions wrote keys that no longer exist. Keys that older records lack
+(`is_later`) are read as null.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import chain
@@ -29,6 +30,10 @@ CONFIG_KEYS = {
     "decoding": ("strategy", "drafter", "num_draft_tokens", "ignore_eos"),
     "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
 }
+
+Parse = Callable[[Any, str], Any]
+"""Takes a value and its place in the record, and returns the parsed value. Raises ValueError,
+naming the place, if the value has another type."""
 
 # The types that a plain value of JSON may have, by the type of its field.
 PLAIN: dict[Any, frozenset[type]] = {
@@ -135,57 +140,91 @@ def _parse_fields(kind: type, raw: Any, path: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path.rstrip('.')} is not an object")
     values = {}
-    for key, hint, description in described_fields(kind):
-        if key not in raw and not description.is_later:
+    for key, parse, can_be_null, is_later in _fields_of(kind):
+        if key not in raw and not is_later:
             raise ValueError(f"it has no {path}{key}")
         value = raw.get(key)
-        if value is not None or description.null is None:
-            value = _parse(hint, value, path + key)
+        if value is not None or not can_be_null:
+            value = parse(value, path + key)
         values[key] = value
     return values
 
 
-def _parse(hint: Any, raw: Any, path: str) -> Any:
-    """Parse a value of that type: a dataclass, a list, a dictionary or a plain value."""
-    if hint in PLAIN or hint is Any:
-        if hint is Any or type(raw) in PLAIN[hint]:
-            return raw
-    elif is_dataclass(hint):
+@cache
+def _fields_of(kind: type) -> list[tuple[str, Parse, bool, bool]]:
+    """(key, parser, whether it can be null, whether older records lack it) of each field."""
+    return [
+        (key, _parser_of(hint), description.null is not None, description.is_later)
+        for key, hint, description in described_fields(kind)
+    ]
+
+
+@cache
+def _parser_of(hint: Any) -> Parse:
+    """The parser of a type: a plain value, a dataclass, a list or a dictionary."""
+    if hint is Any:
+        return lambda raw, path: raw
+    if hint in PLAIN:
+        return _plain_parser(PLAIN[hint])
+    if is_dataclass(hint):
         assert isinstance(hint, type)
-        return hint(**_parse_fields(hint, raw, f"{path}."))
-    else:
-        origin, inner = typing.get_origin(hint), typing.get_args(hint)
-        if origin is list and isinstance(raw, list):
-            if _is_plain(hint, raw):
-                return raw
-            return [_parse(inner[0], value, f"{path}[{i}]") for i, value in enumerate(raw)]
-        if origin is dict and isinstance(raw, dict):
-            if inner[1] is Any:
-                return raw
-            return {key: _parse(inner[1], value, f"{path}.{key}") for key, value in raw.items()}
-    raise ValueError(f"{path} has another type")
+        return lambda raw, path: hint(**_parse_fields(hint, raw, f"{path}."))
+    if typing.get_origin(hint) is list:
+        return _list_parser(hint)
+    assert typing.get_origin(hint) is dict, f"no field of a record has the type {hint}"
+    return _dict_parser(typing.get_args(hint)[1])
 
 
-def _is_plain(hint: Any, raw: list[Any]) -> bool:
-    """Whether `raw` is what a type of nested lists of plain values asks for. It checks each level
-    of the lists at once, because samples hold most of a record's numbers."""
-    level: list[Any] = [raw]
-    for _ in range(_depth(hint)):
+def _plain_parser(kinds: frozenset[type]) -> Parse:
+    def parse(raw: Any, path: str) -> Any:
+        if type(raw) not in kinds:
+            raise _has_another_type(path)
+        return raw
+
+    return parse
+
+
+def _dict_parser(hint: Any) -> Parse:
+    parse_value = _parser_of(hint)
+
+    def parse(raw: Any, path: str) -> Any:
+        if not isinstance(raw, dict):
+            raise _has_another_type(path)
+        return {key: parse_value(value, f"{path}.{key}") for key, value in raw.items()}
+
+    return parse
+
+
+def _list_parser(hint: Any) -> Parse:
+    """Samples hold most of a record's numbers, in nested lists. Each level of them is checked at
+    once; only a list that holds something else is walked, to name the place."""
+    depth, innermost = 0, hint
+    while typing.get_origin(innermost) is list:
+        depth, (innermost,) = depth + 1, typing.get_args(innermost)
+    kinds, parse_item = PLAIN.get(innermost), _parser_of(typing.get_args(hint)[0])
+
+    def parse(raw: Any, path: str) -> Any:
+        if not isinstance(raw, list):
+            raise _has_another_type(path)
+        if kinds is not None and _is_plain(raw, depth, kinds):
+            return raw
+        return [parse_item(value, f"{path}[{i}]") for i, value in enumerate(raw)]
+
+    return parse
+
+
+def _is_plain(raw: list[Any], depth: int, kinds: frozenset[type]) -> bool:
+    """Whether `raw` holds lists in `depth` - 1 levels, and below them values of these types."""
+    level = raw
+    for _ in range(depth - 1):
         if not LIST.issuperset(map(type, level)):
             return False
         level = list(chain.from_iterable(level))
-    return PLAIN.get(_innermost(hint), frozenset()).issuperset(map(type, level))
+    return kinds.issuperset(map(type, level))
 
 
-@cache
-def _depth(hint: Any) -> int:
-    """The number of lists around the innermost type."""
-    return 1 + _depth(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else 0
-
-
-@cache
-def _innermost(hint: Any) -> Any:
-    return _innermost(typing.get_args(hint)[0]) if typing.get_origin(hint) is list else hint
+def _has_another_type(path: str) -> ValueError:
+    return ValueError(f"{path} has another type")
 
 
 def _finite(text: str) -> float:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,6 +144,40 @@ def test_an_error_is_left_to_the_launcher(tmp_path: Path, monkeypatch: pytest.Mo
     assert written["message"] == "a line" and int(written["extraInfo"]["timestamp"]) > 0
     monkeypatch.setenv(ranks.ERROR_FILE, str(tmp_path / "none" / "error.json"))
     assert not ranks.report_error("a line")
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_rank_ends_with_its_launcher(is_early: bool) -> None:
+    """Also if the launcher is killed, before or after the rank has asked for that."""
+    rank = """
+import os, sys, time
+from magicdec.distributed.ranks import end_with_launcher
+if sys.argv[1] == "early":
+    print("started", os.getpid(), flush=True)
+    while os.getppid() == int(os.environ["MAGICDEC_LAUNCHER"]):
+        time.sleep(0.01)
+end_with_launcher()
+print("running", os.getpid(), flush=True)
+time.sleep(600)
+"""
+    launcher = """
+import os, subprocess, sys, time
+env = {**os.environ, "MAGICDEC_LAUNCHER": str(os.getpid()), "WORLD_SIZE": "2"}
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=env, start_new_session=True)
+time.sleep(600)
+"""
+    words = [sys.executable, "-c", launcher, rank, "early" if is_early else "late"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        said, pid = process.stdout.readline().split()
+        assert said == ("started" if is_early else "running")
+        process.kill()
+        hung = threading.Timer(HANG, os.kill, (int(pid), signal.SIGKILL))
+        hung.start()
+        assert process.stdout.read() == "", "its output is closed when the rank has ended"
+        assert hung.is_alive(), "the rank ran on"
+        hung.cancel()
 
 
 SMALL = ("--B", 1, "--prefix_len", 64, "--gen_len", 4, "--num_batches", 1, "--threads", 1)

@@ -29,7 +29,7 @@ def test_the_committed_file_has_the_standard_cases() -> None:
         assert ours.kv.budget == config.kv.budget or ours.kv.policy == "full"
         for name in ("drafter", "num_draft_tokens", "ignore_eos", "strategy"):
             assert getattr(ours.decoding, name) == getattr(config.decoding, name)
-        for name in ("dataset", "prefix_len", "gen_len"):
+        for name in ("dataset", "prefix_len", "gen_len", "batch_size", "num_batches"):
             assert getattr(ours.workload, name) == getattr(config.workload, name)
     assert [b.margin for b in BASELINES] == [margin_of(config) for config in configs]
 
