@@ -1,19 +1,28 @@
-"""Engine: repeats schedule, step and commit until no request is left.
+"""Engine: repeats schedule, execute and commit until no request is left.
 
 Owns this loop. Must not know how a strategy decodes or what is measured: the strategy is an
 argument, and the time is read around each step.
+
+A batch that is prefilled at once and decoded to its end (`prefill`, `begin`, `decode`) and requests
+that join a running batch (`serve`) are steps of the same kind. In the first case rows keep their
+memory until the next batch, so that another strategy can decode the same prompts.
 """
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from magicdec.decoding.strategy import DecodingStrategy
+from magicdec.hardware.clock import Clock, RealClock
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
-from magicdec.scheduler import Scheduler
+from magicdec.scheduling.orders import fcfs
+from magicdec.scheduling.plan import Limits, Part, Plan
+from magicdec.scheduling.scheduler import Order, Scheduler
+from magicdec.scheduling.sharing import PlanSharing
 
 Observer = Callable[[StepOutput, float], None]
 """A function that is called after every decode step, with the tokens that it appended to the
@@ -21,46 +30,139 @@ requests and its time in seconds."""
 
 
 class Engine:
-    def __init__(self, runner: ModelRunner, prefill_chunk: int) -> None:
+    """With `limits`, requests may join a running batch, and a row is free again when its request
+    has ended."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prefill_chunk: int,
+        limits: Limits | None = None,
+        order: Order = fcfs,
+        clock: Clock | None = None,
+    ) -> None:
         self.runner, self.prefill_chunk = runner, prefill_chunk
-        self.scheduler = Scheduler(runner.num_rows)
+        self.is_in_flight, self.clock = limits is not None, clock or RealClock()
+        self.scheduler = Scheduler(runner.num_rows, limits or Limits(), order)
+        self.requests: list[Request] = []  # of the batch that was prefilled last
 
     def prefill(
         self, requests: Sequence[Request], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
         """Admit `requests`, prefill their prompts and emit their first tokens. Returns the state to
         which `rewind` can go back."""
+        assert len(requests) <= self.runner.num_rows and not self.scheduler.running
         for row in range(self.runner.num_rows):
             self.runner.cache.release(row)
-        self.scheduler.add(requests, time.perf_counter())
-        while (batch := self.scheduler.schedule()) is not None and batch.is_prefill:
-            output = prefill(self.runner, batch, self.prefill_chunk, progress)
-            self.scheduler.commit(batch, output, time.perf_counter())
-        return [request.snapshot() for request in self.scheduler.requests]
+        self.requests = list(requests)
+        now = self.clock.now()
+        self.scheduler.add(requests, now)
+        if (plan := self.scheduler.schedule(now)) is not None:
+            self._reserve(plan)
+            self._prefill(plan.parts, progress)
+        return [request.snapshot() for request in self.requests]
 
     def begin(self, strategy: DecodingStrategy) -> None:
         """Let `strategy` prepare for the requests that were just prefilled."""
         running = tuple(self.scheduler.running)
         if running:
-            strategy.admit(Batch(running, is_prefill=False))
+            strategy.admit(Batch(running))
 
     def decode(
         self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
     ) -> list[Request]:
         """Run `strategy`, after `begin`, until every request has ended. Returns the requests."""
-        while (batch := self.scheduler.schedule()) is not None:
-            started = time.perf_counter()
-            output = strategy.step(batch)
-            now = time.perf_counter()
-            observe(self.scheduler.commit(batch, output, now), now - started)
-            ended = [r.row for r in batch.requests if r.status is Status.FINISHED]
-            if ended:
-                strategy.release([row for row in ended if row is not None])
-        return self.scheduler.requests
+        while (plan := self.scheduler.schedule(self.clock.now())) is not None:
+            self.execute(plan, strategy, observe)
+        return self.requests
+
+    def serve(
+        self,
+        strategy: DecodingStrategy,
+        requests: Sequence[Request],
+        observe: Observer = lambda o, s: None,
+    ) -> None:
+        """Serve `requests`, each from its `arrived_s` on, until all have ended. A request that may
+        not wait yet, because too many do, is submitted later. Raises ValueError, before the first
+        step, if one of them can never be served. On several ranks, all must have the same
+        requests; the clock of the first rank counts."""
+        for request in requests:
+            self.scheduler.limits.check(request)
+        coming = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
+        sharing = PlanSharing(self.runner.group, self.runner.device, self.scheduler, requests)
+        while (plan := sharing.next(lambda: self._next(coming))) is not None:
+            self.execute(plan, strategy, observe)
+            self.clock.after_step()
+
+    def execute(
+        self, plan: Plan, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
+    ) -> None:
+        """One step."""
+        if plan.preempted or plan.cancelled:
+            self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
+        if plan.admitted or plan.reserved:
+            self._reserve(plan)
+        if plan.decoding is not None:
+            self._decode(plan.decoding, strategy, observe)
+        if plan.parts:
+            new = self._prefill(plan.parts)
+            ready = tuple(r for r in new if r.status is Status.RUNNING)
+            self._free([r.row for r in new if r.status is Status.FINISHED], strategy)
+            if ready:
+                strategy.admit(Batch(ready))
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
         """Go back to the state just after prefill, so that another strategy can decode the same
         prompts without a second prefill."""
-        self.scheduler.rewind(snapshots)
+        self.requests = [snapshot.snapshot() for snapshot in snapshots]
+        self.scheduler.rewind(self.requests)
         rows = [r.row for r in snapshots if r.row is not None]
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
+
+    def _next(self, coming: deque[Request]) -> Plan | None:
+        """The next step, after a wait for the next request if there is nothing to do now."""
+        while True:
+            now = self.clock.now()
+            while coming and coming[0].arrived_s <= now and self.scheduler.has_room:
+                request = coming.popleft()
+                self.scheduler.add([request], request.arrived_s)
+            plan = self.scheduler.schedule(now)
+            if plan is not None or not coming:
+                return plan
+            self.clock.wait_until(coming[0].arrived_s)
+
+    def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
+        started = self.clock.now()
+        output = strategy.step(batch)
+        now = self.clock.now()
+        observe(self.scheduler.commit(batch, output, now), now - started)
+        ended = [r.row for r in batch.requests if r.status is Status.FINISHED]
+        if ended:
+            self._free(ended, strategy)
+
+    def _prefill(
+        self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None
+    ) -> list[Request]:
+        """Prefill `parts`. Returns the requests whose texts are complete now."""
+        complete = [part.request for part in parts if part.is_last]
+        output = prefill(self.runner, parts, self.prefill_chunk, progress)
+        if self.is_in_flight:  # whose tokens are known when the step has ended
+            output = replace(output, emitted_s=None)
+        self.scheduler.commit(Batch(tuple(complete)), output, self.clock.now())
+        return complete
+
+    def _reserve(self, plan: Plan) -> None:
+        """Give rows the blocks that they need for a step. Without a limit of blocks, a row gets all
+        that it can need at once."""
+        if self.scheduler.limits.num_blocks is None:
+            for _, row in plan.admitted:
+                self.runner.allocate(row)
+        for row, num_tokens in plan.reserved:
+            self.runner.cache.allocate(row, num_tokens)
+
+    def _free(self, rows: Sequence[int | None], strategy: DecodingStrategy) -> None:
+        known = [row for row in rows if row is not None]
+        strategy.release(known)
+        if self.is_in_flight:
+            for row in known:
+                self.runner.cache.release(row)

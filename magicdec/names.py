@@ -42,6 +42,11 @@ DRAFTERS = {
     "model": "magicdec.drafting.model_drafter:ModelDrafter",
     "ngram": "magicdec.drafting.ngram:NgramDrafter",
 }
+ADMISSION_ORDERS = {
+    "fcfs": "magicdec.scheduling.orders:fcfs",
+    "shortest_remaining": "magicdec.scheduling.orders:shortest_remaining",
+    "priority": "magicdec.scheduling.orders:priority",
+}
 # What computes norms, rotation and gates.
 ELEMENTWISE = {
     "torch": "magicdec.model.elementwise.operators:Elementwise",

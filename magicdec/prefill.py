@@ -1,51 +1,71 @@
-"""Prefill: the prompts of a batch are taken into the cache, in chunks, and each request gets its
-first token.
+"""Prefill: parts of texts are taken into the cache, in chunks, and each request whose prompt is
+complete gets its first token.
 
 Owns the order of the chunks and the time stamps of first tokens. Keeps the newest queries of each
-prompt if the runner has a place for them. Must not know how tokens are
-decoded afterwards.
+text if the runner has a place for them. Must not know how tokens are decoded afterwards, nor who
+gave the rows their memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, upload
-from magicdec.request import Batch, StepOutput
+from magicdec.request import StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import next_tokens
+from magicdec.scheduling.plan import Part
 
 
 def prefill(
-    runner: ModelRunner, batch: Batch, chunk: int, progress: Callable[[int], None] = lambda n: None
+    runner: ModelRunner,
+    parts: Sequence[Part],
+    chunk: int,
+    progress: Callable[[int], None] = lambda n: None,
 ) -> StepOutput:
-    """Take the prompts of `batch` into the cache, one after the other, and emit each request's
-    first token. The host reads nothing before the last chunk of the last prompt was started.
+    """Take `parts` into the cache, one after the other. Returns the first token of each request
+    whose text is complete with its part, in order; none for a request that has emitted tokens
+    before. The host reads nothing before the last chunk was started.
 
-    `progress` is called with the number of prompt tokens of each chunk; on CUDA when the chunk was
+    `progress` is called with the number of tokens of each chunk; on CUDA when the chunk was
     started, not when it is done.
     """
-    tokens, stamps = [], TimeStamps(runner.device)
-    for request, row in zip(batch.requests, batch.rows, strict=True):
-        runner.allocate(row)
-        prompt = upload([request.prompt_ids], runner.device)
-        rows = BatchRows.of([row], runner.device)
-        kept, num_left = runner.prompt_queries, len(request.prompt_ids)
-        if kept is not None:
-            kept.begin(row, num_left)
-        for part in prompt.split(chunk, dim=1):
-            num_left -= part.shape[1]
-            watch = None if kept is None else kept.watch(row, num_left)
-            logits = runner.forward(part, rows, last_only=True, watch_queries=watch)
-            progress(part.shape[1])
-        sampling = SamplingMetadata.of([request], runner.model.config.vocab_size, runner.device)
-        tokens.append(next_tokens(runner, logits, sampling)[0])
+    tokens, is_first, stamps = [], [], TimeStamps(runner.device)
+    for part in parts:
+        logits = take(runner, part, chunk, progress)
+        if not part.is_last:
+            continue
+        is_first.append(not part.request.output_ids)
+        if is_first[-1]:
+            vocab_size = runner.model.config.vocab_size
+            sampling = SamplingMetadata.of([part.request], vocab_size, runner.device)
+            tokens.append(next_tokens(runner, logits, sampling)[0])
         stamps.mark()
-    return StepOutput(torch.stack(tokens).tolist(), emitted_s=stamps.seconds())
+    read = iter(torch.stack(tokens).tolist() if tokens else [])
+    return StepOutput([next(read) if one else [] for one in is_first], emitted_s=stamps.seconds())
+
+
+def take(
+    runner: ModelRunner, part: Part, chunk: int, progress: Callable[[int], None] = lambda n: None
+) -> Tensor:
+    """Append the tokens of `part` to its row, which holds those before it. Returns this rank's
+    logits [1, 1, V] of the last one."""
+    text, row, num_left = part.request.cached_ids, part.row, part.request.num_cached - part.start
+    ids = upload([text[part.start : part.stop]], runner.device)
+    rows, kept = BatchRows.of([row], runner.device), runner.prompt_queries
+    if kept is not None and part.start == 0:
+        kept.begin(row, num_left)
+    for tokens in ids.split(chunk, dim=1):
+        num_left -= tokens.shape[1]
+        watch = None if kept is None else kept.watch(row, num_left)
+        logits = runner.forward(tokens, rows, last_only=True, watch_queries=watch)
+        progress(tokens.shape[1])
+    return logits
 
 
 class TimeStamps:

@@ -15,6 +15,7 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Request:
     arrived_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None
+    priority: int = 0  # the higher, the sooner it is admitted, if the order of admission asks
 
     @property
     def last_token(self) -> int:
@@ -85,17 +87,20 @@ class Request:
         is the input of the next forward."""
         return len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
 
+    @property
+    def cached_ids(self) -> tuple[int, ...]:
+        """These tokens: the prompt, and the output without its newest token."""
+        return (*self.prompt_ids, *self.output_ids[:-1]) if self.output_ids else self.prompt_ids
+
     def snapshot(self) -> Request:
         return replace(self, output_ids=list(self.output_ids))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests that a step advances, in row order. `is_prefill` says that their prompts are not
-    in the cache yet."""
+    """The requests that a step advances, in row order."""
 
     requests: tuple[Request, ...]
-    is_prefill: bool
 
     @property
     def rows(self) -> list[int]:

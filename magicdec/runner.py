@@ -55,6 +55,8 @@ class ModelRunner:
     policy: Visible = FULL  # which tokens a forward sees by default
     kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
     executor: Executor | None = None  # computes forwards of few tokens, if the model has one
+    block_tokens: int | None = None  # about the tokens of a block; default: the backend's choice
+    num_blocks: int | None = None  # of the pool; default: as many as all rows can need
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
@@ -96,17 +98,21 @@ class ModelRunner:
         runners share their counts."""
         kv_dtype = kv_dtype or self.kv_dtype
         backend = copy(self.backend)
-        runner = replace(self, backend=backend, max_tokens=max_tokens, kv_dtype=kv_dtype)
+        runner = replace(
+            self, backend=backend, max_tokens=max_tokens, kv_dtype=kv_dtype,
+            block_tokens=None, num_blocks=None,
+        )  # fmt: skip
         runner.counts = self.counts
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         return runner
 
     def storage(self) -> tuple[int, int, int]:
-        """(tokens in a block, blocks of a row, blocks of the pool). Every row can hold `max_tokens`
-        tokens."""
-        block_size = self.backend.block_size(self.max_tokens)
+        """(tokens in a block, blocks of a row, blocks of the pool). A row can hold `max_tokens`
+        tokens; all rows can at one time, unless the pool was given fewer blocks."""
+        block_size = self.backend.block_size(self.block_tokens or self.max_tokens)
         blocks_per_row = -(-self.max_tokens // block_size)
-        return block_size, blocks_per_row, self.num_rows * blocks_per_row
+        num_blocks = self.num_rows * blocks_per_row
+        return block_size, blocks_per_row, self.num_blocks or num_blocks
 
     def allocate(self, row: int) -> None:
         """Allocate `max_tokens` tokens in a row that was released before."""

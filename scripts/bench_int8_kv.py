@@ -41,6 +41,7 @@ from magicdec.kv.pool import CacheShape
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
+from magicdec.scheduling.plan import Part
 from magicdec.setup.loading import kinds_of, load_model, make_backend
 from magicdec.setup.prepare import Prepared, prepare
 
@@ -146,8 +147,11 @@ def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Sample
             Request(first + row, prompts[first + row], SamplingParams(room), row=row)
             for row in range(args.B)
         )
-        batch = Batch(requests, False)
-        for request, tokens in zip(requests, prefill(runner, batch, 512).token_ids, strict=True):
+        batch = Batch(requests)
+        for row in batch.rows:
+            runner.allocate(row)
+        output = prefill(runner, Part.whole(requests), 512)
+        for request, tokens in zip(requests, output.token_ids, strict=True):
             request.output_ids.extend(tokens)
         ways: dict[Way, Speculative] = {}
         for budget, dtype in found:

@@ -17,7 +17,7 @@ from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
-from magicdec.request import Batch, StepOutput
+from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 
 
@@ -29,15 +29,20 @@ class Speculative:
     ) -> None:
         self.runner, self.drafter = runner, drafter
         self.draft_length, self.steps = draft_length, steps
+        self._running: dict[int, Request] = {}  # by row
 
     def admit(self, batch: Batch) -> None:
+        self._running |= zip(batch.rows, batch.requests, strict=True)
+        running = Batch(tuple(self._running[row] for row in sorted(self._running)))
         if self.drafter is not None:
             self.drafter.admit(batch.requests)
-        self.steps.admit(batch, self.draft_length.choices)
-        self.draft_length.begin(batch, self.measure)
+        self.steps.admit(running, self.draft_length.choices)
+        self.draft_length.begin(running, self.measure)
 
     def release(self, rows: Sequence[int]) -> None:
-        self.steps.release(rows)
+        """A row that was never admitted, because its request left before, is passed over."""
+        ended = [row for row in rows if self._running.pop(row, None) is not None]
+        self.steps.release(ended)
 
     def step(self, batch: Batch) -> StepOutput:
         """Every row emits one token, and one more for each draft that it accepts."""
@@ -69,12 +74,12 @@ def speculative(setup: Setup) -> Speculative:
         setup.decoding.drafter, DraftSetup(runner, setup.decoding, setup.kv, setup.draft)
     )
     length = setup.draft_length or make_draft_length(setup.decoding, runner.group, runner.device)
-    steps = Steps(runner, drafter, setup.phase, setup.recorder)
+    steps = Steps(runner, drafter, setup.phase, setup.recorder, setup.is_in_flight)
     return Speculative(runner, drafter, length, steps)
 
 
 def autoregressive(setup: Setup) -> Speculative:
     """One token for each row in each step: the baseline, whose tokens every other strategy must
     reproduce."""
-    steps = Steps(setup.runner, None, setup.phase, setup.recorder)
+    steps = Steps(setup.runner, None, setup.phase, setup.recorder, setup.is_in_flight)
     return Speculative(setup.runner, None, FixedLength(0), steps)

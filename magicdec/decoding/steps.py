@@ -10,6 +10,7 @@ number of draft tokens (`speculative`, `draft_length`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -24,38 +25,53 @@ from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal, judge
 
 ANY_NUMBER = 1 << 30  # of pending tokens: no limit
+MOST_CAPTURED = 16  # sets of rows whose captured steps are kept
+
+Works = dict[tuple[str, int, int], Work]
 
 
 class Steps:
     """Before and after each call, the host knows how many tokens each row has cached.
 
     If steps are captured, rows that have ended stay in the batch until the next batch is admitted.
-    They are still computed, but read nothing of their context.
+    They are still computed, but read nothing of their context. If requests join and leave a running
+    batch (`is_in_flight`), the memory of such a row may be another's already. Steps are then
+    captured for each set of rows, and used again when these rows run again.
     """
 
     def __init__(
-        self, runner: ModelRunner, drafter: Drafter | None, phase: Phase, recorder: Recorder
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        phase: Phase,
+        recorder: Recorder,
+        is_in_flight: bool = False,
     ) -> None:
         self.runner, self.drafter = runner, drafter
-        self.phase, self.recorder = phase, recorder
+        self.phase, self.recorder, self.is_in_flight = phase, recorder, is_in_flight
         self._captures_drafts = drafter is not None and drafter.can_capture
-        self._works: dict[tuple[str, int, int], Work] = {}
+        self._runners: list[ModelRunner] = []
+        self._batch: DeviceBatch
+        self._works: Works = {}
+        self._captured: dict[tuple[int, ...], tuple[DeviceBatch, Works, Proposal]] = {}
 
     @torch.inference_mode()
     def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
-        """Prepare for steps of `batch` with any of these numbers of draft tokens. If steps are
-        captured, all of them are captured now. Each runs once before that, and what it changed is
-        undone."""
+        """Prepare for steps of `batch`, all requests that run now, with any of these numbers of
+        draft tokens. If steps are captured, all of them are captured now. Each runs once before
+        that, and what it changed is undone."""
         draft_kv = None if self.drafter is None else self.drafter.draft_kv
-        self._runners = [self.runner]
+        runners = [self.runner]
         if draft_kv is not None and draft_kv.runner is not self.runner:
-            self._runners.append(draft_kv.runner)
-        self._most, self._works = max(draft_lengths), {}
+            runners.append(draft_kv.runner)
+        if any(a is not b for a, b in zip_longest(runners, self._runners)):
+            self._captured.clear()
+        self._runners, self._most = runners, max(draft_lengths)
         self._vocab_size = max(r.model.config.vocab_size for r in self._runners)
-        self._load(batch)
         if not self.recorder.captures:
+            self._load(batch)
             return
-        self._pending_proposal = self._make_proposal()
+        self._take_captured(batch)
         for count in draft_lengths:
             self._work("verify", count, 0)
             if count and self.drafter is not None and self._captures_drafts:
@@ -63,9 +79,9 @@ class Steps:
                     self._work("draft", count, pending)
 
     def release(self, rows: Sequence[int]) -> None:
-        """The requests in `rows` have ended. Rows of a captured batch keep their memory, because
-        they are computed until the whole batch has ended."""
-        if self.drafter is not None and not self.recorder.captures:
+        """The requests in `rows` have left the batch. Unless others may join it, rows of a captured
+        batch keep their memory, because they are computed until the whole batch has ended."""
+        if self.drafter is not None and (self.is_in_flight or not self.recorder.captures):
             self.drafter.release(rows)
 
     @torch.inference_mode()
@@ -212,6 +228,25 @@ class Steps:
             kept.probabilities.index_copy_(0, self._place_index, proposal.probabilities)
         return count
 
+    def _take_captured(self, batch: Batch) -> None:
+        """Make `batch` the captured batch. Steps that were captured for the same rows are used
+        again if both batches are greedy; else the device batch has other tensors."""
+        rows = tuple(batch.rows)
+        batch_before = self._captured[rows][0] if rows in self._captured else None
+        self._load(batch)
+        if batch_before is not None and (
+            batch_before.sampling.is_greedy and self._batch.sampling.is_greedy
+        ):
+            self._batch, self._works, self._pending_proposal = self._captured[rows]
+            self._batch.load(batch)
+            return
+        self._works, self._pending_proposal = {}, self._make_proposal()
+        if self.is_in_flight:
+            self._captured.pop(rows, None)
+            while len(self._captured) >= MOST_CAPTURED:
+                del self._captured[next(iter(self._captured))]
+            self._captured[rows] = self._batch, self._works, self._pending_proposal
+
     def _load(self, batch: Batch) -> None:
         """Make a new device batch of the requests of `batch`."""
         tail = self._most + 1 if self.recorder.captures else None
@@ -226,6 +261,9 @@ class Steps:
             return
         if not self.recorder.captures:
             self._load(batch)
+            return
+        if self.is_in_flight:
+            self._take_captured(batch)
             return
         place_of = {row: place for place, row in enumerate(self._batch.rows.numbers)}
         self._shown, self._rows = batch.requests, batch.rows

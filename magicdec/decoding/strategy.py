@@ -33,13 +33,15 @@ class Setup:
     draft: DraftModel | None = None
     draft_length: DraftLength | None = None  # default: made from `decoding`
     recorder: Recorder = Eager()  # default: nothing is captured
+    is_in_flight: bool = False  # requests join a running batch, and rows are used again
 
 
 class DecodingStrategy(Protocol):
-    """Each request is admitted, takes part in steps, and is released when it has ended."""
+    """Each request is admitted, takes part in steps, and is released when it has left the batch.
+    Requests may be admitted while others run."""
 
     def admit(self, batch: Batch) -> None:
-        """Prepare for the requests of `batch`, whose prompts were just prefilled. Its time is not
+        """Prepare for the requests of `batch`, whose texts were just prefilled. Its time is not
         part of a step."""
         ...
 
@@ -48,7 +50,7 @@ class DecodingStrategy(Protocol):
         ...
 
     def release(self, rows: Sequence[int]) -> None:
-        """The requests in `rows` have ended."""
+        """The requests in `rows` have ended, or must give their rows back."""
         ...
 
 

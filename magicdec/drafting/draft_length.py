@@ -58,7 +58,8 @@ class DraftLength(Protocol):
         ...
 
     def begin(self, batch: Batch, measure: Measure) -> None:
-        """Prepare for decoding `batch`. The time of this call is not part of any decode step."""
+        """Prepare for decoding `batch`, in which some requests may have been running for a while.
+        The time of this call is not part of any decode step."""
         ...
 
     def forget_times(self) -> None:
@@ -139,14 +140,15 @@ class AutoLength:
         self.choices = range(most + 1)
         self.acceptance = Acceptance(most)
         self.calibration_s = 0.0
-        self._times: dict[tuple[int, int], StepTimes] = {}  # rows, context in powers of sqrt(2)
+        # By the rows in powers of 2, and the context in powers of sqrt(2).
+        self._times: dict[tuple[int, int], StepTimes] = {}
         self._window, self._left, self._rows = 1, 0, 0
         self._first, self._then = 0, 0  # of the window's first step, and of the others
         self._since = {False: 0, True: 0}  # steps since the last one without drafts, and with
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
-        key = rows, round(2 * math.log2(max(longest, 1)))
+        key = math.ceil(math.log2(rows)), round(2 * math.log2(max(longest, 1)))
         if key not in self._times and self.estimate is not None:
             of_all, of_one = (self.estimate(count, longest) for count in (rows, 1))
             self._times[key] = StepTimes(rows, of_all, of_one)
@@ -155,11 +157,12 @@ class AutoLength:
         elif key not in self._times:
             started = time.perf_counter()
             of_all = measure(batch)
-            one = Batch(batch.requests[:1], is_prefill=False)
+            one = Batch(batch.requests[:1])
             self._times[key] = StepTimes(rows, of_all, of_all if rows == 1 else measure(one))
             self.calibration_s += time.perf_counter() - started
         self.times = self._times[key]
-        self.acceptance.forget_rows()
+        # Of a request that begins, nothing is known yet: not what it accepted in another pass.
+        self.acceptance.keep_rows({r.request_id for r in batch.requests if len(r.output_ids) > 1})
         self._left = 0
 
     def forget_times(self) -> None:

@@ -9,7 +9,7 @@ single one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from statistics import NormalDist
 
@@ -28,9 +28,9 @@ class Acceptance:
         self.judged, self.accepted = [0.0] * most, [0.0] * most
         self._rows: dict[int, tuple[float, float]] = {}  # request -> accepted, expected to be
 
-    def forget_rows(self) -> None:
-        """Forget the requests, because other ones follow. The rates of the positions stay."""
-        self._rows.clear()
+    def keep_rows(self, requests: Collection[int]) -> None:
+        """Forget all requests but these. The rates of the positions stay."""
+        self._rows = {r: counts for r, counts in self._rows.items() if r in requests}
 
     def observe(self, requests: Sequence[int], num_drafted: int, accepted: Sequence[int]) -> None:
         rates = self.rates()

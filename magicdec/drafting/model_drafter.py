@@ -20,9 +20,10 @@ from magicdec.drafting.drafter import DraftModel, DraftSetup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.prefill import prefill
-from magicdec.request import Batch, Request
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal
+from magicdec.scheduling.plan import Part
 
 
 class ModelDrafter:
@@ -52,13 +53,15 @@ class ModelDrafter:
         return not self.draft.is_rolling
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Prefill the prompts into the draft's own cache."""
-        runner, batch = self.draft.runner, Batch(tuple(requests), is_prefill=True)
+        """Prefill the texts into the draft's own cache."""
+        runner = self.draft.runner
         if self.draft_kv is None or runner is None:
             return
-        for row in batch.rows:
-            runner.cache.release(row)
-        prefill(runner, batch, self.draft.prefill_chunk)
+        parts = Part.whole(requests)
+        for part in parts:
+            runner.cache.release(part.row)
+            runner.allocate(part.row)
+        prefill(runner, parts, self.draft.prefill_chunk)
         self.draft_kv.admit(requests)
 
     def release(self, rows: Sequence[int]) -> None:
@@ -69,23 +72,54 @@ class ModelDrafter:
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
         """After steps without drafts, the draft's cache lacks any number of tokens. This appends
-        them in chunks, except for those that the first draft forward may take. One forward serves
-        all rows, so a row that lacks fewer tokens than another is rewound and takes some again."""
+        them in chunks, except for those that the first draft forward may take."""
         kv = self.draft_kv
         if kv is None:
             return 1
-        rows = [r.row for r in requests if r.row is not None]
-        known = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
-        held = kv.lengths(rows).bounds
-        pending = max(k - h for k, h in zip(known, held, strict=True))
-        if pending <= NEWEST:
-            return pending
-        kv.rewind(rows, Lengths.of([k - pending for k in known], kv.runner.device))
-        missing = upload([last_tokens(r, pending) for r in requests], kv.runner.device)
-        *chunks, self._missing = missing.split(min(self.draft.prefill_chunk, most_pending), dim=1)
-        for part in chunks:
-            kv.forward(self._known(part), rows, kv.lengths(rows))
+        pending = self._pending(kv, requests)
+        most, least = max(pending), min(pending)
+        if most > NEWEST and most - least >= NEWEST:
+            # Requests that joined at different times lack different numbers of tokens.
+            most = self._catch_up_apart(kv, requests, pending)
+        if most <= NEWEST:
+            return most
+        chunk = min(self.draft.prefill_chunk, most_pending)
+        *chunks, self._missing = self._rewound(kv, requests, most).split(chunk, dim=1)
+        self._append(kv, requests, chunks)
         return self._missing.shape[1]
+
+    def _pending(self, kv: DraftKV, requests: Sequence[Request]) -> list[int]:
+        """The number of tokens that each row lacks."""
+        held = kv.lengths([r.row for r in requests if r.row is not None]).bounds
+        known = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
+        return [k - h for k, h in zip(known, held, strict=True)]
+
+    def _catch_up_apart(
+        self, kv: DraftKV, requests: Sequence[Request], pending: Sequence[int]
+    ) -> int:
+        """Append all tokens but the newest, for groups of rows that lack almost as many. Returns
+        the largest number that a row lacks then."""
+        by_pending = sorted(zip(pending, requests, strict=True), key=lambda each: -each[0])
+        while by_pending and by_pending[0][0] > NEWEST:
+            most = by_pending[0][0]
+            group = [r for count, r in by_pending if most - count < NEWEST]
+            by_pending = by_pending[len(group) :]
+            missing = self._rewound(kv, group, most)[:, :-1]
+            self._append(kv, group, missing.split(self.draft.prefill_chunk, dim=1))
+        return max([count for count, _ in by_pending], default=1)
+
+    def _rewound(self, kv: DraftKV, requests: Sequence[Request], pending: int) -> Tensor:
+        """The tokens [B, pending] that rows lack after this call. One forward serves all rows, so a
+        row that lacks fewer tokens than another is rewound and takes some again."""
+        rows = [r.row for r in requests if r.row is not None]
+        lengths = [len(r.prompt_ids) + len(r.output_ids) - pending for r in requests]
+        kv.rewind(rows, Lengths.of(lengths, kv.runner.device))
+        return upload([last_tokens(r, pending) for r in requests], kv.runner.device)
+
+    def _append(self, kv: DraftKV, requests: Sequence[Request], chunks: Sequence[Tensor]) -> None:
+        rows = [r.row for r in requests if r.row is not None]
+        for chunk in chunks:
+            kv.forward(self._known(chunk), rows, kv.lengths(rows))
 
     def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
         """As `Drafter.propose`. All draft tokens are in the target's vocabulary."""

@@ -144,7 +144,7 @@ def fill(runner: ModelRunner, context: int) -> Batch:
         runner.allocate(row)
         requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
     runner.cache.advance(rows, context)
-    return Batch(tuple(requests), is_prefill=False)
+    return Batch(tuple(requests))
 
 
 def fill_cache(cache: KVCache) -> None:

@@ -20,9 +20,10 @@ from torch.nn.functional import pad
 
 from magicdec.kv.cache import upload
 from magicdec.prefill import prefill
-from magicdec.request import Batch, Request
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import gather_vocab
+from magicdec.scheduling.plan import Part
 
 CONFIDENCE = 0.999  # of both limits on how often rounding changes a token
 TAIL = 4.0  # no rounding error is taken to exceed so many times the root of the mean square
@@ -65,7 +66,8 @@ def measure_gaps(
         ]
         for row in range(runner.num_rows):
             runner.cache.release(row)
-        prefill(runner, Batch(tuple(batch), is_prefill=True), prefill_chunk)
+            runner.allocate(row)
+        prefill(runner, Part.whole([replace(r, output_ids=[]) for r in batch]), prefill_chunk)
         inputs = [r.output_ids[:-1] for r in batch]
         longest = max(map(len, inputs))
         ids = upload([row + [0] * (longest - len(row)) for row in inputs], runner.device)

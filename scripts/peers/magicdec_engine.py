@@ -48,25 +48,26 @@ class Magicdec(Peer):
         room = self.runner.max_tokens - max(map(len, prompts)) - self.num_drafts
         self.engine = type(self.engine)(self.runner, CHUNK)
         requests = [Request(i, tuple(p), SamplingParams(room, ())) for i, p in enumerate(prompts)]
+        self.strategy.release(range(self.runner.num_rows))
         self.engine.prefill(requests)
         self.engine.begin(self.strategy)
 
     def step(self) -> None:
-        batch = self.engine.scheduler.schedule()
-        assert batch is not None and not batch.is_prefill
-        self.engine.scheduler.commit(batch, self.strategy.step(batch), time.perf_counter())
+        plan = self.engine.scheduler.schedule(time.perf_counter())
+        assert plan is not None
+        self.engine.execute(plan, self.strategy)
 
     def tokens(self) -> list[list[int]]:
-        return [list(request.output_ids) for request in self.engine.scheduler.requests]
+        return [list(request.output_ids) for request in self.engine.requests]
 
     def verify(self, drafts: list[list[int]]) -> list[list[int]]:
         import torch
 
+        from magicdec.request import Batch
         from magicdec.sampling.metadata import SamplingMetadata
         from magicdec.sampling.model_tokens import greedy_tokens
 
-        batch = self.engine.scheduler.schedule()
-        assert batch is not None and not batch.is_prefill
+        batch = Batch(tuple(self.engine.scheduler.running))
         lengths = [self.runner.cache.lengths[row] for row in batch.rows]
         newest = [[r.last_token, *d] for r, d in zip(batch.requests, drafts, strict=True)]
         logits = self.runner.forward(torch.tensor(newest), batch.rows)

@@ -194,7 +194,7 @@ def test_drafting_changes_no_committed_token_of_the_cache() -> None:
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts([40], TINY.vocab_size), 5))
     before = runner.cache.k[:, :, :, :40].clone()
-    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    batch = Batch(tuple(engine.scheduler.running))
     drafter = SelfDrafter(DraftKV(runner, StreamingLLM(4, 10)))
     drafter.propose(DeviceBatch.of(batch, TINY.vocab_size, runner.device), 3)
     assert runner.cache.lengths == [40] and torch.equal(runner.cache.k[:, :, :, :40], before)

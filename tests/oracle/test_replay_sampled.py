@@ -61,7 +61,7 @@ class OneAlone(Scripted):
     """The measurement also measures one row alone, while the others are not active."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
-        measure(Batch(batch.requests[1:2], is_prefill=False))
+        measure(Batch(batch.requests[1:2]))
         super().begin(batch, measure)
 
 

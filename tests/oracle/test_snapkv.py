@@ -85,7 +85,7 @@ def test_prefill_keeps_the_queries_that_a_rerun_shows(chunk: int) -> None:
     for seed in (0, 1):
         prompts = random_prompts([66, 9, 66], TINY.vocab_size, seed)
         requests = [r for r in engine.prefill(make_requests(prompts, 9)) if r.row != 1]
-        short = [r for r in engine.scheduler.requests if r.row == 1]
+        short = [r for r in engine.requests if r.row == 1]
         for some, count in ((requests, 12), (short, 9)):
             forwards = runner.counts.copy().num_forwards
             kept = newest_queries(runner, some, count)
@@ -109,7 +109,7 @@ def test_the_reader_keeps_the_sources_entries(dtype: torch.dtype) -> None:
     engine = Engine(runner, 16)
     requests = make_requests(random_prompts([70, 9, 41], TINY.vocab_size), 20)
     engine.prefill(requests)
-    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    batch = Batch(tuple(engine.scheduler.running))
     # What no forward would write: had the choice written anything, it would show.
     runner.cache.k.mul_(1.05)
     runner.cache.v.mul_(1.05)
@@ -151,7 +151,7 @@ def test_a_draft_attends_to_the_chosen_entries_at_their_own_places() -> None:
     runner = make_runner(model, 1, 100)
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts([60], TINY.vocab_size), 20))
-    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    batch = Batch(tuple(engine.scheduler.running))
     chosen: list[Tensor] = []
 
     class Noted(SnapKV):

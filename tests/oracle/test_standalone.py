@@ -143,7 +143,7 @@ def begin(draft: DraftModel, kv: KVSection, lengths: list[int]) -> tuple[Engine,
 
 def propose(engine: Engine, drafter: ModelDrafter, num_draft_tokens: int) -> Proposal:
     """What a step that the host starts drafts."""
-    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    batch = Batch(tuple(engine.scheduler.running))
     pending = drafter.prepare(batch.requests, num_draft_tokens, 1000)
     on_device = DeviceBatch.of(batch, TINY.vocab_size, torch.device("cpu"))
     return drafter.propose(on_device, num_draft_tokens, pending)

@@ -115,7 +115,7 @@ def started(
     runner = make_runner(model, len(lengths), 160, NativeBackend())
     engine = Engine(runner, 64)
     engine.prefill(make_requests(random_prompts(lengths, TINY.vocab_size), 20))
-    batch = Batch(tuple(engine.scheduler.running), is_prefill=False)
+    batch = Batch(tuple(engine.scheduler.running))
     return runner, WeighedBlocks(runner, policy), batch, engine
 
 

@@ -159,7 +159,7 @@ def test_snapkv_keeps_only_keys_within_the_window(
     request.output_ids.append(3)
     runner.allocate(0)
     runner.forward(torch.tensor([prompt]), [0])
-    batch = Batch((request,), is_prefill=False)
+    batch = Batch((request,))
     reader.admit(batch.requests)
     found: list[int] = []
     views: list[KVView] = []

@@ -15,7 +15,7 @@ from magicdec.decoding.calibration import measure_steps, repeated
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.sampling.model_tokens import Proposal
 
-BATCH = Batch((Request(0, (1, 2), SamplingParams(9)), Request(1, (3,), SamplingParams(9))), False)
+BATCH = Batch((Request(0, (1, 2), SamplingParams(9)), Request(1, (3,), SamplingParams(9))))
 CACHED = [2, 1]
 
 

@@ -31,7 +31,7 @@ def make_length(most: int = MOST) -> AutoLength:
 
 def make_batch(rows: int, prompt: int = 100, wanted: int = 10**6) -> Batch:
     requests = [Request(i, (1,) * prompt, SamplingParams(wanted)) for i in range(rows)]
-    return Batch(tuple(requests), is_prefill=False)
+    return Batch(tuple(requests))
 
 
 @dataclass
@@ -69,7 +69,7 @@ class World:
             total += seconds
             self.counts.append(count)
             going = [r for r in batch.requests if len(r.output_ids) < wanted]
-            batch = Batch(tuple(going), is_prefill=False)
+            batch = Batch(tuple(going))
         return total
 
     def best(self, rows: int, wanted: int, seed: int) -> float:

@@ -15,7 +15,7 @@ LAYERS = (
     {"names", "console", "kernels"},
     {"config", "distributed", "model.linear", "kv"},
     {"model.elementwise", "request", "attention"},
-    {"model", "scheduler", "records"},
+    {"model", "scheduling", "records"},
     {"model.families", "executor", "workload", "hardware"},
     {"model.presets", "cost_model", "runner"},
     {"sampling"},
@@ -85,7 +85,8 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("scheduler", "names", "request", "records/record"),
+        *("names", "request", "records/record"),
+        *(f"scheduling/{name}" for name in ("scheduler", "plan", "orders")),
         *(f"config/{path.stem}" for path in sorted((PACKAGE / "config").glob("*.py"))),
     ],
 )
@@ -98,7 +99,7 @@ def test_the_light_files_import_no_torch(name: str) -> None:
     ("importer", "imported"),
     [
         ("runner", "engine"),
-        ("scheduler", "decoding.strategy"),
+        ("scheduling.scheduler", "decoding.strategy"),
         ("config.run_config", "request"),
         ("kv.view", "attention.backend"),
         ("kv.view", "drafting.policies.full"),

@@ -48,7 +48,7 @@ def test_a_drafter_follows_the_output_of_each_request(
     requests = make_requests([tuple(p) for p in prompts], 1000)
     for row, request in enumerate(requests):
         request.row = row
-    batch, cpu = Batch(tuple(requests), is_prefill=False), torch.device("cpu")
+    batch, cpu = Batch(tuple(requests)), torch.device("cpu")
     drafter = NgramDrafter(2, 4, cpu)
     drafter.admit(requests)
     on_device = DeviceBatch.of(batch, 100, cpu)

@@ -42,7 +42,7 @@ ERRORS = {
         "test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
     ),
     "TTFT of the first sequence for all": (
-        "scheduler.py",
+        "scheduling/scheduler.py",
         "output.emitted_s[i]",
         "output.emitted_s[0]",
         "test_prefill_rate_and_the_ttft_of_each_sequence",

@@ -65,7 +65,7 @@ def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     runner = make_runner(tiny_transformer(), ROWS, PREFIX + NEW + 3, BACKENDS[backend]())
     requests = make_requests(random_prompts([PREFIX] * ROWS, TINY.vocab_size), NEW)
     keep_queries(runner, kv)
-    batch = Batch(tuple(Engine(runner, 128).prefill(requests)), is_prefill=False)
+    batch = Batch(tuple(Engine(runner, 128).prefill(requests)))
     reader = make_draft_kv(runner, kv)
     found = peak_bytes(lambda: reader.admit(batch.requests))
     if kv.policy == "snapkv":

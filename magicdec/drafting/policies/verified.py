@@ -73,7 +73,8 @@ class WeighedBlocks(BlockKV):
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Run the newest tokens of each long prompt again, to see what they attend to."""
-        runner = self.runner
+        runner, self._choice = self.runner, None
+        self._weights[:, [r.row for r in requests if r.row is not None]] = 0
         long = [r for r in requests if r.row is not None and r.num_cached > self.policy.budget]
         if not long:
             return

@@ -1,0 +1,234 @@
+"""Scheduler: decides what each step does. No other code changes the state of a request. Imports no
+torch and reads no clock.
+
+Requests join the running batch at the boundary between two steps, when a row and enough blocks of
+the KV cache are free, and leave it when they have ended (Orca, Yu et al. 2022). Where all requests
+are added at once and each has a row, this is static batching. Blocks are taken as tokens come. When
+none is free, the youngest request is preempted: its blocks are freed, and its text is prefilled
+again later (PagedAttention, Kwon et al. 2023, section 4.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import nsmallest
+
+from magicdec.request import Batch, Request, Status, StepOutput
+from magicdec.scheduling.orders import fcfs
+from magicdec.scheduling.plan import Limits, Part, Plan, hash_of
+
+Order = Callable[[Request, float], float]
+"""The order of admission; see `orders`."""
+
+
+class Scheduler:
+    """Admits waiting requests to rows of the KV cache, and appends the tokens that steps emit."""
+
+    def __init__(self, num_rows: int, limits: Limits = Limits(), order: Order = fcfs) -> None:
+        self.num_rows, self.limits, self.order = num_rows, limits, order
+        self.waiting: list[Request] = []
+        self.rows: list[Request | None] = [None] * num_rows
+        self._blocks = [0] * num_rows  # that each row holds
+        self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
+        self._cancelled: set[Request] = set()
+        self._repeated: Plan | None = None  # the plan of each step until a request leaves or comes
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that have a row, in row order."""
+        return [request for request in self.rows if request is not None]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may wait."""
+        return self.limits.max_waiting is None or len(self.waiting) < self.limits.max_waiting
+
+    def add(self, requests: Sequence[Request], now: float) -> None:
+        """Let `requests`, which arrived at `now`, wait for rows. Raises ValueError if one of them
+        can never be served, or if too many requests are waiting already."""
+        for request in requests:
+            self.limits.check(request)
+        most = self.limits.max_waiting
+        if most is not None and len(self.waiting) + len(requests) > most:
+            raise ValueError(
+                f"{len(self.waiting)} requests are waiting and {len(requests)} more were "
+                f"submitted; at most {most} may wait"
+            )
+        for request in requests:
+            request.arrived_s = now
+        self.waiting += requests
+        self._repeated = None
+
+    def cancel(self, request: Request) -> None:
+        """End a request early. Its row is freed in the next step."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+            request.status = Status.CANCELLED
+        elif request.status is Status.RUNNING:
+            self._cancelled.add(request)
+            self._repeated = None
+
+    def schedule(self, now: float) -> Plan | None:
+        """The next step, which is taken to happen. None if no request waits or runs."""
+        if self._repeated is not None:
+            return self._repeated
+        if not self.waiting and not any(self.rows):
+            return None
+        plan = self._decide(now)
+        self.apply(plan)
+        is_static = self.limits.num_blocks is None
+        if is_static and not (self.waiting or plan.parts or plan.cancelled):
+            self._repeated = plan
+        return plan
+
+    def apply(self, plan: Plan) -> None:
+        """Take over a plan, which this scheduler or that of another rank has made."""
+        for request, row in (*plan.preempted, *plan.cancelled):
+            self._leave(row)
+            request.row, request.status = None, Status.CANCELLED
+        for request, _ in plan.preempted:
+            request.status = Status.WAITING
+            self.waiting.append(request)
+        for request, row in plan.admitted:
+            self.waiting.remove(request)
+            self.rows[row], self._prefilled[request] = request, 0
+            request.row, request.status = row, Status.RUNNING
+        for row, num_tokens in plan.reserved:
+            self._blocks[row] = self.limits.num_blocks_of(num_tokens)
+        for part in plan.parts:
+            self._prefilled[part.request] = part.stop
+            if part.is_last:
+                del self._prefilled[part.request]
+
+    def commit(self, batch: Batch, output: StepOutput, now: float) -> StepOutput:
+        """Append the emitted tokens to each request, up to its own end token or length limit.
+        Returns the output with the tokens that were appended."""
+        before = [len(request.output_ids) for request in batch.requests]
+        for i, (request, tokens) in enumerate(zip(batch.requests, output.token_ids, strict=True)):
+            time = now if output.emitted_s is None else output.emitted_s[i]
+            for token in tokens:
+                request.output_ids.append(token)
+                if request.first_token_s is None:
+                    request.first_token_s = time
+                if request.sampling.ends(len(request.output_ids), token):
+                    request.status, request.finished_s = Status.FINISHED, time
+                    if request.row is not None:
+                        self._leave(request.row)
+                    break
+        appended = zip(batch.requests, before, strict=True)
+        return replace(output, token_ids=[r.output_ids[count:] for r, count in appended])
+
+    def rewind(self, requests: Sequence[Request]) -> None:
+        """Go on with `requests`, which have rows. Nothing else waits or runs."""
+        self.waiting.clear()
+        self._prefilled.clear()
+        self.rows = [None] * self.num_rows
+        for request in requests:
+            if request.status is Status.RUNNING and request.row is not None:
+                self.rows[request.row] = request
+        self._repeated = None
+
+    def digest(self) -> int:
+        """A hash of the running batch and its tokens. It is equal on all ranks."""
+        state = [
+            (r.request_id, len(r.output_ids), r.output_ids[-1] if r.output_ids else 0, num_blocks)
+            for r, num_blocks in zip(self.rows, self._blocks, strict=True)
+            if r is not None
+        ]
+        return hash_of([number for of_row in state for number in of_row])
+
+    def _leave(self, row: int) -> None:
+        request = self.rows[row]
+        assert request is not None, "a request leaves its row once"
+        self._prefilled.pop(request, None)
+        self._cancelled.discard(request)
+        self.rows[row], self._blocks[row], self._repeated = None, 0, None
+
+    def _decide(self, now: float) -> Plan:
+        cancelled = [request for request in self.running if request in self._cancelled]
+        preempted, reserved = self._grow(cancelled)
+        dropped = cancelled + preempted
+        # A request that was just preempted would come back at once.
+        admitted = [] if preempted else self._admit(now, dropped, reserved)
+        decoding = tuple(r for r in self.running if r not in self._prefilled and r not in dropped)
+        return Plan(
+            Batch(decoding) if decoding else None, _with_rows(preempted), _with_rows(cancelled),
+            tuple(admitted), tuple(sorted(reserved.items())), self._prefill(dropped, admitted),
+        )  # fmt: skip
+
+    def _free_blocks(self, num_blocks: int, dropped: Sequence[Request]) -> int:
+        leaving = {request.row for request in dropped}
+        held = sum(n for row, n in enumerate(self._blocks) if row not in leaving)
+        return num_blocks - held
+
+    def _grow(self, cancelled: Sequence[Request]) -> tuple[list[Request], dict[int, int]]:
+        """The requests to preempt, the youngest first, and the tokens for which rows that decode
+        must have room in the next step, where these need more blocks."""
+        limits, preempted, reserved = self.limits, list[Request](), dict[int, int]()
+        if limits.num_blocks is None:
+            return preempted, reserved
+        free = self._free_blocks(limits.num_blocks, cancelled)
+        staying = sorted(self.running, key=lambda r: (r.arrived_s, r.request_id))
+        staying = [r for r in staying if r not in cancelled]
+        for request in staying.copy():  # the oldest first
+            if request in preempted or request in self._prefilled:
+                continue
+            assert request.row is not None, "what runs has a row"
+            num_tokens = request.num_cached + limits.step_tokens
+            needed = limits.num_blocks_of(num_tokens) - self._blocks[request.row]
+            while needed > free and request not in preempted:
+                youngest = staying.pop()
+                assert youngest.row is not None, "what runs has a row"
+                preempted.append(youngest)
+                free += self._blocks[youngest.row]
+            if needed > 0 and request not in preempted:
+                reserved[request.row], free = num_tokens, free - needed
+        return preempted, reserved
+
+    def _admit(
+        self, now: float, dropped: Sequence[Request], reserved: dict[int, int]
+    ) -> list[tuple[Request, int]]:
+        """The requests that get a row in the next step, in the order of admission; none overtakes
+        one that has no room yet. A request needs blocks for its text so far and for one step, which
+        are added to `reserved`."""
+        limits, admitted = self.limits, list[tuple[Request, int]]()
+        free_rows = [r for r, one in enumerate(self.rows) if one is None or one in dropped]
+        if not free_rows or not self.waiting:
+            return admitted
+        free = 0
+        if limits.num_blocks is not None:
+            grown = (limits.num_blocks_of(n) - self._blocks[row] for row, n in reserved.items())
+            free = self._free_blocks(limits.num_blocks, dropped) - sum(grown)
+        first = nsmallest(
+            len(free_rows), self.waiting, key=lambda r: (self.order(r, now), r.request_id)
+        )
+        for request, row in zip(first, free_rows, strict=False):
+            tokens = request.num_cached + limits.step_tokens
+            if limits.num_blocks is not None:
+                free -= limits.num_blocks_of(tokens)
+                if free < 0:
+                    break
+                reserved[row] = tokens
+            admitted.append((request, row))
+        return admitted
+
+    def _prefill(
+        self, dropped: Sequence[Request], admitted: Sequence[tuple[Request, int]]
+    ) -> tuple[Part, ...]:
+        """The parts of texts that the next step prefills, as many tokens as a step may: first those
+        of the requests that were admitted first."""
+        left, parts = self.limits.prefill_tokens, []
+        begun = [(r, r.row, done) for r, done in self._prefilled.items() if r not in dropped]
+        for request, row, done in [*begun, *((r, row, 0) for r, row in admitted)]:
+            assert row is not None, "what is prefilled has a row"
+            stop = request.num_cached if left is None else min(request.num_cached, done + left)
+            if stop > done:
+                parts.append(Part(request, row, done, stop))
+                left = None if left is None else left - (stop - done)
+        return tuple(sorted(parts, key=lambda part: part.row))
+
+
+def _with_rows(requests: Sequence[Request]) -> tuple[tuple[Request, int], ...]:
+    pairs = ((request, request.row) for request in requests)
+    return tuple(sorted(((r, row) for r, row in pairs if row is not None), key=lambda p: p[1]))

@@ -1,0 +1,74 @@
+"""One rank of requests that join and leave a running batch, for every drafter over the ranks.
+Started by test_in_flight_ranks.py; rank 0 prints the tokens as JSON.
+
+The ranks' clocks disagree, so that the schedule depends on which rank decides."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import make_draft, make_requests, random_prompts
+
+from magicdec.attention.native import NativeBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.draft_length import AutoLength
+from magicdec.drafting.policies.policy import keep_queries
+from magicdec.engine import Engine
+from magicdec.hardware.clock import VirtualClock
+from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.runner import ModelRunner
+from magicdec.scheduling.orders import priority
+from magicdec.scheduling.plan import Limits
+
+GAMMA, NEW, MAX_TOKENS = 3, [20, 9, 20, 1, 14], 40 + 20 + 3
+CASES = [
+    ("autoregressive", "self", KVSection("full"), False),
+    ("speculative", "ngram", KVSection("full"), False),
+    ("speculative", "self", KVSection("snapkv", 12, window_size=6), False),
+    ("speculative", "self", KVSection("verified", 40, 4), False),
+    ("speculative", "self", KVSection("streaming_llm", 12, 4), True),
+    ("speculative", "model", KVSection("streaming_llm", 12, 4), True),
+]
+
+torch.set_num_threads(1)
+launch, device = read_launch(), torch.device("cpu")
+collectives = "shared_memory" if launch.world_size > 1 else None
+group = make_groups(launch, tuple(range(launch.world_size)), device, collectives).target
+source = find_model("--model", sys.argv[1])
+model = load_transformer(
+    source.config, source.weights, Shard(group.index, group.size), None, torch.float32, device
+)
+
+
+def tokens_of(name: str, drafter: str, kv: KVSection, is_auto: bool) -> list[list[int]]:
+    backend = NativeBackend() if is_auto else SDPABackend(8)
+    runner = ModelRunner(model, backend, group, 3, MAX_TOKENS, num_blocks=None if is_auto else 10)
+    draft = None
+    if drafter == "model":
+        draft = make_draft(model, kv, 3, MAX_TOKENS, NativeBackend(), group=group)
+    keep_queries(runner, kv)
+    length = AutoLength(GAMMA, group, device) if is_auto else None
+    section = DecodingSection("speculative", drafter, GAMMA)
+    setup = Setup(runner, section, kv, draft=draft, draft_length=length, is_in_flight=True)
+    shape = runner.cache.shape
+    limits = Limits(MAX_TOKENS, shape.block_size, shape.num_blocks, 1 + GAMMA, 7, 2)
+    clock = VirtualClock(1.0 + launch.rank)
+    requests = make_requests(random_prompts([5, 40, 1, 33, 9], 97), NEW)
+    for request in requests:
+        request.arrived_s = 1.5 * request.request_id
+    Engine(runner, 16, limits, priority, clock).serve(make_strategy(name, setup), requests)
+    assert not any(runner.cache.blocks)
+    return [request.output_ids for request in requests]
+
+
+outputs = [tokens_of(*case) for case in CASES]
+if launch.rank == 0:
+    print(json.dumps(outputs), flush=True)
+close_groups()

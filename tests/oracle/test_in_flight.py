@@ -1,0 +1,216 @@
+"""Requests that join and leave a running batch emit the tokens of their lone runs.
+
+Random schedules run on a virtual clock: arrivals, lengths, orders of admission, prefill budgets and
+pools of blocks that force preemption, under every drafter and policy, with draft lengths that
+change from step to step and are calibrated while others run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+from conftest import (
+    decode,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+from recorder import Recorder
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding.recorder import Eager
+from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.drafting.draft_length import Measure
+from magicdec.drafting.policies.policy import keep_queries
+from magicdec.engine import Engine
+from magicdec.hardware.clock import VirtualClock
+from magicdec.names import ADMISSION_ORDERS, load_named
+from magicdec.request import Batch, Request, Status
+from magicdec.runner import ModelRunner
+from magicdec.scheduling.plan import Limits, Plan
+
+MOST_DRAFTS, MOST_NEW, EOS = 4, 20, 7
+MAX_TOKENS = 40 + MOST_NEW + MOST_DRAFTS
+PROMPTS = random_prompts([1, 2, 3, 5, 8, 13, 16, 21, 33, 40], 97)
+SAMPLINGS = (
+    SamplingSection(),
+    SamplingSection(repetition_penalty=1.3),
+    SamplingSection(temperature=0.8, top_p=0.9),
+)
+CASES = [
+    (None, KVSection("full")),
+    ("ngram", KVSection("full")),
+    ("self", KVSection("full")),
+    ("self", KVSection("streaming_llm", 12, 4)),
+    ("self", KVSection("snapkv", 12, window_size=5)),
+    ("self", KVSection("snapkv", 12, window_size=5, reselect_every=3)),
+    ("self", KVSection("verified", 20, 2, recent_window=2)),
+    ("self", KVSection("retrieval", 20, 2, recent_window=2)),
+    ("model", KVSection("full")),
+    ("model", KVSection("streaming_llm", 12, 4)),
+    ("model", KVSection("snapkv", 12, window_size=5)),
+]
+MODEL = tiny_transformer(seed=1)
+lone_outputs: dict[tuple[object, ...], list[int]] = {}
+
+
+class RandomLength:
+    """Draft lengths from 0 to `most` in any order. Now and then, steps are measured when requests
+    join, which changes nothing."""
+
+    most, choices, calibration_s = MOST_DRAFTS, range(MOST_DRAFTS + 1), None
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        if self.random.random() < 0.05:
+            measure(batch)
+
+    def forget_times(self) -> None:
+        """Nothing was measured."""
+
+    def choose(self, batch: Batch) -> int:
+        return self.random.choice((0, 0, *self.choices))
+
+    def observe(self, batch: Batch, num: int, accepted: Sequence[int], seconds: float) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    requests: list[Request]
+    runner: ModelRunner
+    limits: Limits
+    order: str
+    chunk: int
+
+
+def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend) -> Schedule:
+    """Blocks hold 8 tokens (64 under native attention); the smallest pool has just the blocks of
+    the largest request."""
+    # Speculation keeps the distribution of sampled tokens, not the tokens.
+    samplings = SAMPLINGS if drafter is None else SAMPLINGS[:2]
+    spread = random.choice((0.0, 2.0, 10.0))
+    requests, prompts = [], random.choice((PROMPTS, PROMPTS[:6], PROMPTS[:6]))
+    for number in range(random.randint(3, 6)):
+        sampling, new = random.choice(samplings), random.choice((1, 9, MOST_NEW, MOST_NEW))
+        (request,) = make_requests([random.choice(prompts)], new, (EOS,), sampling)
+        request = replace(request, request_id=number, priority=random.randint(0, 3))
+        request.arrived_s = random.uniform(0, spread)
+        requests.append(request)
+    num_rows, blocks = random.randint(2, 4), {}
+    step_tokens = 1 if drafter is None else 1 + MOST_DRAFTS
+    if random.random() < 0.75:
+        size = backend.block_size(8)
+        needed = [len(r.prompt_ids) + r.sampling.max_new_tokens + step_tokens for r in requests]
+        blocks = {"block_tokens": 8, "num_blocks": -(-max(needed) // size) + random.randint(0, 1)}
+    runner = replace(make_runner(MODEL, num_rows, MAX_TOKENS, backend), **blocks)
+    limits = Limits(
+        MAX_TOKENS, runner.cache.shape.block_size,
+        runner.cache.shape.num_blocks if blocks else None, step_tokens,
+        random.choice((None, 1, 6, 16)), random.choice((None, None, 1, 2)),
+    )  # fmt: skip
+    order = random.choice(list(ADMISSION_ORDERS))
+    return Schedule(requests, runner, limits, order, random.choice((3, 8, 64)))
+
+
+def lone_output(request: Request) -> list[int]:
+    """The tokens that the request emits alone, by autoregressive decoding of a static batch."""
+    key = request.prompt_ids, request.sampling
+    if key not in lone_outputs:
+        runner = make_runner(MODEL, 1, MAX_TOKENS)
+        alone, engine = Request(0, request.prompt_ids, request.sampling), Engine(runner, 64)
+        engine.prefill([alone])
+        setup = Setup(runner, DecodingSection(), KVSection("full"))
+        lone_outputs[key] = decode(engine, "autoregressive", setup)[0].output_ids
+    return lone_outputs[key]
+
+
+def serve(
+    schedule: Schedule, drafter: str | None, kv: KVSection, random: Random, records: bool = False
+) -> Counter[str]:
+    """Serve the requests, and check each step's books. Returns how often things happened."""
+    runner, seen = schedule.runner, Counter[str]()
+    draft = None
+    if drafter == "model":
+        draft = make_draft(MODEL, kv, runner.num_rows, MAX_TOKENS, chunk=8, max_drafts=MOST_DRAFTS)
+    keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
+    setup = Setup(
+        runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
+        draft_length=RandomLength(random), recorder=Recorder() if records else Eager(),
+        is_in_flight=True,
+    )  # fmt: skip
+    strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
+    order = load_named(ADMISSION_ORDERS, schedule.order)
+    engine = Engine(runner, schedule.chunk, schedule.limits, order, VirtualClock())
+    scheduler, execute = engine.scheduler, engine.execute
+
+    def checked(plan: Plan, *args: object) -> None:
+        held = [len(blocks) for blocks in runner.cache.blocks]
+        seen["preempted"] += len(plan.preempted)
+        seen["joined"] += len(plan.admitted) if plan.decoding else 0
+        seen["both"] += bool(plan.parts and plan.decoding)
+        budget = schedule.limits.prefill_tokens
+        assert budget is None or sum(p.stop - p.start for p in plan.parts) <= budget
+        execute(plan, *args)
+        if schedule.limits.num_blocks is not None:
+            held = [len(blocks) for blocks in runner.cache.blocks]
+            assert held == scheduler._blocks and sum(held) <= schedule.limits.num_blocks
+
+    engine.execute = checked  # type: ignore[method-assign,assignment]
+    engine.serve(strategy, schedule.requests)
+    assert not any(runner.cache.blocks), "every block is free again"
+    assert {r.status for r in schedule.requests} == {Status.FINISHED}
+    assert all(r.arrived_s <= r.first_token_s <= r.finished_s for r in schedule.requests)
+    return seen
+
+
+def check_seeds(
+    seeds: Sequence[int], drafter: str | None, kv: KVSection, records: bool = False
+) -> Counter[str]:
+    seen = Counter[str]()
+    for seed in seeds:
+        random = Random(seed)
+        backend = random.choice(
+            (GroupedBackend(), GroupedBackend(), NativeBackend(), SDPABackend(8))
+        )
+        if records:
+            backend = SDPABackend(8)
+        schedule = draw_schedule(random, drafter, backend)
+        seen += serve(schedule, drafter, kv, random, records)
+        for request in schedule.requests:
+            expected = lone_output(request)
+            assert request.output_ids == expected, (seed, request.request_id)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(3), pytest.param(range(3, 46), marks=pytest.mark.wide)],
+    ids=["some", "many"],
+)
+@pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
+def test_each_request_emits_the_tokens_of_its_lone_run(
+    drafter: str | None, kv: KVSection, seeds: range
+) -> None:
+    """506 schedules in all."""
+    seen = check_seeds(seeds, drafter, kv)
+    assert min(seen[what] for what in ("preempted", "joined", "both")) > 0, seen
+
+
+@pytest.mark.parametrize(
+    "policy", ["streaming_llm", pytest.param("snapkv", marks=pytest.mark.wide)]
+)
+def test_captured_steps_are_those_of_the_rows_that_run(policy: str) -> None:
+    check_seeds(range(1), "self", KVSection(policy, 12, 4, window_size=5), records=True)
