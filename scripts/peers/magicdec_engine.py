@@ -1,4 +1,4 @@
-"""This project's engine, on one rank with the native attention backend."""
+"""This project's engine, on one rank, with the native kernels and native steps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Magicdec(Peer):
         from magicdec.model.checkpoint.source import find_model
         from magicdec.names import ATTENTION_BACKENDS, load_named
         from magicdec.runner import ModelRunner
-        from magicdec.setup.loading import Kinds, load_kind
+        from magicdec.setup.loading import Kinds, load_kind, make_executor
 
         torch.set_num_threads(threads)
-        is_narrow = dtype == "bfloat16"
-        faster = ("packed", "native") if is_narrow else ("torch", "torch")
-        source, cpu = find_model("--model", model), torch.device("cpu")
-        loaded = load_kind(source, Shard(), Kinds(dtype, dtype, *faster), cpu)
+        kinds = Kinds(dtype, dtype, "packed", "native", "on")
+        source, group = find_model("--model", model), Group((0,), 0)
+        loaded = load_kind(source, Shard(), kinds, torch.device("cpu"))
         backend = load_named(ATTENTION_BACKENDS, "native")()
-        self.runner = ModelRunner(loaded, backend, Group((0,), 0), batch, max_tokens)
+        executor = make_executor(kinds, loaded, group)
+        self.runner = ModelRunner(loaded, backend, group, batch, max_tokens, executor=executor)
         self.num_drafts = 0  # draft tokens per row cached in a step beyond the committed ones
         self.engine = Engine(self.runner, CHUNK)
         setup = Setup(self.runner, DecodingSection(), KVSection("full"))
