@@ -17,7 +17,13 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, backend_class, check_weights
 from magicdec.config.capabilities import Capabilities, HeadSizes
-from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
+from magicdec.kernels.build import (
+    FAST_MATH,
+    PREFILL_FROM,
+    SHARED_HEADERS,
+    load_library,
+    share_openmp,
+)
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.view import KVView
@@ -30,13 +36,14 @@ HEADERS = (
     SOURCE.with_name("native_team.h"),
     SOURCE.with_name("native_portable.h"),
     SOURCE.with_name("native_bf16.h"),
+    SOURCE.with_name("native_registers.h"),
     SOURCE.with_name("native_int8.h"),
     SHARED_HEADERS / "arithmetic.h",
+    SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "bf16.h",
     SHARED_HEADERS / "int8.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
-PREFILL_FROM = 32  # chunks of this many new tokens and more are computed with GEMMs
 # The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
 STORAGE = (torch.float32, torch.bfloat16, torch.int8)
 Shape = ctypes.c_int64 * 17

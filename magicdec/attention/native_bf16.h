@@ -30,6 +30,8 @@ inline Tile make_tile(const bfloat16* k_pool, const bfloat16* v_pool, int64_t sl
             low, high, low / 2, (high + 1) / 2 - low / 2};
 }
 
+#include "native_registers.h"
+
 // Calls body.operator()<C>() with the number C of vectors that hold `count` keys.
 template <typename Body>
 inline void by_vectors(int64_t count, Body body) {
@@ -108,7 +110,8 @@ inline void to_weights(const float* scores, int64_t from, int64_t to, float fact
         sum = _mm512_add_ps(sum, w[i]);
     }
     for (int i = C; i < 4; ++i) w[i] = _mm512_setzero_ps();
-    *scale = _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
+    // Mostly the maximum stays. Then the factor is exactly 1.
+    *scale = highest == *maximum ? 1.0f : _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
     *total = *total * *scale + _mm512_reduce_add_ps(sum);
     *maximum = highest;
 }
@@ -133,6 +136,7 @@ inline __m128 sum_each(const __m512 (&w)[4]) {
 // The interface between a KV storage and attention: its tiles, and the products over a tile. Here for bfloat16.
 struct Bf16Tiles {
     using Pool = bfloat16;
+    static constexpr bool has_registers = FITS_REGISTERS;
     Tile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) const {
         return make_tile(k_pool, v_pool, slot, count);
     }
@@ -160,6 +164,8 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * HEAD_SIZE, 0.0f);
+    std::optional<TileRegisters> registers;
+    if (Tiles::has_registers && p.is_prefill() && may_use_tiles()) registers.emplace();
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
         for (int64_t at = 0, count; at < segment.count; at += count) {
@@ -173,10 +179,14 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                                              : head + segment.slot + at + count;
             const auto next = tiles.at(k_pool, v_pool, following, 1);
             const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
+            const bool by_registers = registers && tile.low == 0 && tile.high == TILE;
             by_vectors(tile.high, [&]<int C>() {
-                in_blocks(M, [&]<int N>(int64_t m) {
-                    tiles.template score<N, C>(q + m * PAIRS, tile, keys_ahead, x.scores + m * TILE);
-                });
+                if (by_registers)
+                    score_in_registers(M, q, tile, x.scores);
+                else
+                    in_blocks(M, [&]<int N>(int64_t m) {
+                        tiles.template score<N, C>(q + m * PAIRS, tile, keys_ahead, x.scores + m * TILE);
+                    });
                 for (int64_t m = 0; m < M; ++m) {
                     const auto [from, to] = p.seen(task, m, position, count);
                     __m512 w[4];
@@ -189,10 +199,13 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                 }
             });
             met += blocks_touched(position, count);
-            in_blocks(M, [&]<int N>(int64_t m) {
-                tiles.template weigh<N>(x.weights + m * TILE / 2, tile, values_ahead, x.scale + m,
-                                        acc + m * HEAD_SIZE);
-            });
+            if (by_registers)
+                weigh_in_registers(M, x.weights, tile, x.scale, acc);
+            else
+                in_blocks(M, [&]<int N>(int64_t m) {
+                    tiles.template weigh<N>(x.weights + m * TILE / 2, tile, values_ahead, x.scale + m,
+                                            acc + m * HEAD_SIZE);
+                });
         }
     }
     for (int64_t m = 0; m < M; ++m) maximum[m] *= 0.69314718f;  // to base e

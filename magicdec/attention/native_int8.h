@@ -41,6 +41,7 @@ inline void multiply_int8(const Widen& widen, const uint32_t* left, int64_t left
 
 struct Int8Tiles {
     using Pool = uint8_t;
+    static constexpr bool has_registers = false;
     const Widen& widen;
 
     Int8Tile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) const {

@@ -62,7 +62,7 @@ void make_plan(const Problem& p, const Table& table, const Ranges& ranges, Plan&
     // A row is always divided at positions that are multiples of SHARE. Therefore a query has the same result, to the
     // bit, in decoding and in verification, whatever other queries are computed with it. Long chunks make enough tasks
     // without this, and are divided only if threads would idle.
-    const bool cut = p.T < LONG_CHUNK || p.B * p.G * blocks < 4 * threads;
+    const bool cut = !p.is_prefill() || p.B * p.G * blocks < 4 * threads;
     plan.segments.clear();
     plan.pieces.clear();
     plan.first_piece.clear();

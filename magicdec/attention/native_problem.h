@@ -8,12 +8,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include <omp.h>
 
 #include "../kernels/arithmetic.h"
 #if defined(__AVX512BF16__)
+#include "../kernels/amx.h"
 #include "../kernels/bf16.h"
 #include "../kernels/int8.h"
 #endif
@@ -23,7 +25,7 @@ namespace {
 constexpr int TILE = 64;            // keys processed together: their K and V stay in the L1 cache
 constexpr int BLOCK = 16;           // keys whose attention weights are summed (WEIGHTS_BLOCK of kv/view.py); divides TILE
 constexpr int MAX_QUERIES = 64;     // most packed queries of one task
-constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on a chunk counts as prefill (PREFILL_FROM of native.py)
+constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on a chunk counts as prefill (PREFILL_FROM of kernels/build.py)
 constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into pieces
 constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
 
@@ -66,6 +68,7 @@ struct Problem {
     int64_t window;  // most keys that are visible to a query, including its own; 0: all
     int64_t group() const { return H / G; }
     int64_t num_queries() const { return T * group(); }
+    bool is_prefill() const { return T >= LONG_CHUNK; }
     // Whether the token at `position` comes after all queries of a task.
     bool is_hidden(const Task& task, int64_t position) const {
         return position - seq_lens[task.row] > (task.first_query + task.num_queries - 1) / group();

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
-from magicdec.attention.native import PREFILL_FROM, STORAGE
+from magicdec.attention.native import STORAGE
 from magicdec.distributed.groups import Group
 from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.distributed.shared_memory import (
@@ -37,7 +37,7 @@ from magicdec.executor.structures import (
     LinearFields,
     ModelFields,
 )
-from magicdec.kernels.build import FAST_MATH, load_library, share_openmp
+from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
 from magicdec.kv.view import KVView
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
 from magicdec.model.linear.int8 import PackedInt8Linear

@@ -25,6 +25,9 @@ FAST_MATH = (
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
     *("-ffinite-math-only", "-freciprocal-math"),
 )
+# A forward of so many new tokens a row is a prefill (LONG_CHUNK in native_problem.h).
+# Shorter ones, decoding and verification, get results whose bits do not depend on their number.
+PREFILL_FROM = 32
 COMPILERS = ("g++", "clang++", "c++")
 
 

@@ -17,10 +17,12 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.config.sections import KVSection
 from magicdec.cost_model.roofline import weight_bytes
+from magicdec.model.linear import packed
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.transformer import Transformer
 
@@ -42,6 +44,25 @@ def test_packed_equals_torch_and_a_row_keeps_its_bits(shape: tuple[int, int], ro
         assert (out.double() - expected).abs().max() <= expected.abs().max() * 2**-7
         assert torch.equal(linear(x[-1:])[0], out[-1])
     assert torch.equal(PackedLinear(weight, bias, adds_bias=False)(x), PackedLinear(weight)(x))
+
+
+@pytest.mark.parametrize("flags", [(), ("-U__AMX_BF16__",)], ids=["any", "dot products"])
+@pytest.mark.parametrize("shape", [(64, 32), (97, 96), (130, 66), (256, 704)])
+def test_a_prefill_equals_torch_too(
+    shape: tuple[int, int], flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tile registers, if this CPU has them, and without. The last rows fill no register."""
+    found = packed.library(*flags)
+    monkeypatch.setattr(packed, "library", lambda: found)
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).to(BF16), torch.randn(shape[0]).to(BF16)
+    for rows, tokens in ((1, 32), (3, 43), (2, 80)):
+        x = torch.randn(rows, tokens, shape[1]).to(BF16)
+        out, expected = (
+            PackedLinear(weight, bias)(x),
+            F.linear(*map(Tensor.double, (x, weight, bias))),
+        )
+        assert (out.double() - expected).abs().max() <= expected.abs().max() * 2**-7
 
 
 def test_packed_refuses_what_it_cannot_hold() -> None:

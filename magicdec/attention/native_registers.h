@@ -1,0 +1,89 @@
+// The two products of native_bf16.h in tile registers (AMX), for the queries of a prefill and whole tiles of keys.
+//
+// Queries past the last one of a task are computed too, 16 at a time: their scores and weights are scratch memory, and
+// their sums are not kept. Without such registers nothing here is called.
+
+// For tiles of other storage, which are never multiplied in registers.
+template <typename Other>
+void score_in_registers(int64_t, const uint32_t*, const Other&, float*) {}
+template <typename Other>
+void weigh_in_registers(int64_t, const uint32_t*, const Other&, const float*, float*) {}
+
+#if defined(HAS_TILES)
+constexpr bool FITS_REGISTERS = HEAD_SIZE % 32 == 0;
+constexpr int SIDE = 16;  // queries, columns, or pairs in a register
+
+// Scores of SIDE queries for TILE keys.
+inline void score_register(const uint32_t* q, const uint32_t* keys, float* scores) {
+    constexpr int row = TILE * 4;  // bytes
+    static_assert(TILE == 4 * SIDE);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int pair = 0; pair < PAIRS; pair += SIDE) {
+        const uint32_t* k = keys + pair * TILE;
+        _tile_loadd(4, q + pair, PAIRS * 4);
+        _tile_loadd(5, k, row);
+        _tile_loadd(6, k + SIDE, row);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, k + 2 * SIDE, row);
+        _tile_loadd(6, k + 3 * SIDE, row);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 6);
+    }
+    _tile_stored(0, scores, row);
+    _tile_stored(1, scores + SIDE, row);
+    _tile_stored(2, scores + 2 * SIDE, row);
+    _tile_stored(3, scores + 3 * SIDE, row);
+}
+
+// sums [SIDE, HEAD_SIZE] += weights of SIDE queries times TILE values.
+inline void weigh_register(const uint32_t* weights, const uint32_t* values, float* sums) {
+    constexpr int row = HEAD_SIZE * 4;
+    _tile_loadd(4, weights, TILE * 2);
+    _tile_loadd(5, weights + SIDE, TILE * 2);
+    for (int d = 0; d < HEAD_SIZE; d += 2 * SIDE) {
+        const uint32_t* v = values + d;
+        _tile_loadd(0, sums + d, row);
+        _tile_loadd(1, sums + d + SIDE, row);
+        _tile_loadd(6, v, row);
+        _tile_loadd(7, v + SIDE, row);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, v + SIDE * HEAD_SIZE, row);
+        _tile_loadd(7, v + SIDE * HEAD_SIZE + SIDE, row);
+        _tile_dpbf16ps(0, 5, 6);
+        _tile_dpbf16ps(1, 5, 7);
+        _tile_stored(0, sums + d, row);
+        _tile_stored(1, sums + d + SIDE, row);
+    }
+}
+
+inline void score_in_registers(int64_t M, const uint32_t* q, const Tile& tile, float* scores) {
+    for (int64_t m = 0; m < M; m += SIDE) score_register(q + m * PAIRS, tile.keys, scores + m * TILE);
+}
+
+// acc [M, HEAD_SIZE] = acc * scale + weights times values.
+inline void weigh_in_registers(int64_t M, const uint32_t* weights, const Tile& tile, const float* scale, float* acc) {
+    for (int64_t m = 0; m < M; ++m) {
+        if (scale[m] == 1.0f) continue;
+        for (float* sum = acc + m * HEAD_SIZE; sum < acc + (m + 1) * HEAD_SIZE; sum += 16)
+            _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), _mm512_set1_ps(scale[m])));
+    }
+    for (int64_t m = 0; m < M; m += SIDE) {
+        if (m + SIDE <= M) {
+            weigh_register(weights + m * TILE / 2, tile.values, acc + m * HEAD_SIZE);
+            continue;
+        }
+        alignas(64) float rest[SIDE * HEAD_SIZE] = {};
+        const int64_t count = (M - m) * HEAD_SIZE;
+        std::copy(acc + m * HEAD_SIZE, acc + m * HEAD_SIZE + count, rest);
+        weigh_register(weights + m * TILE / 2, tile.values, rest);
+        std::copy(rest, rest + count, acc + m * HEAD_SIZE);
+    }
+}
+#else
+constexpr bool FITS_REGISTERS = false;
+#endif
