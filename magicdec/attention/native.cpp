@@ -48,6 +48,9 @@ extern "C" int magicdec_has_bfloat16_path() {
 #endif
 }
 
+// Whether prefill in bfloat16 uses the tile registers of this CPU.
+extern "C" int magicdec_may_use_tiles() { return may_use_tiles(); }
+
 // Number of keys (per row and KV head, each with its value) read by all calls in this process so far.
 extern "C" int64_t magicdec_keys_read() { return keys_read; }
 

@@ -14,8 +14,8 @@
 #include <omp.h>
 
 #include "../kernels/arithmetic.h"
-#if defined(__AVX512BF16__)
 #include "../kernels/amx.h"
+#if defined(__AVX512BF16__)
 #include "../kernels/bf16.h"
 #include "../kernels/int8.h"
 #endif

@@ -109,10 +109,11 @@ def check_kernels(machine: Machine) -> Check:
     from magicdec.attention.native import kernel
 
     try:
-        kernel(HEAD_SIZE)
+        library = kernel(HEAD_SIZE)
     except (RuntimeError, ValueError, OSError) as error:
         return Check(name, False, " ".join(str(error).split())[:200])
-    return Check(name, True, "built and loaded")
+    tiles = "; prefill uses tile registers (AMX)" if library.magicdec_may_use_tiles() else ""
+    return Check(name, True, f"built and loaded{tiles}")
 
 
 def check_demo() -> Check:
