@@ -101,13 +101,24 @@ def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | 
 
 
 def make_target(
-    config: ResolvedConfig, source: ModelSource, group: Group, models: LoadedModels, max_tokens: int
+    config: ResolvedConfig,
+    source: ModelSource,
+    group: Group,
+    models: LoadedModels,
+    max_tokens: int,
+    block_tokens: int | None = None,
+    cache_tokens: int | None = None,
 ) -> ModelRunner:
-    """A runner of the target for a batch of at most `max_tokens` tokens a row."""
+    """A runner of the target for a batch of at most `max_tokens` tokens a row. `block_tokens` is
+    the size of a block of its cache, and `cache_tokens` what the cache holds of all rows together,
+    each rounded up; by default, every row has room for `max_tokens`."""
     kinds = kinds_of(config.model, config.model.target_dtype)
     model, backend = models.get(source, group, kinds), make_backend(config.attention.backend)
     place = model, backend, group, config.workload.batch_size, max_tokens
-    return ModelRunner(*place, executor=make_executor(kinds, model, group))
+    executor, num_blocks = make_executor(kinds, model, group), None
+    if cache_tokens is not None:
+        num_blocks = -(-cache_tokens // backend.block_size(block_tokens or max_tokens))
+    return ModelRunner(*place, executor=executor, block_tokens=block_tokens, num_blocks=num_blocks)
 
 
 def make_draft(

@@ -24,10 +24,10 @@ LAYERS = (
     {"decoding", "memory"},
     {"engine", "setup"},
     {"probe", "autotune"},
-    {"run", "latency", "report"},
+    {"run", "latency", "report", "llm"},
     {"gate", "study"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "__init__"},
 )
 HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 # Files of a package of alternatives share these, and never import each other.

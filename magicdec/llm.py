@@ -1,0 +1,190 @@
+"""LLM: a model in this process that serves requests which come and go. This is the Python interface
+for programs; the drivers measure whole batches.
+
+Owns how an engine is built for that, and the streams of tokens. Must not know what a step does
+(`engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from magicdec.autotune.fastest_backend import settle
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    DecodingSection,
+    KVSection,
+    ParallelSection,
+    SamplingSection,
+    WorkloadSection,
+)
+from magicdec.console import make_progress
+from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.distributed.groups import Group, Launch
+from magicdec.drafting.policies.policy import keep_queries
+from magicdec.engine import Engine
+from magicdec.memory.working_memory import max_tokens as row_tokens
+from magicdec.names import ADMISSION_ORDERS, BASELINE, load_named
+from magicdec.request import Request, Status
+from magicdec.sampling.sampling import make_params
+from magicdec.scheduling.plan import Limits
+from magicdec.setup.loading import LoadedModels, make_target
+from magicdec.setup.model_checks import check_fits
+from magicdec.setup.prepare import Known, find, find_tokenizer
+
+DRAFTERS = ("self", "ngram")  # those that need no second model
+
+
+class LLM:
+    """Loads `model` and decodes up to `max_concurrency` requests together, of at most `max_tokens`
+    tokens each, prompt included.
+
+    `drafter` (self or ngram; None: no speculation) drafts `num_draft_tokens` tokens a step, or as
+    many as pay with "auto"; with self it reads what `kv` shows. The KV cache holds
+    `cache_tokens` tokens of all requests together (default: enough for all of them at full
+    length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
+    prompts. Requests are admitted in `order` (fcfs, shortest_remaining or priority). If
+    `max_waiting` requests wait, `submit` runs steps until there is room for one more.
+
+    Raises ValueError, in one line, for values that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        drafter: str | None = None,
+        num_draft_tokens: int | str = 4,
+        kv: KVSection = KVSection(),
+        dtype: str = "auto",
+        max_tokens: int = 2048,
+        max_concurrency: int = 8,
+        cache_tokens: int | None = None,
+        block_tokens: int = 256,
+        prefill_tokens: int = 512,
+        max_waiting: int | None = None,
+        order: str = "fcfs",
+        threads: int | None = None,
+    ) -> None:
+        for name, value, choices in (
+            ("drafter", drafter, (None, *DRAFTERS)), ("order", order, tuple(ADMISSION_ORDERS)),
+        ):  # fmt: skip
+            if value not in choices:
+                raise ValueError(f"{name} {value}; choose from {', '.join(map(str, choices))}")
+        for name, number in (
+            ("max_tokens", max_tokens - 1), ("block_tokens", block_tokens),
+            ("prefill_tokens", prefill_tokens), ("cache_tokens", cache_tokens or 1),
+        ):  # fmt: skip
+            if number < 1:
+                raise ValueError(f"{name} is too small")
+        strategy = BASELINE if drafter is None else "speculative"
+        asked = RunConfig(
+            model=ModelSection(model, dtype),
+            parallel=ParallelSection(threads=threads),
+            kv=kv,
+            decoding=DecodingSection(strategy, drafter, num_draft_tokens),
+            workload=WorkloadSection(
+                batch_size=max_concurrency, prefix_len=max_tokens - 1, gen_len=1
+            ),
+        )
+        found, known = find(asked, Launch(0, 1, 0, 1), Known()), Known()
+        check_fits(found.config, found.source, world_size=1)
+        self.model = found.source.config
+        _, self.tokenizer = find_tokenizer(found.source, known)
+        device, group = torch.device(found.config.parallel.device), Group((0,), 0)
+        torch.set_num_threads(found.config.parallel.threads)
+        config = settle(found.config, self.model, None, group, device)
+        models, longest = LoadedModels(device, make_progress(False)), row_tokens(config)
+        runner = make_target(
+            config, found.source, group, models, longest, block_tokens, cache_tokens
+        )
+        if drafter == "self":
+            keep_queries(runner, config.kv)
+        recorder: Recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else Eager()
+        setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)
+        shape, step_tokens = runner.cache.shape, longest - max_tokens + 1
+        limits = Limits(
+            longest, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens, max_waiting
+        )
+        chunk = config.attention.prefill_chunk
+        self._engine = Engine(runner, chunk, limits, load_named(ADMISSION_ORDERS, order))
+        self._strategy = make_strategy(strategy, setup)
+        self._num_requests = 0
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 64,
+        sampling: SamplingSection = SamplingSection(),
+        ignore_eos: bool = False,
+        priority: int = 0,
+    ) -> Stream:
+        """Let a request wait for a place in the batch. Returns the stream of its tokens. Raises
+        ValueError if it can never be served."""
+        ids = self._encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        wrong = next((i for i in ids if not 0 <= i < self.model.vocab_size), None)
+        if wrong is not None or not ids:
+            what = "is empty" if wrong is None else f"has the token id {wrong}"
+            raise ValueError(f"the prompt {what}; ids are below {self.model.vocab_size}")
+        eos = () if ignore_eos else self.model.eos_token_ids
+        params = make_params(sampling, max_new_tokens, eos, self._num_requests)
+        request = Request(self._num_requests, ids, params, priority=priority)
+        self._engine.scheduler.limits.check(request)
+        while not self._engine.scheduler.has_room:
+            self.step()
+        self._engine.scheduler.add([request], self._engine.clock.now())
+        self._num_requests += 1
+        return Stream(self, request)
+
+    def step(self) -> bool:
+        """Advance all requests by one step. False if there are none."""
+        engine = self._engine
+        plan = engine.scheduler.schedule(engine.clock.now())
+        if plan is not None:
+            engine.execute(plan, self._strategy)
+        return plan is not None
+
+    def _cancel(self, request: Request) -> None:
+        self._engine.scheduler.cancel(request)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        bos = self.model.bos_token_id
+        return (*(() if bos is None else (bos,)), *self.tokenizer.encode(text))
+
+
+class Stream:
+    """The token ids of one request. Iterating runs steps, which advance all requests, until this
+    one has another token; a stream that nobody reads does not hold up the others."""
+
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self._llm, self._request, self._num_read = llm, request, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        while self._num_read == len(self._request.output_ids):
+            if self.is_done:
+                raise StopIteration
+            self._llm.step()
+        self._num_read += 1
+        return self._request.output_ids[self._num_read - 1]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the request has ended or was cancelled; tokens may still be unread."""
+        return self._request.status in (Status.FINISHED, Status.CANCELLED)
+
+    def text(self) -> str:
+        """Read to the end, and return all tokens of the request as text."""
+        for _ in self:
+            pass
+        return self._llm.tokenizer.decode(self._request.output_ids)
+
+    def cancel(self) -> None:
+        """End the request. The next step frees its memory."""
+        self._llm._cancel(self._request)

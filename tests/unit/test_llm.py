@@ -1,0 +1,96 @@
+"""The Python interface: requests are submitted, read, cancelled and refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, random_prompts
+
+from magicdec import LLM
+from magicdec.config.sections import KVSection, SamplingSection
+
+PROMPTS = random_prompts([5, 70, 1, 33], 97)
+
+
+def make_llm(path: Path, **options: object) -> LLM:
+    defaults = {"dtype": "float32", "threads": 1, "max_tokens": 200}
+    return LLM(str(path), **defaults | options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint: Path) -> list[list[int]]:
+    """The tokens of each prompt alone."""
+    llm = make_llm(tiny_checkpoint, max_concurrency=1)
+    return [list(llm.submit(prompt, 100, ignore_eos=True)) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": "ngram", "block_tokens": 64, "cache_tokens": 320, "max_concurrency": 3},
+        {"drafter": "self", "kv": KVSection("streaming_llm", 20, 4), "prefill_tokens": 9},
+        {"drafter": "self", "kv": KVSection("snapkv", 20, window_size=6), "max_waiting": 1},
+        {"drafter": "self", "num_draft_tokens": "auto", "order": "shortest_remaining"},
+    ],
+    ids=str,
+)
+def test_requests_emit_the_tokens_of_their_lone_runs(
+    options: dict[str, object], expected: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    """The first case has blocks for two or three requests of 170 tokens, so that one is
+    preempted."""
+    llm = make_llm(tiny_checkpoint, **options)
+    streams = [llm.submit(prompt, 100, ignore_eos=True) for prompt in PROMPTS]
+    assert [list(stream) for stream in reversed(streams)] == expected[::-1]
+    assert not llm.step(), "nothing is left"
+
+
+def test_a_cancelled_request_frees_its_memory_and_others_go_on(
+    expected: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    llm = make_llm(tiny_checkpoint, max_concurrency=1)
+    first, second = (llm.submit(prompt, 100, ignore_eos=True) for prompt in PROMPTS[:2])
+    assert [next(first), next(first)] == expected[0][:2]
+    first.cancel()
+    assert list(first) == [] and first.is_done
+    assert list(second) == expected[1]
+    assert not any(llm._engine.runner.cache.blocks)
+
+
+def test_a_text_is_answered_with_a_text(tiny_checkpoint: Path) -> None:
+    llm = make_llm(tiny_checkpoint)
+    stream = llm.submit("The cat", 12, SamplingSection(temperature=0.7), ignore_eos=True)
+    text = stream.text()
+    assert text == llm.tokenizer.decode(stream._request.output_ids)
+    assert stream._request.prompt_ids[0] == llm.model.bos_token_id
+    again = make_llm(tiny_checkpoint, drafter=None)
+    same = again.submit("The cat", 12, SamplingSection(temperature=0.7), ignore_eos=True)
+    assert same.text() == text, "the first request has the same seed"
+
+
+def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
+    llm = make_llm(tiny_checkpoint, max_tokens=100)
+    with pytest.raises(ValueError, match=r"needs 119 tokens of KV cache .* holds at most 100"):
+        llm.submit([5] * 90, 30)
+    for prompt, message in (([], "is empty"), ([5, 2051], "has the token id 2051")):
+        with pytest.raises(ValueError, match=f"the prompt {message}; ids are below 2051"):
+            llm.submit(prompt)
+    for options, message in (
+        ({"drafter": "model"}, "drafter model; choose from None, self, ngram"),
+        ({"order": "lifo"}, "order lifo; choose from fcfs, shortest_remaining, priority"),
+        ({"max_tokens": 1}, "max_tokens is too small"),
+        ({"max_tokens": 9999}, "9999"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_llm(tiny_checkpoint, **options)
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(
+        r"^    from magicdec import LLM\n(?:(?:    .*)?\n)*", text, re.MULTILINE
+    )
+    exec(re.sub(r"^    ", "", example, flags=re.MULTILINE), {})
+    assert len(capsys.readouterr().out) > 20
