@@ -15,11 +15,14 @@ from magicdec.report.prediction import NotPredicted, Predictor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME, HEADING = "speedup_map", "Speedup over batch size and prefix length"
 HELD = ("model", "draft_model", "drafter", "kv_policy", "dtype", "dataset", "ranks", "device")
 KINDS = {"speedup": "decode steps", "net_speedup": "net, from the end of prefill"}
 MOST_PANELS = 3
+BreakEvens = dict[int, int | None] | str
+"""The predicted break-even context by batch size, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +43,8 @@ def draw(points: Sequence[Point], predictor: Predictor) -> Drawn | LeftOut:
         reason = "no method was measured at two batch sizes or two prefix lengths"
         return LeftOut(NAME, HEADING, reason)
     kept = richest(panels, place, MOST_PANELS)
-    from matplotlib.figure import Figure
-
-    sizes = [len({point.settings["prefix_len"] for point in panel.points}) for panel in kept]
-    heights = [1.3 + 0.45 * size for size in sizes]
-    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-    grid = figure.subplots(len(kept), 2, squeeze=False, gridspec_kw={"height_ratios": heights})
-    rows: list[list[Cell]] = []
-    said = []
-    span = extent(kept)
-    for panel, axes in zip(kept, grid, strict=True):
-        cells = best_by_place(panel)
-        contexts = break_evens(panel, predictor)
-        said.append(contexts if isinstance(contexts, str) else "")
-        image = None
-        for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
-            image = draw_map(ax, cells, kind, span)
-            # The plan's line is of decode steps.
-            if kind == "speedup" and not isinstance(contexts, str):
-                draw_line(ax, cells, contexts)
-            head = title(panel, varying(kept))
-            ax.set_title(f"{head}: {label}" if head else label)
-        assert image is not None
-        bar = figure.colorbar(image, ax=list(axes), label="speedup (x)", shrink=0.9, pad=0.02)
-        plain_ticks(bar.ax.yaxis, [round(math.exp(span * at), 2) for at in (-1, -0.5, 0, 0.5, 1)])
-        lines = contexts if isinstance(contexts, dict) else {}
-        rows += [
-            [*panel.held.values(), B, S, c.gamma, c.budget, c.speedup, c.net_speedup, c.runs,
-             lines.get(B)]
-            for (B, S), c in sorted(cells.items())
-        ]  # fmt: skip
+    contexts = [break_evens(panel, predictor) for panel in kept]
+    rows = [row for pair in zip(kept, contexts, strict=True) for row in rows_of(*pair)]
     columns = (*HELD, "B", "prefix_len", "gamma", "budget", "speedup", "net_speedup", "runs",
                "predicted_break_even_prefix_len")  # fmt: skip
     caption = sentences(
@@ -77,10 +52,51 @@ def draw(points: Sequence[Point], predictor: Predictor) -> Drawn | LeftOut:
         "Above 1 speculation is faster than autoregressive decoding of the same prompts. The left "
         "side counts decode steps alone; the net speedup counts all time after prefill",
         f"Everywhere: {common(kept)}" if common(kept) else "",
-        line_caption(said),
+        line_caption([found if isinstance(found, str) else "" for found in contexts]),
         shown_of(len(kept), len(panels), "methods"),
     )
-    return Drawn(NAME, HEADING, caption, figure, columns, rows)
+    return Drawn(NAME, HEADING, caption, draw_panels(kept, contexts), columns, rows)
+
+
+def rows_of(panel: Panel, contexts: BreakEvens) -> list[list[Cell]]:
+    lines = contexts if isinstance(contexts, dict) else {}
+    return [
+        [*panel.held.values(), B, S, c.gamma, c.budget, c.speedup, c.net_speedup, c.runs,
+         lines.get(B)]
+        for (B, S), c in sorted(best_by_place(panel).items())
+    ]  # fmt: skip
+
+
+def draw_panels(panels: list[Panel], contexts: list[BreakEvens]) -> Figure:
+    """A row of two maps for each panel, with a colour bar."""
+    from matplotlib.figure import Figure
+
+    sizes = [len({point.settings["prefix_len"] for point in panel.points}) for panel in panels]
+    heights = [1.45 + 0.45 * size for size in sizes]
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    ratios = {"height_ratios": heights}
+    grid = figure.subplots(len(panels), 2, squeeze=False, gridspec_kw=ratios)
+    span = extent(panels)
+    for panel, line, axes in zip(panels, contexts, grid, strict=True):
+        image = draw_maps(list(axes), panel, line, span, title(panel, varying(panels)))
+        bar = figure.colorbar(image, ax=list(axes), label="speedup (x)", shrink=0.9, pad=0.02)
+        assert bar.solids is not None, "the maps have colours"
+        bar.solids.set_rasterized(True)  # viewers of SVG show seams between its colours
+        plain_ticks(bar.ax.yaxis, [round(math.exp(span * at), 2) for at in (-1, -0.5, 0, 0.5, 1)])
+    return figure
+
+
+def draw_maps(axes: list[Axes], panel: Panel, line: BreakEvens, span: float, head: str) -> Any:
+    """The map of steps, with the plan's line, which is of decode steps, and the map of net
+    speedups. Returns what a colour bar describes."""
+    cells = best_by_place(panel)
+    for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
+        image = draw_map(ax, cells, kind, span)
+        if kind == "speedup" and not isinstance(line, str):
+            draw_line(ax, cells, line)
+        # The name of the panel stands above both maps, so that it has room.
+        ax.set_title(f"{head}\n{label}" if head and kind == "speedup" else label)
+    return image
 
 
 def line_caption(problems: list[str]) -> str:
@@ -124,6 +140,7 @@ def draw_map(ax: Axes, cells: dict[tuple[int, int], Best], kind: str, span: floa
     from matplotlib.colors import LogNorm
 
     batches, prefixes = axis_values(cells)
+    small = 7 if len(batches) < 4 else 5  # the text of a cell must fit into it
     shades = np.full((len(prefixes), len(batches)), np.nan)
     for (B, S), cell in cells.items():
         shades[prefixes.index(S), batches.index(B)] = getattr(cell, kind)
@@ -136,7 +153,7 @@ def draw_map(ax: Axes, cells: dict[tuple[int, int], Best], kind: str, span: floa
         at = batches.index(B) + 0.5, prefixes.index(S) + 0.5
         colour = "white" if is_dark else "black"
         ax.text(*at, f"{value:.2f}x", ha="center", va="bottom", color=colour, weight="bold")
-        ax.text(*at, of, ha="center", va="top", color=colour, fontsize=7)
+        ax.text(*at, of, ha="center", va="top", color=colour, fontsize=small)
     ax.set_xticks([i + 0.5 for i in range(len(batches))], [str(B) for B in batches])
     ax.set_yticks([i + 0.5 for i in range(len(prefixes))], [f"{S:,}" for S in prefixes])
     ax.set(xlabel="batch size (sequences)", ylabel="prefix length (tokens)")
@@ -149,7 +166,7 @@ def axis_values(cells: dict[tuple[int, int], Best]) -> tuple[list[int], list[int
     return sorted({B for B, _ in cells}), sorted({S for _, S in cells})
 
 
-def break_evens(panel: Panel, predictor: Predictor) -> dict[int, int | None] | str:
+def break_evens(panel: Panel, predictor: Predictor) -> BreakEvens:
     """The break-even context by batch size, or why there is none."""
     try:
         fixed = [p for p in panel.points if p.settings["gamma"] != "auto"] or panel.points
