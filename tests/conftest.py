@@ -24,9 +24,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
+from order import ordered
 from rank_server import Job, RankServer
 from safetensors.torch import save_file
-from tiers import mark_wide
+from tiers import choose
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
@@ -81,8 +82,10 @@ def pytest_runtest_call() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_wide(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if never := choose(items):
+        config.hook.pytest_deselected(items=[item for item in items if item in never])
+    items[:] = ordered([item for item in items if item not in never])
     if not torch.cuda.is_available():
         for item in items:
             if "cuda" in item.keywords:
@@ -184,16 +187,18 @@ def decode_both(
     drafter: str = "self",
     draft: DraftModel | None = None,
     recorder: Recorder | None = None,
+    names: Sequence[str] = ("autoregressive", "speculative"),
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill;
-    steps are replayed if there is a recorder."""
+    steps are replayed if there is a recorder. The baseline's tokens are [] if it is not decoded,
+    because `names` has only "speculative"."""
     engine = Engine(runner, chunk)
     keep_queries(runner if draft is None or draft.runner is None else draft.runner, kv)
     snapshots = engine.prefill(requests)
     decoding = DecodingSection("speculative", drafter, num_draft_tokens)
     accepted: list[list[int]] = []
-    outputs = []
-    for name in ("autoregressive", "speculative"):
+    outputs: list[list[list[int]]] = []
+    for name in names:
         engine.rewind(snapshots)
         finished = decode(
             engine,
@@ -202,7 +207,8 @@ def decode_both(
             lambda out, s: accepted.append(out.num_accepted or []),
         )
         outputs.append([list(r.output_ids) for r in finished])
-    return outputs[0], outputs[1], [a for a in accepted if a]
+    baseline = outputs[0] if len(names) > 1 else []
+    return baseline, outputs[-1], [a for a in accepted if a]
 
 
 def refusal(drafter: str, kv: KVSection) -> str | None:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +29,12 @@ TESTS = Path(__file__).parent
 # After the first failure of a rank, the others may end by themselves for NOTICE_S seconds, and have
 # GRACE_S in all.
 NOTICE_S, GRACE_S = 2, 12
+# What a run imports: `conftest` has most of the package, the libraries are imported where a
+# function needs them.
+IMPORTED = (
+    *("conftest", "magicdec.cli.commands", "magicdec.cli.report", "magicdec.latency.forwards"),
+    *("magicdec.run.run", "rich.progress", "rich.table", "scipy.special", "sentencepiece"),
+)
 
 
 @dataclass(frozen=True)
@@ -157,11 +164,8 @@ def wait_for(ranks: list[int]) -> int:
 
 def main() -> None:
     sys.path.insert(0, str(TESTS))
-    import conftest  # noqa: F401  with it, most of the package
-
-    import magicdec.cli.report
-    import magicdec.latency.forwards
-    import magicdec.run.run  # noqa: F401
+    for name in IMPORTED:
+        import_module(name)
 
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "a fork would lose a thread"

@@ -1,9 +1,12 @@
-"""Which cases of a parametrised test `make test` runs; `make test-all` runs every case.
+"""Which cases of a parametrised test `make test` runs, and which `make test-all`.
 
-`@pytest.mark.narrow("pairs")` keeps cases that together have every pair of parameter values,
-`@pytest.mark.narrow("values")` cases that together have every value. The others are marked `wide`.
-Other tests and cases carry that mark themselves. Cases of `interpreted` Triton kernels are slow:
-they are chosen apart, by value. Cases that need a GPU are chosen apart, too.
+`@pytest.mark.narrow("pairs")`: `make test` runs cases that together have every pair of parameter
+values; with "values", cases that together have every value. The others are marked `wide`, and
+`make test-all` runs them too. With a second word, as in `narrow("values", "pairs")`,
+`make test-all` runs only cases that together have every pair, and the rest is never run. Other
+tests and cases carry the mark `wide` themselves. Cases of `interpreted` Triton kernels are slow:
+they are chosen apart, and `make test` runs every value of them. Cases that need a GPU are chosen
+apart, too.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ from typing import Any
 
 import pytest
 
-SIZES = {"values": 1, "pairs": 2}
+SIZES = {"values": 1, "pairs": 2, "triples": 3}
 APART = ("cuda", "interpreted")
 
 
-def mark_wide(items: Sequence[pytest.Item]) -> None:
-    """Mark every case that `make test` leaves out."""
-    groups = defaultdict(list)
+def choose(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Mark every case that `make test` leaves out. Returns the cases that nothing runs."""
+    groups, never = defaultdict(list), set()
     for item in items:
         if item.get_closest_marker("narrow") and not item.get_closest_marker("wide"):
             test = item.nodeid.partition("[")[0]
@@ -30,11 +33,17 @@ def mark_wide(items: Sequence[pytest.Item]) -> None:
     for (_, _, is_interpreted), cases in groups.items():
         marker = cases[0].get_closest_marker("narrow")
         assert marker is not None
-        size = 1 if is_interpreted else SIZES[marker.args[0]]
-        kept = covering([case.callspec.params for case in cases], size)  # type: ignore[attr-defined]
+        narrow, *widest = (SIZES[word] for word in marker.args)
+        params = [case.callspec.params for case in cases]  # type: ignore[attr-defined]
+        if widest:
+            kept = covering(params, widest[0])
+            never |= {case for index, case in enumerate(cases) if index not in kept}
+            cases, params = ([each[i] for i in sorted(kept)] for each in (cases, params))
+        kept = covering(params, 1 if is_interpreted else narrow)
         for index, case in enumerate(cases):
             if index not in kept:
                 case.add_marker(pytest.mark.wide)
+    return never
 
 
 def covering(cases: Sequence[dict[str, Any]], size: int) -> set[int]:

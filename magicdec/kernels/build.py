@@ -2,7 +2,8 @@
 of the project.
 
 Owns the cache of built libraries, `~/.cache/magicdec`, keyed by source, flags, compiler and CPU.
-When several ranks start at once, one builds and the others wait for it.
+When several ranks start at once, one builds and the others wait for it. Different libraries can be
+built side by side.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ def load_library(
     texts = [path.read_text() for path in (source, *headers)]
     key = "\n".join([*command, *texts, version.stdout, cpu_identity()])
     directory = Path.home() / ".cache" / "magicdec"
-    path = directory / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    name = hashlib.sha256(key.encode()).hexdigest()[:20]
+    path = directory / f"{source.stem}-{name}.so"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "build.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(name[:8], 16))  # a byte for each library
             if not path.exists():
                 _build([*command, str(source)], path)
     return ctypes.CDLL(str(path))

@@ -1,5 +1,5 @@
 """Every drafter under every KV policy, and one rank of decoding with all of them: a ragged batch,
-up to 160 tokens a row. Started by test_matrix.py; rank 0 prints what each case emitted as JSON.
+up to 110 tokens a row. Started by test_matrix.py; rank 0 prints what each case emitted as JSON.
 
 A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS.
 """
@@ -29,16 +29,16 @@ from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.names import DRAFTERS
 from magicdec.runner import ModelRunner
 
-PROMPTS, NUM_NEW = [5, 70, 1, 33], [160, 160, 9, 141]
-MAX_TOKENS = 70 + 160 + 4
+PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
+MAX_TOKENS = 70 + 110 + 4
 # The three longer rows outgrow these budgets by at least 45 tokens; a prompt outgrows SnapKV's.
 KV_SECTIONS = [
     KVSection("full"),
-    KVSection("streaming_llm", 120, 4),
+    KVSection("streaming_llm", 70, 4),
     KVSection("snapkv", 50, window_size=6),
-    KVSection("snapkv", 120, window_size=6, reselect_every=30),
-    KVSection("verified", 120, 4),
-    KVSection("retrieval", 120, 4),
+    KVSection("snapkv", 70, window_size=6, reselect_every=30),
+    KVSection("verified", 70, 4),
+    KVSection("retrieval", 70, 4),
 ]
 
 

@@ -27,11 +27,12 @@ group = make_groups(launch, order, device, collectives).target
 
 
 def decode(path: str) -> list[list[list[int]]]:
-    """For every policy the greedy tokens, how many drafts each step accepted, and sampled tokens.
-    Sampled tokens are not the baseline's, but each rank count drafts and draws the same ones."""
+    """The baseline's greedy tokens, which speculation emits under every policy. For every policy,
+    how many drafts each step accepted, and sampled tokens. Sampled tokens are not the baseline's,
+    but each rank count drafts and draws the same ones."""
     source, shard = find_model("--model", path), Shard(group.index, group.size)
     model = load_transformer(source.config, source.weights, shard, None, torch.float32, device)
-    outputs = []
+    outputs: list[list[list[int]]] = []
     for kv in (
         KVSection("full"),
         KVSection("streaming_llm", 17, 16),
@@ -41,11 +42,13 @@ def decode(path: str) -> list[list[list[int]]]:
     ):
         runner = ModelRunner(model, NativeBackend(), group, 4, 70 + 40 + 4)
         requests = make_requests(random_prompts([5, 70, 1, 33], 97), [40, 9, 40, 31])
-        baseline, ours, accepted = decode_both(runner, requests, kv, 4)
-        assert ours == baseline, kv
+        names = ["speculative"] if outputs else ["autoregressive", "speculative"]
+        baseline, ours, accepted = decode_both(runner, requests, kv, 4, names=names)
+        outputs = outputs or [baseline]
+        assert ours == outputs[0], kv
         section = SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
         sampled = make_requests(random_prompts([5, 70, 1, 33], 97), 20, sampling=section)
-        outputs += [baseline, accepted, decode_both(runner, sampled, kv, 4)[1]]
+        outputs += [accepted, decode_both(runner, sampled, kv, 4, names=["speculative"])[1]]
     return [*outputs, *drafted_apart(model)]
 
 

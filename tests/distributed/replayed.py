@@ -27,8 +27,8 @@ from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 
-PROMPTS, NUM_NEW = [5, 70, 1], [14, 11, 5]
-MAX_TOKENS = 70 + 14 + 4
+PROMPTS, NUM_NEW = [5, 70, 1], [10, 8, 4]
+MAX_TOKENS = 70 + 10 + 4
 SAMPLINGS = {
     "greedy": [SamplingSection()] * 3,
     "sampled": [

@@ -53,9 +53,21 @@ def test_bad_input_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
+        (["--rank_group", 0], "--rank_group 0 leaves out"),
+        (["--rank_group", 0, 2], "names rank 2"),
+        (["--model", "nope"], "--model 'nope'"),
+    ],
+)
+def test_several_ranks_say_it_once(args: list[object], expected: str, launch: Launch) -> None:
+    done = launch("selfspec_benchmark.py", *args, num_ranks=2)
+    assert done.returncode == 2
+    assert sum(expected in line for line in done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
         (["--gamma", 0], "--gamma 0"),
-        pytest.param(["--rank_group", 0], "--rank_group 0 leaves out", marks=pytest.mark.wide),
-        pytest.param(["--rank_group", 0, 2], "names rank 2", marks=pytest.mark.wide),
         pytest.param(["--model", "nope"], "--model 'nope'", marks=pytest.mark.wide),
     ],
 )

@@ -1,5 +1,5 @@
 """Every drafter under every KV policy on one rank and on two, the draft on all kinds of groups: the
-baseline's float32 tokens, exactly, 160 of them a row, in a ragged batch."""
+baseline's float32 tokens, exactly, 110 of them a row, in a ragged batch."""
 
 from __future__ import annotations
 

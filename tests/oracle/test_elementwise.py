@@ -42,7 +42,7 @@ def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
     assert ((found.double() - exact).abs() / scale).max() < BOUND[found.dtype]
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("pairs", "pairs")
 @pytest.mark.parametrize("width", [16, 40, 384, 1023])
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_rms_norm(kind: Kind, rows: int, width: int) -> None:
@@ -70,7 +70,7 @@ def test_norms_of_heads_and_of_last_positions(kind: Kind) -> None:
         assert torch.equal(found, chosen.rms_norm(view.contiguous(), weight, 1e-6))
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("pairs", "pairs")
 @pytest.mark.parametrize("width", [40, 1023])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
@@ -89,7 +89,7 @@ def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
     assert torch.equal(twice, x * 2) and torch.equal(found, chosen.rms_norm(twice, weight, 1e-5))
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("pairs", "pairs")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("size", "pairs"), [(64, 32), (64, 8), (80, 40), (16, 3), (256, 128)])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
@@ -110,7 +110,7 @@ def test_rotation(kind: Kind, tokens: int, size: int, pairs: int, interleaved: b
     assert torch.equal(alone, found[1:, -1:]), "a token does not depend on the others"
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("pairs", "pairs")
 @pytest.mark.parametrize("width", [16, 50, 1024])
 @pytest.mark.parametrize("rows", [1, 9, 40])
 def test_gate(kind: Kind, rows: int, width: int) -> None:

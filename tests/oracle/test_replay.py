@@ -38,7 +38,7 @@ from magicdec.runner import ModelRunner
 
 PAIRS = sorted(served_pairs(), key=str)
 PROMPTS = [90, 1, 40, 150]
-NUM_NEW = [60, 33, 60, 7]  # rows end at different steps
+NUM_NEW = [40, 23, 40, 7]  # rows end at different steps
 MOST = 8
 SCRIPT = (
     3,

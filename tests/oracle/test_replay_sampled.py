@@ -34,8 +34,8 @@ from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 
 PAIRS = sorted(served_pairs(), key=str)
-PROMPTS = [90, 1, 40, 150, 20]
-NUM_NEW = [40, 21, 60, 7, 33]  # rows end at different steps; the third row is the last
+PROMPTS = [60, 1, 30, 80, 20]
+NUM_NEW = [24, 13, 36, 5, 20]  # rows end at different steps; the third row is the last
 MOST = 8
 SCRIPT = (3, 0, 0, 2, 5, 0, 1)
 GREEDY = SamplingSection()
@@ -135,9 +135,16 @@ def test_graphs_on_a_gpu_sample_the_same_tokens(
 
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(
-    "kind", ["mixed", pytest.param("greedy with penalties", marks=pytest.mark.wide)]
+    ("drafter", "policy", "kind"),
+    [
+        *((*pair, "mixed") for pair in PAIRS),
+        *(
+            pytest.param(*pair, "greedy with penalties", marks=pytest.mark.wide)
+            for pair in dict(PAIRS).items()  # a pair of each drafter
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
 def test_replayed_steps_of_any_draft_lengths_sample_the_same_tokens(
     drafter: str, policy: str | None, kind: str
 ) -> None:

@@ -49,11 +49,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_replayed_steps_emit_the_eager_tokens(
     policy: str, window: int | None, launches: list[str]
 ) -> None:
-    model = tiny_transformer(replace(TINY, num_layers=1, sliding_window=window))
-    runner = make_runner(model, 3, 26 + 5 + 2, TritonBackend(split_keys=16))
+    config = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2, sliding_window=window)
+    runner = make_runner(tiny_transformer(config), 2, 26 + 4 + 2, TritonBackend(split_keys=16))
     engine = Engine(runner, 26)
-    prompts = random_prompts([26, 1, 20], TINY.vocab_size)
-    snapshots = engine.prefill(make_requests(prompts, [3, 5, 4]))
+    prompts = random_prompts([26, 1], TINY.vocab_size)
+    snapshots = engine.prefill(make_requests(prompts, [3, 4]))
     kv, recorder = KVSection(policy, 20, 4, 8), Recorder()
     expected, accepted, counts = run(engine, snapshots, "self", kv, 2, None)
     launches.clear()

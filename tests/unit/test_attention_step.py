@@ -105,9 +105,11 @@ READS = [
 @pytest.mark.parametrize(
     "name", ["grouped", "native", pytest.param("triton", marks=pytest.mark.wide)]
 )
-def test_backends_agree_on_what_is_measured(name: str) -> None:
+def test_backends_agree_on_what_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "triton":
         pytest.importorskip("triton")
+    for times in ("WARMUPS", "REPEATS"):
+        monkeypatch.setattr(backend_timing, times, 1)
     step = Step("a step", tuple(READS), 2, 4, 2, 32, torch.float32, 1, 20)
     device = torch.device("cuda" if torch.cuda.is_available() and name != "native" else "cpu")
     found, reference = measure(name, step, device), measure("sdpa", step, device)

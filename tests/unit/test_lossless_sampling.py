@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -144,8 +145,11 @@ SECTIONS = {
 
 
 @pytest.mark.narrow("values")
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "num_drafts"),
+    # Two tokens are counted, on which the third draft and later ones have no influence.
+    [*product(DRAFTERS, [1, 2, 3]), ("good", 4), ("bad", 5)],
+)
 def test_tokens_and_pairs_have_the_targets_distribution(drafter: str, num_drafts: int) -> None:
     toy = Toy(TARGET, DRAFTERS[drafter], SECTIONS["plain"])
     for p in p_values(toy.emitted(num_drafts), toy.expected()):

@@ -6,6 +6,7 @@ Each case is a file, a text that occurs in it once, the text that replaces it, a
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import pytest
 from conftest import HANG, ROOT
 
 PACKAGE, TESTS = ROOT / "magicdec", Path(__file__).with_name("test_measurement.py")
+RUNNER = Path(__file__).with_name("planted.py")
+Ended = tuple[int, str]
+"""pytest's exit code and output."""
 ERRORS = {
     "step time halved on drafting steps": (
         "engine.py",
@@ -86,20 +90,30 @@ def test_a_planted_error_has_its_place(error: str) -> None:
     assert (PACKAGE / file).read_text().count(text) == 1
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How the test of each error has ended against a copy of the package with it. A copy consists
+    of links, except for the file with the error."""
+    copies: dict[str, Path] = {}
+    for error, (file, text, planted, _) in ERRORS.items():
+        copies[error] = tmp_path_factory.mktemp("planted")
+        package = copies[error] / "magicdec"
+        copytree(PACKAGE, package, ignore=ignore_patterns("__pycache__"), copy_function=os.symlink)
+        (package / file).unlink()
+        (package / file).write_text((PACKAGE / file).read_text().replace(text, planted))
+    arguments = [str(word) for e in ERRORS for word in (copies[e], f"{TESTS}::{ERRORS[e][3]}")]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(RUNNER), *arguments],
+        cwd=copies[error], env=environment, capture_output=True, text=True, timeout=HANG,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)
+    return {e: (codes[str(copy)], (copy / "out").read_text()) for e, copy in copies.items()}
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_planted_error_fails_a_test(error: str, tmp_path: Path) -> None:
-    """The copy consists of links, except for the file with the error."""
-    file, text, planted, test = ERRORS[error]
-    copy = tmp_path / "magicdec"
-    copytree(PACKAGE, copy, ignore=ignore_patterns("__pycache__"), copy_function=os.symlink)
-    (copy / file).unlink()
-    (copy / file).write_text((PACKAGE / file).read_text().replace(text, planted))
-    test_id = f"{TESTS}::{test}"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-r", "fE", test_id]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG
-    )
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"::{test}" in done.stdout, done.stdout[-3000:]
+def test_a_planted_error_fails_a_test(error: str, ended: dict[str, Ended]) -> None:
+    code, output = ended[error]
+    assert code == 1 and f"::{ERRORS[error][3]}" in output, output[-3000:]
