@@ -120,14 +120,14 @@ SEVERAL = {
 
 
 def logits(model: Transformer, T: int) -> Tensor:
-    """Logits of a chunk of 8 tokens and of T more, for 2 rows of unequal length."""
-    runner = make_runner(model.to(DEVICE), 2, 8 + T)
+    """Logits of a chunk of 20 tokens and of T more, for 2 rows of unequal length."""
+    runner = make_runner(model.to(DEVICE), 2, 20 + T)
     for row in range(2):
-        runner.cache.allocate(row, 8 + T)
-    ids = torch.tensor(random_prompts([8 + T] * 2, model.config.vocab_size)).to(DEVICE)
-    runner.forward(ids[:, :8], [0, 1])
-    runner.truncate([1], [5])
-    return runner.forward(ids[:, 8:], [0, 1]).float()
+        runner.cache.allocate(row, 20 + T)
+    ids = torch.tensor(random_prompts([20 + T] * 2, model.config.vocab_size)).to(DEVICE)
+    runner.forward(ids[:, :20], [0, 1])
+    runner.truncate([1], [11])
+    return runner.forward(ids[:, 20:], [0, 1]).float()
 
 
 @pytest.mark.parametrize(
