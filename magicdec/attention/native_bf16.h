@@ -30,8 +30,6 @@ inline Tile make_tile(const bfloat16* k_pool, const bfloat16* v_pool, int64_t sl
             low, high, low / 2, (high + 1) / 2 - low / 2};
 }
 
-#include "native_registers.h"
-
 // Calls body.operator()<C>() with the number C of vectors that hold `count` keys.
 template <typename Body>
 inline void by_vectors(int64_t count, Body body) {
@@ -133,6 +131,18 @@ inline __m128 sum_each(const __m512 (&w)[4]) {
     return _mm_add_ps(low, _mm_add_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
 }
 
+// The largest number of each of four vectors, in order.
+inline __m128 max_each(const __m512 (&w)[4]) {
+    const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+    const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+    const __m512 all = _mm512_max_ps(
+        (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+    const __m128 low = _mm_max_ps(_mm512_extractf32x4_ps(all, 0), _mm512_extractf32x4_ps(all, 1));
+    return _mm_max_ps(low, _mm_max_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
+}
+
+#include "native_registers.h"
+
 // The interface between a KV storage and attention: its tiles, and the products over a tile. Here for bfloat16.
 struct Bf16Tiles {
     using Pool = bfloat16;
@@ -188,6 +198,14 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                         tiles.template score<N, C>(q + m * PAIRS, tile, keys_ahead, x.scores + m * TILE);
                     });
                 for (int64_t m = 0; m < M; ++m) {
+#if defined(HAS_TILES)
+                    if (by_registers && !mass.data && four_see_all(p, task, m, position)) {
+                        to_four_weights(x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m,
+                                        x.weights + m * TILE / 2);
+                        m += 3;
+                        continue;
+                    }
+#endif
                     const auto [from, to] = p.seen(task, m, position, count);
                     __m512 w[4];
                     to_weights<C>(x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m, total + m,

@@ -84,6 +84,50 @@ inline void weigh_in_registers(int64_t M, const uint32_t* weights, const Tile& t
         std::copy(rest, rest + count, acc + m * HEAD_SIZE);
     }
 }
+
+// 2^x for x <= 0, to a relative error of 3e-6, which the weights' 8 bits do not show. Cheaper than `exp2_negative`.
+inline __m512 exp2_short(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+    const __m512i n = _mm512_cvtps_epi32(x);
+    const __m512 f = _mm512_sub_ps(x, _mm512_cvtepi32_ps(n));
+    __m512 y = _mm512_set1_ps(1.3333558e-3f);
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.6181291e-3f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5504109e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
+    return (__m512)_mm512_add_epi32((__m512i)y, _mm512_slli_epi32(n, 23));
+}
+
+// As `to_weights` and `store_weights`, for four adjacent queries that see every key of the tile.
+inline void to_four_weights(const float* scores, float factor, float* maximum, float* total, float* scale,
+                            uint32_t* weights) {
+    __m512 tops[4], sums[4];
+    for (int n = 0; n < 4; ++n) {
+        const float* s = scores + n * TILE;
+        tops[n] = _mm512_max_ps(_mm512_max_ps(_mm512_load_ps(s), _mm512_load_ps(s + 16)),
+                                _mm512_max_ps(_mm512_load_ps(s + 32), _mm512_load_ps(s + 48)));
+    }
+    const __m128 before = _mm_loadu_ps(maximum);
+    const __m128 highest = _mm_max_ps(before, _mm_mul_ps(max_each(tops), _mm_set1_ps(factor)));
+    _mm_storeu_ps(maximum, highest);
+    _mm_storeu_ps(scale, _mm512_castps512_ps128(exp2_short(_mm512_castps128_ps512(_mm_sub_ps(before, highest)))));
+    for (int n = 0; n < 4; ++n) {
+        const __m512 shift = _mm512_set1_ps(maximum[n]), times = _mm512_set1_ps(factor);
+        __m512 w[4];
+        for (int i = 0; i < 4; ++i)
+            w[i] = exp2_short(_mm512_fmsub_ps(_mm512_load_ps(scores + n * TILE + 16 * i), times, shift));
+        sums[n] = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
+        store_weights<4>(w, weights + n * TILE / 2);
+    }
+    _mm_storeu_ps(total, _mm_add_ps(_mm_mul_ps(_mm_loadu_ps(total), _mm_loadu_ps(scale)), sum_each(sums)));
+}
+
+// Whether four queries from m on see every key of a tile that begins at `position`.
+inline bool four_see_all(const Problem& p, const Task& task, int64_t m, int64_t position) {
+    if (m + 4 > task.num_queries) return false;
+    return p.seen(task, m, position, TILE).to == TILE && p.seen(task, m + 3, position, TILE).from == 0;
+}
 #else
 constexpr bool FITS_REGISTERS = false;
 #endif
