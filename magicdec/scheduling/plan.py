@@ -74,8 +74,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, in this order: rows are freed and given, blocks are reserved, a batch decodes, and
-    parts of texts are prefilled. All sequences are in row order."""
+    """One step, in this order: rows are freed and given, blocks are reserved, parts of texts are
+    prefilled, and the requests that were complete before decode. All sequences are in row order."""
 
     decoding: Batch | None = None
     preempted: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves

@@ -74,7 +74,7 @@ class RandomLength:
         self.random = random
 
     def begin(self, batch: Batch, measure: Measure) -> None:
-        if self.random.random() < 0.05:
+        if self.random.random() < 0.15:
             measure(batch)
 
     def forget_times(self) -> None:
@@ -213,4 +213,5 @@ def test_each_request_emits_the_tokens_of_its_lone_run(
     "policy", ["streaming_llm", pytest.param("snapkv", marks=pytest.mark.wide)]
 )
 def test_captured_steps_are_those_of_the_rows_that_run(policy: str) -> None:
-    check_seeds(range(1), "self", KVSection(policy, 12, 4, window_size=5), records=True)
+    # In these schedules, rows get the blocks of a request that has left.
+    check_seeds([9, 11], "self", KVSection(policy, 12, 4, window_size=5), records=True)
