@@ -6,7 +6,7 @@
 // bfloat16, arithmetic is float32. On request the same pass also sums the attention weights by blocks of keys, without
 // changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_portable.h has the
 // arithmetic for every CPU. native_bf16.h has the one for CPUs with bfloat16 dot products, which also serves long chunks
-// (prefill), and native_int8.h uses it to read a draft's int8 KV cache.
+// (prefill), native_amx.h has the same in tile registers, and native_int8.h reads a draft's int8 KV cache.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include "native_team.h"
@@ -48,7 +48,7 @@ extern "C" int magicdec_has_bfloat16_path() {
 #endif
 }
 
-// Whether prefill in bfloat16 uses the tile registers of this CPU.
+// Whether the bfloat16 path uses the tile registers of this CPU.
 extern "C" int magicdec_may_use_tiles() { return may_use_tiles(); }
 
 // Number of keys (per row and KV head, each with its value) read by all calls in this process so far.
@@ -79,6 +79,9 @@ extern "C" int magicdec_attention(int storage, int portable, const int64_t* shap
     if (storage == FLOAT32) return call(Portable<float>{}, float{});
 #if defined(__AVX512BF16__)
     if (storage == INT8) return call(Int8{}, bfloat16{});
+#if defined(HAS_TILES)
+    if (!portable && AmxBf16::serves(p)) return call(AmxBf16{}, bfloat16{});
+#endif
     if (!portable) return call(Bf16{}, bfloat16{});
 #endif
     return storage == INT8 ? 1 : call(Portable<bfloat16>{}, bfloat16{});

@@ -37,6 +37,7 @@ HEADERS = (
     SOURCE.with_name("native_portable.h"),
     SOURCE.with_name("native_bf16.h"),
     SOURCE.with_name("native_registers.h"),
+    SOURCE.with_name("native_amx.h"),
     SOURCE.with_name("native_int8.h"),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
@@ -129,15 +130,15 @@ class NativeBackend(AttentionBackend):
 
 
 @cache
-def kernel(head_size: int) -> ctypes.CDLL:
-    """The compiled library for one head size. Compiling takes about a second at first use; later
-    runs load it from the user's cache."""
+def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
+    """The library for one head size, compiled with `flags` in addition to the usual ones. Compiling
+    takes some seconds at first use; later runs load it from the user's cache."""
     if head_size % 16:
         raise ValueError(
             f"--attention native serves head sizes that are multiples of 16, not {head_size}"
         )
     share_openmp()
-    library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}"), HEADERS)
+    library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
     library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 12 * (
         ctypes.c_void_p,

@@ -89,6 +89,9 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 #if defined(__AVX512BF16__)
 #include "native_bf16.h"
 #include "native_int8.h"
+#if defined(HAS_TILES)
+#include "native_amx.h"
+#endif
 #endif
 
 }  // namespace

@@ -14,6 +14,12 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
         static thread_local Forward<bfloat16, Int8> forward;
         return run(forward);
     }
+#if defined(HAS_TILES)
+    if (AmxBf16::serves({.T = call->T, .H = model->H, .G = model->G})) {
+        static thread_local Forward<bfloat16, AmxBf16> forward;
+        return run(forward);
+    }
+#endif
     static thread_local Forward<bfloat16, Bf16> forward;
     return run(forward);
 #else

@@ -1,12 +1,14 @@
-// Products of bfloat16 tiles (AMX-BF16), for forwards of many tokens. A tile register holds 16 rows of 64 bytes: 16 x 32
-// elements of the left operand, 16 pairs x 16 columns of the right one (the pairs of bf16.h), or 16 x 16 sums.
+// Tiles of the matrix unit AMX in bfloat16, shared by attention and linear layers.
 //
-// The sums are rounded in another order than by the dot products of bf16.h. Prefill uses tiles; decoding and verification,
-// whose bits must agree with each other, do not.
+// A tile register holds up to 16 rows of 64 bytes. One product adds to a tile of sums [rows][16 columns] a left tile
+// [rows][16 pairs] times a right tile [16 pairs][16 columns], whose entries hold elements 2k and 2k + 1 of a column. The
+// 32 products of an output are added in an order of their own, and then to the sum. A row of sums does not depend on the
+// other rows, so the bits of an output do not depend on what else is computed in the same call.
 #pragma once
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define HAS_TILES 1
 #include <cstdint>
+#include <utility>
 
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -34,6 +36,121 @@ struct TileRegisters {
 };
 
 }  // namespace
+
+namespace amx {
+
+constexpr int64_t STEP = 16;  // pairs per product: rows of a right tile
+constexpr int64_t ROWS = 16;  // most rows of a tile
+
+// Registers: 0 to 3 sums, 4 and 5 the left operand, 6 and 7 the right one. One block of rows takes four columns of sums,
+// 0 to 3; two blocks take two each, the first 0 and 1 with 4, the second 2 and 3 with 5.
+constexpr int LEFT = 4, RIGHT = 6;
+
+// Makes the registers ready on this thread until the object goes.
+class Registers {
+public:
+    // `first` and `second` rows of left operand and sums in the two blocks; one block: the same number.
+    Registers(int64_t first, int64_t second) { load(first, second); }
+    Registers() = default;
+    ~Registers() { asm volatile("tilerelease" ::: "memory"); }
+    Registers(const Registers&) = delete;
+
+    void load(int64_t first, int64_t second) {
+        if (first == rows[0] && second == rows[1]) return;
+        rows[0] = first, rows[1] = second;
+        Layout layout = {};
+        layout.palette = 1;
+        for (int i = 0; i < 8; ++i) {
+            layout.bytes[i] = 64;
+            layout.rows[i] = i >= RIGHT ? ROWS : uint8_t(i == 2 || i == 3 || i == LEFT + 1 ? second : first);
+        }
+        asm volatile("ldtilecfg %0" ::"m"(layout) : "memory");
+    }
+
+    // For one block of rows, whose sums are in 0 to 3.
+    void load(int64_t count) { load(count, count); }
+
+private:
+    struct Layout {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    };
+    int64_t rows[2] = {0, 0};
+};
+
+template <int R>
+inline void zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(R));
+}
+
+// Rows from `from` on, `stride` bytes apart.
+template <int R>
+inline void load(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(R) : "memory");
+}
+
+template <int R>
+inline void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(R) : "memory");
+}
+
+template <int SUMS, int A, int B>
+inline void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+}
+
+// Calls body.operator()<i>() for i = 0 .. N - 1.
+template <int N, typename Body>
+inline void unrolled(Body body) {
+    [&]<int... i>(std::integer_sequence<int, i...>) { (body.template operator()<i>(), ...); }
+    (std::make_integer_sequence<int, N>{});
+}
+
+// An operand in memory: its first entry, and the bytes from one row of a tile to the next.
+struct Left { const uint32_t* data; int64_t stride, block; };  // `block`: entries to the second block of rows
+struct Right { const uint32_t* data; int64_t stride; };
+
+// Prefetches memory in the order of its addresses, some cache lines for each tile that is loaded.
+struct Ahead {
+    const char* at;
+    int64_t lines;
+    void operator()() {
+        for (const char* end = at + 64 * lines; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T0);
+    }
+};
+
+// Adds to BLOCKS x COLUMNS sums the product of `steps` left tiles, which follow each other in a row, and right tiles, which
+// follow each other in a column.
+template <int BLOCKS, int COLUMNS>
+inline void add_products(Left left, Right right, int64_t steps, Ahead& prefetch) {
+    for (int64_t step = 0; step < steps; ++step) {
+        unrolled<BLOCKS>([&]<int b>() { load<LEFT + b>(left.data + b * left.block + step * STEP, left.stride); });
+        const uint32_t* rows = right.data + step * STEP * (right.stride / 4);
+        unrolled<COLUMNS>([&]<int i>() {
+            load<RIGHT + i % 2>(rows + 16 * i, right.stride);
+            prefetch();
+            unrolled<BLOCKS>([&]<int b>() { multiply<b * COLUMNS + i, LEFT + b, RIGHT + i % 2>(); });
+        });
+    }
+}
+
+template <int COUNT>
+inline void zero_sums() {
+    unrolled<COUNT>([&]<int i>() { zero<i>(); });
+}
+
+// Load or store sums from `data` on, in rows `stride` bytes apart; the second block begins `block` floats further on.
+template <int BLOCKS, int COLUMNS>
+inline void load_sums(const float* data, int64_t stride, int64_t block) {
+    unrolled<BLOCKS * COLUMNS>([&]<int i>() { load<i>(data + i / COLUMNS * block + i % COLUMNS * 16, stride); });
+}
+template <int BLOCKS, int COLUMNS>
+inline void store_sums(float* data, int64_t stride, int64_t block) {
+    unrolled<BLOCKS * COLUMNS>([&]<int i>() { store<i>(data + i / COLUMNS * block + i % COLUMNS * 16, stride); });
+}
+
+}  // namespace amx
 #else
 namespace {
 inline bool may_use_tiles() { return false; }

@@ -27,7 +27,7 @@ FAST_MATH = (
     *("-ffinite-math-only", "-freciprocal-math"),
 )
 # A forward of so many new tokens a row is a prefill (LONG_CHUNK in native_problem.h).
-# Shorter ones, decoding and verification, get results whose bits do not depend on their number.
+# In shorter ones, decoding and verification, a token's attention has the same bits however many.
 PREFILL_FROM = 32
 COMPILERS = ("g++", "clang++", "c++")
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.attention import native
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flashinfer import FlashInferBackend
@@ -52,6 +53,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 MAX_TOKENS = 120
 DTYPES = [torch.float32, torch.bfloat16]
 HAS_CUDA = torch.cuda.is_available()
+NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 
 
 def cases(
@@ -231,20 +233,27 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_new", "dtype", "portable"),
+    ("num_new", "dtype", "portable", "flags"),
     [
-        *itertools.product([1, 7, 20], [torch.float32, torch.bfloat16], [False, True]),
-        (45, torch.bfloat16, False),  # a prefill, whose last queries fill no tile register
+        *itertools.product([1, 7, 20], [torch.float32, torch.bfloat16], [False, True], [()]),
+        (45, torch.bfloat16, False, ()),  # a prefill, whose last queries fill no tile register
+        *((num_new, torch.bfloat16, False, NO_AMX) for num_new in (1, 20, 45)),
     ],
     ids=str,
 )
 def test_native_splits_long_rows_and_returns_the_log_sum_exp(
-    num_new: int, dtype: torch.dtype, portable: bool
+    num_new: int,
+    dtype: torch.dtype,
+    portable: bool,
+    flags: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of several splits, and queries of several blocks (20 tokens of 4 heads for each KV
     head)."""
     if num_new >= PREFILL_FROM and not has_bfloat16_path():
         pytest.skip("no AVX512-BF16: long chunks are computed by torch")
+    build = native.kernel
+    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
     torch.manual_seed(0)
     backend, length = NativeBackend(portable), 3000
     rows, heads, kv_heads, size = 2, 8, 2, 64
@@ -275,12 +284,15 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
 
 
 @pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
-@pytest.mark.parametrize("heads", [6, 32])  # 32: the queries of five tokens fill several blocks
+@pytest.mark.parametrize("heads", [2, 6, 32])  # 32: the queries of five tokens fill several blocks
 @pytest.mark.parametrize("window", [None, 62, 66, 700, 1237])
+@pytest.mark.parametrize("flags", [(), NO_AMX], ids=["any", "dot products"])
 def test_native_gives_a_token_the_same_bits_alone_and_with_others(
-    window: int | None, heads: int
+    flags: tuple[str, ...], window: int | None, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoding computes one token at a time, verification five at once."""
+    build = native.kernel
+    monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
     torch.manual_seed(0)
     lengths, kv_heads, size, num_new = [1300, 63], 2, 64, 5
     backend, dtype = NativeBackend(), torch.bfloat16

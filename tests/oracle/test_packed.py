@@ -28,12 +28,18 @@ from magicdec.model.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 BF16 = torch.bfloat16
+NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 EVERYTHING = replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 48, 50, 200])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 17, 48, 50, 200])
 @pytest.mark.parametrize("shape", [(64, 2), (1, 32), (97, 48), (130, 67), (256, 704)])
-def test_packed_equals_torch_and_a_row_keeps_its_bits(shape: tuple[int, int], rows: int) -> None:
+@pytest.mark.parametrize("flags", [(), NO_AMX], ids=["any", "dot products"])
+def test_packed_equals_torch_and_a_row_keeps_its_bits(
+    flags: tuple[str, ...], shape: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = packed.library(*flags)
+    monkeypatch.setattr(packed, "library", lambda: found)
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(BF16), torch.randn(shape[0]).to(BF16)
     x = torch.randn(rows, shape[1]).to(BF16)
@@ -46,7 +52,7 @@ def test_packed_equals_torch_and_a_row_keeps_its_bits(shape: tuple[int, int], ro
     assert torch.equal(PackedLinear(weight, bias, adds_bias=False)(x), PackedLinear(weight)(x))
 
 
-@pytest.mark.parametrize("flags", [(), ("-U__AMX_BF16__",)], ids=["any", "dot products"])
+@pytest.mark.parametrize("flags", [(), NO_AMX], ids=["any", "dot products"])
 @pytest.mark.parametrize("shape", [(64, 32), (97, 96), (130, 66), (256, 704)])
 def test_a_prefill_equals_torch_too(
     shape: tuple[int, int], flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -112,7 +112,7 @@ def check_kernels(machine: Machine) -> Check:
         library = kernel(HEAD_SIZE)
     except (RuntimeError, ValueError, OSError) as error:
         return Check(name, False, " ".join(str(error).split())[:200])
-    tiles = "; prefill uses tile registers (AMX)" if library.magicdec_may_use_tiles() else ""
+    tiles = "; bfloat16 uses tile registers (AMX)" if library.magicdec_may_use_tiles() else ""
     return Check(name, True, f"built and loaded{tiles}")
 
 

@@ -57,16 +57,9 @@ extern "C" void magicdec_pack_int8(const int8_t* weight, int64_t N, int64_t K, u
         }
 }
 
-// See `linear_bf16`, `linear_tiles` and `linear_int8`. With `is_prefill` tiles are used if there are any.
+// See `linear_bf16` and `linear_int8`.
 extern "C" void magicdec_linear(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
-                                const uint16_t* bias, uint16_t* out, int is_prefill) {
-#if defined(HAS_TILES)
-    if (is_prefill && K % 32 == 0 && may_use_tiles()) {
-#pragma omp parallel
-        linear_tiles(x, R, packed, N, K, bias, out);
-        return;
-    }
-#endif
+                                const uint16_t* bias, uint16_t* out) {
 #pragma omp parallel
     linear_bf16(x, R, packed, N, K, bias, out);
 }

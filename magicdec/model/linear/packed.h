@@ -1,8 +1,6 @@
 // Linear layers in bfloat16 for CPUs with bfloat16 dot products. Weights are packed once and read once per call, for any
 // number of rows. With few rows a call is limited by the memory bandwidth, with many by the dot products.
 //
-// Prefill, whose rows are many, goes through the CPU's tile registers if it has them (`linear_tiles`).
-//
 // int8 weights have half the bytes. They are converted to bfloat16, which is exact, in registers, and multiplied by the
 // same dot products. The sum of an output channel is multiplied by its scale.
 //
@@ -10,10 +8,7 @@
 #pragma once
 #include <omp.h>
 
-#include <vector>
-
 #if defined(__AVX512BF16__)
-#include "../../kernels/amx.h"
 #include "../../kernels/bf16.h"
 #include "../../kernels/int8.h"
 
@@ -121,21 +116,30 @@ inline void with_count(int64_t count, Body body) {
     body.template operator()<MOST>();
 }
 
-// Calls body(first row, rows, block) for chunks of R rows and blocks of N output channels, distributed over threads.
+// Calls body(first row, rows, block) for chunks of at most `most` of R rows and blocks of N output channels, distributed over threads.
 template <typename Body>
-inline void for_blocks(int64_t R, int64_t N, Body body) {
-    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + CHUNK - 1) / CHUNK;
+inline void for_blocks(int64_t R, int64_t N, int64_t most, Body body) {
+    const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + most - 1) / most;
 #pragma omp for collapse(2) schedule(static)
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            body(chunk * CHUNK, std::min(CHUNK, R - chunk * CHUNK), block);
+            body(chunk * most, std::min(most, R - chunk * most), block);
 }
+
+}  // namespace
+
+#include "packed_amx.h"
+
+namespace {
 
 // out [R, N] = x [R, K] times the packed weight, plus bias [N] or null.
 inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
-                                const uint16_t* bias, uint16_t* out) {
+                        const uint16_t* bias, uint16_t* out) {
+#if defined(HAS_TILES)
+    if (amx_serves(K)) return linear_amx(x, R, packed, N, K, bias, out);
+#endif
     const int64_t pairs = K / 2;
-    for_blocks(R, N, [&](int64_t first, int64_t count, int64_t block) {
+    for_blocks(R, N, CHUNK, [&](int64_t first, int64_t count, int64_t block) {
         const int64_t column = block * WIDTH;
         const uint32_t* rows = reinterpret_cast<const uint32_t*>(x + first * K);
         in_blocks(count, [&]<int rows_here>(int64_t r) {
@@ -145,64 +149,6 @@ inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, in
         });
     });
 }
-
-#if defined(HAS_TILES)
-constexpr int64_t TILED_ROWS = 32;  // rows that are multiplied together: two tiles
-
-// sums [TILED_ROWS, WIDTH] = x [TILED_ROWS, K] times a block of weights.
-inline void product_tiles(const uint16_t* x, const uint32_t* block, int64_t K, float* sums) {
-    constexpr int row = WIDTH * 4;  // bytes
-    for (int64_t c = 0; c < WIDTH; c += 32) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t k = 0; k < K; k += 32) {
-            const uint32_t* weights = block + k / 2 * WIDTH + c;
-            _tile_loadd(4, x + k, 2 * K);
-            _tile_loadd(5, x + 16 * K + k, 2 * K);
-            _tile_loadd(6, weights, row);
-            _tile_loadd(7, weights + 16, row);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, sums + c, row);
-        _tile_stored(1, sums + c + 16, row);
-        _tile_stored(2, sums + 16 * WIDTH + c, row);
-        _tile_stored(3, sums + 16 * WIDTH + c + 16, row);
-    }
-}
-
-// As `linear_bf16`, for K a multiple of 32 and a CPU whose tiles this process may use.
-inline void linear_tiles(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
-                         const uint16_t* bias, uint16_t* out) {
-    const TileRegisters registers;
-    std::vector<uint16_t> padded;  // the last rows, with rows of zeros
-    alignas(64) float sums[TILED_ROWS * WIDTH];
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t block = 0; block < (N + WIDTH - 1) / WIDTH; ++block)
-        for (int64_t first = 0; first < R; first += TILED_ROWS) {
-            const int64_t column = block * WIDTH, count = std::min(TILED_ROWS, R - first);
-            const uint16_t* rows = x + first * K;
-            if (count < TILED_ROWS) {
-                if (padded.empty()) {
-                    padded.resize(TILED_ROWS * K);
-                    std::copy(rows, rows + count * K, padded.begin());
-                }
-                rows = padded.data();
-            }
-            product_tiles(rows, packed + block * K / 2 * WIDTH, K, sums);
-            for (int64_t r = 0; r < count; ++r) {
-                __m512 row[1][4];
-                for (int i = 0; i < 4; ++i) row[0][i] = _mm512_load_ps(sums + r * WIDTH + 16 * i);
-                finish<1, 4>(row, nullptr, bias ? bias + column : nullptr, std::min<int64_t>(WIDTH, N - column),
-                             out + (first + r) * N + column, N);
-            }
-        }
-}
-#endif
 
 // out [R, N] = x [R, K] times the packed int8 weight, times scale [N], plus bias [N] or null. `room` is scratch memory for
 // R * K / 2 pairs.

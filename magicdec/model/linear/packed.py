@@ -2,9 +2,7 @@
 on CPUs with bfloat16 dot products, float32 on every CPU.
 
 Owns the packed layouts. A call reads the weights once for any number of rows. The result of a row
-is the same to the bit whatever other rows are in the batch, so verification and decoding agree. In
-bfloat16 a prefill, of `PREFILL_FROM` tokens a row or more, may use the CPU's tile registers
-(AMX-BF16), which add in another order.
+is the same to the bit whatever other rows are in the batch, so verification and decoding agree.
 """
 
 from __future__ import annotations
@@ -17,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.kernels.build import PREFILL_FROM, SHARED_HEADERS, load_library, share_openmp
+from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
 
 SOURCE = Path(__file__).with_name("packed.cpp")
 HEADERS = (
     SOURCE.with_suffix(".h"),
     SOURCE.with_name("packed_float32.h"),
+    SOURCE.with_name("packed_amx.h"),
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "bf16.h",
     SHARED_HEADERS / "int8.h",
@@ -83,9 +82,7 @@ def library(*flags: str) -> ctypes.CDLL:
     if not hasattr(found, "magicdec_linear"):
         return found  # a CPU without bfloat16 dot products
     found.magicdec_pack.argtypes = (pointer, size, size, pointer)
-    found.magicdec_linear.argtypes = (
-        pointer, size, pointer, size, size, pointer, pointer, ctypes.c_int,
-    )  # fmt: skip
+    found.magicdec_linear.argtypes = (pointer, size, pointer, size, size, pointer, pointer)
     found.magicdec_pack_int8.argtypes = (pointer, size, size, pointer)
     found.magicdec_linear_int8.argtypes = (
         pointer, size, pointer, pointer, size, size, pointer, pointer, pointer,
@@ -99,15 +96,11 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: 
     x = x.contiguous()
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
-    arguments = (
+    multiply = library().magicdec_linear if is_pairs else library().magicdec_linear_float32
+    multiply(
         x.data_ptr(), x.numel() // width, packed.data_ptr(), out_features, width,
         None if bias is None else bias.data_ptr(), out.data_ptr(),
     )  # fmt: skip
-    if is_pairs:
-        is_prefill = x.dim() > 2 and x.shape[-2] >= PREFILL_FROM
-        library().magicdec_linear(*arguments, is_prefill)
-    else:
-        library().magicdec_linear_float32(*arguments)
     return out
 
 

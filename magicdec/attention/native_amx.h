@@ -1,0 +1,187 @@
+// The bfloat16 path of native.cpp on the matrix unit AMX, over the same pools as native_bf16.h. A product takes about the
+// same time for 16 queries as for one. It serves short chunks where several query heads share a KV head; native_registers.h has prefill.
+//
+// Keys are processed in stretches, which end at multiples of STRETCH, and these in groups of 32 tokens, which begin at
+// multiples of 32. A token outside the range has weight 0; what the pool holds for it is finite (kv/pool.py). The result
+// for a query is the same to the bit whatever other queries are computed with it.
+constexpr int64_t STRETCH = 128;          // keys that are processed together; a multiple of TILE
+constexpr int64_t GROUP = 2 * amx::STEP;  // tokens of one product of weights and values
+constexpr int64_t FEW_QUERIES = 3;        // short chunks are served from this many query heads per KV head
+
+// Per thread. Queries are in equal blocks of rows, of which the last may have a few more rows than there are queries.
+struct AmxScratch {
+    alignas(64) float scores[MAX_QUERIES * STRETCH];
+    alignas(64) uint32_t weights[MAX_QUERIES * STRETCH / 2];  // bfloat16 pairs
+    alignas(64) float acc[MAX_QUERIES * HEAD_SIZE];
+    float scale[MAX_QUERIES];
+};
+
+// Keys of one segment that are processed together, in whole groups. `keys` is the pool's tile in which they begin, in its
+// group `first`; `values` is where that group begins. Tokens before `low` and from `high` on do not belong to the segment.
+struct Stretch {
+    const uint32_t *keys, *values;
+    int64_t first, groups, low, high;
+
+    static Stretch at(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot, int64_t count) {
+        const int64_t tile = slot / TILE * TILE * PAIRS, lane = slot % TILE, first = lane / GROUP;
+        const int64_t low = lane % GROUP, high = low + count;
+        return {reinterpret_cast<const uint32_t*>(k_pool) + tile,
+                reinterpret_cast<const uint32_t*>(v_pool) + tile + first * amx::STEP * HEAD_SIZE,
+                first, (high + GROUP - 1) / GROUP, low, high};
+    }
+    // The keys of a group.
+    const uint32_t* keys_of(int64_t group) const {
+        constexpr int64_t per_tile = TILE / GROUP;
+        return keys + (first + group) / per_tile * TILE * PAIRS + (first + group) % per_tile * GROUP;
+    }
+    bool begins_tile(int64_t group) const { return (first + group) % (TILE / GROUP) == 0; }
+};
+
+class AmxQueries {
+public:
+    AmxQueries(const uint32_t* q, int64_t M, AmxScratch& scratch)
+        : q(q), M(M), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), x(scratch),
+          registers(rows, rows) {
+        std::fill(x.acc, x.acc + blocks * rows * HEAD_SIZE, 0.0f);
+    }
+
+    // Scores of all queries for all groups. While keys are read, as many of `next` are prefetched.
+    void score(const Stretch& keys, const uint32_t* next) const {
+        amx::Ahead ahead = {reinterpret_cast<const char*>(next), amx::STEP};
+        for (int64_t b = 0; b < blocks; b += 2)
+            for (int64_t g = 0, taken; g < keys.groups; g += taken) {
+                const bool is_tile = b + 1 == blocks && keys.begins_tile(g) && g + 2 <= keys.groups;
+                taken = is_tile ? 2 : 1;
+                if (is_tile)
+                    score_part<1, 4>(b, g, keys, ahead);
+                else if (b + 1 == blocks)
+                    score_part<1, 2>(b, g, keys, ahead);
+                else
+                    score_part<2, 2>(b, g, keys, ahead);
+            }
+    }
+
+    // Softmax of query m's scores: weights of the visible tokens [from, to), relative to the running `maximum`. Updates
+    // `maximum` and `total`, and scales the sums of before. `sums` receives the weights of each vector of keys, or is
+    // null. All exponents are to base 2.
+    float to_weights(int64_t m, int64_t groups, int64_t from, int64_t to, float* maximum, float* total, float* sums) const {
+        const __m512 factor = _mm512_set1_ps(1.44269504f / std::sqrt(float(HEAD_SIZE)));
+        const float* scores = x.scores + m * STRETCH;
+        uint32_t* weights = x.weights + m * STRETCH / 2;
+        const int64_t vectors = 2 * groups;
+        __m512 top = _mm512_set1_ps(HIDDEN);
+        for (int64_t i = 0; i < vectors; ++i)
+            top = _mm512_mask_max_ps(top, seen(i, from, to), top,
+                                     _mm512_mul_ps(_mm512_load_ps(scores + LANES * i), factor));
+        const float highest = std::max(*maximum, _mm512_reduce_max_ps(top));
+        const __m512 shift = _mm512_set1_ps(highest);
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < vectors; i += 2) {
+            __m512 w[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (int j = 0; j < 2; ++j) {
+                const __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + LANES * (i + j)), factor);
+                w[j] = _mm512_maskz_mov_ps(seen(i + j, from, to), exp2_negative(_mm512_sub_ps(score, shift)));
+                sum = _mm512_add_ps(sum, w[j]);
+            }
+            store_weights<2>(w, weights + 8 * i);
+            if (sums) _mm_storel_pi(reinterpret_cast<__m64*>(sums + i), sum_each(w));
+        }
+        const float scale = _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
+        *total = *total * scale + _mm512_reduce_add_ps(sum);
+        *maximum = highest;
+        if (scale != 1.0f)
+            for (int d = 0; d < HEAD_SIZE; ++d) x.acc[m * HEAD_SIZE + d] *= scale;
+        return scale;
+    }
+
+    // Add the weighted values of all groups to the sums of all queries.
+    void weigh(const Stretch& keys, const uint32_t* next) const {
+        amx::Ahead ahead = {reinterpret_cast<const char*>(next), amx::STEP};
+        constexpr int REST = HEAD_SIZE % 64 / 16, last = HEAD_SIZE - 16 * REST;
+        for (int64_t b = 0; b < blocks; b += 2) {
+            if (b + 1 == blocks) {
+                for (int d = 0; d < last; d += 64) weigh_part<1, 4>(b, d, keys, ahead);
+                if constexpr (REST > 0) weigh_part<1, REST>(b, last, keys, ahead);
+            } else {
+                for (int d = 0; d + 32 <= HEAD_SIZE; d += 32) weigh_part<2, 2>(b, d, keys, ahead);
+                if constexpr (REST % 2 > 0) weigh_part<2, 1>(b, HEAD_SIZE - 16, keys, ahead);
+            }
+        }
+    }
+
+private:
+    static __mmask16 seen(int64_t vector, int64_t from, int64_t to) {
+        return first_lanes(to - LANES * vector) & ~first_lanes(from - LANES * vector);
+    }
+
+    template <int BLOCKS, int C>
+    void score_part(int64_t b, int64_t group, const Stretch& keys, amx::Ahead& ahead) const {
+        amx::zero_sums<BLOCKS * C>();
+        amx::add_products<BLOCKS, C>({q + b * rows * PAIRS, PAIRS * 4, rows * PAIRS},
+                                     {keys.keys_of(group), TILE * 4}, PAIRS / amx::STEP, ahead);
+        amx::store_sums<BLOCKS, C>(x.scores + b * rows * STRETCH + group * GROUP, STRETCH * 4, rows * STRETCH);
+    }
+
+    template <int BLOCKS, int C>
+    void weigh_part(int64_t b, int d, const Stretch& keys, amx::Ahead& ahead) const {
+        float* acc = x.acc + b * rows * HEAD_SIZE + d;
+        amx::load_sums<BLOCKS, C>(acc, HEAD_SIZE * 4, rows * HEAD_SIZE);
+        amx::add_products<BLOCKS, C>({x.weights + b * rows * STRETCH / 2, STRETCH * 2, rows * STRETCH / 2},
+                                     {keys.values + d, HEAD_SIZE * 4}, keys.groups, ahead);
+        amx::store_sums<BLOCKS, C>(acc, HEAD_SIZE * 4, rows * HEAD_SIZE);
+    }
+
+    const uint32_t* q;
+    int64_t M, blocks, rows;
+    AmxScratch& x;
+    amx::Registers registers;
+};
+
+struct AmxBf16 : Bf16 {
+    using Scratch = AmxScratch;
+    // Whether it is used. For few queries native_bf16.h is as fast or faster, because both
+    // wait for memory. The number of tokens must not decide between decoding and verification, which agree to the bit.
+    static bool serves(const Problem& p) {
+        return !p.is_prefill() && p.group() >= FEW_QUERIES && PAIRS % amx::STEP == 0 && may_use_tiles();
+    }
+
+    // Like attend_piece of native_portable.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
+    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
+                          const bfloat16* v_pool, const Query* q, Scratch& x, float* maximum, float* total, float* acc,
+                          const Mass& mass) {
+        const int64_t M = task.num_queries, head = task.head * p.block_size;
+        const int64_t end = p.seq_lens[task.row] + (task.first_query + M - 1) / p.group() + 1;  // of what is visible
+        int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
+        const AmxQueries queries(q, M, x);
+        mass.clear(M);
+        std::fill(maximum, maximum + M, HIDDEN);
+        std::fill(total, total + M, 0.0f);
+        for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
+            const Segment& segment = segments[i];
+            const int64_t stop = std::min(segment.count, end - segment.first), slot = segment.slot + head;
+            const int64_t following = i + 1 == task.segment_end ? task.next : head + segments[i + 1].slot;
+            for (int64_t at = 0, count; at < stop; at += count) {
+                const int64_t position = segment.first + at;
+                count = std::min(position / STRETCH * STRETCH + STRETCH - segment.first, stop) - at;
+                read += count;
+                const auto keys = Stretch::at(k_pool, v_pool, slot + at, count);
+                const auto next = Stretch::at(k_pool, v_pool, at + count < stop ? slot + at + count : following, 1);
+                queries.score(keys, next.keys);
+                for (int64_t m = 0; m < M; ++m) {
+                    const auto [from, to] = p.seen(task, m, position, count);
+                    alignas(16) float sums[STRETCH / LANES];
+                    const float scale = queries.to_weights(m, keys.groups, keys.low + from, keys.low + to, maximum + m,
+                                                           total + m, mass.data ? sums : nullptr);
+                    if (!mass.data) continue;
+                    mass.rescale(m, met, scale);  // one vector holds one block of keys
+                    std::copy_n(sums + keys.low / LANES, blocks_touched(position, count), mass.of(m) + met);
+                }
+                met += blocks_touched(position, count);
+                queries.weigh(keys, next.values);
+            }
+        }
+        std::copy_n(x.acc, M * HEAD_SIZE, acc);
+        for (int64_t m = 0; m < M; ++m) maximum[m] *= 0.69314718f;  // to base e
+        return read;
+    }
+};
