@@ -21,12 +21,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from magicdec.device_batch import NEWEST
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
+# Tokens that are kept before the window: a row may be rewound by so many if another lacks more.
+MOST_REWOUND = NEWEST - 1
 
 
 @dataclass
@@ -103,7 +106,7 @@ class RollingRunner(ModelRunner):
         for row, length in moved:
             self.settled[row] = length
             start = max(self.num_sinks, length - (self.budget - self.num_sinks))
-            last = start // self.block_size
+            last = max(self.num_sinks, start - MOST_REWOUND) // self.block_size
             gone = self.evicted[row]
             assert last >= gone or gone == self._sink_blocks(), "the window is still there"
             if last > gone:
@@ -140,6 +143,6 @@ def blocks_held(
     max_tokens: int, policy: SinksAndWindow, max_tail: int, block_size: int = BLOCK_SIZE
 ) -> int:
     """The number of blocks that a row holds at one time."""
-    window = policy.budget - policy.num_sink_tokens + max_tail
+    window = policy.budget - policy.num_sink_tokens + MOST_REWOUND + max_tail
     held = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
     return min(held, -(-max_tokens // block_size))
