@@ -28,6 +28,9 @@ Observer = Callable[[StepOutput, float], None]
 """A function that is called after every decode step, with the tokens that it appended to the
 requests and its time in seconds."""
 
+Watcher = Callable[[Plan], None]
+"""A function that is called with the plan of every step, before the step."""
+
 
 class Engine:
     """With `limits`, requests may join a running batch, and a row is free again when its request
@@ -81,6 +84,7 @@ class Engine:
         strategy: DecodingStrategy,
         requests: Sequence[Request],
         observe: Observer = lambda o, s: None,
+        watch: Watcher = lambda plan: None,
     ) -> None:
         """Serve `requests`, each from its `arrived_s` on, until all have ended. A request that may
         not wait yet, because too many do, is submitted later. Raises ValueError, before the first
@@ -91,6 +95,7 @@ class Engine:
         coming = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         sharing = PlanSharing(self.runner.group, self.runner.device, self.scheduler, requests)
         while (plan := sharing.next(lambda: self._next(coming))) is not None:
+            watch(plan)
             self.execute(plan, strategy, observe)
             self.clock.after_step()
 

@@ -47,6 +47,20 @@ ADMISSION_ORDERS = {
     "shortest_remaining": "magicdec.scheduling.orders:shortest_remaining",
     "priority": "magicdec.scheduling.orders:priority",
 }
+# When the requests of a serving workload arrive.
+ARRIVALS = {
+    "burst": "magicdec.workload.arrivals:burst",
+    "constant": "magicdec.workload.arrivals:constant",
+    "uniform": "magicdec.workload.arrivals:uniform",
+    "poisson": "magicdec.workload.arrivals:poisson",
+}
+# When requests that have arrived may join the running batch.
+BATCHINGS = {
+    "sequential": "magicdec.serving.batching:sequential",
+    "static": "magicdec.serving.batching:static",
+    "dynamic": "magicdec.serving.batching:dynamic",
+    "inflight": "magicdec.serving.batching:inflight",
+}
 # What computes norms, rotation and gates.
 ELEMENTWISE = {
     "torch": "magicdec.model.elementwise.operators:Elementwise",

@@ -68,6 +68,7 @@ class Request:
     row: int | None = None  # its row of the KV cache; set at admission
     arrived_s: float = 0.0
     first_token_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)  # when each output token was known
     finished_s: float | None = None
     priority: int = 0  # the higher, the sooner it is admitted, if the order of admission asks
 
@@ -93,7 +94,8 @@ class Request:
         return (*self.prompt_ids, *self.output_ids[:-1]) if self.output_ids else self.prompt_ids
 
     def snapshot(self) -> Request:
-        return replace(self, output_ids=list(self.output_ids))
+        times = list(self.token_times_s)
+        return replace(self, output_ids=list(self.output_ids), token_times_s=times)
 
 
 @dataclass(frozen=True)

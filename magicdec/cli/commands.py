@@ -48,6 +48,10 @@ COMMANDS = {
         "time single forwards at fixed cache lengths, over a grid",
         "magicdec.cli.latency:main",
     ),
+    "inflight": (
+        "serve requests as they arrive: in-flight batching beside other batchings",
+        "magicdec.cli.inflight:main",
+    ),
     "table": (
         "print records as a table: text, Markdown, LaTeX or CSV",
         "magicdec.cli.table:main",

@@ -3,9 +3,9 @@ descriptions in the code.
 
     python -m magicdec.records.document
 
-updates the tables in `docs/record.md` and `docs/latency.md`, and `docs/record.schema.json`. Each
-table is between the lines `<!-- fields: MODULE:CLASS -->` and `<!-- end of fields -->`. Imports no
-torch.
+updates the tables in `docs/record.md`, `docs/latency.md` and `docs/serving.md`, and
+`docs/record.schema.json`. Each table is between the lines `<!-- fields: MODULE:CLASS -->` and
+`<!-- end of fields -->`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.record import RunRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES, SCHEMA = ("record.md", "latency.md"), "record.schema.json"
+PAGES, SCHEMA = ("record.md", "latency.md", "serving.md"), "record.schema.json"
 END = "<!-- end of fields -->"
 TABLE = re.compile(rf"(<!-- fields: ([\w.]+):(\w+) -->\n).*?({END})", re.DOTALL)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

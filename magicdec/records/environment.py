@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from magicdec.records.fields import recorded
 
-GPU_NULL = "on CPU; without `nvidia-ml-py`; if `failed`; in `probe` and `latency`"
+GPU_NULL = "on CPU; without `nvidia-ml-py`; if `failed`; in `probe`, `latency` and `inflight`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,5 +58,5 @@ class Environment:
         "bytes a second that all ranks together read from memory, measured in this run before and "
         "after decoding; the best of fourteen measurements",
         "bytes/s",
-        null="if `failed`",
+        null="if `failed`; in `inflight`",
     )

@@ -109,6 +109,7 @@ class Scheduler:
             time = now if output.emitted_s is None else output.emitted_s[i]
             for token in tokens:
                 request.output_ids.append(token)
+                request.token_times_s.append(time)
                 if request.first_token_s is None:
                     request.first_token_s = time
                 if request.sampling.ends(len(request.output_ids), token):

@@ -163,9 +163,11 @@ def complete(
     found: Found,
     known: Known,
     agree: Callable[[Launch, Callable[[], str]], str] = check_together,
+    num_prompts: tuple[int, str] | None = None,
 ) -> Prepared:
     """Check the run against its models, make its prompts and plan its memory. Raises ValueError as
-    `prepare` does. `agree` lets all ranks refuse if one does."""
+    `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
+    prompts and the flag that says it, where these are not whole batches."""
     config, launch, source, draft = found.config, found.launch, found.source, found.draft
     flag = flag_of(config.asked.model, "model")
     check_interpreter(config)
@@ -185,10 +187,13 @@ def complete(
         )
     bos, w = source.config.bos_token_id, config.workload
     check_bos(f"{flag} {config.model.model}", source, tokenizer)
-    sizes = w.prefix_len, w.num_prompts, w.seed
+    count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
+    sizes = w.prefix_len, count, w.seed
     workload = known.get(
         ("workload", described.name, w.dataset, bos, *sizes, w.num_new_tokens),
-        lambda: build_workload(w.dataset, tokenizer, bos, *sizes, gen_len=w.num_new_tokens),
+        lambda: build_workload(
+            w.dataset, tokenizer, bos, *sizes, gen_len=w.num_new_tokens, counted_by=counted_by
+        ),
     )
     device, models = config.parallel.device, found.models
     free = known.get(("free", device), lambda: free_device_memory(device, launch.local_rank))

@@ -50,15 +50,16 @@ def build_workload(
     seed: int,
     max_books: int = 50,
     gen_len: int = 64,
+    counted_by: str = "--B x --num_batches",
 ) -> Workload:
     """Distinct prefixes of `prefix_len` tokens. `dataset` is `ruler:TASK`, `recall`,
     `recall:BOOKS`, or a name or file of books. `gen_len`: tokens of the continuation that `recall`
-    expects.
+    expects. `counted_by`: the flags that `num_prompts` comes from, for messages.
 
     Raises ValueError when a size is below 1, when the dataset is unknown, cannot be read (see
     `read_books`) or has fewer than `num_prompts` prefixes, or when the prefix is too short for it.
     """
-    check_positive(("--prefix_len", prefix_len), ("--B x --num_batches", num_prompts))
+    check_positive(("--prefix_len", prefix_len), (counted_by, num_prompts))
     kind, colon, name = dataset.partition(":")
     if kind == "ruler":
         prompts, answers = ruler.make_prompts(
@@ -66,11 +67,11 @@ def build_workload(
         )
         digest = _hash_prompts(prompts)
         return Workload(dataset, prompts, None, None, None, seed, digest, answers)
+    sizes = prefix_len, num_prompts, seed, max_books
     if kind != "recall":
-        return _draw(dataset, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books)
+        return _draw(dataset, tokenizer, bos_token_id, *sizes, counted_by)
     books = name if colon else "demo"
-    drawn = _draw(books, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books)
-    return _with_cues(drawn, gen_len)
+    return _with_cues(_draw(books, tokenizer, bos_token_id, *sizes, counted_by), gen_len)
 
 
 def _draw(
@@ -81,6 +82,7 @@ def _draw(
     num_prompts: int,
     seed: int,
     max_books: int,
+    counted_by: str,
 ) -> Workload:
     """Chunks of the books after their front matter, drawn at random without replacement. BOS, if
     any, replaces the first token of each chunk."""
@@ -88,7 +90,7 @@ def _draw(
     books = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(dataset, max_books)]
     sources = [(b, c) for b, book in enumerate(books) for c in range(len(book) // prefix_len)]
     name = Path(dataset).name
-    _check_enough(name, len(sources), prefix_len, num_prompts)
+    _check_enough(name, len(sources), prefix_len, num_prompts, counted_by)
     random.Random(seed).shuffle(sources)
     chosen = tuple(sources[:num_prompts])
     prompts = tuple(_prefix(books[b], c, prefix_len, bos) for b, c in chosen)
@@ -106,11 +108,11 @@ def _with_cues(drawn: Workload, gen_len: int) -> Workload:
     )
 
 
-def _check_enough(name: str, available: int, prefix_len: int, needed: int) -> None:
+def _check_enough(name: str, available: int, prefix_len: int, needed: int, counted_by: str) -> None:
     if available < needed:
         raise ValueError(
             f"--dataset {name} holds {available} prefixes of --prefix_len {prefix_len} tokens; "
-            f"{needed} are needed (--B x --num_batches)"
+            f"{needed} are needed ({counted_by})"
         )
 
 

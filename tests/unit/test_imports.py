@@ -24,7 +24,7 @@ LAYERS = (
     {"decoding", "memory"},
     {"engine", "setup"},
     {"probe", "autotune"},
-    {"run", "latency", "report", "llm"},
+    {"run", "latency", "report", "serving", "llm"},
     {"gate", "study"},
     {"cli"},
     {"__main__", "__init__"},

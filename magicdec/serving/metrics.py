@@ -1,0 +1,183 @@
+"""ServingMetrics: how long requests waited and how many were served, computed from the time stamps
+of the requests. The names are those of serving benchmarks such as vLLM's.
+
+Owns the definition of every metric. Must not know how requests were batched. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from magicdec.records.fields import recorded
+from magicdec.records.metrics import mean, percentile
+from magicdec.request import Request
+from magicdec.scheduling.plan import Plan
+
+ONE_TOKEN = "if every request has a single output token"
+GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingMetrics:
+    """The metrics of one batching. Percentiles are interpolated linearly, as in numpy."""
+
+    makespan_s: float = recorded(
+        "time from the first arrival to the end of the last request", "s",
+        label="makespan, s", digits=2,
+    )  # fmt: skip
+    request_throughput: float = recorded(
+        "requests divided by the makespan", "requests/s", label="requests/s", digits=2
+    )
+    output_throughput: float = recorded(
+        "output tokens divided by the makespan", "tokens/s", label="output tokens/s", digits=1
+    )
+    request_goodput: float | None = recorded(
+        "requests that kept every bound of `--goodput`, divided by the makespan; a request with "
+        "one output token keeps any bound of `tpot`",
+        "requests/s", label="goodput, requests/s", digits=2, null="without `--goodput`",
+    )  # fmt: skip
+    mean_ttft_ms: float = recorded(
+        "time to first token: from the arrival of a request to its first output token; mean over "
+        "the requests",
+        "ms", label="TTFT mean, ms", digits=1,
+    )  # fmt: skip
+    p50_ttft_ms: float = recorded("median of the same", "ms", label="TTFT p50, ms", digits=1)
+    p90_ttft_ms: float = recorded("its 90th percentile", "ms", label="TTFT p90, ms", digits=1)
+    p99_ttft_ms: float = recorded("its 99th percentile", "ms", label="TTFT p99, ms", digits=1)
+    mean_tpot_ms: float | None = recorded(
+        "time per output token: from the first output token of a request to its last, divided by "
+        "the number of tokens after the first; mean over the requests that have such tokens",
+        "ms", label="TPOT mean, ms", digits=2, null=ONE_TOKEN,
+    )  # fmt: skip
+    p50_tpot_ms: float | None = recorded(
+        "median of the same", "ms", label="TPOT p50, ms", digits=2, null=ONE_TOKEN
+    )
+    p90_tpot_ms: float | None = recorded(
+        "its 90th percentile", "ms", label="TPOT p90, ms", digits=2, null=ONE_TOKEN
+    )
+    p99_tpot_ms: float | None = recorded(
+        "its 99th percentile", "ms", label="TPOT p99, ms", digits=2, null=ONE_TOKEN
+    )
+    mean_itl_ms: float | None = recorded(
+        "inter-token latency: the time between two steps that emitted tokens of the same request; "
+        "mean over all of them",
+        "ms", label="ITL mean, ms", digits=2, null=ONE_TOKEN,
+    )  # fmt: skip
+    p50_itl_ms: float | None = recorded(
+        "median of the same", "ms", label="ITL p50, ms", digits=2, null=ONE_TOKEN
+    )
+    p90_itl_ms: float | None = recorded(
+        "its 90th percentile", "ms", label="ITL p90, ms", digits=2, null=ONE_TOKEN
+    )
+    p99_itl_ms: float | None = recorded(
+        "its 99th percentile", "ms", label="ITL p99, ms", digits=2, null=ONE_TOKEN
+    )
+    mean_e2el_ms: float = recorded(
+        "end-to-end latency: from the arrival of a request to its last output token; mean over the "
+        "requests",
+        "ms", label="E2EL mean, ms", digits=1,
+    )  # fmt: skip
+    p50_e2el_ms: float = recorded("median of the same", "ms", label="E2EL p50, ms", digits=1)
+    p90_e2el_ms: float = recorded("its 90th percentile", "ms", label="E2EL p90, ms", digits=1)
+    p99_e2el_ms: float = recorded("its 99th percentile", "ms", label="E2EL p99, ms", digits=1)
+    mean_in_flight: float = recorded(
+        "requests that a step prefills or decodes; mean over the steps",
+        "requests", label="in flight, mean", digits=2,
+    )  # fmt: skip
+    num_steps: int = recorded("steps of the engine", label="steps")
+    num_preemptions: int = recorded(
+        "times that a request gave its KV cache back before its end, because no block was free",
+        label="preemptions",
+    )
+
+
+@dataclass
+class StepCounts:
+    """What is counted while requests are served."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_in_flight: int = 0  # summed over the steps
+
+    def watch(self, plan: Plan) -> None:
+        """Count one step. A request is either prefilled or decoded in it."""
+        decoding = () if plan.decoding is None else plan.decoding.requests
+        self.num_steps += 1
+        self.num_preemptions += len(plan.preempted)
+        self.num_in_flight += len(decoding) + len(plan.parts)
+
+
+def serving_metrics(
+    requests: Sequence[Request], counts: StepCounts, goodput: Mapping[str, float] = {}
+) -> ServingMetrics:
+    """The metrics of finished requests. `goodput` has the most ms for some of `GOODPUT_OF`."""
+    times = [request_ms(request) for request in requests]
+    begin_s = min(request.arrived_s for request in requests)
+    makespan_s = max(_finished_s(request) for request in requests) - begin_s
+    good = [all(of[name] <= most for name, most in goodput.items() if name in of) for of in times]
+    return ServingMetrics(
+        makespan_s=makespan_s,
+        request_throughput=len(requests) / makespan_s,
+        output_throughput=sum(len(r.output_ids) for r in requests) / makespan_s,
+        request_goodput=sum(good) / makespan_s if goodput else None,
+        mean_in_flight=counts.num_in_flight / counts.num_steps,
+        num_steps=counts.num_steps,
+        num_preemptions=counts.num_preemptions,
+        **summary("ttft", [of["ttft"] for of in times]),
+        **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),
+        **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),
+        **summary("e2el", [of["e2el"] for of in times]),
+    )
+
+
+def request_ms(request: Request) -> dict[str, float]:
+    """The `ttft` and `e2el` of a finished request in ms, and its `tpot` if it has more than one
+    output token."""
+    first_s, last_s = request.first_token_s, _finished_s(request)
+    num_later = len(request.output_ids) - 1
+    assert first_s is not None, "what has ended has a first token"
+    found = {"ttft": 1e3 * (first_s - request.arrived_s)}
+    found["e2el"] = 1e3 * (last_s - request.arrived_s)
+    if num_later:
+        found["tpot"] = 1e3 * (last_s - first_s) / num_later
+    return found
+
+
+def gaps_ms(request: Request) -> list[float]:
+    """The times between the steps that emitted tokens of the request. Tokens of one step came at
+    the same time."""
+    times = sorted(set(request.token_times_s))
+    return [1e3 * (b - a) for a, b in pairwise(times)]
+
+
+def summary(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """The mean and the percentiles of `values` as fields of `ServingMetrics`."""
+    percentiles = {f"p{p}_{name}_ms": percentile(values, p) for p in (50, 90, 99)}
+    return {f"mean_{name}_ms": mean(values), **percentiles}
+
+
+def parse_goodput(words: Sequence[str]) -> dict[str, float]:
+    """The bounds of `--goodput`, such as ttft:200. Raises ValueError, naming the flag."""
+    bounds: dict[str, float] = {}
+    for word in words:
+        name, _, most = word.partition(":")
+        if name not in GOODPUT_OF:
+            forms = ", ".join(f"{name}:MS" for name in GOODPUT_OF)
+            raise ValueError(f"--goodput {word} is not known; choose from {forms}")
+        if name in bounds:
+            raise ValueError(f"--goodput names {name} twice; name each bound once")
+        try:
+            bounds[name] = float(most)
+        except ValueError:
+            bounds[name] = 0.0
+        if not 0 < bounds[name] < float("inf"):
+            raise ValueError(f"--goodput {word}: {most!r} is no time in ms larger than 0")
+    return bounds
+
+
+def _finished_s(request: Request) -> float:
+    assert request.finished_s is not None, "metrics are of requests that have ended"
+    return request.finished_s

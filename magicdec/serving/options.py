@@ -1,0 +1,75 @@
+"""ServingOptions: what `magicdec inflight` asks for beside the model: the requests, and how they
+are batched. Imports no torch.
+
+Owns the checks that need no model. Must not know the flags of other commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from magicdec.names import BATCHINGS
+from magicdec.workload.trace import RequestShape
+
+WINDOWED = "dynamic"  # the batching that has a time window
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """`shapes` are all requests in the order of arrival. The other fields are the flags of the same
+    names; None stands for no limit."""
+
+    arrival: str
+    output_len: str | None  # None if a trace has the lengths
+    max_concurrency: int
+    prefill_tokens: int
+    window_ms: float | None  # None without dynamic batching
+    block_tokens: int
+    cache_tokens: int | None
+    goodput: dict[str, float]
+    shapes: tuple[RequestShape, ...]
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--max_concurrency", self.max_concurrency),
+            ("--prefill_tokens", self.prefill_tokens),
+            ("--block_tokens", self.block_tokens),
+            ("--cache_tokens", self.cache_tokens),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} {value} is too small; it must be at least 1")
+        if self.window_ms is not None and not 0 <= self.window_ms < math.inf:
+            raise ValueError(f"--window_ms {self.window_ms} is out of range; it must be at least 0")
+        if self.cache_tokens is not None and self.cache_tokens < self.longest:
+            raise ValueError(
+                f"--cache_tokens {self.cache_tokens} is too small; "
+                f"the longest request has {self.longest} tokens"
+            )
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(shape.prompt_len for shape in self.shapes)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, output included."""
+        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
+
+    def describe(self) -> dict[str, Any]:
+        """These options as the record's `config.workload` has them; the shapes are among its
+        requests."""
+        values = asdict(self)
+        del values["shapes"]
+        return values | {"num_requests": len(self.shapes)}
+
+
+def check_modes(modes: Sequence[str]) -> None:
+    """Raises ValueError for a batching that is not known or named twice."""
+    for mode in modes:
+        if mode not in BATCHINGS:
+            raise ValueError(f"--modes {mode} is not known; choose from {', '.join(BATCHINGS)}")
+        if modes.count(mode) > 1:
+            raise ValueError(f"--modes names {mode} twice; name each once")

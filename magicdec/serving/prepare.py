@@ -1,0 +1,71 @@
+"""Prepares what `magicdec inflight` serves: checks everything before memory is allocated, and makes
+the server.
+
+Must not know the flags, nor what is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from magicdec.autotune.fastest_backend import settle
+from magicdec.config.run_config import RunConfig
+from magicdec.console import Progress
+from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.distributed.groups import Group, Launch
+from magicdec.memory.working_memory import max_tokens
+from magicdec.names import BASELINE
+from magicdec.scheduling.plan import Limits
+from magicdec.serving.options import ServingOptions
+from magicdec.serving.server import Server
+from magicdec.setup.loading import LoadedModels, make_target
+from magicdec.setup.prepare import Known, Prepared, complete, find
+
+
+def prepare(asked: RunConfig, options: ServingOptions, launch: Launch) -> Prepared:
+    """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
+    naming the flag, for errors that a user can correct."""
+    if launch.world_size > 1:
+        raise ValueError("inflight runs on one rank; start it without torchrun")
+    longest = options.longest_prompt
+    # A row has room for the longest request, which need not have the longest prompt.
+    workload = replace(
+        asked.workload,
+        batch_size=options.max_concurrency,
+        prefix_len=longest,
+        gen_len=options.longest - longest,
+        num_batches=1,
+    )
+    known, asked = Known(), replace(asked, workload=workload)
+    count = len(options.shapes), "--num_requests"
+    return complete(find(asked, launch, known), known, num_prompts=count)
+
+
+def make_server(
+    prepared: Prepared, options: ServingOptions, device: torch.device, progress: Progress
+) -> tuple[Prepared, Server]:
+    """Load the model and allocate the KV cache. Returns the run with its measured backend too."""
+    source, group = prepared.source, Group((0,), 0)
+    config = settle(prepared.config, source.config, None, group, device)
+    tokens, models = max_tokens(config), LoadedModels(device, progress)
+    sizes = tokens, options.block_tokens, options.cache_tokens
+    runner = make_target(config, source, group, models, *sizes)
+    shape = runner.cache.shape
+    limits = Limits(
+        tokens, shape.block_size, shape.num_blocks, prefill_tokens=options.prefill_tokens
+    )
+
+    def strategy() -> DecodingStrategy:
+        captures = config.decoding.cuda_graphs == "on"
+        recorder: Recorder = CudaGraphs(device) if captures else Eager()
+        setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)
+        return make_strategy(BASELINE, setup)
+
+    prompts, chunk = prepared.workload.prompts, config.attention.prefill_chunk
+    window_s = (options.window_ms or 0.0) / 1e3
+    server = Server(runner, limits, chunk, strategy, prompts, options.shapes, window_s)
+    return replace(prepared, config=config), server

@@ -1,0 +1,88 @@
+"""ServingRecord: one JSON line for each batching, which is appended and never rewritten. Imports no
+torch. docs/serving.md documents the schema and is made from these classes.
+
+It is not the record of a run (`records/record.py`): that holds two passes over whole batches, and
+this one requests with their arrivals. Like that one, it has metrics only if its tokens are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from magicdec.records.environment import Environment
+from magicdec.records.fields import recorded
+from magicdec.records.workload import WorkloadRecord
+from magicdec.request import Request
+from magicdec.serving.metrics import ServingMetrics
+
+SCHEMA_VERSION = 1
+STATUSES = ("ok", "differs", "diverged")
+EXACT_DTYPE = "float32"  # in which every request emits the same tokens under every batching
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """The lengths and time stamps of one request. Times count from the first arrival."""
+
+    arrival_ms: float = recorded("when the request arrived", "ms")
+    first_token_ms: float = recorded("when its first output token was known", "ms")
+    finished_ms: float = recorded("when its last output token was known", "ms")
+    prompt_len: int = recorded("length of its prompt", "tokens")
+    output_len: int = recorded("length of its output", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRecord:
+    """The requests of one command, served under one batching."""
+
+    status: str = recorded(
+        "`ok`: every request has the tokens that it has under `reference`; `differs`: some have "
+        f"others, in a dtype other than {EXACT_DTYPE}, whose rounding may be the reason; "
+        f"`diverged`: some have others in {EXACT_DTYPE}",
+        choices=STATUSES,
+    )
+    config: dict[str, Any] = recorded(
+        "the resolved configuration as in a run's record, in which no value is `auto`; `workload` "
+        "has `batching` and the flags of this command"
+    )
+    environment: Environment = recorded("the machine, the software and the launch")
+    workload: WorkloadRecord = recorded(
+        "the prompts and the model; `prefix_len` is the length of the longest prompt"
+    )
+    reference: str = recorded("the first batching of the command")
+    num_differing: int = recorded("requests with tokens other than those under `reference`")
+    metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
+    requests: list[RequestRecord] = recorded("the requests in the order of arrival")
+    kind: str = recorded("`serving`", default="serving")
+    schema_version: int = recorded(f"{SCHEMA_VERSION}", default=SCHEMA_VERSION)
+
+    def __post_init__(self) -> None:
+        assert self.status in STATUSES and (self.status == "ok") == (self.num_differing == 0)
+        assert (self.metrics is None) == (self.status == "diverged")
+
+
+def status_of(num_differing: int, dtype: str) -> str:
+    if num_differing == 0:
+        return "ok"
+    return "diverged" if dtype == EXACT_DTYPE else "differs"
+
+
+def describe_requests(requests: Sequence[Request], begin_s: float) -> list[RequestRecord]:
+    """The time stamps of finished requests, of which the first arrived at `begin_s`."""
+
+    def ms(at_s: float | None) -> float:
+        assert at_s is not None, "the request has ended"
+        return 1e3 * (at_s - begin_s)
+
+    return [
+        RequestRecord(
+            arrival_ms=ms(request.arrived_s),
+            first_token_ms=ms(request.first_token_s),
+            finished_ms=ms(request.finished_s),
+            prompt_len=len(request.prompt_ids),
+            output_len=len(request.output_ids),
+        )
+        for request in requests
+    ]

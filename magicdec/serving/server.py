@@ -1,0 +1,101 @@
+"""Server: serves the requests of a workload under one batching after the other, by one model and
+one KV cache.
+
+Owns the requests, their arrival on the clock, and the counting of steps. Must not know what is
+computed from the time stamps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from magicdec.decoding.strategy import DecodingStrategy
+from magicdec.engine import Engine, Observer
+from magicdec.hardware.clock import Clock, RealClock
+from magicdec.names import BATCHINGS, load_named
+from magicdec.request import Request, SamplingParams
+from magicdec.runner import ModelRunner
+from magicdec.scheduling.plan import Limits
+from magicdec.serving.batching import Batching
+from magicdec.serving.metrics import StepCounts
+from magicdec.workload.trace import RequestShape
+
+WARM_UP_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Served:
+    """All requests, finished, in the order of arrival, and what was counted meanwhile."""
+
+    requests: list[Request]
+    counts: StepCounts
+    begin_s: float  # when the first request arrived, on the clock
+
+
+@dataclass(frozen=True)
+class Server:
+    """`prompts` has the text of each of `shapes`. `make_strategy` makes what decodes, anew for each
+    batching. `limits` are the same under every batching."""
+
+    runner: ModelRunner
+    limits: Limits
+    prefill_chunk: int
+    make_strategy: Callable[[], DecodingStrategy]
+    prompts: Sequence[tuple[int, ...]]
+    shapes: Sequence[RequestShape]
+    window_s: float = 0.0
+    make_clock: Callable[[], Clock] = RealClock
+
+    def serve(self, mode: str, observe: Observer = lambda o, s: None) -> Served:
+        """Serve all requests under the batching of that name. Raises ValueError, before the first
+        step, if a request can never be served."""
+        clock, counts = self.make_clock(), StepCounts()
+        engine = Engine(self.runner, self.prefill_chunk, self.limits, clock=clock)
+        strategy, batching = self.make_strategy(), load_batching(mode)
+        begin_s = clock.now()
+        requests = make_requests(self.prompts, self.shapes, begin_s)
+        for request in requests:
+            self.limits.check(request)
+
+        def serve(batch: Sequence[Request]) -> None:
+            engine.serve(strategy, batch, observe, counts.watch)
+
+        batching(serve, requests, clock, self.runner.num_rows, self.window_s)
+        return Served(requests, counts, begin_s)
+
+    def warm_up(self) -> None:
+        """Serve the first requests once, unmeasured and shortened, so that the first batching does
+        not pay for what happens once."""
+        engine = Engine(self.runner, self.prefill_chunk, self.limits)
+        most = self.prefill_chunk
+        short = [
+            RequestShape(0.0, min(most, s.prompt_len), min(WARM_UP_TOKENS, s.output_len))
+            for s in self.shapes[: self.runner.num_rows]
+        ]
+        prompts = self.prompts[: len(short)]
+        engine.serve(self.make_strategy(), make_requests(prompts, short, engine.clock.now()))
+
+
+def load_batching(name: str) -> Batching:
+    batching: Batching = load_named(BATCHINGS, name)
+    return batching
+
+
+def make_requests(
+    prompts: Sequence[tuple[int, ...]], shapes: Sequence[RequestShape], begin_s: float
+) -> list[Request]:
+    """The requests, of which the first arrives at `begin_s`. Each takes as much of its prompt as
+    its shape says, is decoded greedily, and ends only at its output length."""
+    requests = []
+    for i, (prompt, shape) in enumerate(zip(prompts, shapes, strict=True)):
+        request = Request(i, prompt[: shape.prompt_len], SamplingParams(shape.output_len))
+        request.arrived_s = begin_s + shape.arrival_ms / 1e3
+        requests.append(request)
+    return requests
+
+
+def differing(expected: Sequence[Request], found: Sequence[Request]) -> list[int]:
+    """The ids of the requests whose output tokens are not the same."""
+    pairs = zip(expected, found, strict=True)
+    return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]

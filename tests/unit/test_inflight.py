@@ -1,0 +1,223 @@
+"""`magicdec inflight`: its flags, the batchings, and every batching on one tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
+
+from magicdec.cli.inflight import measure, parse
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.distributed.groups import Launch as Ranks
+from magicdec.engine import Engine
+from magicdec.hardware.clock import VirtualClock
+from magicdec.names import BASELINE, BATCHINGS
+from magicdec.records.writing import to_json
+from magicdec.request import Request, SamplingParams, Status
+from magicdec.runner import ModelRunner
+from magicdec.scheduling.plan import Limits
+from magicdec.serving.metrics import ServingMetrics, serving_metrics
+from magicdec.serving.prepare import prepare
+from magicdec.serving.record import ServingRecord
+from magicdec.serving.server import Served, Server, differing, load_batching
+from magicdec.serving.table import table_rows, verdict
+from magicdec.workload.trace import RequestShape
+
+LENGTHS = [(5, 9), (40, 3), (1, 30), (17, 1), (33, 12), (8, 20), (24, 5)]
+ARRIVALS_MS = [0, 2, 3, 30, 31, 90, 200]  # a step of the virtual clock takes 1 ms
+SHAPES = [RequestShape(float(t), p, n) for t, (p, n) in zip(ARRIVALS_MS, LENGTHS, strict=True)]
+PROMPTS = random_prompts([40] * len(SHAPES), TINY.vocab_size)
+MAX_TOKENS = 64
+ALONE = Ranks(0, 1, 0, 1)
+
+
+def batches(name: str, arrivals: Sequence[float], num_rows: int, window_s: float) -> list[object]:
+    """(start, requests) of each batch, if every batch takes 10 s."""
+    clock, found = VirtualClock(), list[object]()
+    requests = [Request(i, (1,), SamplingParams(1), arrived_s=at) for i, at in enumerate(arrivals)]
+
+    def serve(batch: Sequence[Request]) -> None:
+        clock.wait_until(batch[0].arrived_s)
+        found.append((clock.now(), [request.request_id for request in batch]))
+        clock.wait_until(clock.now() + 10)
+
+    load_batching(name)(serve, requests, clock, num_rows, window_s)
+    return found
+
+
+def test_each_batching_gives_the_engine_its_batches() -> None:
+    arrivals = [0.0, 1.0, 3.0, 4.0, 40.0]
+    assert batches("sequential", arrivals, 2, 5.0) == [
+        (0, [0]), (10, [1]), (20, [2]), (30, [3]), (40, [4]),
+    ]  # fmt: skip
+    assert batches("static", arrivals, 2, 5.0) == [(1, [0, 1]), (11, [2, 3]), (40, [4])]
+    assert batches("static", arrivals, 3, 5.0) == [(3, [0, 1, 2]), (40, [3, 4])]
+    assert batches("inflight", arrivals, 2, 5.0) == [(0, [0, 1, 2, 3, 4])]
+
+
+def test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends() -> None:
+    arrivals = [0.0, 1.0, 3.0, 4.0, 40.0]
+    assert batches("dynamic", arrivals, 2, 5.0) == [(1, [0, 1]), (11, [2, 3]), (45, [4])]
+    assert batches("dynamic", arrivals, 3, 2.0) == [(2, [0, 1]), (12, [2, 3]), (42, [4])]
+    assert batches("dynamic", arrivals, 2, 0.0) == [(0, [0]), (10, [1, 2]), (20, [3]), (40, [4])]
+
+
+def make_server(num_rows: int, **limits: int) -> tuple[ModelRunner, Server]:
+    runner = make_runner(tiny_transformer(seed=1), num_rows, MAX_TOKENS)
+    shape = runner.cache.shape
+    setup = Setup(runner, DecodingSection(), KVSection("full"), is_in_flight=True)
+    server = Server(
+        runner, Limits(MAX_TOKENS, shape.block_size, shape.num_blocks, **limits), 16,
+        lambda: make_strategy(BASELINE, setup), PROMPTS, SHAPES, window_s=0.02,
+        make_clock=lambda: VirtualClock(1e-3),
+    )  # fmt: skip
+    return runner, server
+
+
+def lone_outputs() -> list[list[int]]:
+    """The tokens of each request in a static batch of its own."""
+    runner, found = make_runner(tiny_transformer(seed=1), 1, MAX_TOKENS), []
+    for prompt, shape in zip(PROMPTS, SHAPES, strict=True):
+        request = Request(0, prompt[: shape.prompt_len], SamplingParams(shape.output_len))
+        engine = Engine(runner, 64)
+        engine.prefill([request])
+        strategy = make_strategy(BASELINE, Setup(runner, DecodingSection(), KVSection("full")))
+        engine.begin(strategy)
+        found.append(engine.decode(strategy)[0].output_ids)
+    return found
+
+
+def test_every_batching_serves_the_tokens_of_lone_runs() -> None:
+    runner, server = make_server(num_rows=3, prefill_tokens=16)
+    server.warm_up()
+    expected, served = lone_outputs(), dict[str, Served]()
+    for mode in BATCHINGS:
+        served[mode] = server.serve(mode)
+        assert [r.output_ids for r in served[mode].requests] == expected, mode
+        assert {r.status for r in served[mode].requests} == {Status.FINISHED}
+        assert all(len(r.token_times_s) == len(r.output_ids) for r in served[mode].requests)
+        assert not any(runner.cache.blocks), "every block is free again"
+    found = {mode: serving_metrics(one.requests, one.counts) for mode, one in served.items()}
+    assert found["sequential"].mean_in_flight == 1
+    assert found["inflight"].mean_in_flight > found["static"].mean_in_flight > 1
+    assert found["inflight"].mean_ttft_ms == min(one.mean_ttft_ms for one in found.values())
+    # Static batches wait for their last request, which arrives at 200 ms.
+    assert found["static"].makespan_s >= found["inflight"].makespan_s >= 0.2
+
+
+def test_steps_that_are_counted_are_those_of_the_clock() -> None:
+    """A burst in one row: every step of the clock is one of the engine."""
+    _, server = make_server(num_rows=1)
+    one = server.serve("sequential")
+    # The prompt and the first token are one step, and each token after it another.
+    assert one.counts.num_steps == sum(output for _, output in LENGTHS)
+    assert one.counts.num_in_flight == one.counts.num_steps
+
+
+def test_other_tokens_are_found() -> None:
+    _, server = make_server(num_rows=2)
+    reference, other = server.serve("sequential"), server.serve("inflight")
+    assert differing(reference.requests, other.requests) == []
+    other.requests[4].output_ids[3] += 1
+    assert differing(reference.requests, other.requests) == [4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num_requests 0", "--num_requests 0 is too small; it must be at least 1"),
+        ("--arrival sometimes", "--arrival sometimes is not known; choose from burst, "),
+        ("--output_len -3", "--output_len -3: lengths are at least 1"),
+        ("--max_concurrency 0", "--max_concurrency 0 is too small; it must be at least 1"),
+        ("--prefill_tokens 0", "--prefill_tokens 0 is too small"),
+        ("--block_tokens 0", "--block_tokens 0 is too small"),
+        ("--cache_tokens 99", "--cache_tokens 99 is too small; the longest request has 544 tokens"),
+        ("--window_ms -1", "--window_ms -1.0 is out of range; it must be at least 0"),
+        ("--window_ms 5 --modes static", "--window_ms 5.0 does nothing: --modes has no dynamic"),
+        ("--modes static fast", "--modes fast is not known; choose from sequential, static, "),
+        ("--modes static static", "--modes names static twice"),
+        ("--goodput speed:3", "--goodput speed:3 is not known; choose from ttft:MS, tpot:MS, "),
+        ("--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
+        ("--out .", "--out .: Is a directory"),
+        ("--gamma 4", "unknown argument --gamma"),
+    ],
+)
+def test_bad_flags_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse(flags.split())
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def refusal(*words: object, ranks: Ranks = ALONE) -> str:
+    asked = parse(list(map(str, words)))
+    with pytest.raises(ValueError) as refused:
+        prepare(asked.config, asked.options, ranks)
+    return str(refused.value)
+
+
+def test_what_the_model_cannot_hold_is_refused_with_the_numbers(tiny_checkpoint: Path) -> None:
+    place = "--model", tiny_checkpoint
+    found = refusal(*place, "--prefix_len", 1000, "--output_len", 30)
+    assert "--prefix_len 1000 + 30 generated tokens = 1030 exceeds the 1024 positions" in found
+    found = refusal(*place, "--num_requests", 20_000, "--prefix_len", 100, "--arrival", "burst")
+    assert "20000 are needed (--num_requests)" in found
+    assert "on one rank" in refusal(*place, ranks=Ranks(0, 2, 0, 2))
+
+
+def test_a_trace_is_served_and_recorded(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the command but its process, with a pool of blocks that is too small for three
+    requests, so that one is preempted."""
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "new" / "serving.jsonl"
+    lines = [{"arrival_ms": 5.0 + i, "prompt_len": 40 - i, "output_len": 60} for i in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = parse([
+        *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
+        *("--arrival", f"trace:{trace}", "--max_concurrency", "3", "--prefill_tokens", "32"),
+        *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3"),
+        *("--goodput", "ttft:100000", "e2el:0.001", "--out", str(out)),
+    ])  # fmt: skip
+    records, num_kept = measure(prepare(asked.config, asked.options, ALONE), asked)
+    assert num_kept == len(records) == len(BATCHINGS)
+    assert out.read_text() == "".join(to_json(record) + "\n" for record in records)
+    read = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["config"]["workload"]["batching"] for record in read] == list(BATCHINGS)
+    for record in read:
+        assert (record["kind"], record["schema_version"]) == ("serving", 1)
+        assert (record["status"], record["num_differing"]) == ("ok", 0)
+        assert record["reference"] == "sequential" and record["metrics"]["request_goodput"] == 0
+        assert [r["prompt_len"] for r in record["requests"]] == [40, 39, 38, 37]
+        assert [r["output_len"] for r in record["requests"]] == [60] * 4
+        ends = [r["finished_ms"] for r in record["requests"]]
+        assert record["metrics"]["makespan_s"] == pytest.approx(max(ends) / 1e3)
+        workload = record["config"]["workload"]
+        assert workload["num_requests"] == 4 and workload["output_len"] is None
+    preempted = {r.config["workload"]["batching"]: r.metrics.num_preemptions for r in records}  # type: ignore[union-attr]
+    assert preempted["sequential"] == 0 and preempted["inflight"] > 0
+    check_table(records)
+
+
+def check_table(records: list[ServingRecord]) -> None:
+    rows = dict(table_rows(records))
+    assert len(rows) == len(ServingMetrics.__dataclass_fields__), "labels are distinct"
+    assert [len(cells) for cells in rows.values()] == [4] * len(rows)
+    assert rows["in flight, mean"][0] == "1.00"
+    assert verdict(records[0]) == "sequential: the reference of the others"
+    assert verdict(records[3]) == "inflight: all 4 requests have the tokens of sequential"
+
+
+def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    done = launch(
+        "inflight_benchmark.py", "--model", tiny_checkpoint, "--num_requests", 3, "--prefix_len",
+        20, "--output_len", "uniform:2:5", "--arrival", "constant:1", "--modes", "inflight",
+        "static", "--dtype", "float32", "--out", tmp_path / "out.jsonl",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "static: all 3 requests have the tokens of inflight" in done.stdout
+    assert "makespan, s" in done.stdout and "2 records appended" in done.stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
