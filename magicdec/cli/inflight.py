@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import add_section, announce_backend, read_sections, refuse
+from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection
@@ -24,6 +25,7 @@ from magicdec.console import make_progress, spinner
 from magicdec.distributed.groups import read_launch
 from magicdec.names import BASELINE, BATCHINGS
 from magicdec.records.writing import append_line, check_writable, to_json
+from magicdec.request import StepOutput
 from magicdec.serving.metrics import GOODPUT_OF, parse_goodput
 from magicdec.serving.options import WINDOWED, ServingOptions, check_modes
 from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
@@ -40,9 +42,11 @@ if TYPE_CHECKING:
     from magicdec.setup.prepare import Prepared
 
 WINDOW_MS = 1000.0
+NO_DRAFT, DRAFTED = "none", "inflight"  # the batching that a drafter is measured under
 EVERYDAY = (
     *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--output_len"),
-    *("--max_concurrency", "--prefill_tokens", "--modes", "--goodput", "--out"),
+    *("--max_concurrency", "--prefill_tokens", "--modes", "--draft", "--goodput"),
+    "--out",
 )
 
 
@@ -100,13 +104,22 @@ def measure(prepared: Prepared, asked: Asked) -> tuple[list[ServingRecord], int]
     records: list[ServingRecord] = []
     num_kept = 0
     num_tokens = sum(shape.output_len - 1 for shape in asked.options.shapes)
-    for mode in asked.modes:
+    passes = [(mode, False) for mode in asked.modes]
+    if prepared.config.decoding.drafter is not None:
+        passes.append((DRAFTED, True))
+    for mode, is_drafting in passes:
+        if is_drafting:
+            server.warm_up(is_drafting)
         with progress.task(mode, num_tokens) as advance:
-            served = server.serve(mode, lambda o, s: advance(sum(map(len, o.token_ids))))
+
+            def observe(output: StepOutput, seconds: float) -> None:
+                advance(sum(map(len, output.token_ids)))
+
+            served = server.serve(mode, is_drafting, observe)
         if not records:
             reference = served
         place = prepared, asked.options, session.describe_environment()
-        record = make_record(*place, mode, served, asked.modes[0], reference)
+        record = make_record(*place, mode, is_drafting, served, asked.modes[0], reference)
         num_kept += append(asked.out, record)
         records.append(record)
     return records, num_kept
@@ -124,10 +137,17 @@ def append(path: Path, record: ServingRecord) -> bool:
 
 def parse(argv: Sequence[str]) -> Asked:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
-    args, _ = build_parser().read(argv)
-    base = RunConfig(decoding=DecodingSection(strategy=BASELINE, ignore_eos=True))
+    parser = build_parser()
+    args, given = parser.read(argv)
+    drafter = None if args.draft == NO_DRAFT else args.draft
+    strategy = BASELINE if drafter is None else "speculative"
+    base = RunConfig(decoding=DecodingSection(strategy, drafter, ignore_eos=True))
     config, modes = read_sections(base, args), tuple(args.modes)
     config.check(world_size=1)
+    for dest in sorted(given):
+        reason = why_ignored(config, dest)
+        if "." in dest and reason is not None:
+            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
     check_modes(modes)
     if args.window_ms is not None and WINDOWED not in modes:
         raise ValueError(f"--window_ms {args.window_ms} does nothing: --modes has no {WINDOWED}")
@@ -153,15 +173,16 @@ def parse(argv: Sequence[str]) -> Asked:
 def build_parser() -> Parser:
     parser = Parser(
         description="Serve requests that arrive over time: one after the other, in static and "
-        "dynamic batches, and in flight. All tokens are compared. Decoding is greedy and "
-        "autoregressive, on one rank.",
+        "dynamic batches, and in flight. All tokens are compared. Decoding is greedy, on "
+        "one rank.",
         everyday=EVERYDAY,
     )
     config = RunConfig()
     add_section(parser, "model", config.model)
     add_section(parser, "parallel", config.parallel, only=("device", "threads"))
     add_section(parser, "attention", config.attention)
-    add_section(parser, "decoding", config.decoding, only=("cuda_graphs",))
+    add_section(parser, "decoding", config.decoding, only=("num_draft_tokens", "cuda_graphs"))
+    add_section(parser, "kv", config.kv)
     add_section(parser, "workload", config.workload, only=("dataset", "seed"))
     add = parser.add_argument_group("requests").add_argument
     add("--num_requests", type=int, metavar="N",
@@ -180,6 +201,9 @@ def build_parser() -> Parser:
     add("--modes", nargs="+", default=list(BATCHINGS), metavar="NAME",
         help=f"batchings to compare, of {', '.join(BATCHINGS)}; the tokens of the first are the "
         f"reference [{' '.join(BATCHINGS)}]")  # fmt: skip
+    add("--draft", default=NO_DRAFT, choices=(NO_DRAFT, "self", "ngram"),
+        help=f"serve the requests once more, {DRAFTED}, with drafts by the model itself (self) or "
+        f"from the text so far (ngram) [{NO_DRAFT}]")  # fmt: skip
     add("--max_concurrency", "--B", type=int, default=8, metavar="N",
         help="requests that are prefilled or decoded together at most [8]")  # fmt: skip
     add("--prefill_tokens", type=int, default=512, metavar="N",

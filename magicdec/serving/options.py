@@ -43,10 +43,14 @@ class ServingOptions:
                 raise ValueError(f"{flag} {value} is too small; it must be at least 1")
         if self.window_ms is not None and not 0 <= self.window_ms < math.inf:
             raise ValueError(f"--window_ms {self.window_ms} is out of range; it must be at least 0")
-        if self.cache_tokens is not None and self.cache_tokens < self.longest:
+
+    def check_cache(self, needed: int) -> None:
+        """Raises ValueError if the KV cache is smaller than the longest request, which takes
+        `needed` tokens with its drafts."""
+        if self.cache_tokens is not None and self.cache_tokens < needed:
             raise ValueError(
-                f"--cache_tokens {self.cache_tokens} is too small; "
-                f"the longest request has {self.longest} tokens"
+                f"--cache_tokens {self.cache_tokens} is too small; the longest request takes "
+                f"{needed} tokens"
             )
 
     @property

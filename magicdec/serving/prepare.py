@@ -17,6 +17,7 @@ from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Group, Launch
+from magicdec.drafting.policies.policy import keep_queries
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
 from magicdec.scheduling.plan import Limits
@@ -41,8 +42,9 @@ def prepare(asked: RunConfig, options: ServingOptions, launch: Launch) -> Prepar
         num_batches=1,
     )
     known, asked = Known(), replace(asked, workload=workload)
-    count = len(options.shapes), "--num_requests"
-    return complete(find(asked, launch, known), known, num_prompts=count)
+    found, count = find(asked, launch, known), (len(options.shapes), "--num_requests")
+    options.check_cache(max_tokens(found.config))
+    return complete(found, known, num_prompts=count)
 
 
 def make_server(
@@ -59,13 +61,17 @@ def make_server(
         tokens, shape.block_size, shape.num_blocks, prefill_tokens=options.prefill_tokens
     )
 
-    def strategy() -> DecodingStrategy:
+    def strategy(is_drafting: bool) -> DecodingStrategy:
+        runner.prompt_queries = None
+        if is_drafting and config.decoding.drafter == "self":
+            keep_queries(runner, config.kv)
         captures = config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(device) if captures else Eager()
         setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)
-        return make_strategy(BASELINE, setup)
+        return make_strategy(config.decoding.strategy if is_drafting else BASELINE, setup)
 
     prompts, chunk = prepared.workload.prompts, config.attention.prefill_chunk
     window_s = (options.window_ms or 0.0) / 1e3
-    server = Server(runner, limits, chunk, strategy, prompts, options.shapes, window_s)
+    drafts = tokens - options.longest
+    server = Server(runner, limits, chunk, strategy, prompts, options.shapes, window_s, drafts)
     return replace(prepared, config=config), server

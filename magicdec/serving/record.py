@@ -51,7 +51,7 @@ class ServingRecord:
     workload: WorkloadRecord = recorded(
         "the prompts and the model; `prefix_len` is the length of the longest prompt"
     )
-    reference: str = recorded("the first batching of the command")
+    reference: str = recorded("the first batching of the command, which drafts nothing")
     num_differing: int = recorded("requests with tokens other than those under `reference`")
     metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
     requests: list[RequestRecord] = recorded("the requests in the order of arrival")
@@ -61,6 +61,12 @@ class ServingRecord:
     def __post_init__(self) -> None:
         assert self.status in STATUSES and (self.status == "ok") == (self.num_differing == 0)
         assert (self.metrics is None) == (self.status == "diverged")
+
+    @property
+    def name(self) -> str:
+        """The batching, and the drafter if there is one."""
+        drafter, batching = self.config["decoding"]["drafter"], self.config["workload"]["batching"]
+        return f"{batching}, {drafter}" if drafter else str(batching)
 
 
 def status_of(num_differing: int, dtype: str) -> str:

@@ -8,7 +8,7 @@ computed from the time stamps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.engine import Engine, Observer
@@ -35,28 +35,32 @@ class Served:
 
 @dataclass(frozen=True)
 class Server:
-    """`prompts` has the text of each of `shapes`. `make_strategy` makes what decodes, anew for each
-    batching. `limits` are the same under every batching."""
+    """`prompts` has the text of each of `shapes`. `make_strategy` makes what decodes, with the
+    drafter or without it, anew for each batching. `limits` are the same under every batching; a
+    step of the drafter appends up to `num_draft_tokens` more tokens to a row."""
 
     runner: ModelRunner
     limits: Limits
     prefill_chunk: int
-    make_strategy: Callable[[], DecodingStrategy]
+    make_strategy: Callable[[bool], DecodingStrategy]
     prompts: Sequence[tuple[int, ...]]
     shapes: Sequence[RequestShape]
     window_s: float = 0.0
+    num_draft_tokens: int = 0
     make_clock: Callable[[], Clock] = RealClock
 
-    def serve(self, mode: str, observe: Observer = lambda o, s: None) -> Served:
+    def serve(
+        self, mode: str, is_drafting: bool = False, observe: Observer = lambda o, s: None
+    ) -> Served:
         """Serve all requests under the batching of that name. Raises ValueError, before the first
         step, if a request can never be served."""
-        clock, counts = self.make_clock(), StepCounts()
-        engine = Engine(self.runner, self.prefill_chunk, self.limits, clock=clock)
-        strategy, batching = self.make_strategy(), load_batching(mode)
+        clock, counts, limits = self.make_clock(), StepCounts(), self.limits_of(is_drafting)
+        engine = Engine(self.runner, self.prefill_chunk, limits, clock=clock)
+        strategy, batching = self.make_strategy(is_drafting), load_batching(mode)
         begin_s = clock.now()
         requests = make_requests(self.prompts, self.shapes, begin_s)
         for request in requests:
-            self.limits.check(request)
+            limits.check(request)
 
         def serve(batch: Sequence[Request]) -> None:
             engine.serve(strategy, batch, observe, counts.watch)
@@ -64,17 +68,23 @@ class Server:
         batching(serve, requests, clock, self.runner.num_rows, self.window_s)
         return Served(requests, counts, begin_s)
 
-    def warm_up(self) -> None:
+    def warm_up(self, is_drafting: bool = False) -> None:
         """Serve the first requests once, unmeasured and shortened, so that the first batching does
         not pay for what happens once."""
-        engine = Engine(self.runner, self.prefill_chunk, self.limits)
+        engine = Engine(self.runner, self.prefill_chunk, self.limits_of(is_drafting))
         most = self.prefill_chunk
         short = [
             RequestShape(0.0, min(most, s.prompt_len), min(WARM_UP_TOKENS, s.output_len))
             for s in self.shapes[: self.runner.num_rows]
         ]
         prompts = self.prompts[: len(short)]
-        engine.serve(self.make_strategy(), make_requests(prompts, short, engine.clock.now()))
+        engine.serve(
+            self.make_strategy(is_drafting), make_requests(prompts, short, engine.clock.now())
+        )
+
+    def limits_of(self, is_drafting: bool) -> Limits:
+        drafts = self.num_draft_tokens if is_drafting else 0
+        return replace(self.limits, step_tokens=1 + drafts)
 
 
 def load_batching(name: str) -> Batching:

@@ -21,7 +21,7 @@ def print_table(records: Sequence[ServingRecord]) -> None:
     table = Table(title=title(records[0]), title_justify="left")
     table.add_column("")
     for record in records:
-        table.add_column(record.config["workload"]["batching"], justify="right")
+        table.add_column(record.name, justify="right")
     for label, cells in table_rows(records):
         table.add_row(label, *cells)
     console.print(table)
@@ -29,13 +29,13 @@ def print_table(records: Sequence[ServingRecord]) -> None:
 
 def verdict(record: ServingRecord) -> str:
     """Whether the tokens are those of the reference, in a line."""
-    batching, total = record.config["workload"]["batching"], len(record.requests)
-    if batching == record.reference:
-        return f"{batching}: the reference of the others"
+    total = len(record.requests)
+    if record.name == record.reference:
+        return f"{record.name}: the reference of the others"
     if record.num_differing == 0:
-        return f"{batching}: all {total} requests have the tokens of {record.reference}"
+        return f"{record.name}: all {total} requests have the tokens of {record.reference}"
     text = f"{record.num_differing} of {total} requests differ from {record.reference}"
-    return f"{batching}: {record.status.upper()}, {text}"
+    return f"{record.name}: {record.status.upper()}, {text}"
 
 
 def title(record: ServingRecord) -> str:
