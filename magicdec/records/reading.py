@@ -8,10 +8,12 @@ ignored, because older versions wrote keys that no longer exist. Keys that older
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import sys
 import typing
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from functools import cache
@@ -83,13 +85,14 @@ def read_records(path: Path, is_strict: bool = False) -> Iterator[RunRecord]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, counted from 1. Raises ValueError if the file cannot be
-    read."""
+    """The lines that are not empty, counted from 1, of a file that may be compressed (.gz). Raises
+    ValueError if the file cannot be read."""
     try:
-        with path.open("rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give a file of records (JSON lines)") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
 
 
 def parse_line(line: str) -> RunRecord:

@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -384,6 +385,16 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path, version:
     message = f"{path}:2: schema_version is {version}, this program reads 1"
     with pytest.raises(ValueError, match=re.escape(message)):
         load_records(path)
+
+
+def test_a_compressed_file_is_read_and_a_torn_one_is_named(tmp_path: Path) -> None:
+    path, packed = tmp_path / "runs.jsonl.gz", gzip.compress(f"{small().to_json()}\n".encode())
+    path.write_bytes(packed)
+    assert [record.to_json() for record in load_records(path)] == [small().to_json()]
+    for torn in (packed[:-12], b"no gzip", packed[:20] + bytes(8) + packed[28:]):
+        path.write_bytes(torn)
+        with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*; give a file of records"):
+            load_records(path)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
