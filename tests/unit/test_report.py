@@ -194,6 +194,7 @@ def test_the_files_hold_every_run_and_its_command(
             4,
             "torchrun --standalone --nproc_per_node=4 --no-python magicdec selfspec",
         ),
+        (["magicdec run", "--nproc", "2"], 2, "magicdec run --nproc 2"),
     ],
 )
 def test_a_command_can_be_copied(argv: list[str], ranks: int, command: str) -> None:
