@@ -21,7 +21,7 @@ def weight_bytes(model: Transformer) -> int:
     total = sum(size for name, size in names.items() if not name.startswith(TABLES))
     packed = [m for m in model.modules() if isinstance(m, PackedLinear | PackedInt8Linear)]
     total -= sum(padding_bytes(layer.packed, layer.out_features) for layer in packed)
-    if model.is_last and model.head is None:
+    if model.has_head and model.head is None:
         total += model.tied_head.numel() * model.tied_head.element_size()
     return total
 

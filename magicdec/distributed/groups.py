@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from magicdec.distributed.stages import StageGrid
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -158,12 +160,18 @@ class Group:
 @dataclass(frozen=True)
 class ParallelGroups:
     """This rank and its groups: the target model's, and the standalone draft's. `draft` is None if
-    there is no draft model or this rank has no shard of it."""
+    there is no draft model or this rank has no shard of it. In a pipeline, `grid` has the stages,
+    and `target` is the group that shares the layers of this rank's stage."""
 
     rank: int
     world_size: int
     target: Group
     draft: Group | None = None
+    grid: StageGrid = StageGrid(1)
+
+    @property
+    def stage(self) -> int:
+        return 0 if self.grid.num_stages == 1 else self.grid.stage_of(self.rank)
 
 
 def make_groups(
@@ -176,21 +184,42 @@ def make_groups(
     """Initialize torch.distributed if there are several ranks, and make the groups in the same
     order on every rank. `collectives` is a resolved name of `names.COLLECTIVES`, or None for one
     rank."""
-    if launch.world_size > 1:
-        import torch.distributed as dist
-
-        if device.type == "cuda":
-            import torch
-
-            torch.cuda.set_device(device)
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    _start(launch, device)
     target = _make_group(launch.rank, rank_group, device, collectives)
     assert target is not None, "every rank belongs to the target's group"
     draft = None
     if draft_ranks is not None:
         draft = _make_group(launch.rank, draft_ranks, device, collectives)
     return ParallelGroups(launch.rank, launch.world_size, target, draft)
+
+
+def make_stage_groups(
+    launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
+) -> ParallelGroups:
+    """The same for the ranks of a pipeline: each stage has a group of its own."""
+    assert launch.world_size == grid.world_size, "the grid was made for the launched ranks"
+    _start(launch, device)
+    groups = [
+        _make_group(launch.rank, grid.ranks_of(stage), device, collectives)
+        for stage in range(grid.num_stages)
+    ]
+    target = groups[grid.stage_of(launch.rank)]
+    assert target is not None, "every rank belongs to a stage"
+    return ParallelGroups(launch.rank, launch.world_size, target, grid=grid)
+
+
+def _start(launch: Launch, device: torch.device) -> None:
+    """Initialize torch.distributed if there are several ranks."""
+    if launch.world_size == 1:
+        return
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
 def _make_group(

@@ -9,7 +9,7 @@ and the repetition in a wider dtype that settles a difference of outputs, which 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
@@ -79,6 +79,21 @@ def plan_rank(
     if keeps_queries:
         draft_kv += _query_bytes(config, models.draft, shard)
     return MemoryPlan(weights, kv, draft_weights, draft_kv, working)
+
+
+def plan_stage(
+    config: ResolvedConfig, model: ModelConfig, num_layers: int, has_ends: bool, rank: int
+) -> MemoryPlan:
+    """The plan of one rank of a pipeline's stage, which shares `num_layers` of the layers with the
+    ranks of the config's group. Only with `has_ends` does it hold the embedding and the head."""
+    plan = plan_rank(config, Models(replace(model, num_layers=num_layers)), rank)
+    if has_ends:
+        return plan
+    group, size = config.parallel.rank_group, DTYPE_BYTES[config.model.dtype]
+    kinds = config.model.linear == "packed", config.model.target_dtype == "int8"
+    shard = Shard(group.index(rank), len(group))
+    ends = stored_bytes(replace(model, num_layers=0), shard, size, *kinds)
+    return replace(plan, weights=plan.weights - ends)
 
 
 def stored_bytes(

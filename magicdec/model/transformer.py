@@ -118,13 +118,21 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Layers `layers` of the model, with the embedding if they include the first layer, and with
-    the final norm and the head if they include the last."""
+    the final norm and the head if they include the last.
+
+    `has_ends` changes that for the stages of a ring, whose first stage reads the token ids and
+    computes the logits: True gives these layers the embedding, the norm and the head; False gives
+    them none of these."""
 
     rope: Tensor
     slopes: Tensor
 
     def __init__(
-        self, config: ModelConfig, shard: Shard = Shard(), layers: range | None = None
+        self,
+        config: ModelConfig,
+        shard: Shard = Shard(),
+        layers: range | None = None,
+        has_ends: bool | None = None,
     ) -> None:
         super().__init__()
         self.config, self.shard = config, shard
@@ -133,18 +141,19 @@ class Transformer(nn.Module):
             self.layers.step == 1 and 0 <= self.layers.start < self.layers.stop <= config.num_layers
         )
         self.elementwise = Elementwise()
-        self.is_first = self.layers.start == 0
         self.is_last = self.layers.stop == config.num_layers
-        if self.is_first or (self.is_last and config.tie_word_embeddings):
+        self.has_embedding = self.layers.start == 0 if has_ends is None else has_ends
+        self.has_head = self.is_last if has_ends is None else has_ends
+        if self.has_embedding or (self.has_head and config.tie_word_embeddings):
             self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = self.embedding_norm = None
-        if self.is_first and config.positions == "learned":
+        if self.has_embedding and config.positions == "learned":
             self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
-        if self.is_first and config.embedding_norm:
+        if self.has_embedding and config.embedding_norm:
             self.embedding_norm = make_norm(config)
         self.blocks = nn.ModuleList(Block(config, shard) for _ in self.layers)
         self.head_rows = shard.split(config.vocab_size)
-        if self.is_last:
+        if self.has_head:
             self.norm = make_norm(config)
             if not config.tie_word_embeddings:
                 self.head: Linear | None = nn.Linear(
@@ -170,19 +179,25 @@ class Transformer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, attend: Attend, reduce: Reduce, last_only: bool = False
     ) -> Tensor:
-        """Token ids [B,T], or hidden states [B,T,hidden] unless this part has the first layer, to
-        this rank's logits [B,T,V], or to hidden states unless this part has the last layer.
+        """Token ids [B,T], or hidden states [B,T,hidden] unless this part has the embedding, to
+        this rank's logits [B,T,V], or to hidden states unless this part has the last layer and the
+        head.
 
-        `last_only` computes the logits of the last position alone: [B,1,V].
+        After the last layer, `last_only` keeps the last position alone: [B,1,V] or [B,1,hidden].
         """
-        if self.is_first:
+        if self.has_embedding:
             x = self._embed(x, positions)
         encode = self._position_encoding(positions)
         for layer, block in zip(self.layers, self.blocks, strict=True):
             x = block(x, layer, encode, attend, reduce)
         if not self.is_last:
             return x
-        x = self.norm(x[:, -1:] if last_only else x)
+        x = x[:, -1:] if last_only else x
+        return self.logits(x) if self.has_head else x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's logits [B,T,V] from hidden states [B,T,hidden] after the last layer."""
+        x = self.norm(x)
         return F.linear(x, self.tied_head) if self.head is None else self.head(x)
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -209,7 +224,7 @@ class Transformer(nn.Module):
     def to_int8(self) -> None:
         """Replace all linear layers by int8 ones with empty weights and scales, which the loader
         fills."""
-        assert self.head is not None if self.is_last else True, "int8 models have a head"
+        assert self.head is not None if self.has_head else True, "int8 models have a head"
         exchange(self, to_int8)
 
     def use(self, elementwise: Elementwise) -> None:
@@ -223,5 +238,5 @@ class Transformer(nn.Module):
         """Pack the weights of all linear layers for the kernels of `packed.cpp`. Raises ValueError
         unless they are bfloat16 or int8."""
         exchange(self, pack)
-        if self.is_last and self.head is None:
+        if self.has_head and self.head is None:
             self.head = PackedLinear(self.tied_head)

@@ -26,6 +26,15 @@ from magicdec.setup.prepare import Prepared
 
 
 @dataclass(frozen=True)
+class StagePart:
+    """What a stage of a pipeline has of a model. `has_ends`: the embedding, the final norm and the
+    head."""
+
+    layers: range
+    has_ends: bool
+
+
+@dataclass(frozen=True)
 class Kinds:
     """How a model is stored and computed. Activations are in `dtype`, matrices in `weights` (either
     `dtype` or int8). `linear` and `elementwise` name the kernels for matrix products and for the
@@ -44,20 +53,31 @@ def kinds_of(section: ResolvedModel, weights: str) -> Kinds:
 
 
 def load_model(
-    source: ModelSource, group: Group, kinds: Kinds, device: torch.device, progress: Progress
+    source: ModelSource,
+    group: Group,
+    kinds: Kinds,
+    device: torch.device,
+    progress: Progress,
+    part: StagePart | None = None,
 ) -> Transformer:
-    """Load this rank's shard of a model that is sharded over `group`."""
+    """Load this rank's shard of a model, or of a part of it, that is sharded over `group`."""
     shard = Shard(group.index, group.size)
     with progress.task(f"loading {source.name} as {kinds.weights}", 1) as advance:
-        model = load_kind(source, shard, kinds, device)
+        model = load_kind(source, shard, kinds, device, part)
         advance()
     return model
 
 
-def load_kind(source: ModelSource, shard: Shard, kinds: Kinds, device: torch.device) -> Transformer:
-    place = (shard, None, getattr(torch, kinds.dtype), device)
-    is_int8 = kinds.weights == "int8"
-    model = load_transformer(source.config, source.weights, *place, is_int8=is_int8)
+def load_kind(
+    source: ModelSource,
+    shard: Shard,
+    kinds: Kinds,
+    device: torch.device,
+    part: StagePart | None = None,
+) -> Transformer:
+    layers, has_ends = (None, None) if part is None else (part.layers, part.has_ends)
+    place = (shard, layers, getattr(torch, kinds.dtype), device, kinds.weights == "int8", has_ends)
+    model = load_transformer(source.config, source.weights, *place)
     if kinds.linear == "packed":
         model.pack()
     model.use(load_named(ELEMENTWISE, kinds.elementwise)())
@@ -76,12 +96,14 @@ class LoadedModels:
     def __len__(self) -> int:
         return len(self._models)
 
-    def get(self, source: ModelSource, group: Group, kinds: Kinds) -> Transformer:
-        """This rank's shard of a model that is sharded over `group`. Native steps read the same
-        weights."""
-        key = id(source), group.ranks, replace(kinds, native_steps="off")
+    def get(
+        self, source: ModelSource, group: Group, kinds: Kinds, part: StagePart | None = None
+    ) -> Transformer:
+        """This rank's shard of a model, or of a part of it, that is sharded over `group`. Native
+        steps read the same weights."""
+        key = id(source), group.ranks, replace(kinds, native_steps="off"), part
         if key not in self._models:
-            model = load_model(source, group, kinds, self.device, self.progress)
+            model = load_model(source, group, kinds, self.device, self.progress, part)
             self._models[key] = source, model
         return self._models[key][1]
 

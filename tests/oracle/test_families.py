@@ -52,6 +52,11 @@ class Stored:
         place = (None, torch.float32, torch.device("cpu"))
         return load_transformer(source.config, source.weights, shard, *place)
 
+    def load_stage(self, layers: range, has_ends: bool) -> Transformer:
+        source = self.source
+        place = (Shard(), layers, torch.float32, torch.device("cpu"), False, has_ends)
+        return load_transformer(source.config, source.weights, *place)
+
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
@@ -79,6 +84,31 @@ def test_greedy_tokens_are_the_references(name: str, stored: Callable[[str], Sto
     expected = [model.reference.greedy(prompt, 24) for prompt in prompts]
     assert baseline == expected and ours == expected
     assert max(len(set(text)) for text in expected) > 8, "they say something"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_compute_the_bits_of_the_whole_model(
+    name: str, stored: Callable[[str], Stored]
+) -> None:
+    """Two layers and the ends, then one layer: a chunk of a prompt, the rest, and one token."""
+    whole, first, last = (
+        make_runner(model, 1, 40)
+        for model in (
+            stored(name).load(),
+            stored(name).load_stage(range(2), True),
+            stored(name).load_stage(range(2, 3), False),
+        )
+    )
+    for runner in (whole, first, last):
+        runner.allocate(0)
+    text = torch.tensor(random_prompts([28], VOCAB))
+    for ids, last_only in ((text[:, :16], True), (text[:, 16:27], True), (text[:, 27:], False)):
+        expected = whole.forward(ids, [0], last_only=last_only)
+        hidden = last.forward(first.forward(ids, [0]), [0], last_only=last_only)
+        assert hidden.shape[1] == 1 and torch.equal(first.model.logits(hidden), expected)
+    assert all(n.startswith("blocks.") for n, _ in last.model.named_parameters())
+    sizes = [sum(p.numel() for p in runner.model.parameters()) for runner in (whole, first, last)]
+    assert sizes[0] == sizes[1] + sizes[2], "every layer is owned once, and the ends too"
 
 
 def backends_of(name: str) -> list[type[AttentionBackend]]:

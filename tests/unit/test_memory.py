@@ -33,7 +33,7 @@ from magicdec.drafting.policies.policy import make_policy
 from magicdec.kv.cache import KVCache
 from magicdec.memory.check import check_memory, largest, needed
 from magicdec.memory.free_memory import free_host_memory
-from magicdec.memory.plan import MemoryPlan, Models, plan_rank, stored_bytes
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage, stored_bytes
 from magicdec.model.checkpoint.quantization import untie_head
 from magicdec.model.linear.int8 import Int8Linear
 from magicdec.model.linear.packed import PackedLinear
@@ -197,6 +197,17 @@ def config_of(
         decoding=DecodingSection("autoregressive"),
     )
     return resolve(config, machine)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_holds_its_layers_alone(tied: bool) -> None:
+    model = replace(TINY, num_layers=5, tie_word_embeddings=tied)
+    config = config_of("llama-3.2-1b")
+    whole = plan_rank(config, Models(model), 0)
+    for layers, has_ends in ((range(2), True), (range(2, 5), False)):
+        plan = plan_stage(config, model, len(layers), has_ends, 0)
+        held = Transformer(model, Shard(), layers, has_ends).to(torch.bfloat16)
+        assert plan.weights == parameter_bytes(held) and plan.kv * 5 == whole.kv * len(layers)
 
 
 def test_numbers_of_a_known_model() -> None:

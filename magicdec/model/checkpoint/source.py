@@ -106,8 +106,10 @@ def load_transformer(
     dtype: torch.dtype,
     device: torch.device,
     is_int8: bool = False,
+    has_ends: bool | None = None,
 ) -> Transformer:
     """Layers `layers` (None: all) of the shard, frozen, in eval mode, without a rotary table.
+    `has_ends` as in `Transformer`.
 
     Reads only this rank's slices, into tensors of their final `dtype` on `device`. `is_int8`: all
     matrices are int8, and quantised here unless they are stored so; the scales need whole rows to
@@ -119,10 +121,10 @@ def load_transformer(
         source = QuantizedWeights(source, config)
     config = untie_head(config) if is_int8 else config
     with torch.device("meta"):
-        model = Transformer(config, shard, layers)
+        model = Transformer(config, shard, layers, has_ends)
         if is_int8:
             model.to_int8()
-    for parameter, pieces in weight_map(config, shard, layers, with_scales=is_int8).items():
+    for parameter, pieces in weight_map(config, shard, layers, is_int8, has_ends).items():
         module_name, _, leaf = parameter.rpartition(".")
         module = model.get_submodule(module_name)
         place = module.get_parameter(leaf)

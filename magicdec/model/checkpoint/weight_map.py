@@ -53,24 +53,29 @@ class Piece:
 
 
 def weight_map(
-    config: ModelConfig, shard: Shard, layers: range, with_scales: bool = False
+    config: ModelConfig,
+    shard: Shard,
+    layers: range,
+    with_scales: bool = False,
+    has_ends: bool | None = None,
 ) -> dict[str, list[Piece]]:
-    """For each parameter of `Transformer(config, shard, layers)`: the pieces that make it when
-    stacked by rows. `with_scales`: includes the scales of an int8 checkpoint."""
+    """For each parameter of `Transformer(config, shard, layers, has_ends)`: the pieces that make it
+    when stacked by rows. `with_scales`: includes the scales of an int8 checkpoint."""
     table = _Table(config, shard, with_scales)
     names = table.names
-    is_last = layers.stop == config.num_layers
-    if layers.start == 0 or (is_last and config.tie_word_embeddings):
+    has_embedding = layers.start == 0 if has_ends is None else has_ends
+    has_head = layers.stop == config.num_layers if has_ends is None else has_ends
+    if has_embedding or (has_head and config.tie_word_embeddings):
         table.whole("embedding.weight", names.embedding, config.vocab_size)
-    if layers.start == 0 and config.positions == "learned":
+    if has_embedding and config.positions == "learned":
         table.whole(
             "position_embedding.weight", names.position_embedding, config.max_position_embeddings
         )
-    if layers.start == 0 and config.embedding_norm:
+    if has_embedding and config.embedding_norm:
         table.norm("embedding_norm", names.embedding_norm)
     for index, layer in enumerate(layers):
         table.layer(f"blocks.{index}", names.layer.format(layer))
-    if is_last:
+    if has_head:
         table.norm("norm", names.norm)
         if not config.tie_word_embeddings:
             rows = shard.split(config.vocab_size)
