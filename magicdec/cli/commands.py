@@ -77,6 +77,10 @@ COMMANDS = {
         "predict when speculation pays, from the model's shape and the machine",
         "magicdec.cli.plan:main",
     ),
+    "reproduce": (
+        "a published table beside what is predicted and what runs here measure",
+        "magicdec.cli.front.reproduce:main",
+    ),
     "advise": (
         "does speculation pay here: probe, short runs and the plan, in one sentence",
         "magicdec.cli.front.advise:main",

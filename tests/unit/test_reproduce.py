@@ -1,5 +1,5 @@
-"""The scripts that reproduce published tables: each table has one, they say what they need, and the
-committed predictions are those of the plan."""
+"""`magicdec reproduce`: each table has a script, it says what it needs, and the committed
+predictions are those of the plan."""
 
 from __future__ import annotations
 
@@ -14,37 +14,62 @@ import pytest
 from conftest import ROOT
 from test_compare import make
 
-from magicdec.records.reading import parse_record
+from magicdec.cli.front import reproduce
+from magicdec.records.reading import load_records, parse_record
+from magicdec.reproduce import measuring
+from magicdec.reproduce.magicdec_setting import MagicDecSetting
+from magicdec.reproduce.published_table import Line, PublishedTable
+from magicdec.reproduce.tables import TABLES
 
-sys.path.insert(0, str(ROOT / "scripts" / "reproduce"))
-
-import table
-
-TABLES = sorted(path.stem for path in table.PAPER.glob("magicdec_*.csv"))
-
-
-def published(name: str) -> list[table.Cell]:
-    return [cell for cell in table.read(table.PAPER / f"{name}.csv") if not cell.is_demo]
+PAPER = ROOT / reproduce.PUBLISHED
+NAME = "magicdec_speedups_h100"
 
 
-def test_every_table_has_a_script() -> None:
+def published(name: str) -> list[Line]:
+    return PublishedTable(name, PAPER).part(is_demo=False)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
+    """The exit code of `magicdec reproduce WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["magicdec reproduce", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main()
+    return ended.value.code
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """A copy of the published tables."""
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for name in TABLES:
+        (folder / f"{name}.csv").write_bytes((PAPER / f"{name}.csv").read_bytes())
+    return folder
+
+
+def test_every_table_has_a_script_and_a_file() -> None:
     scripts = {path.stem for path in (ROOT / "scripts" / "reproduce").glob("*.sh")}
     assert scripts == set(TABLES) and len(scripts) > 3
+    for name in TABLES:
+        assert f"reproduce {name} " in (ROOT / "scripts" / "reproduce" / f"{name}.sh").read_text()
+        assert published(name)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_committed_predictions_are_those_of_the_plan(name: str) -> None:
     """Otherwise run the script with --predict."""
-    for cell in published(name):
-        assert cell.published and cell.source
-        assert table.predict(cell) == cell
+    table = PublishedTable(name, PAPER)
+    before = list(table.lines)
+    table.predict()
+    assert table.lines == before
+    assert all(line.published and line.source for line in published(name))
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_line_says_what_exists_and_why_not(name: str) -> None:
-    for cell in table.read(table.PAPER / f"{name}.csv"):
+    for line in PublishedTable(name, PAPER).lines:
         for column in ("published", "predicted", "measured"):
-            assert (f"not {column}: " in cell.exists) == (getattr(cell, column) == "")
+            assert (f"not {column}: " in line.exists) == (getattr(line, column) == "")
 
 
 def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
@@ -59,9 +84,10 @@ def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
     )
 
 
-def test_a_command_has_the_shape_of_its_cell() -> None:
-    cell = next(c for c in published("magicdec_speedups_a100") if c.draft == "self")
-    words = table.command(replace(cell, batch_size="64", gamma="3", prefix_len="32000"))
+def test_a_command_has_the_shape_of_its_line() -> None:
+    settings = [line.setting for line in published("magicdec_speedups_a100")]
+    own = next(s for s in settings if isinstance(s, MagicDecSetting) and s.draft == "self")
+    words = replace(own, batch_size="64", gamma="3", prefix_len="32000").command()
     pairs = dict(zip(words[1::2], words[2::2], strict=True))
     assert pairs["--nproc"] == "8" and pairs["--B"] == "64" and pairs["--gamma"] == "3"
     assert pairs["--prefix_len"] == "32000" and pairs["--budget"] == "512"
@@ -70,36 +96,99 @@ def test_a_command_has_the_shape_of_its_cell() -> None:
 
 def test_the_demo_fits_a_small_machine() -> None:
     for name in TABLES:
-        small = table.demo_cells(published(name))
-        assert small and len(small) == len(set(small))
-        assert all(int(cell.prefix_len) <= 4096 and int(cell.batch_size) <= 8 for cell in small)
-        assert all(not cell.published and not cell.predicted for cell in small)
+        table = PublishedTable(name, PAPER)
+        table.make_demo()
+        small = table.part(is_demo=True)
+        settings = [line.setting for line in small]
+        assert small and len(settings) == len(set(settings))
+        assert all(setting.num_gpus == 0 for setting in settings)
+        assert all(not line.published and not line.predicted for line in small)
+        for setting in settings:
+            words = setting.command()
+            flags = dict(zip(words[1::2], words[2::2], strict=True))
+            assert int(flags["--prefix_len"]) <= 4096 and int(flags["--B"]) <= 8
 
 
 def test_what_runs_measured_is_written_beside_what_was_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tables: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each command runs once, and a second run replaces the lines of the first."""
-    started: list[tuple[object, ...]] = []
+    """Each command runs once, a second run replaces the lines of the first, and all records are
+    kept."""
+    started: list[list[str]] = []
     record = parse_record(make())
 
-    def run_command(ranks: int, *words: object) -> None:
-        started.append(words)
-        Path(str(words[-1])).write_text(record.to_json() + "\n")
+    def run(command: list[str], records: Path) -> str:
+        started.append(command)
+        records.write_text(record.to_json() + "\n")
+        return ""
 
-    name = "magicdec_speedups_h100"
-    (tmp_path / f"{name}.csv").write_bytes((table.PAPER / f"{name}.csv").read_bytes())
-    for file in ("magicdec_acceptance.csv",):
-        (tmp_path / file).write_bytes((table.PAPER / file).read_bytes())
-    monkeypatch.setattr(table, "PAPER", tmp_path)
-    monkeypatch.setattr(table, "run_command", run_command)
-    monkeypatch.setattr(sys, "argv", ["table.py", name, "--demo"])
+    monkeypatch.setattr(measuring, "start", run)
+    out = tmp_path / "records.jsonl"
     for _ in range(2):
-        table.main()
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
+        assert start(monkeypatch, NAME, "--demo", "--tables", tables, "--out", out) == 0
+    with (tables / f"{NAME}.csv").open(newline="") as file:
         rows: list[dict[str, Any]] = list(csv.DictReader(file))
     demo = [row for row in rows if row["model"] == "demo"]
     assert record.metrics is not None
     assert {row["measured"] for row in demo} == {f"{record.metrics.speedup:.3f}"}
-    assert len(started) == 2 * len(demo) and len(rows) == len(demo) + len(published(name))
+    assert len(started) == 2 * len(demo) and len(rows) == len(demo) + len(published(NAME))
     assert all(row["published"] for row in rows if row["model"] != "demo")
+    assert len(load_records(out)) == len(started)
+
+
+def test_a_failed_run_is_named_and_the_others_go_on(
+    tmp_path: Path, tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, started = parse_record(make()), []
+
+    def run(command: list[str], records: Path) -> str:
+        started.append(command)
+        if len(started) == 1:
+            return "its run ended with 2: no memory"
+        records.write_text(record.to_json() + "\n")
+        return ""
+
+    monkeypatch.setattr(measuring, "start", run)
+    out = tmp_path / "records.jsonl"
+    assert start(monkeypatch, NAME, "--demo", "--tables", tables, "--out", out) == 1
+    demo = PublishedTable(NAME, tables).part(is_demo=True)
+    assert "not measured: its run ended with 2: no memory" in demo[0].exists
+    assert all(line.measured for line in demo[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["magicdec_nothing"], "invalid choice: 'magicdec_nothing'"),
+        (["--demo"], "name a table; choose from magicdec_acceptance"),
+        ([NAME, "--predict", "--out", "x"], "--out does nothing here"),
+        ([NAME, "--predict", "--tables", "nowhere"], "--tables nowhere: magicdec_speedups_h100"),
+        ([NAME, "--demo", "--out", "/dev/full"], "--out /dev/full: No space left"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    words: list[str],
+    said: str,
+    tables: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = [] if "--tables" in words else ["--tables", str(tables)]
+    assert start(monkeypatch, *words, *more) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_a_table_with_other_columns_is_refused(tables: Path) -> None:
+    (tables / f"{NAME}.csv").write_text("model,published\ndemo,1\n")
+    with pytest.raises(ValueError, match=f"{NAME}.csv needs the columns model,draft,hardware"):
+        PublishedTable(NAME, tables)
+
+
+def test_the_tables_are_listed(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(monkeypatch, "--tables", tables) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name}: " in shown for name in TABLES)
+    assert max(map(len, shown.splitlines())) <= 80
