@@ -90,6 +90,10 @@ COMMANDS = {
         "print a record's flags as a file for `magicdec run --config`",
         "magicdec.cli.front.config_of:main",
     ),
+    "nodes": (
+        "check a JSON file of nodes; print the torchrun command of each host",
+        "magicdec.cli.front.nodes:main",
+    ),
     "model": (
         "get a model from the Hugging Face hub, or convert a checkpoint",
         "magicdec.cli.checkpoints.model:main",

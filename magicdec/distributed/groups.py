@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from magicdec.distributed.interface import use_interface_towards
 from magicdec.distributed.stages import StageGrid
 
 if TYPE_CHECKING:
@@ -219,6 +220,8 @@ def _start(launch: Launch, device: torch.device) -> None:
 
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        if launch.local_world_size != launch.world_size:
+            use_interface_towards(os.environ["MASTER_ADDR"])
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
