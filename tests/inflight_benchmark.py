@@ -1,6 +1,6 @@
-"""`magicdec inflight` from a checkout; see `--help`. It runs on one rank."""
+"""`magicdec inflight` from a checkout; see `--help`. Start it with torchrun for several ranks."""
 
-from magicdec.cli.inflight import main
+from magicdec.cli.serving.inflight import main
 
 if __name__ == "__main__":
     main()

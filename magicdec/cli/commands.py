@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "inflight": (
         "serve requests as they arrive: in-flight batching beside other batchings",
-        "magicdec.cli.inflight:main",
+        "magicdec.cli.serving.inflight:main",
     ),
     "table": (
         "print records as a table: text, Markdown, LaTeX or CSV",

@@ -92,6 +92,12 @@ class ServingMetrics:
         "times that a request gave its KV cache back before its end, because no block was free",
         label="preemptions",
     )
+    peak_memory_bytes: int | None = recorded(
+        "largest memory use of each rank while the requests were served, summed over ranks: "
+        "resident memory on a CPU, allocated device memory on CUDA",
+        "bytes", label="peak memory, GB", digits=2, scale=1e-9,
+        null="if the system does not let a process reset its own peak",
+    )  # fmt: skip
 
 
 @dataclass
@@ -111,7 +117,10 @@ class StepCounts:
 
 
 def serving_metrics(
-    requests: Sequence[Request], counts: StepCounts, goodput: Mapping[str, float] = {}
+    requests: Sequence[Request],
+    counts: StepCounts,
+    goodput: Mapping[str, float] = {},
+    peak_memory_bytes: int | None = None,
 ) -> ServingMetrics:
     """The metrics of finished requests. `goodput` has the most ms for some of `GOODPUT_OF`."""
     times = [request_ms(request) for request in requests]
@@ -126,6 +135,7 @@ def serving_metrics(
         mean_in_flight=counts.num_in_flight / counts.num_steps,
         num_steps=counts.num_steps,
         num_preemptions=counts.num_preemptions,
+        peak_memory_bytes=peak_memory_bytes,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),
         **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),

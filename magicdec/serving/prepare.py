@@ -8,30 +8,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from magicdec.autotune.fastest_backend import settle
 from magicdec.config.run_config import RunConfig
 from magicdec.console import Progress
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
-from magicdec.distributed.groups import Group, Launch
+from magicdec.distributed.groups import Launch
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.options import ServingOptions
 from magicdec.serving.server import Server
-from magicdec.setup.loading import LoadedModels, make_target
+from magicdec.setup.loading import LoadedModels, make_draft, make_target
 from magicdec.setup.prepare import Known, Prepared, complete, find
+from magicdec.setup.session import RankSession
 
 
 def prepare(asked: RunConfig, options: ServingOptions, launch: Launch) -> Prepared:
     """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
     naming the flag, for errors that a user can correct."""
-    if launch.world_size > 1:
-        raise ValueError("inflight runs on one rank; start it without torchrun")
     longest = options.longest_prompt
     # A row has room for the longest request, which need not have the longest prompt.
     workload = replace(
@@ -48,14 +45,18 @@ def prepare(asked: RunConfig, options: ServingOptions, launch: Launch) -> Prepar
 
 
 def make_server(
-    prepared: Prepared, options: ServingOptions, device: torch.device, progress: Progress
+    prepared: Prepared, options: ServingOptions, session: RankSession, progress: Progress
 ) -> tuple[Prepared, Server]:
-    """Load the model and allocate the KV cache. Returns the run with its measured backend too."""
-    source, group = prepared.source, Group((0,), 0)
-    config = settle(prepared.config, source.config, None, group, device)
+    """Load this rank's part of the models and allocate the KV caches. Returns the run with its
+    measured backend too."""
+    source, groups, device = prepared.source, session.groups, session.device
+    draft_model = None if prepared.draft_source is None else prepared.draft_source.config
+    config = settle(prepared.config, source.config, draft_model, groups.target, device)
+    prepared = replace(prepared, config=config)
     tokens, models = max_tokens(config), LoadedModels(device, progress)
     sizes = tokens, options.block_tokens, options.cache_tokens
-    runner = make_target(config, source, group, models, *sizes)
+    runner = make_target(config, source, groups.target, models, *sizes)
+    draft = make_draft(prepared, groups, tokens, models)
     shape = runner.cache.shape
     limits = Limits(
         tokens, shape.block_size, shape.num_blocks, prefill_tokens=options.prefill_tokens
@@ -67,11 +68,15 @@ def make_server(
             keep_queries(runner, config.kv)
         captures = config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(device) if captures else Eager()
-        setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)
+        setup = Setup(
+            runner, config.decoding, config.kv, draft=draft, recorder=recorder, is_in_flight=True
+        )  # fmt: skip
         return make_strategy(config.decoding.strategy if is_drafting else BASELINE, setup)
 
     prompts, chunk = prepared.workload.prompts, config.attention.prefill_chunk
     window_s = (options.window_ms or 0.0) / 1e3
     drafts = tokens - options.longest
-    server = Server(runner, limits, chunk, strategy, prompts, options.shapes, window_s, drafts)
-    return replace(prepared, config=config), server
+    server = Server(
+        runner, limits, chunk, strategy, prompts, options.shapes, window_s, drafts, config.sampling
+    )
+    return prepared, server

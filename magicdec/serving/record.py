@@ -17,7 +17,7 @@ from magicdec.records.workload import WorkloadRecord
 from magicdec.request import Request
 from magicdec.serving.metrics import ServingMetrics
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUSES = ("ok", "differs", "diverged")
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens under every batching
 
@@ -38,9 +38,9 @@ class ServingRecord:
     """The requests of one command, served under one batching."""
 
     status: str = recorded(
-        "`ok`: every request has the tokens that it has under `reference`; `differs`: some have "
-        f"others, in a dtype other than {EXACT_DTYPE}, whose rounding may be the reason; "
-        f"`diverged`: some have others in {EXACT_DTYPE}",
+        "`ok`: every request has the tokens that it has under `reference`, or tokens are not "
+        f"compared; `differs`: some have others, in a dtype other than {EXACT_DTYPE}, whose "
+        f"rounding may be the reason; `diverged`: some have others in {EXACT_DTYPE}",
         choices=STATUSES,
     )
     config: dict[str, Any] = recorded(
@@ -52,14 +52,17 @@ class ServingRecord:
         "the prompts and the model; `prefix_len` is the length of the longest prompt"
     )
     reference: str = recorded("the first batching of the command, which drafts nothing")
-    num_differing: int = recorded("requests with tokens other than those under `reference`")
+    num_differing: int | None = recorded(
+        "requests with tokens other than those under `reference`",
+        null="with a drafter at a temperature above 0, which keeps only the distribution",
+    )
     metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
     requests: list[RequestRecord] = recorded("the requests in the order of arrival")
     kind: str = recorded("`serving`", default="serving")
     schema_version: int = recorded(f"{SCHEMA_VERSION}", default=SCHEMA_VERSION)
 
     def __post_init__(self) -> None:
-        assert self.status in STATUSES and (self.status == "ok") == (self.num_differing == 0)
+        assert self.status in STATUSES and (self.status == "ok") == (not self.num_differing)
         assert (self.metrics is None) == (self.status == "diverged")
 
     @property

@@ -1,5 +1,5 @@
-"""Makes the record of what was served under one batching. It has metrics only if its tokens are
-those of the first batching.
+"""Makes the record of one pass. It has metrics only if its tokens are those of the first pass, or
+if they cannot be the same, because a drafter samples other tokens of the same distribution.
 
 Must not measure anything; `metrics` computes.
 """
@@ -12,6 +12,7 @@ from magicdec.names import BASELINE
 from magicdec.records.environment import Environment
 from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.options import ServingOptions
+from magicdec.serving.passes import Pass
 from magicdec.serving.record import ServingRecord, describe_requests, status_of
 from magicdec.serving.server import Served, differing
 from magicdec.setup.prepare import Prepared
@@ -21,32 +22,35 @@ def make_record(
     prepared: Prepared,
     options: ServingOptions,
     environment: Environment,
-    mode: str,
-    is_drafting: bool,
+    each: Pass,
     served: Served,
-    reference_mode: str,
+    first: Pass,
     reference: Served,
 ) -> ServingRecord:
-    """The record of what was served under the batching `mode`, with the drafter or without it."""
-    num_differing = len(differing(reference.requests, served.requests))
+    """The record of what was served in the pass `each`; `reference` was served in `first`."""
     resolved = prepared.config
-    if not is_drafting:
+    num_differing: int | None = len(differing(reference.requests, served.requests))
+    if resolved.sampling.temperature > 0 and each.is_drafting != first.is_drafting:
+        num_differing = None
+    if not each.is_drafting:
         decoding = replace(resolved.decoding, strategy=BASELINE, drafter=None)
-        resolved = replace(resolved, decoding=decoding)
+        resolved = replace(resolved, decoding=decoding, draft=None)
     config = resolved.to_dict()
-    status = status_of(num_differing, config["model"]["dtype"])
+    status = status_of(num_differing or 0, config["model"]["dtype"])
     asked = {"dataset": prepared.workload.dataset, "seed": prepared.workload.seed}
     metrics = None
     if status != "diverged":
-        metrics = serving_metrics(served.requests, served.counts, options.goodput)
-    kept = ("model", "parallel", "attention", "decoding", *(["kv"] if is_drafting else []))
+        peak = served.peak_memory_bytes
+        metrics = serving_metrics(served.requests, served.counts, options.goodput, peak)
+    of_drafts = ("draft", "kv") if each.is_drafting else ()
+    kept = "model", "parallel", "attention", "decoding", "sampling", *of_drafts
     return ServingRecord(
         status=status,
         config={name: config[name] for name in kept}
-        | {"workload": {"batching": mode, **asked, **options.describe()}},
+        | {"workload": {"batching": each.mode, **asked, **options.describe()}},
         environment=environment,
         workload=prepared.describe_workload(),
-        reference=reference_mode,
+        reference=first.mode,
         num_differing=num_differing,
         metrics=metrics,
         requests=describe_requests(served.requests, served.begin_s),

@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from magicdec.config.sections import SamplingSection
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.engine import Engine, Observer
 from magicdec.hardware.clock import Clock, RealClock
+from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
 from magicdec.names import BATCHINGS, load_named
-from magicdec.request import Request, SamplingParams
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.batching import Batching
+from magicdec.serving.group_clock import GroupClock
 from magicdec.serving.metrics import StepCounts
+from magicdec.serving.passes import Pass
 from magicdec.workload.trace import RequestShape
 
 WARM_UP_TOKENS = 3
@@ -31,6 +36,7 @@ class Served:
     requests: list[Request]
     counts: StepCounts
     begin_s: float  # when the first request arrived, on the clock
+    peak_memory_bytes: int | None = None  # of all ranks together
 
 
 @dataclass(frozen=True)
@@ -47,26 +53,29 @@ class Server:
     shapes: Sequence[RequestShape]
     window_s: float = 0.0
     num_draft_tokens: int = 0
+    sampling: SamplingSection = SamplingSection()
     make_clock: Callable[[], Clock] = RealClock
 
-    def serve(
-        self, mode: str, is_drafting: bool = False, observe: Observer = lambda o, s: None
-    ) -> Served:
-        """Serve all requests under the batching of that name. Raises ValueError, before the first
-        step, if a request can never be served."""
-        clock, counts, limits = self.make_clock(), StepCounts(), self.limits_of(is_drafting)
+    def serve(self, each: Pass, observe: Observer = lambda o, s: None) -> Served:
+        """Serve all requests in one pass. Raises ValueError, before the first step, if a request
+        can never be served."""
+        clock, counts, limits = self.make_clock(), StepCounts(), self.limits_of(each.is_drafting)
         engine = Engine(self.runner, self.prefill_chunk, limits, clock=clock)
-        strategy, batching = self.make_strategy(is_drafting), load_batching(mode)
-        begin_s = clock.now()
-        requests = make_requests(self.prompts, self.shapes, begin_s)
+        strategy, batching = self.make_strategy(each.is_drafting), load_batching(each.mode)
+        shared = GroupClock(clock, self.runner.group, self.runner.device)
+        begin_s = shared.now()
+        requests = make_requests(self.prompts, self.shapes, begin_s, self.sampling)
         for request in requests:
             limits.check(request)
 
         def serve(batch: Sequence[Request]) -> None:
             engine.serve(strategy, batch, observe, counts.watch)
 
-        batching(serve, requests, clock, self.runner.num_rows, self.window_s)
-        return Served(requests, counts, begin_s)
+        is_reset = reset_peak_memory(self.runner.device)
+        batching(serve, requests, shared, self.runner.num_rows, self.window_s)
+        peak = peak_memory_bytes(self.runner.device) if is_reset else None
+        peaks = self.runner.group.all_gather_object(peak)
+        return Served(requests, counts, begin_s, None if None in peaks else sum(peaks))
 
     def warm_up(self, is_drafting: bool = False) -> None:
         """Serve the first requests once, unmeasured and shortened, so that the first batching does
@@ -77,10 +86,8 @@ class Server:
             RequestShape(0.0, min(most, s.prompt_len), min(WARM_UP_TOKENS, s.output_len))
             for s in self.shapes[: self.runner.num_rows]
         ]
-        prompts = self.prompts[: len(short)]
-        engine.serve(
-            self.make_strategy(is_drafting), make_requests(prompts, short, engine.clock.now())
-        )
+        place = self.prompts[: len(short)], short, engine.clock.now(), self.sampling
+        engine.serve(self.make_strategy(is_drafting), make_requests(*place))
 
     def limits_of(self, is_drafting: bool) -> Limits:
         drafts = self.num_draft_tokens if is_drafting else 0
@@ -93,13 +100,18 @@ def load_batching(name: str) -> Batching:
 
 
 def make_requests(
-    prompts: Sequence[tuple[int, ...]], shapes: Sequence[RequestShape], begin_s: float
+    prompts: Sequence[tuple[int, ...]],
+    shapes: Sequence[RequestShape],
+    begin_s: float,
+    sampling: SamplingSection,
 ) -> list[Request]:
     """The requests, of which the first arrives at `begin_s`. Each takes as much of its prompt as
-    its shape says, is decoded greedily, and ends only at its output length."""
+    its shape says, and ends only at its output length. Its random numbers follow from its place in
+    the order of arrival, so that they are the same in every pass."""
     requests = []
     for i, (prompt, shape) in enumerate(zip(prompts, shapes, strict=True)):
-        request = Request(i, prompt[: shape.prompt_len], SamplingParams(shape.output_len))
+        params = make_params(sampling, shape.output_len, (), i)
+        request = Request(i, prompt[: shape.prompt_len], params)
         request.arrived_s = begin_s + shape.arrival_ms / 1e3
         requests.append(request)
     return requests

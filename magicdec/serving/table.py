@@ -32,6 +32,8 @@ def verdict(record: ServingRecord) -> str:
     total = len(record.requests)
     if record.name == record.reference:
         return f"{record.name}: the reference of the others"
+    if record.num_differing is None:
+        return f"{record.name}: sampled, so the tokens of drafts are not compared"
     if record.num_differing == 0:
         return f"{record.name}: all {total} requests have the tokens of {record.reference}"
     text = f"{record.num_differing} of {total} requests differ from {record.reference}"

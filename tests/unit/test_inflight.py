@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
 
-from magicdec.cli.inflight import measure, parse
+from magicdec.cli.serving.flags import Asked, parse
+from magicdec.cli.serving.inflight import Kept, main, measure
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
-from magicdec.engine import Engine
+from magicdec.engine import Engine, Observer
 from magicdec.hardware.clock import VirtualClock
 from magicdec.names import BASELINE, BATCHINGS
 from magicdec.records.writing import to_json
@@ -21,6 +22,7 @@ from magicdec.request import Request, SamplingParams, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.metrics import ServingMetrics, serving_metrics
+from magicdec.serving.passes import Pass
 from magicdec.serving.prepare import prepare
 from magicdec.serving.record import ServingRecord
 from magicdec.serving.server import Served, Server, differing, load_batching
@@ -96,7 +98,7 @@ def test_every_batching_serves_the_tokens_of_lone_runs() -> None:
     server.warm_up()
     expected, served = lone_outputs(), dict[str, Served]()
     for mode in BATCHINGS:
-        served[mode] = server.serve(mode)
+        served[mode] = server.serve(Pass(mode))
         assert [r.output_ids for r in served[mode].requests] == expected, mode
         assert {r.status for r in served[mode].requests} == {Status.FINISHED}
         assert all(len(r.token_times_s) == len(r.output_ids) for r in served[mode].requests)
@@ -112,7 +114,7 @@ def test_every_batching_serves_the_tokens_of_lone_runs() -> None:
 def test_steps_that_are_counted_are_those_of_the_clock() -> None:
     """A burst in one row: every step of the clock is one of the engine."""
     _, server = make_server(num_rows=1)
-    one = server.serve("sequential")
+    one = server.serve(Pass("sequential"))
     # The prompt and the first token are one step, and each token after it another.
     assert one.counts.num_steps == sum(output for _, output in LENGTHS)
     assert one.counts.num_in_flight == one.counts.num_steps
@@ -120,7 +122,7 @@ def test_steps_that_are_counted_are_those_of_the_clock() -> None:
 
 def test_other_tokens_are_found() -> None:
     _, server = make_server(num_rows=2)
-    reference, other = server.serve("sequential"), server.serve("inflight")
+    reference, other = server.serve(Pass("sequential")), server.serve(Pass("inflight"))
     assert differing(reference.requests, other.requests) == []
     other.requests[4].output_ids[3] += 1
     assert differing(reference.requests, other.requests) == [4]
@@ -138,7 +140,11 @@ def test_other_tokens_are_found() -> None:
         ("--cache_tokens 0", "--cache_tokens 0 is too small"),
         ("--gamma 4", "--gamma does nothing here: autoregressive decoding drafts nothing"),
         ("--draft ngram --budget 65", "--budget does nothing here: prompt lookup reads no KV"),
-        ("--draft other", "invalid choice: 'other' (choose from"),
+        ("--draft other", "--draft other is not known; choose from self, model:NAME, ngram, none"),
+        ("--draft model:", "--draft model: is not known; choose from self, model:NAME"),
+        ("--draft_dtype int8", "--draft_dtype does nothing here: autoregressive decoding drafts"),
+        ("--top_k 5", "--top_k 5 does nothing at --temperature 0 (greedy)"),
+        ("--rank_group 0 1", "--rank_group 0 1 names rank 1, which does not exist"),
         ("--window_ms -1", "--window_ms -1.0 is out of range; it must be at least 0"),
         ("--window_ms 5 --modes static", "--window_ms 5.0 does nothing: --modes has no dynamic"),
         ("--modes static fast", "--modes fast is not known; choose from sequential, static, "),
@@ -151,14 +157,14 @@ def test_other_tokens_are_found() -> None:
 )
 def test_bad_flags_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ValueError) as refused:
-        parse(flags.split())
+        parse(flags.split(), ALONE)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def refusal(*words: object, ranks: Ranks = ALONE) -> str:
-    asked = parse(list(map(str, words)))
+def refusal(*words: object) -> str:
+    asked = parse(list(map(str, words)), ALONE)
     with pytest.raises(ValueError) as refused:
-        prepare(asked.config, asked.options, ranks)
+        prepare(asked.config, asked.options, ALONE)
     return str(refused.value)
 
 
@@ -170,7 +176,12 @@ def test_what_the_model_cannot_hold_is_refused_with_the_numbers(tiny_checkpoint:
     assert "20000 are needed (--num_requests)" in found
     found = refusal(*place, "--cache_tokens", 547, "--draft", "self", "--budget", 65)
     assert "--cache_tokens 547 is too small; the longest request takes 548 tokens" in found
-    assert "on one rank" in refusal(*place, ranks=Ranks(0, 2, 0, 2))
+
+
+def measured(asked: Asked) -> tuple[list[ServingRecord], int]:
+    """The records of the command, and how many were kept, without a process of its own."""
+    kept = Kept(asked.out)
+    return measure(prepare(asked.config, asked.options, ALONE), asked, kept), kept.count
 
 
 def test_a_trace_is_served_and_recorded(
@@ -187,14 +198,14 @@ def test_a_trace_is_served_and_recorded(
         *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3"),
         *("--draft", "self", "--budget", "20", "--num_sink_tokens", "4", "--gamma", "3"),
         *("--goodput", "ttft:100000", "e2el:0.001", "--out", str(out)),
-    ])  # fmt: skip
-    records, num_kept = measure(prepare(asked.config, asked.options, ALONE), asked)
+    ], ALONE)  # fmt: skip
+    records, num_kept = measured(asked)
     assert num_kept == len(records) == len(BATCHINGS) + 1
     assert out.read_text() == "".join(to_json(record) + "\n" for record in records)
     read = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record.name for record in records] == [*BATCHINGS, "inflight, self"]
     for record in read:
-        assert (record["kind"], record["schema_version"]) == ("serving", 1)
+        assert (record["kind"], record["schema_version"]) == ("serving", 2)
         assert (record["status"], record["num_differing"]) == ("ok", 0)
         assert record["reference"] == "sequential" and record["metrics"]["request_goodput"] == 0
         assert [r["prompt_len"] for r in record["requests"]] == [40, 39, 38, 37]
@@ -231,3 +242,50 @@ def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_
     assert "static: all 3 requests have the tokens of inflight" in done.stdout
     assert "makespan, s" in done.stdout and "2 records appended" in done.stderr
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_every_rank_count_serves_the_same_tokens(
+    launch: Launch, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Two ranks, a dynamic batching whose batches depend on the clock, sampling, and a standalone
+    draft on one of the ranks, whose tokens are of the same distribution only."""
+    out = tmp_path / "out.jsonl"
+    done = launch(
+        "inflight_benchmark.py", "--model", tiny_checkpoint, "--num_requests", 4, "--prefix_len",
+        20, "--output_len", "uniform:2:9", "--arrival", "poisson:5", "--modes", "sequential",
+        "dynamic", "inflight", "--window_ms", 4, "--dtype", "float32", "--out", out,
+        "--temperature", 0.8, "--top_p", 0.9, "--draft", f"model:{tiny_checkpoint}", "--budget",
+        20, "--num_sink_tokens", 4, "--draft_ranks", 1, num_ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "inflight: all 4 requests have the tokens of sequential" in done.stdout
+    assert "inflight, model: sampled, so the tokens of drafts are not compared" in done.stdout
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["num_differing"] for r in records] == [0, 0, 0, None]
+    assert [r["environment"]["world_size"] for r in records] == [2] * 4
+    assert records[3]["config"]["draft"]["rank_group"] == [1]
+    assert records[0]["config"]["sampling"]["temperature"] == 0.8
+
+
+def test_an_interruption_leaves_readable_records(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    serve, out = Server.serve, tmp_path / "out.jsonl"
+
+    def interrupted(server: Server, each: Pass, observe: Observer) -> Served:
+        if each.mode == "inflight":
+            raise KeyboardInterrupt
+        return serve(server, each, observe)
+
+    monkeypatch.setattr(Server, "serve", interrupted)
+    monkeypatch.setattr("sys.argv", ["magicdec inflight", *map(str, (
+        "--model", tiny_checkpoint, "--num_requests", 2, "--prefix_len", 8, "--output_len", 3,
+        "--modes", "sequential", "inflight", "--dtype", "float32", "--threads", 1, "--out", out,
+    ))])  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert f"interrupted; 1 records are in {out}" in capsys.readouterr().err
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert record["config"]["workload"]["batching"] == "sequential" and record["metrics"]

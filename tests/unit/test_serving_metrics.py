@@ -34,8 +34,8 @@ COUNTS = StepCounts(num_steps=8, num_preemptions=2, num_in_flight=20)
 
 
 def test_metrics_are_those_of_the_time_stamps() -> None:
-    found = serving_metrics(REQUESTS, COUNTS)
-    assert found.makespan_s == 4.0  # from 10 to 14
+    found = serving_metrics(REQUESTS, COUNTS, peak_memory_bytes=7)
+    assert found.makespan_s == 4.0 and found.peak_memory_bytes == 7  # from 10 to 14
     assert found.request_throughput == 3 / 4 and found.output_throughput == 9 / 4
     assert (found.mean_in_flight, found.num_steps, found.num_preemptions) == (2.5, 8, 2)
     ttft = found.mean_ttft_ms, found.p50_ttft_ms, found.p90_ttft_ms, found.p99_ttft_ms
@@ -69,7 +69,7 @@ def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
     missing = {f.name for f in fields(ServingMetrics) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
-    assert missing == {*names, "request_goodput"}
+    assert missing == {*names, "request_goodput", "peak_memory_bytes"}
 
 
 def test_a_step_counts_what_it_prefills_and_decodes() -> None:

@@ -1,0 +1,157 @@
+"""The flags of `magicdec inflight`, and the checks of them that need no model. Imports no torch.
+
+Must not know how requests are served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from magicdec.cli.flags import add_section, read_sections
+from magicdec.cli.front.run import MODEL_PREFIX, NONE, config_of_draft, last_value
+from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import find_world_size
+from magicdec.names import BATCHINGS
+from magicdec.records.writing import check_writable
+from magicdec.serving.metrics import GOODPUT_OF, parse_goodput
+from magicdec.serving.options import WINDOWED, ServingOptions, check_modes
+from magicdec.serving.passes import DRAFTED, Pass, make_passes
+from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
+from magicdec.workload.request_shapes import (
+    DEFAULT_NUM_REQUESTS,
+    DEFAULT_OUTPUT_LEN,
+    DEFAULT_PROMPT_LEN,
+    UNIFORM,
+    make_shapes,
+)
+
+WINDOW_MS = 1000.0
+EVERYDAY = (
+    *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--output_len"),
+    *("--max_concurrency", "--prefill_tokens", "--modes", "--draft", "--temperature", "--goodput"),
+    *("--nproc", "--out"),
+)
+SECTIONS = {  # of a run's config, and which of its fields have a flag here
+    "model": None,
+    "draft": ("rank_group", "draft_dtype"),
+    "parallel": None,
+    "attention": None,
+    "decoding": ("num_draft_tokens", "cuda_graphs"),
+    "kv": None,
+    "sampling": None,
+    "workload": ("dataset", "seed"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for."""
+
+    config: RunConfig
+    options: ServingOptions
+    passes: tuple[Pass, ...]
+    out: Path
+
+
+def parse(argv: Sequence[str], launch: Launch) -> Asked:
+    """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+    base = config_of_draft(last_value(argv, "--draft") or NONE)
+    base = dataclasses.replace(base, decoding=dataclasses.replace(base.decoding, ignore_eos=True))
+    parser = build_parser(base)
+    args, given = parser.read(argv)
+    config, modes = read_sections(base, args), tuple(args.modes)
+    if config.decoding.drafter != "model":
+        config = dataclasses.replace(config, draft=None)
+    config.check(find_world_size(config.parallel.nproc, launch))
+    for dest in sorted(given):
+        reason = why_ignored(config, dest)
+        if "." in dest and reason is not None:
+            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
+    check_modes(modes)
+    if args.window_ms is not None and WINDOWED not in modes:
+        raise ValueError(f"--window_ms {args.window_ms} does nothing: --modes has no {WINDOWED}")
+    arrival = parse_arrival(args.arrival)
+    sizes = args.num_requests, args.prefix_len, args.output_len
+    shapes = make_shapes(arrival, *sizes, config.workload.seed)
+    window_ms = WINDOW_MS if args.window_ms is None else args.window_ms
+    options = ServingOptions(
+        arrival=args.arrival,
+        output_len=None if arrival.trace else args.output_len or DEFAULT_OUTPUT_LEN,
+        max_concurrency=args.max_concurrency,
+        prefill_tokens=args.prefill_tokens,
+        window_ms=window_ms if WINDOWED in modes else None,
+        block_tokens=args.block_tokens,
+        cache_tokens=args.cache_tokens,
+        goodput=parse_goodput(args.goodput or []),
+        shapes=tuple(shapes),
+    )
+    if launch.rank == 0:
+        check_writable("--out", args.out)
+    passes = make_passes(modes, config.decoding.drafter is not None)
+    return Asked(config, options, tuple(passes), args.out)
+
+
+def build_parser(base: RunConfig) -> Parser:
+    parser = Parser(
+        description="Serve requests that arrive over time: one after the other, in static and "
+        "dynamic batches, and in flight. All tokens are compared.",
+        everyday=EVERYDAY,
+    )
+    for section, fields in SECTIONS.items():
+        add_section(parser, section, getattr(base, section), only=fields)
+    add_requests(parser)
+    add_serving(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=Path("results/serving.jsonl"), metavar="FILE",
+        help="append a record for each batching, one JSON line [results/serving.jsonl]",
+    )  # fmt: skip
+    return parser
+
+
+def add_requests(parser: Parser) -> None:
+    add = parser.add_argument_group("requests").add_argument
+    add("--num_requests", type=int, metavar="N",
+        help=f"requests to serve [{DEFAULT_NUM_REQUESTS}; with a trace, all of it]")  # fmt: skip
+    add("--arrival", default="poisson:100", metavar="PROCESS",
+        help=f"when requests arrive: {FORMS}. MS is the mean time between two arrivals. A line of "
+        f"a {TRACE} is a JSON object with arrival_ms, prompt_len and output_len [poisson:100]",
+    )  # fmt: skip
+    add("--prefix_len", type=int, metavar="N",
+        help=f"prompt tokens of each request [{DEFAULT_PROMPT_LEN}; with a trace, its own]",
+    )  # fmt: skip
+    add("--output_len", metavar="LENGTH",
+        help="output tokens of each request, past any end token: a number, or "
+        f"{UNIFORM}:LOW:HIGH [{DEFAULT_OUTPUT_LEN}; with a trace, its own]")  # fmt: skip
+
+
+def add_serving(parser: Parser) -> None:
+    add = parser.add_argument_group("serving").add_argument
+    add("--modes", nargs="+", default=list(BATCHINGS), metavar="NAME",
+        help=f"batchings to compare, of {', '.join(BATCHINGS)}; the tokens of the first are the "
+        f"reference [{' '.join(BATCHINGS)}]")  # fmt: skip
+    add("--draft", default=NONE, metavar="DRAFT",
+        help=f"serve the requests once more, {DRAFTED}, with drafts by the model itself (self), by "
+        f"a smaller model ({MODEL_PREFIX}NAME), or from the text so far (ngram) [{NONE}]",
+    )  # fmt: skip
+    add("--max_concurrency", "--B", type=int, default=8, metavar="N",
+        help="requests that are prefilled or decoded together at most [8]")  # fmt: skip
+    add("--prefill_tokens", type=int, default=512, metavar="N",
+        help="prompt tokens that a step prefills at most, beside its decoding [512]")  # fmt: skip
+    add("--window_ms", type=float, metavar="MS",
+        help=f"{WINDOWED} batching: how long the first request of a batch waits for others "
+        f"[{WINDOW_MS:.0f}]")  # fmt: skip
+    add("--block_tokens", type=int, default=256, metavar="N",
+        help="tokens of a block of the KV cache, which a request takes as it grows [256]",
+    )  # fmt: skip
+    add("--cache_tokens", type=int, metavar="N",
+        help="tokens that the KV cache holds of all requests together; if it runs out, the "
+        "youngest request is preempted. Default: enough for every request to its end")  # fmt: skip
+    add("--goodput", nargs="+", metavar="METRIC:MS",
+        help="count the requests a second that keep all of these bounds, such as ttft:500 tpot:50; "
+        f"of {', '.join(GOODPUT_OF)}")  # fmt: skip

@@ -1,0 +1,93 @@
+"""`magicdec inflight`: requests that arrive over time, served one after the other, in static and
+dynamic batches, and in flight.
+
+    magicdec inflight --num_requests 32 --arrival poisson:100 --output_len uniform:16:128
+    magicdec inflight --arrival trace:requests.jsonl --modes static inflight --goodput ttft:500
+
+Owns the steps of the command and its files. `flags` has its flags. Heavy imports happen after the
+flags are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from magicdec.cli.checkpoints.hub_models import with_local_models
+from magicdec.cli.flags import announce_backend, refuse, run_on_ranks
+from magicdec.cli.serving.flags import Asked, parse
+from magicdec.console import spinner
+from magicdec.distributed.groups import Launch, read_launch
+from magicdec.records.writing import append_line, to_json
+
+if TYPE_CHECKING:
+    from magicdec.serving.record import ServingRecord
+    from magicdec.setup.prepare import Prepared
+
+INTERRUPTED = 130
+
+
+def main() -> NoReturn:
+    """Serve the requests under each batching, and print one table."""
+    launch, words = read_launch(), sys.argv[1:]
+    try:
+        sys.exit(serve(launch, words))
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def serve(launch: Launch, words: Sequence[str]) -> int:
+    """The whole command on this rank. Returns its exit code."""
+    asked = parse(words, launch)
+    asked = replace(asked, config=with_local_models(asked.config))
+    run_on_ranks(asked.config.parallel.nproc, words, launch)
+    with spinner("preparing", launch.rank == 0):
+        from magicdec.serving.prepare import prepare
+
+        prepared = prepare(asked.config, asked.options, launch)
+    announce_backend(prepared.config, launch)
+    kept = Kept(asked.out)
+    if launch.rank == 0:
+        print(f"{'memory':<10} {prepared.memory}", flush=True)
+    try:
+        records = measure(prepared, asked, kept)
+    except KeyboardInterrupt:
+        if launch.rank == 0:
+            print(f"interrupted; {kept.count} records are in {asked.out}", file=sys.stderr)
+        return INTERRUPTED
+    if launch.rank == 0:
+        from magicdec.serving.table import print_table
+
+        print_table(records)
+        print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
+    is_lost = launch.rank == 0 and kept.count < len(records)
+    return int(is_lost or any(record.metrics is None for record in records))
+
+
+def measure(prepared: Prepared, asked: Asked, kept: Kept) -> list[ServingRecord]:
+    """Serve the requests in every pass. The first rank keeps each record when it is made."""
+    from magicdec.serving.measure import measure
+
+    is_leader = prepared.launch.rank == 0
+    keep = kept.append if is_leader else lambda record: None
+    return measure(prepared, asked.options, asked.passes, keep)
+
+
+class Kept:
+    """The file that records are appended to, and how many were."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.count = path, 0
+
+    def append(self, record: ServingRecord) -> None:
+        """Append the record, or say why it is lost."""
+        try:
+            append_line(self.path, to_json(record))
+            self.count += 1
+        except OSError as error:
+            print(f"--out {self.path}: {error.strerror}; the record is lost", file=sys.stderr)
