@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from train_demo import BOS, FIRST_WORD, VOCAB_SIZE, phases_of
 
-from magicdec.config.backend_choice import choose_backend
+from magicdec.config.choices.backend import choose_backend
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.environment import probe_machine

@@ -18,7 +18,7 @@ from torch import Tensor
 from magicdec.autotune.attention_step import Step, draft_step, target_step
 from magicdec.autotune.backend_timing import Measured, measure
 from magicdec.config.capabilities import Capabilities, capabilities_of
-from magicdec.config.choice import Choice, How
+from magicdec.config.choices.choice import Choice, How
 from magicdec.config.machine import Machine
 from magicdec.config.policies import policy_called
 from magicdec.config.resolved import ResolvedConfig

@@ -21,7 +21,7 @@ from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.parsing.config_file import file_words
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.choice import How
+from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.flags import add_section, announce_backend, read_sections, refuse, run_on_ranks
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.backend_choice import check_returns_weights
 from magicdec.config.checks import MOST_WATCHED, check_budget
+from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.options import flag_of
 from magicdec.config.policies import policy_called
 from magicdec.config.resolve import resolve

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from magicdec.cli.flags import refuse
 from magicdec.cli.plan_flags import MAX_GAMMA, RATES, build_parser
-from magicdec.config.layer_choice import choose_weights
+from magicdec.config.choices.layers import choose_weights
 from magicdec.config.sections import KVSection
 from magicdec.cost_model.begin import Choice
 from magicdec.cost_model.costs import Deployment

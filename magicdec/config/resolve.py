@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from magicdec.config.backend_choice import check_returns_weights, choose_backend, choose_draft_kv
-from magicdec.config.choice import Choice, How
-from magicdec.config.collectives_choice import choose_collectives
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.layer_choice import (
+from magicdec.config.choices.backend import check_returns_weights, choose_backend, choose_draft_kv
+from magicdec.config.choices.choice import Choice, How
+from magicdec.config.choices.collectives import choose_collectives
+from magicdec.config.choices.layers import (
     StepParts,
     choose_dtype,
     choose_elementwise,
@@ -21,6 +20,7 @@ from magicdec.config.layer_choice import (
     choose_native_steps,
     choose_weights,
 )
+from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.resolved import (
     ResolvedAttention,

@@ -12,8 +12,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from magicdec.config.backend_choice import choose_graphs
-from magicdec.config.choice import Choice
+from magicdec.config.choices.backend import choose_graphs
+from magicdec.config.choices.choice import Choice
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, OutputSection, SamplingSection
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from magicdec.config.layer_choice import (
+from magicdec.config.choices.layers import (
     StepParts,
     choose_elementwise,
     choose_linear,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Launch
 
-from magicdec.config.choice import Choice
-from magicdec.config.collectives_choice import choose_collectives
+from magicdec.config.choices.choice import Choice
+from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig

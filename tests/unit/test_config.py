@@ -17,8 +17,8 @@ from conftest import HANG
 from magicdec import names as module
 from magicdec.cli import flags as cli
 from magicdec.cli.flags import build_parser, parse, read_sections
-from magicdec.config.backend_choice import choose_backend
-from magicdec.config.choice import Choice, How, asked_for
+from magicdec.config.choices.backend import choose_backend
+from magicdec.config.choices.choice import Choice, How, asked_for
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import TargetSection

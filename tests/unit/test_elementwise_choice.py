@@ -11,7 +11,7 @@ import torch
 from conftest import TINY, tiny_transformer
 
 from magicdec.cli import flags as cli
-from magicdec.config.choice import INTERPRETED
+from magicdec.config.choices.choice import INTERPRETED
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection

@@ -17,7 +17,7 @@ from magicdec.autotune import fastest_backend as module
 from magicdec.autotune.attention_step import Step, target_step
 from magicdec.autotune.backend_timing import Measured, measure
 from magicdec.autotune.fastest_backend import choose_fastest, list_candidates, settle
-from magicdec.config.choice import How
+from magicdec.config.choices.choice import How
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from magicdec.config.choice import asked_for
+from magicdec.config.choices.choice import asked_for
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection, TargetSection

@@ -70,4 +70,4 @@ def test_the_rule_can_be_broken() -> None:
     assert mentions("sdpa", code) == [2, 3]
     assert mentions("sdpa", 'x = "sdpa_backend", "magicdec.attention.sdpa:SDPABackend"') == []
     assert is_home("sdpa", "attention/sdpa.py") and is_home("triton", "attention/triton.py")
-    assert not is_home("sdpa", "config/backend_choice.py") and not is_home("native", "names2.py")
+    assert not is_home("sdpa", "config/choices/backend.py") and not is_home("native", "names2.py")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.config.collectives_choice import choose_collectives
+from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.machine import Machine
 from magicdec.distributed import symmetric_memory as module
 from magicdec.distributed.symmetric_memory import (

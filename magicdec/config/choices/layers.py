@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from magicdec.config.capabilities import capabilities_of, requirements_of
-from magicdec.config.choice import Choice, How, asked_for
+from magicdec.config.choices.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
 from magicdec.names import (
     ELEMENTWISE_BESIDE_PACKED,

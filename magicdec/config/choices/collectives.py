@@ -6,7 +6,7 @@ Must not know how a machine is probed nor how ranks exchange anything.
 
 from __future__ import annotations
 
-from magicdec.config.choice import Choice, How, asked_for
+from magicdec.config.choices.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
 
 GPU_COLLECTIVES = ("nccl", "symmetric_memory")
