@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from magicdec.distributed.processes import is_alive
 from magicdec.kernels.build import load_library
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class SharedMemoryExchange:
         self._library = load_library(SOURCE, (), HEADERS)
         self._library.magicdec_wait.restype = ctypes.c_int64
         num_bytes = size * (64 + 2 * SLOT_BYTES)
-        path = _create(num_bytes) if index == 0 else None
+        path = create_segment(num_bytes) if index == 0 else None
         ends: list[Any] = [None] * size
         dist.all_gather_object(ends, (index, path, os.getpid()), group=handle)
         shared = next(p for i, p, _ in ends if i == 0)
@@ -95,21 +96,18 @@ class SharedMemoryExchange:
 
     def check_alive(self, rank: int) -> None:
         """Raise RuntimeError if the process of a rank of the group has ended."""
-        if not _is_alive(self.pids[rank]):
+        if not is_alive(self.pids[rank]):
             raise RuntimeError(f"rank {rank} of the group has ended (process {self.pids[rank]})")
 
 
-def _create(num_bytes: int) -> str:
+def create_segment(num_bytes: int) -> str:
+    """A new file of that size in shared memory. Raises OSError if there is no room for it."""
     descriptor, path = tempfile.mkstemp(prefix="magicdec-", dir=DIRECTORY)
-    os.ftruncate(descriptor, num_bytes)
-    os.close(descriptor)
-    return path
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs. A zombie process does not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+        Path(path).unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return path

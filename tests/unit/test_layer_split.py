@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from magicdec.config.layer_split import count_stages, split_layers
+from magicdec.distributed.layer_split import count_stages, split_layers
 from magicdec.distributed.stages import StageGrid, make_grid
 
 

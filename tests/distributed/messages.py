@@ -1,0 +1,95 @@
+"""One rank of a check of channels: messages of every kind around a ring, through gloo or shared
+memory. Started by test_channel.py; rank 0 prints OK, or the microseconds of a hop."""
+
+import os
+import signal
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+from magicdec.distributed import channel, shared_memory
+from magicdec.distributed.channel import Kind, Message, MessageForm, PeerLost, RingEnds
+from magicdec.distributed.groups import close_groups, make_stage_groups, read_launch
+from magicdec.distributed.stages import StageGrid
+
+DEPTH, WIDTH, CAPACITY = 6, 24, 5000
+
+
+def messages() -> list[Message]:
+    """Empty ones, small ones, and one that is larger than the ring in shared memory."""
+    torch.manual_seed(0)
+    made = [Message(Kind.FREE, words=(3, -1)), Message(Kind.VOID, run=2**40, status=-7)]
+    for shape in ((1, 1), (3, 2), (1, 300), (2, 1)):
+        payload = torch.randn(*shape, WIDTH).to(torch.bfloat16)
+        made.append(Message(Kind.HIDDEN, len(made), 1, (5,), payload))
+    return made
+
+
+def is_same(a: Message, b: Message) -> bool:
+    if (a.kind, a.run, a.status, a.words) != (b.kind, b.run, b.status, b.words):
+        return False
+    if a.payload is None or b.payload is None:
+        return a.payload is b.payload
+    return torch.equal(a.payload, b.payload) and a.payload.dtype == b.payload.dtype
+
+
+def check(ends: RingEnds, is_first: bool) -> None:
+    """Several messages are under way before the first is received."""
+    sent = messages()
+    for _ in range(40):
+        if is_first:
+            for message in sent:
+                ends.outbound.send(message)
+        for message in sent:
+            found = ends.inbound.receive()
+            assert is_same(found, message), found
+            if not is_first:
+                ends.outbound.send(found)
+
+
+def serve(ends: RingEnds) -> None:
+    while (message := ends.inbound.receive()).kind is not Kind.END:
+        ends.outbound.send(message)
+    ends.outbound.send(message)
+
+
+def main(collectives: str, task: str) -> None:
+    launch = read_launch()
+    grid = StageGrid(launch.world_size)
+    groups = make_stage_groups(launch, grid, torch.device("cpu"), collectives)
+    width = 4096 if task == "time" else WIDTH
+    form = MessageForm(width, torch.bfloat16, 2)
+    capacity = 1 << 22 if task == "time" else CAPACITY
+    ends = channel.connect_ring(grid, launch.rank, form, DEPTH, capacity, collectives)
+    is_first = groups.stage == 0
+    if task == "check":
+        check(ends, is_first)
+        check(ends, is_first)
+    elif task == "time":
+        if is_first:
+            channel.time_round(ends, form, 1, 50)
+            seconds = channel.time_round(ends, form, 1, 1000)
+            print(f"{collectives}: {1e6 * statistics.median(seconds) / launch.world_size:.1f} us")
+            ends.outbound.send(Message(Kind.END))
+            ends.inbound.receive()
+        else:
+            serve(ends)
+    elif launch.rank == launch.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        try:
+            ends.inbound.receive()
+        except PeerLost as error:
+            print(f"LOST: {error}", file=sys.stderr, flush=True)
+            os._exit(3)
+    ends.outbound.close()
+    if is_first:
+        print("OK", flush=True)
+    close_groups()
+
+
+if __name__ == "__main__":
+    shared_memory.DIRECTORY = Path(sys.argv[3]) if len(sys.argv) > 3 else shared_memory.DIRECTORY
+    main(sys.argv[1], sys.argv[2])
