@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ WAIT_MS = 50  # before a wait returns to Python, which looks whether all ranks a
 class SharedRing:
     """One end. Both ends must be made together."""
 
+    is_receiver: ClassVar[bool]
+
     def __init__(
         self,
         handle: ProcessGroup,
@@ -41,7 +43,6 @@ class SharedRing:
         form: MessageForm,
         capacity: int,
         processes: Processes,
-        is_receiver: bool,
     ) -> None:
         self.peer, self.form, self.processes, self.num_bytes = peer, form, processes, 0
         self._library = load_library(SOURCE)
@@ -49,13 +50,13 @@ class SharedRing:
             getattr(self._library, name).restype = ctypes.c_int64
         self._capacity = ctypes.c_int64(capacity)
         num_bytes = self._library.magicdec_ring_bytes(self._capacity)
-        path = agree_on_path(handle, peer, num_bytes, is_receiver)
+        path = agree_on_path(handle, peer, num_bytes, self.is_receiver)
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), num_bytes)
         import torch.distributed as dist
 
         dist.barrier(group=handle)
-        if is_receiver:
+        if self.is_receiver:
             path.unlink()
         self._ring = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
@@ -79,8 +80,7 @@ class SharedRing:
 
 
 class RingSender(SharedRing):
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place, is_receiver=False)
+    is_receiver = False
 
     def send(self, message: Message) -> None:
         """Returns when the message is in the ring, which it may leave at once."""
@@ -97,8 +97,7 @@ class RingSender(SharedRing):
 
 
 class RingReceiver(SharedRing):
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place, is_receiver=True)
+    is_receiver = True
 
     def receive(self) -> Message:
         read, header = self._library.magicdec_ring_read, self.form.empty_header()
