@@ -14,6 +14,7 @@ from typing import Any
 from magicdec.names import BATCHINGS
 from magicdec.workload.trace import RequestShape
 
+FLAGS = ("--prefix_len", "--output_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the batching that has a time window
 
 
@@ -43,6 +44,26 @@ class ServingOptions:
                 raise ValueError(f"{flag} {value} is too small; it must be at least 1")
         if self.window_ms is not None and not 0 <= self.window_ms < math.inf:
             raise ValueError(f"--window_ms {self.window_ms} is out of range; it must be at least 0")
+
+    def check_lengths(self, most: int, model: str) -> None:
+        """Raises ValueError for a request that is longer than the `most` tokens of the model. It
+        names the line of the trace, or the flags."""
+        for shape in self.shapes:
+            total = shape.prompt_len + shape.output_len
+            if total > most:
+                names = ("prompt_len", "output_len") if shape.place else FLAGS
+                text = f"{names[0]} {shape.prompt_len} + {names[1]} {shape.output_len} = {total}"
+                place = f"{shape.place}: " if shape.place else ""
+                raise ValueError(f"{place}{text} exceeds the {most} positions of {model}")
+
+    @property
+    def counted_by(self) -> str:
+        """What says how many prompts there are, for messages."""
+        if self.shapes[0].place:
+            return (
+                f"--arrival {self.arrival}, whose longest prompt has {self.longest_prompt} tokens"
+            )
+        return "--num_requests"
 
     def check_cache(self, needed: int) -> None:
         """Raises ValueError if the KV cache is smaller than the longest request, which takes

@@ -6,7 +6,9 @@ Must not know the flags, nor what is measured.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from magicdec.autotune.fastest_backend import settle
 from magicdec.config.run_config import RunConfig
@@ -17,8 +19,10 @@ from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.memory.working_memory import max_tokens
+from magicdec.model.config import ModelConfig
 from magicdec.names import BASELINE
 from magicdec.scheduling.plan import Limits
+from magicdec.serving.memory import check_memory
 from magicdec.serving.options import ServingOptions
 from magicdec.serving.server import Server
 from magicdec.setup.loading import LoadedModels, make_draft, make_target
@@ -26,9 +30,15 @@ from magicdec.setup.prepare import Known, Prepared, complete, find
 from magicdec.setup.session import RankSession
 
 
-def prepare(asked: RunConfig, options: ServingOptions, launch: Launch) -> Prepared:
+def prepare(
+    asked: RunConfig,
+    options: ServingOptions,
+    launch: Launch,
+    check_model: Callable[[ModelConfig], None] = lambda model: None,
+) -> Prepared:
     """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
-    naming the flag, for errors that a user can correct."""
+    naming the flag or the line of a file, for errors that a user can correct. `check_model` raises
+    it for a model that was not meant."""
     longest = options.longest_prompt
     # A row has room for the longest request, which need not have the longest prompt.
     workload = replace(
@@ -39,9 +49,12 @@ def prepare(asked: RunConfig, options: ServingOptions, launch: Launch) -> Prepar
         num_batches=1,
     )
     known, asked = Known(), replace(asked, workload=workload)
-    found, count = find(asked, launch, known), (len(options.shapes), "--num_requests")
+    found = find(asked, launch, known)
+    check_model(found.source.config)
+    options.check_lengths(found.source.config.max_length, f"--model {asked.model.model}")
     options.check_cache(max_tokens(found.config))
-    return complete(found, known, num_prompts=count)
+    count = len(options.shapes), options.counted_by
+    return complete(found, known, num_prompts=count, check=partial(check_memory, options))
 
 
 def make_server(

@@ -164,10 +164,12 @@ def complete(
     known: Known,
     agree: Callable[[Launch, Callable[[], str]], str] = check_together,
     num_prompts: tuple[int, str] | None = None,
+    check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
 ) -> Prepared:
     """Check the run against its models, make its prompts and plan its memory. Raises ValueError as
     `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
-    prompts and the flag that says it, where these are not whole batches."""
+    prompts and the flag that says it, where these are not whole batches. `check` makes the line
+    about memory."""
     config, launch, source, draft = found.config, found.launch, found.source, found.draft
     flag = flag_of(config.asked.model, "model")
     check_interpreter(config)
@@ -197,7 +199,7 @@ def complete(
     )
     device, models = config.parallel.device, found.models
     free = known.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
-    memory = agree(launch, lambda: check_memory(config, models, launch, free))
+    memory = agree(launch, lambda: check(config, models, launch, free))
     plan, parts = planned(config, models), (tokenizer, described.name, workload, draft)
     estimate = estimate_steps(config, models.target, models.draft, launch)
     return Prepared(config, launch, source, *parts, memory, plan, free, estimate)

@@ -14,11 +14,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RequestShape:
-    """When a request arrives, and its lengths in tokens. Its fields are the keys of a line."""
+    """When a request arrives, and its lengths in tokens: the keys of a line. `place` names the line
+    that it is from, empty without a file."""
 
     arrival_ms: float
     prompt_len: int
     output_len: int
+    place: str = ""
+
+
+KEYS = ("arrival_ms", "prompt_len", "output_len")
 
 
 def read_trace(flag: str, path: Path) -> list[RequestShape]:
@@ -46,17 +51,17 @@ def _shape(place: str, line: str) -> RequestShape:
         raise ValueError(f"{place} is not JSON: {error.msg}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{place} is not a JSON object")
-    for key in RequestShape.__dataclass_fields__:
+    for key in KEYS:
         if key not in values:
             raise ValueError(f"{place}: {key} is missing")
-    arrival, prompt, output = (values[key] for key in RequestShape.__dataclass_fields__)
+    arrival, prompt, output = (values[key] for key in KEYS)
     if not _is_number(arrival) or arrival < 0:
         raise ValueError(f"{place}: arrival_ms is {arrival!r}; it must be 0 or larger")
     for key, value in (("prompt_len", prompt), ("output_len", output)):
         if type(value) is not int or value < 1:
             text = f"{key} is {value!r}; it must be a whole number of at least 1"
             raise ValueError(f"{place}: {text}")
-    return RequestShape(float(arrival), prompt, output)
+    return RequestShape(float(arrival), prompt, output, place)
 
 
 def _is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,20 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.engine import Engine, Observer
 from magicdec.hardware.clock import VirtualClock
+from magicdec.memory.check import needed
 from magicdec.names import BASELINE, BATCHINGS
 from magicdec.records.writing import to_json
 from magicdec.request import Request, SamplingParams, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
+from magicdec.serving.memory import check_memory, plan_of
 from magicdec.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.serving.passes import Pass
 from magicdec.serving.prepare import prepare
 from magicdec.serving.record import ServingRecord
 from magicdec.serving.server import Served, Server, differing, load_batching
 from magicdec.serving.table import table_rows, verdict
+from magicdec.setup.prepare import Known, find
 from magicdec.workload.trace import RequestShape
 
 LENGTHS = [(5, 9), (40, 3), (1, 30), (17, 1), (33, 12), (8, 20), (24, 5)]
@@ -168,14 +172,47 @@ def refusal(*words: object) -> str:
     return str(refused.value)
 
 
-def test_what_the_model_cannot_hold_is_refused_with_the_numbers(tiny_checkpoint: Path) -> None:
+def test_what_the_model_cannot_hold_is_refused_with_the_numbers(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     place = "--model", tiny_checkpoint
     found = refusal(*place, "--prefix_len", 1000, "--output_len", 30)
-    assert "--prefix_len 1000 + 30 generated tokens = 1030 exceeds the 1024 positions" in found
+    assert "--prefix_len 1000 + --output_len 30 = 1030 exceeds the 1024 positions" in found
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival_ms": 9, "prompt_len": 1000, "output_len": 30}\n')
+    found = refusal(*place, "--arrival", f"trace:{trace}")
+    text = "line 1: prompt_len 1000 + output_len 30 = 1030 exceeds the 1024 positions of --model"
+    assert found.startswith(f"--arrival trace: {trace}, {text}")
     found = refusal(*place, "--num_requests", 20_000, "--prefix_len", 100, "--arrival", "burst")
     assert "20000 are needed (--num_requests)" in found
     found = refusal(*place, "--cache_tokens", 547, "--draft", "self", "--budget", 65)
     assert "--cache_tokens 547 is too small; the longest request takes 548 tokens" in found
+
+
+def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -> None:
+    """Beside the sizes that the runner allocates."""
+    place = "--model", str(tiny_checkpoint), "--dtype", "float32", "--attention", "native"
+    known, found = Known(), dict[str | None, int]()
+    for cache_tokens in (None, "700"):
+        limit = [] if cache_tokens is None else ["--cache_tokens", cache_tokens]
+        asked = parse([*place, "--prefix_len", "600", "--block_tokens", "64", *limit], ALONE)
+        resolved = prepare(asked.config, asked.options, ALONE).config
+        config, options = find(resolved.asked, ALONE, known), asked.options
+        plan = plan_of(options, config.config, config.models, ALONE)
+        full = needed(config.config, config.models, ALONE)
+        assert replace(plan, kv=0) == replace(full, kv=0)
+        found[cache_tokens] = plan.kv
+        with pytest.raises(ValueError) as refused:
+            check_memory(options, config.config, config.models, ALONE, plan.total - 1)
+        assert str(refused.value).startswith("--max_concurrency 8 with requests of up to 632 tok")
+    per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
+    assert found == {None: 8 * 640 * per_token, "700": 704 * per_token}
+    plan_all = plan_of(options, config.config, config.models, ALONE)
+    assert plan_all.kv < full.kv
+    with pytest.raises(ValueError, match="--cache_tokens 5056 would fit"):
+        options = replace(options, cache_tokens=None)
+        free = plan_all.total - plan_all.kv + 5056 * per_token + 7
+        check_memory(options, config.config, config.models, ALONE, free)
 
 
 def measured(asked: Asked) -> tuple[list[ServingRecord], int]:

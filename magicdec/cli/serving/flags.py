@@ -14,6 +14,7 @@ from magicdec.cli.flags import add_section, read_sections
 from magicdec.cli.front.run import MODEL_PREFIX, NONE, config_of_draft, last_value
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.serving.flover_ini import FloverIni, read_flover_ini
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
@@ -51,16 +52,21 @@ SECTIONS = {  # of a run's config, and which of its fields have a flag here
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asked for."""
+    """What the command line and the file of `--ini` asked for."""
 
     config: RunConfig
     options: ServingOptions
     passes: tuple[Pass, ...]
     out: Path
+    ini: FloverIni
 
 
 def parse(argv: Sequence[str], launch: Launch) -> Asked:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+    ini, file = FloverIni(), last_value(argv, "--ini")
+    if file is not None:
+        ini = read_flover_ini(Path(file), lambda flag: last_value(argv, flag) is not None)
+        argv = [*ini.words, *argv]
     base = config_of_draft(last_value(argv, "--draft") or NONE)
     base = dataclasses.replace(base, decoding=dataclasses.replace(base.decoding, ignore_eos=True))
     parser = build_parser(base)
@@ -94,7 +100,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     if launch.rank == 0:
         check_writable("--out", args.out)
     passes = make_passes(modes, config.decoding.drafter is not None)
-    return Asked(config, options, tuple(passes), args.out)
+    return Asked(config, options, tuple(passes), args.out, ini)
 
 
 def build_parser(base: RunConfig) -> Parser:
@@ -103,6 +109,9 @@ def build_parser(base: RunConfig) -> Parser:
         "dynamic batches, and in flight. All tokens are compared.",
         everyday=EVERYDAY,
     )
+    parser.add_argument("--ini", type=Path, metavar="FILE",
+        help="take the model, the requests and the sampling from a configuration file of Flover; "
+        "flags on the command line win")  # fmt: skip
     for section, fields in SECTIONS.items():
         add_section(parser, section, getattr(base, section), only=fields)
     add_requests(parser)

@@ -49,7 +49,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     with spinner("preparing", launch.rank == 0):
         from magicdec.serving.prepare import prepare
 
-        prepared = prepare(asked.config, asked.options, launch)
+        prepared = prepare(asked.config, asked.options, launch, asked.ini.check_model)
     announce_backend(prepared.config, launch)
     kept = Kept(asked.out)
     if launch.rank == 0:

@@ -1,0 +1,211 @@
+"""`--ini FILE`: the configuration file of Flover as flags of `magicdec inflight`.
+
+Owns the meaning of its keys. A key that Flover reads but does not use means here what its
+documentation says; a key whose meaning does not exist here is refused unless it has its neutral
+value. Must not know what a flag does. Imports no torch.
+
+Source: Flover (Yao et al. 2023, arXiv 2305.13484), its README and configuration files.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from magicdec.cli.serving.ini_file import Entry, IniFile
+from magicdec.model.config import ModelConfig
+
+MODEL, RUNTIME, REQUEST = "model_specification", "runtime_hyperparameter", "request"
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+LEAST_RANDOM_LENGTH = 128  # of a request with its prompt, where `use_mem_shuffle` draws lengths
+NEEDED = ("model_type", "max_concurrency", "max_seq_len", "fixed_input_len")
+BEAMS, NO_LIMIT = "there is no beam search", "a request ends only at its output length"
+# Keys that have one value here, and why.
+NEUTRAL = {
+    MODEL: {
+        "per_batch_size": (1, "a request is one sequence; raise max_concurrency instead"),
+        "fixed_prompt_len": (0, "there are no soft prompts"),
+        "beam_width": (1, BEAMS),
+        "pipeline_para_size": (1, "ranks share layers by tensor parallelism only"),
+    },
+    RUNTIME: {
+        "len_penalty": (0, BEAMS),
+        "beam_search_diversity_rate": (0, BEAMS),
+        "min_length": (0, NO_LIMIT),
+        "enable_custom_all_reduce": (0, "choose --collectives instead"),
+    },
+    REQUEST: {"memory_len": (0, "attention reads the whole context")},
+}
+USED = {
+    MODEL: (
+        *("model_type", "data_type", "max_concurrency", "max_seq_len", "fixed_input_len"),
+        *("tensor_para_size", "model_dir"),
+    ),
+    RUNTIME: (
+        *("top_k", "top_p", "temperature", "repetition_penalty", "presence_penalty", "data_type"),
+        *("interval", "use_mem_shuffle", "seed"),
+    ),
+    REQUEST: ("request_output_len",),
+}
+# Numbers with their smallest and largest value.
+SAMPLING = {
+    "top_p": (0.0, 1.0),
+    "temperature": (0.0,),
+    "repetition_penalty": (0.01,),
+    "presence_penalty": (-2.0, 2.0),
+}
+# The shape of a model, which must be that of the model that is served.
+SHAPE = {
+    "head_num": "num_heads",
+    "size_per_head": "head_dim",
+    "inter_size": "intermediate_size",
+    "decoder_layers": "num_layers",
+    "vocab_size": "vocab_size",
+}
+PROMPT_LEARNING = "there is no prompt learning"
+ARCHITECTURE = {
+    "num_tasks": (0, PROMPT_LEARNING),
+    "prompt_learning_type": (0, PROMPT_LEARNING),
+}
+# What the files of a model say themselves.
+SAID_BY_MODEL = (
+    *("rotary_embedding", "start_id", "end_id", "layernorm_eps", "weight_data_type"),
+    *("shared_contexts_ratio", "prompt_learning_start_id"),
+)
+
+
+@dataclass(frozen=True)
+class FloverIni:
+    """`words` are the file as a command line. `shape` are the entries of `SHAPE` that the model
+    must agree with."""
+
+    words: tuple[str, ...] = ()
+    shape: tuple[Entry, ...] = ()
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raises ValueError, naming file, line and key, if the model has another shape."""
+        for entry in self.shape:
+            found = getattr(model, SHAPE[entry.key])
+            if entry.integer(1) != found:
+                raise entry.refuse(f"{model.name} has {found}")
+
+
+def read_flover_ini(path: Path, given: Callable[[str], bool]) -> FloverIni:
+    """`given` says whether the user wrote a flag on the command line, which wins. Raises
+    ValueError, naming file, line and key."""
+    file = IniFile("--ini", path)
+    for name in (MODEL, RUNTIME, REQUEST):
+        section = file.sections.setdefault(name, {})
+        check_keys(section, [*USED[name], *NEUTRAL[name]], NEUTRAL[name])
+    for key in NEEDED:
+        if key not in file.sections[MODEL]:
+            raise ValueError(f"{file.name}: [{MODEL}] has no {key}")
+    own = architecture_of(file)
+    words = [
+        *model_words(file, own, given),
+        *length_words(file),
+        *arrival_words(file.sections[RUNTIME]),
+        *sampling_words(file.sections[RUNTIME]),
+    ]
+    shape = () if given("--model") else tuple(own[key] for key in SHAPE if key in own)
+    return FloverIni(tuple(words), shape)
+
+
+def check_keys(
+    section: dict[str, Entry], known: Sequence[str], neutral: dict[str, tuple[int, str]]
+) -> None:
+    """Raises ValueError for a key that is not known, or is not neutral where it must be."""
+    for key, entry in section.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+            raise ValueError(f"{entry.place} is not known; {hint}")
+        if key in neutral and entry.number() != neutral[key][0]:
+            raise entry.refuse(f"it must be {neutral[key][0]}: {neutral[key][1]}")
+
+
+def architecture_of(file: IniFile) -> dict[str, Entry]:
+    """The section that `model_type` names, empty if there is none. Those of other models are only
+    checked for their keys."""
+    known = [*SHAPE, *ARCHITECTURE, *SAID_BY_MODEL, "model_dir"]
+    others = file.sections.keys() - {MODEL, RUNTIME, REQUEST}
+    for name in sorted(others):
+        check_keys(file.sections[name], known, {})
+    own = file.sections.get(file.sections[MODEL]["model_type"].text.lower(), {})
+    check_keys(own, known, ARCHITECTURE)
+    return own
+
+
+def model_words(file: IniFile, own: dict[str, Entry], given: Callable[[str], bool]) -> list[str]:
+    section, runtime = file.sections[MODEL], file.sections[RUNTIME]
+    model = own.get("model_dir") or section.get("model_dir") or section["model_type"]
+    words = ["--model", model.text]
+    words += ["--max_concurrency", str(section["max_concurrency"].integer(1))]
+    words += ["--num_requests", str(section["max_concurrency"].integer(1))]
+    if "tensor_para_size" in section:
+        words += ["--nproc", str(section["tensor_para_size"].integer(1))]
+    kinds = [of["data_type"] for of in (section, runtime) if "data_type" in of]
+    for kind in kinds if not given("--dtype") else ():
+        if kind.text not in DTYPES:
+            raise kind.refuse(f"choose from {', '.join(DTYPES)}, or give --dtype")
+        if kind.text != kinds[0].text:
+            raise kind.refuse(f"[{MODEL}] has {kinds[0].text}")
+        words += ["--dtype", DTYPES[kind.text]]
+    return words
+
+
+def length_words(file: IniFile) -> list[str]:
+    """Without `use_mem_shuffle`, every request has the largest output length. With it, total
+    lengths are uniform from `LEAST_RANDOM_LENGTH` to the largest."""
+    section, request = file.sections[MODEL], file.sections[REQUEST]
+    prompt, total = section["fixed_input_len"].integer(1), section["max_seq_len"]
+    most = total.integer(1) - prompt
+    if most < 1:
+        raise total.refuse(f"fixed_input_len {prompt} leaves no room for output")
+    if "request_output_len" in request:
+        entry = request["request_output_len"]
+        if entry.integer(1) > most:
+            raise entry.refuse(f"max_seq_len {total.text} has room for {most} after the prompt")
+        most = entry.integer(1)
+    length, shuffles = str(most), file.sections[RUNTIME].get("use_mem_shuffle")
+    if shuffles is not None and is_on(shuffles):
+        least = max(1, LEAST_RANDOM_LENGTH - prompt)
+        if least > most:
+            raise shuffles.refuse(
+                f"it draws lengths from {LEAST_RANDOM_LENGTH} tokens on, and the longest request "
+                f"has {prompt + most}"
+            )
+        length = f"uniform:{least}:{most}"
+    return ["--prefix_len", str(prompt), "--output_len", length]
+
+
+def arrival_words(section: dict[str, Entry]) -> list[str]:
+    """`interval` ms between two requests; 0 is a burst."""
+    if "interval" not in section:
+        return []
+    interval = section["interval"].number()
+    return ["--arrival", f"constant:{interval:g}" if interval else "burst"]
+
+
+def sampling_words(section: dict[str, Entry]) -> list[str]:
+    """`top_k` 1, and no filter at all, are greedy, as in Flover."""
+    values = {key: section[key].number(*ends) for key, ends in SAMPLING.items() if key in section}
+    top_k = section["top_k"].integer() if "top_k" in section else 1
+    top_p, temperature = values.get("top_p", 0.0), values.get("temperature", 1.0)
+    words = ["--seed", str(section["seed"].integer())] if "seed" in section else []
+    if temperature and top_k != 1 and (top_k or top_p):
+        words += ["--temperature", f"{temperature:g}"]
+        words += ["--top_k", str(top_k)] if top_k else []
+        words += ["--top_p", f"{top_p:g}"] if top_p else []
+        words += ["--sampling_seed", section["seed"].text] if "seed" in section else []
+    for key in ("repetition_penalty", "presence_penalty"):
+        words += [f"--{key}={values[key]:g}"] if key in values else []
+    return words
+
+
+def is_on(entry: Entry) -> bool:
+    if entry.text not in ("0", "1"):
+        raise entry.refuse("it must be 0 or 1")
+    return entry.text == "1"
