@@ -19,9 +19,9 @@ from magicdec.hardware.clock import Clock, RealClock
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
-from magicdec.scheduling.orders import fcfs
+from magicdec.scheduling.orders import Order, fcfs
 from magicdec.scheduling.plan import Limits, Part, Plan
-from magicdec.scheduling.scheduler import Order, Scheduler
+from magicdec.scheduling.scheduler import Scheduler
 from magicdec.scheduling.sharing import PlanSharing
 
 Observer = Callable[[StepOutput, float], None]
@@ -58,9 +58,8 @@ class Engine:
         for row in range(self.runner.num_rows):
             self.runner.cache.release(row)
         self.requests = list(requests)
-        now = self.clock.now()
-        self.scheduler.add(requests, now)
-        if (plan := self.scheduler.schedule(now)) is not None:
+        self.scheduler.add(requests, self.clock.now())
+        if (plan := self.scheduler.schedule()) is not None:
             self._reserve(plan)
             self._prefill(plan.parts, progress)
         return [request.snapshot() for request in self.requests]
@@ -75,7 +74,7 @@ class Engine:
         self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
     ) -> list[Request]:
         """Run `strategy`, after `begin`, until every request has ended. Returns the requests."""
-        while (plan := self.scheduler.schedule(self.clock.now())) is not None:
+        while (plan := self.scheduler.schedule()) is not None:
             self.execute(plan, strategy, observe)
         return self.requests
 
@@ -132,7 +131,7 @@ class Engine:
             while coming and coming[0].arrived_s <= now and self.scheduler.has_room:
                 request = coming.popleft()
                 self.scheduler.add([request], request.arrived_s)
-            plan = self.scheduler.schedule(now)
+            plan = self.scheduler.schedule()
             if plan is not None or not coming:
                 return plan
             self.clock.wait_until(coming[0].arrived_s)

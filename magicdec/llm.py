@@ -143,7 +143,7 @@ class LLM:
     def step(self) -> bool:
         """Advance all requests by one step. False if there are none."""
         engine = self._engine
-        plan = engine.scheduler.schedule(engine.clock.now())
+        plan = engine.scheduler.schedule()
         if plan is not None:
             engine.execute(plan, self._strategy)
         return plan is not None

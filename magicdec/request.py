@@ -86,12 +86,27 @@ class Request:
     def num_cached(self) -> int:
         """The number of tokens whose K and V are committed in the cache: all but the newest, which
         is the input of the next forward."""
-        return len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
+        return len(self.prompt_ids) + len(self.output_ids) - (1 if self.output_ids else 0)
 
     @property
     def cached_ids(self) -> tuple[int, ...]:
         """These tokens: the prompt, and the output without its newest token."""
         return (*self.prompt_ids, *self.output_ids[:-1]) if self.output_ids else self.prompt_ids
+
+    def append(self, tokens: list[int], time: float) -> list[int]:
+        """Append the tokens that a step emitted at `time`, up to the request's end. Returns those
+        that were appended."""
+        emitted, params = self.output_ids, self.sampling
+        before = len(emitted)
+        for token in tokens:
+            emitted.append(token)
+            self.token_times_s.append(time)
+            if params.ends(len(emitted), token):
+                self.status, self.finished_s = Status.FINISHED, time
+                break
+        if self.first_token_s is None and tokens:
+            self.first_token_s = time
+        return tokens if len(emitted) == before + len(tokens) else emitted[before:]
 
     def snapshot(self) -> Request:
         times = list(self.token_times_s)

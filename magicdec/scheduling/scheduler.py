@@ -10,29 +10,29 @@ again later (PagedAttention, Kwon et al. 2023, section 4.5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from heapq import nsmallest
 
 from magicdec.request import Batch, Request, Status, StepOutput
-from magicdec.scheduling.orders import fcfs
+from magicdec.scheduling.orders import Order, fcfs
 from magicdec.scheduling.plan import Limits, Part, Plan, hash_of
-
-Order = Callable[[Request, float], float]
-"""The order of admission; see `orders`."""
+from magicdec.scheduling.row_blocks import RowBlocks
+from magicdec.scheduling.waiting import WaitingQueue
 
 
 class Scheduler:
-    """Admits waiting requests to rows of the KV cache, and appends the tokens that steps emit."""
+    """Admits waiting requests to rows of the KV cache, and appends the tokens that steps emit. A
+    step costs the scheduler a constant time for each request that runs, and none for those that
+    wait."""
 
     def __init__(self, num_rows: int, limits: Limits = Limits(), order: Order = fcfs) -> None:
-        self.num_rows, self.limits, self.order = num_rows, limits, order
-        self.waiting: list[Request] = []
+        self.num_rows, self.limits = num_rows, limits
+        self.waiting = WaitingQueue(order)
         self.rows: list[Request | None] = [None] * num_rows
-        self._blocks = [0] * num_rows  # that each row holds
+        self.blocks = RowBlocks(num_rows, limits)
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
         self._cancelled: set[Request] = set()
-        self._repeated: Plan | None = None  # the plan of each step until a request leaves or comes
+        self._repeated: Plan | None = None  # the plan of each step until something changes
 
     @property
     def running(self) -> list[Request]:
@@ -57,8 +57,9 @@ class Scheduler:
             )
         for request in requests:
             request.arrived_s = now
-        self.waiting += requests
-        self._repeated = None
+        self.waiting.add(requests)
+        if None in self.rows:
+            self._repeated = None
 
     def cancel(self, request: Request) -> None:
         """End a request early. Its row is freed in the next step."""
@@ -69,17 +70,18 @@ class Scheduler:
             self._cancelled.add(request)
             self._repeated = None
 
-    def schedule(self, now: float) -> Plan | None:
+    def schedule(self) -> Plan | None:
         """The next step, which is taken to happen. None if no request waits or runs."""
-        if self._repeated is not None:
+        if self._repeated is not None and not self.blocks.short:
             return self._repeated
         if not self.waiting and not any(self.rows):
             return None
-        plan = self._decide(now)
+        plan = self._decide()
         self.apply(plan)
-        is_static = self.limits.num_blocks is None
-        if is_static and not (self.waiting or plan.parts or plan.cancelled):
-            self._repeated = plan
+        # Requests that wait for a row, and not for blocks, wait until another request leaves.
+        is_waiting = self.waiting and None in self.rows
+        if not (is_waiting or plan.parts or plan.cancelled or plan.preempted):
+            self._repeated = Plan(plan.decoding) if plan.reserved else plan
         return plan
 
     def apply(self, plan: Plan) -> None:
@@ -89,13 +91,13 @@ class Scheduler:
             request.row, request.status = None, Status.CANCELLED
         for request, _ in plan.preempted:
             request.status = Status.WAITING
-            self.waiting.append(request)
+            self.waiting.add([request])
         for request, row in plan.admitted:
             self.waiting.remove(request)
             self.rows[row], self._prefilled[request] = request, 0
             request.row, request.status = row, Status.RUNNING
         for row, num_tokens in plan.reserved:
-            self._blocks[row] = self.limits.num_blocks_of(num_tokens)
+            self.blocks.reserve(row, num_tokens)
         for part in plan.parts:
             self._prefilled[part.request] = part.stop
             if part.is_last:
@@ -104,21 +106,17 @@ class Scheduler:
     def commit(self, batch: Batch, output: StepOutput, now: float) -> StepOutput:
         """Append the emitted tokens to each request, up to its own end token or length limit.
         Returns the output with the tokens that were appended."""
-        before = [len(request.output_ids) for request in batch.requests]
-        for i, (request, tokens) in enumerate(zip(batch.requests, output.token_ids, strict=True)):
-            time = now if output.emitted_s is None else output.emitted_s[i]
-            for token in tokens:
-                request.output_ids.append(token)
-                request.token_times_s.append(time)
-                if request.first_token_s is None:
-                    request.first_token_s = time
-                if request.sampling.ends(len(request.output_ids), token):
-                    request.status, request.finished_s = Status.FINISHED, time
-                    if request.row is not None:
-                        self._leave(request.row)
-                    break
-        appended = zip(batch.requests, before, strict=True)
-        return replace(output, token_ids=[r.output_ids[count:] for r, count in appended])
+        appended, times = [], output.emitted_s or [now] * len(batch.requests)
+        for request, tokens, time in zip(batch.requests, output.token_ids, times, strict=True):
+            kept = request.append(tokens, time)
+            appended.append(kept)
+            if request.row is None:
+                continue
+            if request.status is Status.FINISHED:
+                self._leave(request.row)
+            elif kept:
+                self.blocks.grow(request.row, request.num_cached)
+        return replace(output, token_ids=appended)
 
     def rewind(self, requests: Sequence[Request]) -> None:
         """Go on with `requests`, which have rows. Nothing else waits or runs."""
@@ -134,7 +132,7 @@ class Scheduler:
         """A hash of the running batch and its tokens. It is equal on all ranks."""
         state = [
             (r.request_id, len(r.output_ids), r.output_ids[-1] if r.output_ids else 0, num_blocks)
-            for r, num_blocks in zip(self.rows, self._blocks, strict=True)
+            for r, num_blocks in zip(self.rows, self.blocks.held, strict=True)
             if r is not None
         ]
         return hash_of([number for of_row in state for number in of_row])
@@ -144,69 +142,63 @@ class Scheduler:
         assert request is not None, "a request leaves its row once"
         self._prefilled.pop(request, None)
         self._cancelled.discard(request)
-        self.rows[row], self._blocks[row], self._repeated = None, 0, None
+        self.rows[row], self._repeated = None, None
+        self.blocks.release(row)
 
-    def _decide(self, now: float) -> Plan:
-        cancelled = [request for request in self.running if request in self._cancelled]
+    def _decide(self) -> Plan:
+        running = self.running
+        cancelled = [r for r in running if r in self._cancelled] if self._cancelled else []
         preempted, reserved = self._grow(cancelled)
         dropped = cancelled + preempted
         # A request that was just preempted would come back at once.
-        admitted = [] if preempted else self._admit(now, dropped, reserved)
-        decoding = tuple(r for r in self.running if r not in self._prefilled and r not in dropped)
+        admitted = [] if preempted else self._admit(dropped, reserved)
+        decoding = tuple(r for r in running if r not in self._prefilled and r not in dropped)
         return Plan(
             Batch(decoding) if decoding else None, _with_rows(preempted), _with_rows(cancelled),
             tuple(admitted), tuple(sorted(reserved.items())), self._prefill(dropped, admitted),
         )  # fmt: skip
 
-    def _free_blocks(self, num_blocks: int, dropped: Sequence[Request]) -> int:
-        leaving = {request.row for request in dropped}
-        held = sum(n for row, n in enumerate(self._blocks) if row not in leaving)
-        return num_blocks - held
-
     def _grow(self, cancelled: Sequence[Request]) -> tuple[list[Request], dict[int, int]]:
         """The requests to preempt, the youngest first, and the tokens for which rows that decode
         must have room in the next step, where these need more blocks."""
-        limits, preempted, reserved = self.limits, list[Request](), dict[int, int]()
-        if limits.num_blocks is None:
+        blocks, preempted, reserved = self.blocks, list[Request](), dict[int, int]()
+        if not blocks.short:
             return preempted, reserved
-        free = self._free_blocks(limits.num_blocks, cancelled)
-        staying = sorted(self.running, key=lambda r: (r.arrived_s, r.request_id))
-        staying = [r for r in staying if r not in cancelled]
+        free = blocks.free(_rows_of(cancelled))
+        staying = sorted(
+            (r for r in self.running if r not in cancelled),
+            key=lambda r: (r.arrived_s, r.request_id),
+        )
         for request in staying.copy():  # the oldest first
-            if request in preempted or request in self._prefilled:
-                continue
             assert request.row is not None, "what runs has a row"
-            num_tokens = request.num_cached + limits.step_tokens
-            needed = limits.num_blocks_of(num_tokens) - self._blocks[request.row]
-            while needed > free and request not in preempted:
-                youngest = staying.pop()
-                assert youngest.row is not None, "what runs has a row"
-                preempted.append(youngest)
-                free += self._blocks[youngest.row]
-            if needed > 0 and request not in preempted:
-                reserved[request.row], free = num_tokens, free - needed
+            if request in preempted or request.row not in blocks.short:
+                continue
+            num_tokens = blocks.short[request.row]
+            lacking = blocks.lacking(request.row, num_tokens)
+            while lacking > free and request not in preempted:
+                preempted.append(staying.pop())
+                free += sum(blocks.held[row] for row in _rows_of(preempted[-1:]))
+            if request not in preempted:
+                reserved[request.row], free = num_tokens, free - lacking
         return preempted, reserved
 
     def _admit(
-        self, now: float, dropped: Sequence[Request], reserved: dict[int, int]
+        self, dropped: Sequence[Request], reserved: dict[int, int]
     ) -> list[tuple[Request, int]]:
         """The requests that get a row in the next step, in the order of admission; none overtakes
         one that has no room yet. A request needs blocks for its text so far and for one step, which
         are added to `reserved`."""
-        limits, admitted = self.limits, list[tuple[Request, int]]()
-        free_rows = [r for r, one in enumerate(self.rows) if one is None or one in dropped]
-        if not free_rows or not self.waiting:
+        limits, blocks, admitted = self.limits, self.blocks, list[tuple[Request, int]]()
+        if not self.waiting:
             return admitted
+        free_rows = [r for r, one in enumerate(self.rows) if one is None or one in dropped]
         free = 0
-        if limits.num_blocks is not None:
-            grown = (limits.num_blocks_of(n) - self._blocks[row] for row, n in reserved.items())
-            free = self._free_blocks(limits.num_blocks, dropped) - sum(grown)
-        first = nsmallest(
-            len(free_rows), self.waiting, key=lambda r: (self.order(r, now), r.request_id)
-        )
-        for request, row in zip(first, free_rows, strict=False):
+        if blocks.is_limited:
+            free = blocks.free(_rows_of(dropped))
+            free -= sum(blocks.lacking(row, num_tokens) for row, num_tokens in reserved.items())
+        for request, row in zip(self.waiting.first(len(free_rows)), free_rows, strict=False):
             tokens = request.num_cached + limits.step_tokens
-            if limits.num_blocks is not None:
+            if blocks.is_limited:
                 free -= limits.num_blocks_of(tokens)
                 if free < 0:
                     break
@@ -230,6 +222,10 @@ class Scheduler:
         return tuple(sorted(parts, key=lambda part: part.row))
 
 
+def _rows_of(requests: Sequence[Request]) -> list[int]:
+    return [request.row for request in requests if request.row is not None]
+
+
 def _with_rows(requests: Sequence[Request]) -> tuple[tuple[Request, int], ...]:
-    pairs = ((request, request.row) for request in requests)
-    return tuple(sorted(((r, row) for r, row in pairs if row is not None), key=lambda p: p[1]))
+    """The requests with their rows, in row order."""
+    return tuple(sorted(zip(requests, _rows_of(requests), strict=True), key=lambda p: p[1]))

@@ -35,7 +35,7 @@ class PlanSharing:
         self.by_id = {request.request_id: request for request in requests}
         assert len(self.by_id) == len(requests), "ids of requests are distinct"
         if group.index:
-            scheduler.waiting += requests
+            scheduler.waiting.add(requests)
 
     def next(self, decide: Callable[[], Plan | None]) -> Plan | None:
         """The next step, the same on every rank; None at the end. Only the first rank calls

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from peers.peer import CHUNK, Peer
 
 
@@ -53,7 +51,7 @@ class Magicdec(Peer):
         self.engine.begin(self.strategy)
 
     def step(self) -> None:
-        plan = self.engine.scheduler.schedule(time.perf_counter())
+        plan = self.engine.scheduler.schedule()
         assert plan is not None
         self.engine.execute(plan, self.strategy)
 

@@ -166,7 +166,7 @@ def serve(
         execute(plan, *args)
         if schedule.limits.num_blocks is not None:
             held = [len(blocks) for blocks in runner.cache.blocks]
-            assert held == scheduler._blocks and sum(held) <= schedule.limits.num_blocks
+            assert held == scheduler.blocks.held and sum(held) <= schedule.limits.num_blocks
 
     engine.execute = checked  # type: ignore[method-assign,assignment]
     engine.serve(strategy, schedule.requests)

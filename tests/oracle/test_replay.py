@@ -263,7 +263,7 @@ def test_a_step_on_a_gpu_waits_once(policy: str, graphs: bool) -> None:
     strategy = make_strategy("speculative", setup)
     engine.begin(strategy)
     for _ in range(4):
-        plan = engine.scheduler.schedule(now=0.0)
+        plan = engine.scheduler.schedule()
         assert plan is not None and plan.decoding is not None
         batch = plan.decoding
         with warnings.catch_warnings(record=True) as waits:

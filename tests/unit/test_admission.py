@@ -38,8 +38,8 @@ def new_again(plan: Plan) -> list[Request]:
     return [part.request for part in plan.parts if part.request.output_ids]
 
 
-def run_step(scheduler: Scheduler, now: float = 0.0) -> Plan:
-    plan = scheduler.schedule(now)
+def run_step(scheduler: Scheduler) -> Plan:
+    plan = scheduler.schedule()
     assert plan is not None
     emit(scheduler, plan)
     return plan
@@ -104,7 +104,7 @@ def test_the_order_of_admission(order: str, admitted: list[int]) -> None:
     ):  # fmt: skip
         scheduler.add([request], {0: 3.0, 1: 1.0, 2: 0.0, 3: 2.0}[request.request_id])
     found = []
-    while (plan := scheduler.schedule(now=10.0)) is not None:
+    while (plan := scheduler.schedule()) is not None:
         found += [request.request_id for request, _ in plan.admitted]
         emit(scheduler, plan)
     assert found == admitted
@@ -113,8 +113,8 @@ def test_the_order_of_admission(order: str, admitted: list[int]) -> None:
 def test_waiting_raises_the_priority() -> None:
     priority = load_named(ADMISSION_ORDERS, "priority")
     old, urgent = make(0, arrived=0.0), make(1, arrived=9.0, priority=5)
-    assert priority(urgent, 9.0) > priority(old, 9.0), "9 s count more than 5 levels"
-    assert priority(replace(urgent, arrived_s=1.0), 9.0) < priority(old, 9.0)
+    assert priority(urgent) > priority(old), "9 s count more than 5 levels"
+    assert priority(replace(urgent, arrived_s=1.0)) < priority(old)
 
 
 def test_the_youngest_request_is_preempted_and_continues_later() -> None:
@@ -128,7 +128,7 @@ def test_the_youngest_request_is_preempted_and_continues_later() -> None:
     preempted = next(plan for plan in plans if plan.preempted)
     assert preempted.preempted == ((young, 1),) and preempted.decoding == Batch((old,))
     assert young.status is Status.WAITING and 0 < len(young.output_ids) < 9
-    while (plan := scheduler.schedule(0.0)) is not None:
+    while (plan := scheduler.schedule()) is not None:
         emit(scheduler, plan)
     assert [len(r.output_ids) for r in (old, young)] == [8, 9]
 
@@ -179,12 +179,12 @@ def test_every_request_ends_and_no_block_is_given_twice(
         [make(i, prompt, new, arrived) for i, (prompt, new, arrived) in enumerate(drawn)]
         for _ in range(2)
     )
-    follower.waiting += theirs
+    follower.waiting.add(theirs)
     for request in ours:
         leader.add([request], request.arrived_s)
-    for now in range(2000):
+    for _ in range(2000):
         digest = leader.digest()
-        plan = leader.schedule(float(now))
+        plan = leader.schedule()
         if plan is None:
             break
         numbers = plan.to_numbers(num_rows, digest)
@@ -193,11 +193,11 @@ def test_every_request_ends_and_no_block_is_given_twice(
         assert received.to_numbers(num_rows, digest) == numbers
         emit(follower, received)
         emit(leader, plan)
-        held = leader._blocks
+        held = leader.blocks.held
         assert sum(held) <= (limits.num_blocks or 0)
         for row, request in enumerate(leader.rows):
             assert request is not None or held[row] == 0
-    assert leader.schedule(0.0) is None and sum(leader._blocks) == 0
+    assert leader.schedule() is None and sum(leader.blocks.held) == 0
     for mine, other, (_, new, _) in zip(ours, theirs, drawn, strict=True):
         assert mine.output_ids == other.output_ids == [5] * new
 
@@ -211,7 +211,7 @@ def test_ranks_that_disagree_stop() -> None:
         run_step(scheduler)
     theirs.output_ids[-1] += 1
     digest = leader.digest()
-    plan = leader.schedule(0.0)
+    plan = leader.schedule()
     assert plan is not None
     numbers = plan.to_numbers(2, digest)
     with pytest.raises(RuntimeError, match="the ranks disagree about the running batch"):
@@ -219,3 +219,36 @@ def test_ranks_that_disagree_stop() -> None:
     numbers[-1] += 1
     with pytest.raises(RuntimeError, match="the ranks disagree"):
         Plan.from_numbers(numbers, digest, [theirs].__getitem__, follower.rows)
+
+
+def test_a_step_costs_nothing_for_requests_that_wait() -> None:
+    """The value of a request in the order is computed once, when it begins to wait."""
+    asked = []
+
+    def order(request: Request) -> float:
+        asked.append(request)
+        return request.arrived_s
+
+    scheduler = Scheduler(2, order=order)
+    requests = [make(i, new=3) for i in range(500)]
+    scheduler.add(requests, 0.0)
+    assert asked == requests
+    cancelled = requests[10::2]
+    for request in cancelled:
+        scheduler.cancel(request)
+    num_steps = 0
+    while scheduler.waiting:
+        run_step(scheduler)
+        num_steps += 1
+    num_waves = -(-(500 - len(cancelled)) // 2)
+    assert asked == requests and num_steps == 3 * (num_waves - 1) + 1
+    assert not set(cancelled) & set(scheduler.running)
+
+
+def test_a_row_that_needs_no_block_does_not_change_the_plan() -> None:
+    """With limited blocks too, and while others wait for a row."""
+    scheduler = Scheduler(1, Limits(block_size=8, num_blocks=4))
+    scheduler.add([make(0, prompt=4, new=20), make(1)], 0.0)
+    plans = [run_step(scheduler) for _ in range(8)]
+    assert [plan.reserved for plan in plans[1:]] == [()] * 4 + [((0, 9),)] + [()] * 2
+    assert plans[1] is plans[4] and plans[6] is plans[7] and plans[6] is not plans[1]

@@ -39,7 +39,7 @@ def batch_of(plan: Plan) -> Batch:
 
 
 def next_batch(scheduler: Scheduler) -> Batch:
-    plan = scheduler.schedule(now=0.0)
+    plan = scheduler.schedule()
     assert plan is not None
     return batch_of(plan)
 
@@ -54,11 +54,11 @@ def outputs(all_requests: list[Request]) -> list[list[int]]:
 
 def test_admission_gives_each_request_a_row() -> None:
     scheduler = Scheduler(3)
-    assert scheduler.schedule(0.0) is None
+    assert scheduler.schedule() is None
     new = requests(5, 5)
     assert {r.status for r in new} == {Status.WAITING} and new[0].row is None
     scheduler.add(new, now=7.0)
-    plan = scheduler.schedule(now=7.0)
+    plan = scheduler.schedule()
     assert [(r.row, r.status, r.arrived_s) for r in new] == [
         (0, Status.RUNNING, 7.0),
         (1, Status.RUNNING, 7.0),
@@ -82,21 +82,21 @@ def test_requests_without_a_row_wait_until_one_is_free() -> None:
 def test_prefill_comes_before_decoding() -> None:
     scheduler = Scheduler(2)
     scheduler.add(requests(5, 5), now=0.0)
-    plan = scheduler.schedule(0.0)
+    plan = scheduler.schedule()
     assert plan is not None and plan.decoding is None and len(plan.parts) == 2
     scheduler.commit(batch_of(plan), StepOutput([[1], [1]]), now=1.0)
-    plan = scheduler.schedule(0.0)
+    plan = scheduler.schedule()
     assert plan is not None and plan.decoding is not None and not plan.parts
     assert plan.decoding.rows == [0, 1]
 
 
 def test_the_plan_of_a_static_batch_is_made_anew_only_when_a_request_leaves() -> None:
     scheduler, _ = prefilled(4, 3)
-    first = scheduler.schedule(0.0)
+    first = scheduler.schedule()
     step(scheduler, [5], [5])
-    assert scheduler.schedule(9.0) is first
+    assert scheduler.schedule() is first
     step(scheduler, [5], [5])
-    last = scheduler.schedule(9.0)
+    last = scheduler.schedule()
     assert last is not first and last is not None and batch_of(last).rows == [0]
 
 
@@ -106,7 +106,7 @@ def test_each_row_ends_at_its_own_length() -> None:
     assert next_batch(scheduler).rows == [1, 2]
     step(scheduler, [6], [6], now=3.0)
     step(scheduler, [7], now=4.0)
-    assert scheduler.schedule(0.0) is None
+    assert scheduler.schedule() is None
     assert outputs(new) == [[1, 5], [1, 5, 6, 7], [1, 5, 6]]
     assert [r.finished_s for r in new] == [2.0, 4.0, 3.0]
     assert {r.status for r in new} == {Status.FINISHED}
@@ -125,13 +125,13 @@ def test_tokens_after_the_end_are_dropped() -> None:
     scheduler, new = prefilled(9, 4, 9)
     step(scheduler, [5, EOS, 6, 7], [5, 6, 7, 8], [EOS, EOS])
     assert outputs(new) == [[1, 5, EOS], [1, 5, 6, 7], [1, EOS]]
-    assert scheduler.schedule(0.0) is None
+    assert scheduler.schedule() is None
 
 
 def test_a_request_may_end_with_its_first_token() -> None:
     scheduler, _ = prefilled(1, 5)
     assert next_batch(scheduler).rows == [1]
-    assert prefilled(5, first=EOS)[0].schedule(0.0) is None
+    assert prefilled(5, first=EOS)[0].schedule() is None
 
 
 def test_without_end_tokens_only_the_length_ends_a_request() -> None:
@@ -181,7 +181,7 @@ def test_rewind_can_be_repeated() -> None:
         assert [r.status for r in again] == [Status.RUNNING, Status.FINISHED]
         assert next_batch(scheduler).rows == [0]
         step(scheduler, [5, 6])
-        assert scheduler.schedule(0.0) is None
+        assert scheduler.schedule() is None
     assert [r.output_ids for r in snapshots] == [[1], [1]]
     assert snapshots[0].finished_s is None and snapshots[0].status is Status.RUNNING
 
@@ -201,7 +201,7 @@ def test_outputs_do_not_depend_on_the_tokens_per_step(
     scheduler, new = Scheduler(len(streams)), requests(*(n for n, _ in streams))
     scheduler.add(new, now=0.0)
     num_steps = 0
-    while (plan := scheduler.schedule(0.0)) is not None:
+    while (plan := scheduler.schedule()) is not None:
         batch = batch_of(plan)
         size = sizes[num_steps % len(sizes)]
         tokens = []

@@ -51,7 +51,7 @@ def test_a_step_runs_code_of_few_files(strategy: str, most: int) -> None:
     decoding = DecodingSection("speculative", "self", num_draft_tokens=3)
     decoder = make_strategy(strategy, Setup(runner, decoding, KVSection()))
     engine.begin(decoder)
-    plan = engine.scheduler.schedule(now=0.0)
+    plan = engine.scheduler.schedule()
     assert plan is not None and plan.decoding is not None
     batch = plan.decoding
     engine.scheduler.commit(batch, decoder.step(batch), now=0.0)  # a first step loads kernels

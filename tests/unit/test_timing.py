@@ -82,7 +82,7 @@ def test_prefill_is_warmed_up_by_a_chunk_of_each_length(length: int, chunks: lis
     runner.backend.plan = watch
     engine = Engine(runner, 16)
     warm_up_prefill(engine, prompt, 16)
-    assert seen == chunks and engine.scheduler.schedule(0.0) is None, "nothing is left to decode"
+    assert seen == chunks and engine.scheduler.schedule() is None, "nothing is left to decode"
 
 
 def test_profile_writes_a_trace_a_strategy_and_rank(
