@@ -86,6 +86,16 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)  # gives the lock back
 
 
+def append_file(flag: str, lines: Path, path: Path) -> None:
+    """Append every line of the file `lines`, if it exists, as `append_line` does. Raises
+    ValueError, naming the flag, if that fails."""
+    try:
+        for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ():
+            append_line(path, line)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+
+
 def _is_torn(path: Path) -> bool:
     """Whether the last line of the file has no line end."""
     if not path.is_file() or not path.stat().st_size:

@@ -16,6 +16,7 @@ from magicdec.cost_model.speculation import Speculation
 from magicdec.hardware.ceiling_file import Hardware, Link
 from magicdec.model.presets.named import find_config
 from magicdec.records.reading import load_records
+from magicdec.records.statistics.uncertainty import SUFFIX as INTERVAL
 from magicdec.reproduce.setting import DEMO, Finding, Setting
 
 ACCEPTANCE = "magicdec_acceptance.csv"
@@ -33,6 +34,7 @@ HUB = {
 }
 SELF, NONE = "self", "none"
 GEN_LEN, DEFAULT_GAMMA = "64", "4"
+NUM_BATCHES = "4"  # enough for intervals
 DEMO_BUDGET, DEMO_DRAFT = "129", "demo-draft"
 SHRINK_PREFIX, SHRINK_BATCH, LEAST_PREFIX, MOST_PREFIX = 16, 32, 512, 4096
 # A quantity of the tables: the metric of a record, and the digits that are written.
@@ -72,6 +74,7 @@ class MagicDecSetting(Setting):
         words = ["run", "--model", HUB.get(self.model, self.model), "--draft", draft]
         words += ["--nproc", self.ranks or "1", "--B", self.batch_size or "1"]
         words += ["--prefix_len", self.prefix_len, "--gen_len", GEN_LEN]
+        words += ["--num_batches", NUM_BATCHES]
         if self.draft != NONE:
             words += ["--budget", self.budget, "--gamma", self.gamma or DEFAULT_GAMMA]
         return [*words, "--dataset", "demo" if self.model == DEMO else "pg19"]
@@ -88,10 +91,13 @@ class MagicDecSetting(Setting):
 
     def read(self, records: Path) -> Finding:
         name, digits = METRICS[self.quantity]
-        value = getattr(load_records(records)[-1].metrics, name, None)
+        metrics = load_records(records)[-1].metrics
+        value = getattr(metrics, name, None)
+        ends = getattr(metrics, f"{name}{INTERVAL}", None)
         if value is None:
             return Finding(why_not=f"the run has no {name}")
-        return Finding(f"{value:.{digits}f}")
+        shown = "" if ends is None else f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}"
+        return Finding(f"{value:.{digits}f}", interval=shown)
 
     def predict(self, folder: Path) -> Finding:
         """The prediction of `magicdec plan`. The published acceptance is taken as a conditional

@@ -7,12 +7,12 @@ Must not know any system.
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from magicdec.records.writing import append_line
+from magicdec.distributed.commands import run_command
+from magicdec.records.writing import append_file
 from magicdec.reproduce.published_table import PublishedTable
 
 
@@ -24,9 +24,10 @@ def measure(table: PublishedTable, is_demo: bool, out: Path) -> int:
         print(f"{number}/{len(commands)}  {shown(command)}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             records = Path(folder, "records.jsonl")
-            why_not = start(command, records)
+            ended = run_command([*command, "--out", records])
+            why_not = f"its run ended with {ended.code}: {ended.error}" if ended.code else ""
             table.enter(command, is_demo, records, why_not)
-            keep(records, out)
+            append_file("--out", records, out)
         table.save()
         if why_not:
             print(f"  {why_not}", file=sys.stderr, flush=True)
@@ -36,21 +37,3 @@ def measure(table: PublishedTable, is_demo: bool, out: Path) -> int:
 
 def shown(command: list[str]) -> str:
     return shlex.join(["magicdec", *command])
-
-
-def start(command: list[str], records: Path) -> str:
-    """Run `magicdec COMMAND --out RECORDS`. Returns why it failed; empty if it did not."""
-    words = [sys.executable, "-m", "magicdec", *command, "--out", str(records)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return ""
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-    return f"its run ended with {done.returncode}: {' '.join(said)}"
-
-
-def keep(records: Path, out: Path) -> None:
-    try:
-        for line in records.read_text(encoding="utf-8").splitlines() if records.exists() else ():
-            append_line(out, line)
-    except OSError as error:
-        raise ValueError(f"--out {out}: {error.strerror}") from None

@@ -58,7 +58,7 @@ def print_lines(lines: list[Line]) -> None:
     """The columns that differ between the lines, and the numbers."""
     rows = [row_of(line) for line in lines]
     own = [field.name for field in fields(lines[0].setting) if not is_same(rows, field.name)]
-    numbers = [name for name in FOUND if any(row[name] for row in rows)]
+    numbers = [name for name in (*FOUND, "interval") if any(row[name] for row in rows)]
     grid = make_grid(*(SHORT.get(name, name) for name in [*own, *numbers]))
     for row in rows:
         grid.add_row(*(row[name] for name in [*own, *numbers]))

@@ -1,5 +1,5 @@
-"""PublishedTable: a CSV file of published numbers, with the columns `predicted`, `measured` and
-`exists` that `magicdec reproduce` fills in.
+"""PublishedTable: a CSV file of published numbers, with the columns `predicted`, `measured`,
+`interval` and `exists` that `magicdec reproduce` fills in.
 
 Owns the file and which of its lines are replaced. Must not know any system.
 """
@@ -26,12 +26,14 @@ NO_DEMO_PREDICTION = Finding(why_not="the plan needs a probe of this machine")
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table. A number that does not exist is empty, and `exists` says why."""
+    """One line of a table. A number that does not exist is empty, and `exists` says why.
+    `interval` is the 95 % interval of what was measured, empty if it has none."""
 
     setting: Setting
     published: str = ""
     predicted: str = ""
     measured: str = ""
+    interval: str = ""
     exists: str = ""
     source: str = ""
 
@@ -40,21 +42,28 @@ class Line:
         return self.source == DEMO_SIZE
 
     @property
-    def needed(self) -> Finding:
-        """Why nothing was measured, unless a run failed."""
+    def kept(self) -> Finding:
+        """What was measured before."""
+        if self.measured:
+            return Finding(self.measured, interval=self.interval)
         return Finding(why_not=f"it needs {self.setting.needs}")
 
     def with_findings(self, predicted: Finding, measured: Finding | None = None) -> Line:
         """The line with these numbers and the reasons for those that are missing. Without
         `measured`, what was measured stays."""
         if measured is None:
-            measured = Finding(self.measured) if self.measured else self.needed
+            measured = self.kept
         published = Finding(self.published) if self.published else NOT_PUBLISHED
         found = {"published": published, "predicted": predicted, "measured": measured}
         there = [name for name, finding in found.items() if finding.value]
         missing = [f"not {name}: {f.why_not}" for name, f in found.items() if not f.value]
-        said = "; ".join([*filter(None, [", ".join(there)]), *missing])
-        return replace(self, predicted=predicted.value, measured=measured.value, exists=said)
+        return replace(
+            self,
+            predicted=predicted.value,
+            measured=measured.value,
+            interval=measured.interval,
+            exists="; ".join([*filter(None, [", ".join(there)]), *missing]),
+        )
 
 
 NUMBERS = tuple(field.name for field in fields(Line) if field.name != "setting")
@@ -110,10 +119,10 @@ class PublishedTable:
     def make_demo(self) -> None:
         """Make the lines at demo size from the published ones. Lines that become equal are one;
         what was measured before stays until it is measured again."""
-        before = {line.setting: line.measured for line in self.part(is_demo=True)}
+        before = {line.setting: line for line in self.part(is_demo=True)}
         published = self.part(is_demo=False)
         settings = dict.fromkeys(line.setting.at_demo_size() for line in published)
-        demo = [Line(s, measured=before.get(s, ""), source=DEMO_SIZE) for s in settings]
+        demo = [before.get(setting, Line(setting, source=DEMO_SIZE)) for setting in settings]
         self.lines = [*published, *(line.with_findings(NO_DEMO_PREDICTION) for line in demo)]
 
     def commands(self, is_demo: bool) -> list[list[str]]:

@@ -16,10 +16,11 @@ DEMO = "demo"  # the packaged model
 
 @dataclass(frozen=True)
 class Finding:
-    """A number as text, or the reason why there is none."""
+    """A number as text with its 95 % interval, if it has one; or the reason why there is none."""
 
     value: str = ""
     why_not: str = ""
+    interval: str = ""
 
     def __post_init__(self) -> None:
         assert bool(self.value) != bool(self.why_not), "one of the two"

@@ -15,6 +15,7 @@ from conftest import ROOT
 from test_compare import make
 
 from magicdec.cli.front import reproduce
+from magicdec.distributed.commands import Ended
 from magicdec.records.reading import load_records, parse_record
 from magicdec.reproduce import measuring
 from magicdec.reproduce.magicdec_setting import MagicDecSetting
@@ -114,15 +115,17 @@ def test_what_runs_measured_is_written_beside_what_was_published(
 ) -> None:
     """Each command runs once, a second run replaces the lines of the first, and all records are
     kept."""
-    started: list[list[str]] = []
-    record = parse_record(make())
+    started: list[list[object]] = []
+    content = make()
+    content["metrics"]["speedup_interval"] = [1.25, 1.75]
+    record = parse_record(content)
 
-    def run(command: list[str], records: Path) -> str:
-        started.append(command)
-        records.write_text(record.to_json() + "\n")
-        return ""
+    def run(words: list[object]) -> Ended:
+        started.append(words)
+        Path(str(words[-1])).write_text(record.to_json() + "\n")
+        return Ended(0, "")
 
-    monkeypatch.setattr(measuring, "start", run)
+    monkeypatch.setattr(measuring, "run_command", run)
     out = tmp_path / "records.jsonl"
     for _ in range(2):
         assert start(monkeypatch, NAME, "--demo", "--tables", tables, "--out", out) == 0
@@ -131,6 +134,7 @@ def test_what_runs_measured_is_written_beside_what_was_published(
     demo = [row for row in rows if row["model"] == "demo"]
     assert record.metrics is not None
     assert {row["measured"] for row in demo} == {f"{record.metrics.speedup:.3f}"}
+    assert {row["interval"] for row in demo} == {"1.250 to 1.750"}
     assert len(started) == 2 * len(demo) and len(rows) == len(demo) + len(published(NAME))
     assert all(row["published"] for row in rows if row["model"] != "demo")
     assert len(load_records(out)) == len(started)
@@ -141,14 +145,14 @@ def test_a_failed_run_is_named_and_the_others_go_on(
 ) -> None:
     record, started = parse_record(make()), []
 
-    def run(command: list[str], records: Path) -> str:
-        started.append(command)
+    def run(words: list[object]) -> Ended:
+        started.append(words)
         if len(started) == 1:
-            return "its run ended with 2: no memory"
-        records.write_text(record.to_json() + "\n")
-        return ""
+            return Ended(2, "a warning\nmagicdec run: no memory\n")
+        Path(str(words[-1])).write_text(record.to_json() + "\n")
+        return Ended(0, "a warning\n")
 
-    monkeypatch.setattr(measuring, "start", run)
+    monkeypatch.setattr(measuring, "run_command", run)
     out = tmp_path / "records.jsonl"
     assert start(monkeypatch, NAME, "--demo", "--tables", tables, "--out", out) == 1
     demo = PublishedTable(NAME, tables).part(is_demo=True)
