@@ -94,6 +94,10 @@ COMMANDS = {
         "check a JSON file of nodes; print the torchrun command of each host",
         "magicdec.cli.front.nodes:main",
     ),
+    "split": (
+        "write a checkpoint as one file for each stage of a pipeline",
+        "magicdec.cli.checkpoints.split:main",
+    ),
     "model": (
         "get a model from the Hugging Face hub, or convert a checkpoint",
         "magicdec.cli.checkpoints.model:main",

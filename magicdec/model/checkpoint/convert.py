@@ -109,16 +109,10 @@ def convert(
     dtypes = {name: stored[name] if name in kept else dtype or stored[name] for name in shapes}
     out.parent.mkdir(parents=True, exist_ok=True)
     size = sum(prod(shape) * _dtype(dtypes[name]).itemsize for name, shape in shapes.items())
-    copies = 2 if out.suffix == ".pth" else 1
-    free = shutil.disk_usage(out.parent).free
-    if copies * size > free:
-        raise ValueError(
-            f"--out {out} needs {copies * size / 1e9:.2f} GB of disk while it is written, "
-            f"{free / 1e9:.2f} GB are free there"
-        )
+    check_disk(out, (2 if out.suffix == ".pth" else 1) * size, out.parent)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     flat = partial.with_suffix(".tensors") if out.suffix == ".pth" else partial
-    with _removed(partial, flat):
+    with removed(partial, flat):
         entries, digest, start = write_safetensors(flat, source.weights, shapes, dtypes, progress)
         if flat != partial:
             write_pth(partial, flat, start, entries)
@@ -131,16 +125,27 @@ def convert(
     return manifest
 
 
+def check_disk(out: Path, size: int, directory: Path) -> None:
+    """Raises ValueError if `directory` has no room for `size` bytes more."""
+    free = shutil.disk_usage(directory).free
+    if size > free:
+        raise ValueError(
+            f"--out {out} needs {size / 1e9:.2f} GB of disk while it is written, "
+            f"{free / 1e9:.2f} GB are free there"
+        )
+
+
 def write_safetensors(
     path: Path,
     source: WeightSource,
     shapes: dict[str, tuple[int, ...]],
     dtypes: dict[str, str],
     progress: Callable[[str], None],
+    metadata: dict[str, str] | None = None,
 ) -> tuple[dict[str, TensorEntry], str, int]:
     """Returns the entries of the manifest, the sha256 of the file, and the byte offset of the first
-    tensor."""
-    header = safetensors_header(shapes, dtypes)
+    tensor. `metadata` is kept in the header."""
+    header = safetensors_header(shapes, dtypes, metadata)
     whole, entries = hashlib.sha256(header), {}
     with path.open("xb") as handle:
         handle.write(header)
@@ -157,9 +162,13 @@ def write_safetensors(
     return entries, whole.hexdigest(), len(header)
 
 
-def safetensors_header(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> bytes:
+def safetensors_header(
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: dict[str, str],
+    metadata: dict[str, str] | None = None,
+) -> bytes:
     """The header's length and JSON table, padded to align the tensors that follow it."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, shape in shapes.items():
         first, end = end, end + prod(shape) * _dtype(dtypes[name]).itemsize
@@ -191,7 +200,7 @@ def publish(partial: Path, out: Path, manifest: Manifest) -> None:
     may lack a manifest, but never has the manifest of another file."""
     beside = manifest_path(out)
     written = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
-    with _removed(written):
+    with removed(written):
         with written.open("x", encoding="utf-8") as handle:
             handle.write(manifest.to_json())
             _sync(handle)
@@ -211,7 +220,7 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
 
 
 @contextmanager
-def _removed(*paths: Path) -> Iterator[None]:
+def removed(*paths: Path) -> Iterator[None]:
     """Delete these files on leaving the block, also after an error."""
     try:
         yield

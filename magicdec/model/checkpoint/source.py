@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.chunks import ChunkedWeights, open_chunks
 from magicdec.model.checkpoint.quantization import (
     QuantizedWeights,
     check_range,
@@ -74,11 +75,13 @@ class ModelSource:
         return stored_shapes(self.config, self.weights)
 
 
-def find_model(flag: str, name: str) -> ModelSource:
+def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
     """The model a user named with `flag` ("--model").
 
     `demo` and `demo-draft` take precedence over directories of that name. Raises ValueError when
-    the name is unknown or the checkpoint is incomplete, broken or does not fit its config.
+    the name is unknown or the checkpoint is incomplete, broken or does not fit its config. With
+    `is_part`, chunks of a checkpoint may be absent that other hosts have; `check_part` then says
+    whether a stage's are here.
     """
     path = Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
@@ -95,7 +98,24 @@ def find_model(flag: str, name: str) -> ModelSource:
         raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
     check_weights(source.config, source.weights)
     check_dtypes(source.config, source.weights)
+    if not is_part and isinstance(source.weights, ChunkedWeights):
+        source.weights.check_present(source.stored_shapes)
     return source
+
+
+def check_part(source: ModelSource, layers: range, has_ends: bool) -> None:
+    """Raises ValueError naming the file if a chunk with these layers, or with the embedding, the
+    norm and the head (`has_ends`), is not on this host."""
+    if isinstance(source.weights, ChunkedWeights):
+        needed = tensors_of(source.config, layers, has_ends, source.is_int8)
+        source.weights.check_present(sorted(needed))
+
+
+def tensors_of(config: ModelConfig, layers: range, has_ends: bool, is_int8: bool) -> set[str]:
+    """The stored tensors that make these layers, with the ends of the model or without them."""
+    config = untie_head(config) if is_int8 else config
+    table = weight_map(config, Shard(), layers, is_int8, has_ends)
+    return {piece.name for pieces in table.values() for piece in pieces}
 
 
 def load_transformer(
@@ -187,7 +207,8 @@ def _stored_model(directory: Path, weights: Path) -> ModelSource:
         config = load_model_config(directory)
     except (ArithmeticError, AttributeError, RecursionError) as error:
         raise ValueError(f"{directory / 'config.json'}: not a model's config ({error})") from None
-    body, stored = find_family(config.architecture).body, open_weights(weights)
+    body = find_family(config.architecture).body
+    stored: WeightSource = open_chunks(weights) or open_weights(weights)
     is_bare = body and not any(name.startswith(body) for name in stored.shapes())
     source = BodyWeights(stored, body) if is_bare else stored
     return ModelSource(config.name, config, source, directory, is_random=False)

@@ -1,0 +1,100 @@
+"""Weights in one file for each stage of a pipeline, of which a host needs only its own.
+
+They are safetensors files with an index, as published checkpoints in several files are. The index
+also has the shape and dtype of every tensor, so that a host can check a model without the files of
+the others, and a fingerprint of the model and its split, which every file repeats. Owns this index
+and reading; `split.py` writes. Must not know of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from magicdec.model.checkpoint.weight_files import SafetensorsWeights
+from magicdec.model.checkpoint.weight_map import Piece
+
+INDEX = "model.safetensors.index.json"
+CHUNKS = "chunks"  # the key in the index's metadata that only an index of chunks has
+FINGERPRINT = "chunk_of"  # the key in the metadata of a chunk
+
+
+def chunk_name(stage: int) -> str:
+    return f"model_secondary{stage - 1}.safetensors" if stage else "model_starter.safetensors"
+
+
+class ChunkedWeights:
+    """The tensors of all chunks that an index names, of which some files may not be here.
+
+    Raises ValueError naming the file when one that is here is broken or of another model or split,
+    and when a tensor is read whose file is not here.
+    """
+
+    def __init__(self, index: Path, table: dict[str, Any]) -> None:
+        self.path = index
+        try:
+            self.fingerprint = str(table["metadata"][CHUNKS][FINGERPRINT])
+            self.layers = str(table["metadata"][CHUNKS]["layers"])
+            self._files = {n: index.parent / str(f) for n, f in table["weight_map"].items()}
+            tensors = {n: table["metadata"][CHUNKS]["tensors"][n] for n in self._files}
+            self._shapes = {n: tuple(map(int, entry["shape"])) for n, entry in tensors.items()}
+            self._dtypes = {n: str(entry["dtype"]) for n, entry in tensors.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of chunks ({error!r})") from None
+        present = sorted({file for file in self._files.values() if file.is_file()})
+        self._opened = {file: self._open(file) for file in present}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every tensor, those of absent files too."""
+        return self._shapes
+
+    def dtypes(self) -> dict[str, str]:
+        """torch's name of every tensor's stored type, as "bfloat16"."""
+        return self._dtypes
+
+    def where(self, name: str) -> Path:
+        """The file that holds `name`, here or on another host."""
+        return self._files.get(name, self.path)
+
+    def read(self, piece: Piece) -> Tensor:
+        """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
+        self.check_present([piece.name])
+        return self._opened[self._files[piece.name]].read(piece)
+
+    def check_present(self, names: Iterable[str]) -> None:
+        """Raises ValueError naming the first file of these tensors that is not here."""
+        for name in names:
+            if self._files[name] not in self._opened:
+                raise ValueError(
+                    f"{self._files[name]} is not on this host; it has {name}. The chunks were "
+                    f"made with --layer_split {self.layers}"
+                )
+
+    def _open(self, file: Path) -> SafetensorsWeights:
+        weights = SafetensorsWeights(file)
+        with safe_open(file, framework="pt") as handle:
+            found = (handle.metadata() or {}).get(FINGERPRINT)
+        if found != self.fingerprint:
+            raise ValueError(
+                f"{file}: a chunk of another model or of another split than {self.path.name} says"
+            )
+        for name, entry in weights.shapes().items():
+            if (entry, weights.dtypes()[name]) != (self._shapes.get(name), self._dtypes.get(name)):
+                raise ValueError(f"{file}: {name} is not the tensor that {self.path.name} lists")
+        return weights
+
+
+def open_chunks(path: Path) -> ChunkedWeights | None:
+    """The chunks in a directory; None if it holds no index of chunks."""
+    index = path / INDEX
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))
+        is_chunked = CHUNKS in table["metadata"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # whoever reads the directory in another way says what is wrong with it
+    return ChunkedWeights(index, table) if is_chunked else None
