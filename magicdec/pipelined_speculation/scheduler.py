@@ -1,0 +1,242 @@
+"""PipelinedScheduler: decides what a pipeline of stages computes, in which order, and what of it is
+skipped. Asynchronous pipelined speculation (Butler et al. 2024, PipeInfer), synchronous
+speculation and plain decoding are modes of it. docs/pipelined_speculation.md has the algorithm.
+
+Pure Python without torch, clock or channels. What happened goes in (`submit`, `result`, `drafted`,
+`idle`), what to do comes out as actions, in the order in which they are to be done. The same calls
+give the same actions.
+
+Three rules make it lossless:
+
+1. A token is committed only from a row whose whole context is committed (`TokenTree.commit_next`).
+2. A run is skipped only if no row that can still be right is in it or reads it, through any number
+   of runs (`Sequence.needed_runs`). So no cell that a live row reads is missing.
+3. A free cell is given to a later run only, and every stage runs in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from magicdec.pipelined_speculation.counts import Counts
+from magicdec.pipelined_speculation.messages import (
+    Action,
+    Cancel,
+    Candidates,
+    Commit,
+    Draft,
+    Launch,
+    Stop,
+)
+from magicdec.pipelined_speculation.microbatch import Branch, Microbatch
+from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.sequence import Sequence
+from magicdec.pipelined_speculation.token_tree import Node, Run
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that has no lane yet."""
+
+    request: int
+    prompt: Tokens[int]
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+
+
+class PipelinedScheduler:
+    def __init__(self, options: Options, prefill_chunk: int | None = None) -> None:
+        """`prefill_chunk` is the most prompt tokens in a run; None stands for the whole prompt."""
+        self.options, self.prefill_chunk = options, prefill_chunk
+        self.counts = Counts()
+        self.in_flight: deque[Run] = deque()  # the oldest first
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: deque[Waiting] = deque()
+        self._free_lanes = list(range(options.lanes))
+        self._drafting: tuple[int, Sequence, Microbatch, list[Branch]] | None = None
+        self._num_drafts = self._num_requests = 0
+        self._turn: deque[int] = deque()  # requests, the next to draft for first
+
+    @property
+    def is_drafting(self) -> bool:
+        return self._drafting is not None
+
+    def submit(
+        self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
+    ) -> tuple[int, list[Action]]:
+        """A new request. It begins at once if a lane is free. Returns its number."""
+        assert len(prompt) > 0 and max_new_tokens > 0, "checked by the caller"
+        request, self._num_requests = self._num_requests, self._num_requests + 1
+        self._waiting.append(Waiting(request, prompt, max_new_tokens, frozenset(eos_ids)))
+        return request, self._admit()
+
+    def result(self, run: int, tokens: Tokens[int] | None) -> list[Action]:
+        """The oldest run has come home. `tokens` are the target's next tokens after each of its
+        last `num_outputs` rows; None is a void result."""
+        done = self.in_flight.popleft()
+        assert done.run == run, f"result of run {run}, but run {done.run} is the oldest"
+        done.is_home = True
+        if done.is_cancelled:
+            return self._stop()
+        assert tokens is not None and len(tokens) == done.num_outputs, "no stage skipped it"
+        sequence = self._sequences[done.request]
+        sequence.num_in_flight -= 1
+        if done.num_outputs:
+            for node, token in zip(done.nodes, tokens, strict=True):
+                node.predicted = token
+        return [*self._commit(sequence), *self._stop()]
+
+    def drafted(self, draft: int, candidates: Tokens[Candidates]) -> list[Action]:
+        """The drafter has done a step. `candidates` belong to the paths of the Draft in order."""
+        assert self._drafting is not None and self._drafting[0] == draft, "one draft at a time"
+        _, sequence, batch, branches = self._drafting
+        self._drafting = None
+        if sequence.microbatch is not batch:  # it was given up meanwhile
+            return []
+        batch.extend(branches, candidates, sequence.grow)
+        return [] if sequence.open_branches() else self._end_microbatch(sequence)
+
+    def idle(self) -> list[Action]:
+        """No result waits and the drafter is free: the next draft step, if there is one to do."""
+        if self._drafting is not None:
+            return []
+        actions: list[Action] = []
+        for _ in range(len(self._turn)):
+            sequence = self._sequences[self._turn[0]]
+            self._turn.rotate(-1)
+            if sequence.microbatch is None and self._may_draft(sequence):
+                leaf, value = sequence.tree.frontier(), sequence.adjustment.value
+                sequence.microbatch = Microbatch([Branch(leaf)], self.options, value)
+            branches = sequence.open_branches()
+            if branches:
+                return [*actions, self._draft(sequence, branches)]
+            if sequence.microbatch is not None:
+                actions += self._end_microbatch(sequence)
+        return actions
+
+    def _draft(self, sequence: Sequence, branches: list[Branch]) -> Draft:
+        assert sequence.microbatch is not None
+        draft, self._num_drafts = self._num_drafts, self._num_drafts + 1
+        self._drafting = draft, sequence, sequence.microbatch, branches
+        newest = sequence.tip.position
+        return Draft(draft, sequence.request, tuple(b.leaf.path(newest) for b in branches))
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        if self.options.mode == "iterative" or sequence.is_stalled or not sequence.num_output:
+            return False
+        if self.options.mode == "sync" and sequence.tip.run is not None:
+            return False  # its result decides what is drafted next
+        limit = self.options.max_in_flight
+        if limit is not None and sequence.num_in_flight >= limit:
+            return False
+        if not sequence.adjustment.may_draft:
+            sequence.adjustment.exhausted()
+            return False
+        return sequence.can_grow(sequence.tree.frontier())
+
+    def _end_microbatch(self, sequence: Sequence) -> list[Action]:
+        """Nothing more is drafted for this microbatch: launch it, or count a failed attempt."""
+        batch = sequence.microbatch
+        assert batch is not None
+        rows = sequence.take_drafted()
+        if not batch.rows and batch.was_refused:
+            before = sequence.adjustment.value
+            sequence.adjustment.failed()
+            sequence.is_stalled = sequence.adjustment.value >= before
+            self.counts.failed_attempts += 1
+        if rows:
+            sequence.adjustment.num_launched += 1
+        if sequence.tip.run is None:  # of synchronous speculation, whose run begins with it
+            rows = [sequence.tip, *rows]
+        return [self._launch(sequence, rows)] if rows else []
+
+    def _commit(self, sequence: Sequence) -> list[Action]:
+        """Commit what the results tell, cancel what nobody needs, and launch the newest token."""
+        drafts = [n for n in sequence.nodes if n.run is not None and not n.was_tip]
+        tokens, finished = sequence.commit()
+        if not tokens:
+            return []
+        self.counts.accepted += len({n.position for n in drafts if n.was_tip})
+        actions: list[Action] = [Commit(sequence.request, tokens, finished)]
+        actions += self._cancel(sequence)
+        if finished is not None:
+            return [*actions, *self._leave(sequence)]
+        if sequence.tip.run is None and not self._waits_for_drafts(sequence):
+            actions.append(self._launch(sequence, [sequence.tip]))
+        return actions
+
+    def _waits_for_drafts(self, sequence: Sequence) -> bool:
+        return self.options.mode == "sync" and self._may_draft(sequence)
+
+    def _cancel(self, sequence: Sequence) -> list[Action]:
+        needed = sequence.needed_runs()
+        useless = [
+            run
+            for run in self.in_flight
+            if run.request == sequence.request and not run.is_cancelled and run not in needed
+        ]
+        for run in useless:
+            run.is_cancelled = True
+            sequence.num_in_flight -= 1
+            if any(node.was_tip for node in run.nodes):
+                self.counts.superfluous_runs += 1
+            else:
+                self.counts.invalid_runs += 1
+        return [Cancel(tuple(run.run for run in useless))] if useless else []
+
+    def _launch(self, sequence: Sequence, nodes: list[Node]) -> Launch:
+        drafts = [node for node in nodes if not node.was_tip]
+        run = Run(self.counts.runs, sequence.request, nodes, len(nodes), bool(drafts))
+        self.counts.speculative_runs += run.is_speculative
+        self.counts.drafted += len(drafts)
+        self._take_off(run)
+        return sequence.launch(run)
+
+    def _take_off(self, run: Run) -> None:
+        self.counts.runs += 1
+        self.in_flight.append(run)
+
+    def _admit(self) -> list[Action]:
+        """Begin requests while lanes are free: run their prompts."""
+        actions: list[Action] = []
+        while self._waiting and self._free_lanes:
+            new = self._waiting.popleft()
+            lane = heapq.heappop(self._free_lanes)
+            sequence = Sequence(
+                new.request, new.prompt, new.max_new_tokens, new.eos_ids, lane, self.options
+            )
+            self._sequences[new.request] = sequence
+            self._turn.append(new.request)
+            actions += self._prefill(sequence)
+        return actions
+
+    def _prefill(self, sequence: Sequence) -> list[Action]:
+        tip, actions = sequence.tip, list[Action]()
+        size = self.prefill_chunk or len(sequence.prompt)
+        before: Node | None = None
+        for first in range(0, tip.position + 1, size):
+            last = min(first + size, tip.position + 1) - 1
+            node = tip if last == tip.position else Node(sequence.prompt[last], last, None, last)
+            node.parent, before = before, node
+            if node.parent is not None:
+                node.parent.children.append(node)
+            sequence.nodes.add(node)
+            run = Run(self.counts.runs, sequence.request, [node], int(node is tip), False)
+            self._take_off(run)
+            actions.append(sequence.launch_prompt(run, first))
+        return actions
+
+    def _leave(self, sequence: Sequence) -> list[Action]:
+        """The request has ended: its lane goes to the next one."""
+        del self._sequences[sequence.request]
+        self._turn.remove(sequence.request)
+        heapq.heappush(self._free_lanes, sequence.lane)
+        sequence.microbatch = None
+        return self._admit()
+
+    def _stop(self) -> list[Action]:
+        is_done = not self.in_flight and not self._sequences and not self._waiting
+        return [Stop()] if is_done else []

@@ -1,0 +1,215 @@
+"""One request in the pipeline: its token tree, the cells that its nodes hold, and what is drafted
+for it.
+
+Must not know other requests, nor the order of runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Tokens
+
+from magicdec.pipelined_speculation.cells import Cells, to_ranges
+from magicdec.pipelined_speculation.messages import Launch, Ranges
+from magicdec.pipelined_speculation.microbatch import Branch, Microbatch
+from magicdec.pipelined_speculation.options import Adjustment, Options
+from magicdec.pipelined_speculation.token_tree import Node, Run, TokenTree
+
+Ints = tuple[int, ...]
+
+
+class Sequence:
+    def __init__(
+        self,
+        request: int,
+        prompt: Tokens[int],
+        max_new_tokens: int,
+        eos_ids: frozenset[int],
+        lane: int,
+        options: Options,
+    ) -> None:
+        self.request, self.lane, self.options = request, lane, options
+        self.prompt, self.eos_ids, self.max_new_tokens = prompt, eos_ids, max_new_tokens
+        # The last token of the output is never an input.
+        self.num_positions = len(prompt) + max_new_tokens - 1
+        self.cells = Cells(self.num_positions, options.spare_cells)
+        self.cells.taken.update(range(len(prompt)))
+        last = len(prompt) - 1
+        self.tree = TokenTree(Node(prompt[last], last, None, cell=last, was_tip=True))
+        self.nodes = set(self.tree.tips)  # those that hold a cell
+        self.prefix = last  # the committed cells below it are at home, cell p at position p
+        self.moves: list[tuple[int, int]] = []  # of cells, for the next launch
+        self.microbatch: Microbatch | None = None
+        self.adjustment = Adjustment(options)
+        self.is_stalled = False  # no attempt to draft can succeed before the next commit
+        self.num_output = self.num_in_flight = 0
+
+    @property
+    def tip(self) -> Node:
+        """The newest committed token; of those that were launched twice the newest."""
+        return self.tree.tips[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.tree.tips
+
+    def commit(self) -> tuple[tuple[int, ...], str | None]:
+        """Commit all that the results tell: the tokens, and why the request has ended, if it has.
+        Only the path from a row whose whole context is committed is followed."""
+        tokens: list[int] = []
+        finished = None
+        while finished is None and (token := self.tree.commit_next()) is not None:
+            tokens.append(token)
+            self.num_output += 1
+            if token in self.eos_ids:
+                finished = "eos"
+            elif self.num_output == self.max_new_tokens:
+                finished = "length"
+        if finished is not None:
+            self.tree.tips = []
+        if tokens:
+            self._begin_anew()
+        return tuple(tokens), finished
+
+    def _begin_anew(self) -> None:
+        """After a commit: give back what can no longer be right and has no reader."""
+        self.adjustment.committed()
+        self.is_stalled = False
+        if self.options.relaunch and not self.is_finished:
+            self._relaunch_tip()
+        kept = self.tree.below() | self.tree.above()
+        for node in self.nodes - kept:
+            self.cells.give(node.cell)
+        self.nodes &= kept
+        for tip in list(self.tree.tips):
+            if tip.cell < 0 and not self._take_cell(tip):
+                assert len(self.tree.tips) > 1, "a tip that was not drafted finds its home free"
+                self.tree.tips.remove(tip)
+        self._settle()
+
+    def _relaunch_tip(self) -> None:
+        """As the original: a node of its own for the newest token, even if it is in flight, and
+        nothing that is being drafted is kept."""
+        for node in reversed(self.microbatch.rows if self.microbatch else []):
+            if node in self.nodes and node.parent is not None:
+                node.parent.children.remove(node)
+        self.microbatch = None
+        launched = [tip for tip in self.tree.tips if tip.run is not None]
+        self.tree.tips = [*launched, self.tree.producer.add(self.tip.token)]
+        self.tip.was_tip = True
+
+    def _settle(self) -> None:
+        """Move the path that is committed and computed to its home cells, and forget its nodes."""
+        above = self.tree.above()
+        copies = Counter(node.position for node in above)
+        for node in sorted(above, key=lambda node: node.position):
+            if node.run is None or not node.run.is_home or copies[node.position] > 1:
+                break
+            if node.position >= self.prefix:
+                assert node.position == self.prefix, "the path has no holes"
+                self._go_home(node)
+                self.prefix += 1
+            self.nodes.discard(node)
+            for child in node.children:
+                child.parent = None
+            node.children = []
+
+    def _go_home(self, node: Node) -> None:
+        if node.cell == node.position:
+            return
+        home = self.cells.take(node.position)
+        assert home == node.position, "no other node has this position"
+        self.moves.append((node.cell, home))
+        self.cells.give(node.cell)
+        node.cell = home
+
+    def _take_cell(self, node: Node) -> bool:
+        cell = self.cells.take(node.position)
+        if cell is None:
+            return False
+        node.cell = cell
+        self.nodes.add(node)
+        return True
+
+    def needed_runs(self) -> set[Run]:
+        """The runs that must not be skipped: those that a row which can still be right is part of
+        or reads, through any number of other runs. The nodes that hold a cell are just these."""
+        return {node.run for node in self.nodes if node.run is not None}
+
+    def grow(self, leaf: Node, token: int) -> Node | None:
+        """Append a drafted token to a leaf; `microbatch.Grow` says what is returned."""
+        if leaf.was_tip and leaf.position + 1 == self.tip.position and token == self.tip.token:
+            return self.tip  # its result came before its draft
+        if not self.can_grow(leaf):
+            return None
+        child = Node(token, leaf.position + 1, leaf)
+        if not self._take_cell(child):
+            return None
+        leaf.children.append(child)
+        return child
+
+    def can_grow(self, leaf: Node) -> bool:
+        """Whether a token after the leaf can still be right and would be an input."""
+        is_alive = leaf in self.nodes and leaf.position >= self.tip.position
+        return is_alive and leaf.position + 1 < self.num_positions
+
+    def open_branches(self) -> list[Branch]:
+        """The branches of the microbatch that the next draft step may extend."""
+        batch = self.microbatch
+        if batch is None or batch.is_full:
+            return []
+        return [b for b in batch.branches if b.is_drafting and self.can_grow(b.leaf)]
+
+    def take_drafted(self) -> list[Node]:
+        """The rows of the microbatch that can still be right, which ends with this."""
+        assert self.microbatch is not None
+        rows = [n for n in self.microbatch.rows if n.run is None and n in self.nodes]
+        self.microbatch = None
+        return rows
+
+    def launch_prompt(self, run: Run, first: int) -> Launch:
+        """The message that runs the prompt from position `first` up to the run's only node."""
+        (node,) = run.nodes
+        node.run = run
+        positions = tuple(range(first, node.position + 1))
+        tokens = tuple(self.prompt[p] for p in positions)
+        rows_before = tuple(range(-1, len(positions) - 1))
+        context = to_ranges(first, ())
+        return self._message(run, node.parent, tokens, positions, positions, rows_before, context)
+
+    def launch(self, run: Run) -> Launch:
+        """The message that runs the nodes of `run`, which continue one path."""
+        place = {node: row for row, node in enumerate(run.nodes)}
+        for node in run.nodes:
+            node.run = run
+        (end,) = {node.parent for node in run.nodes if node.parent not in place}
+        path = () if end is None else (end, *end.ancestors())
+        return self._message(
+            run,
+            end,
+            tuple(node.token for node in run.nodes),
+            tuple(node.position for node in run.nodes),
+            tuple(node.cell for node in run.nodes),
+            tuple(-1 if node.parent is None else place.get(node.parent, -1) for node in run.nodes),
+            to_ranges(self.prefix, (node.cell for node in path if node.position >= self.prefix)),
+        )
+
+    def _message(
+        self,
+        run: Run,
+        end: Node | None,
+        tokens: Ints,
+        positions: Ints,
+        cells: Ints,
+        parents: Ints,
+        context: Ranges,
+    ) -> Launch:
+        """`end` is the node that the rows follow, None if it is at home."""
+        before = None if end is None else end.run
+        parent = -1 if before is None or before.is_home else before.run
+        moves, self.moves = tuple(self.moves), []
+        self.num_in_flight += 1
+        return Launch(
+            run.run, self.request, self.lane, parent, run.is_speculative, run.num_outputs,
+            tokens, positions, cells, parents, context, moves,
+        )  # fmt: skip

@@ -1,0 +1,99 @@
+"""The tokens of one request that are not committed yet, as a tree, and the newest committed ones.
+
+A node is a token at a position with a cell of its own. The path from the prompt to a node is the
+text that the node's row reads. `tips` are the nodes of the newest committed token: everything that
+can still be right hangs below them.
+
+Must not know stages, drafts or thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Run:
+    """Rows that go through the stages together."""
+
+    run: int
+    request: int
+    nodes: list[Node]
+    num_outputs: int
+    is_speculative: bool
+    is_cancelled: bool = False
+    is_home: bool = False  # its result has come: every stage has computed or skipped it
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    token: int
+    position: int
+    parent: Node | None
+    cell: int = -1
+    run: Run | None = None  # which writes the cell; None: not launched
+    predicted: int | None = None  # the target's next token, once the run is home
+    children: list[Node] = field(default_factory=list)
+    was_tip: bool = False
+
+    def add(self, token: int) -> Node:
+        child = Node(token, self.position + 1, self)
+        self.children.append(child)
+        return child
+
+    def path(self, after: int) -> tuple[int, ...]:
+        """The tokens from the first position past `after` to this one."""
+        tokens, node = [], self
+        while node.position > after:
+            tokens.append(node.token)
+            assert node.parent is not None, "uncommitted tokens hang on committed ones"
+            node = node.parent
+        return tuple(reversed(tokens))
+
+    def ancestors(self) -> Iterator[Node]:
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+class TokenTree:
+    def __init__(self, tip: Node) -> None:
+        self.tips = [tip]
+        self.producer = tip  # whose row has predicted the newest committed token
+
+    def commit_next(self) -> int | None:
+        """Take over the token after the newest committed one, if a row has predicted it. Its nodes
+        become the tips. If it was not drafted it gets a node, which is to be launched."""
+        producer = next((tip for tip in self.tips if tip.predicted is not None), None)
+        if producer is None:
+            return None
+        self.producer, token = producer, producer.predicted
+        assert token is not None
+        same = [child for tip in self.tips for child in tip.children if child.token == token]
+        self.tips = same or [producer.add(token)]
+        for tip in self.tips:
+            tip.was_tip = True
+        return token
+
+    def below(self) -> set[Node]:
+        """The tips and all that hangs on them: what can still be right."""
+        found: set[Node] = set()
+        waiting = list(self.tips)
+        while waiting:
+            node = waiting.pop()
+            found.add(node)
+            waiting += node.children
+        return found
+
+    def above(self) -> set[Node]:
+        """All that the tips hang on: what rows that can still be right read."""
+        return {node for tip in self.tips for node in tip.ancestors()}
+
+    def frontier(self) -> Node:
+        """Where the chain that hangs on the last tip ends: at the end of its first branches."""
+        node = self.tips[-1]
+        while node.children:
+            node = node.children[0]
+        return node

@@ -1,0 +1,114 @@
+"""When the stages compute what: each takes the runs in the order of launches, and looks for
+cancellations before a run and between layers.
+
+The times of a run follow from those of the run before it, so nothing is simulated step by step. A
+cancellation changes only what comes after it; the runs in flight from the first cancelled one on
+are then computed again. Must not know tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from magicdec.pipelined_speculation.messages import Launch
+from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Machine
+
+
+@dataclass(eq=False)
+class Flight:
+    """A run under way. The lists have one value for each stage."""
+
+    launch: Launch
+    launched_s: float
+    is_prompt: bool
+    start_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+    sent_s: list[float] = field(default_factory=list)  # the link behind the stage is free again
+    layers: list[int] = field(default_factory=list)  # computed; all of them, or it was skipped
+    cancelled_s: Sequence[float] | None = None  # when the stage knows that the run is cancelled
+    home_s: float = 0.0
+    is_void: bool = False
+
+
+class Pipeline:
+    def __init__(self, machine: Machine, returns_hidden_states: bool = False) -> None:
+        """`returns_hidden_states`: the first stage owns the head, as in a recurrent ring."""
+        self.machine = machine
+        self.output_bytes = machine.row_bytes if returns_hidden_states else RESULT_BYTES
+        self.in_flight: deque[Flight] = deque()
+        self._last_home: Flight | None = None
+        self._fixed = [_Times(machine, stage) for stage in range(machine.num_stages)]
+
+    @property
+    def next_s(self) -> float:
+        """When the oldest run comes home; infinity if none is in flight."""
+        return self.in_flight[0].home_s if self.in_flight else math.inf
+
+    def launch(self, now_s: float, launch: Launch, is_prompt: bool) -> None:
+        flight = Flight(launch, now_s, is_prompt)
+        self._compute(flight, self.in_flight[-1] if self.in_flight else self._last_home)
+        self.in_flight.append(flight)
+
+    def cancel(self, runs: Sequence[int], known_s: Sequence[float]) -> None:
+        """`known_s`: when each stage has received the cancellation."""
+        cancelled = set(runs)
+        before, is_changed = self._last_home, False
+        for flight in self.in_flight:
+            if flight.launch.run in cancelled:
+                flight.cancelled_s, is_changed = known_s, True
+            if is_changed:
+                self._compute(flight, before)
+            before = flight
+
+    def collect(self) -> Flight:
+        """The oldest run, which has come home."""
+        self._last_home = self.in_flight.popleft()
+        return self._last_home
+
+    def _compute(self, flight: Flight, before: Flight | None) -> None:
+        """The times of a run at every stage, given those of the run before it."""
+        machine, launch, cancelled_s = self.machine, flight.launch, flight.cancelled_s
+        rows, is_void, at = launch.num_rows, False, flight.launched_s
+        last = machine.num_stages - 1
+        flight.start_s, flight.end_s, flight.sent_s, flight.layers = [], [], [], []
+        for stage in range(machine.num_stages):
+            start = at if before is None else max(at, before.end_s[stage])
+            layers = machine.layers
+            if is_void or (cancelled_s is not None and cancelled_s[stage] <= start):
+                end, layers, is_void = start, 0, True
+            else:
+                busy = self._fixed[stage].busy(rows, flight.is_prompt)
+                end = start + busy
+                if cancelled_s is not None and cancelled_s[stage] < end:
+                    each = busy / layers
+                    done = math.ceil((cancelled_s[stage] - start) / each)
+                    if done < layers:
+                        end, layers, is_void = start + done * each, done, True
+            sent = end if before is None else max(end, before.sent_s[stage])
+            if machine.bytes_per_s is not None:
+                size = launch.num_outputs * self.output_bytes if stage == last else 0
+                size = size if stage == last else rows * machine.row_bytes
+                sent += machine.transfer_s(VOID_BYTES + (0 if is_void else size))
+            at = sent + machine.link_s
+            flight.start_s.append(start)
+            flight.end_s.append(end)
+            flight.sent_s.append(sent)
+            flight.layers.append(layers)
+        flight.home_s, flight.is_void = at, is_void
+
+
+class _Times:
+    """The busy time of a stage by the number of rows, which repeats."""
+
+    def __init__(self, machine: Machine, stage: int) -> None:
+        self.machine, self.stage = machine, stage
+        self.known: dict[tuple[int, bool], float] = {}
+
+    def busy(self, num_rows: int, is_prompt: bool) -> float:
+        key = num_rows, is_prompt
+        if key not in self.known:
+            self.known[key] = self.machine.busy_s(self.stage, num_rows, is_prompt)
+        return self.known[key]
