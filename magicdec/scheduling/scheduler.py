@@ -25,9 +25,17 @@ class Scheduler:
     step costs the scheduler a constant time for each request that runs, and none for those that
     wait."""
 
-    def __init__(self, num_rows: int, limits: Limits = Limits(), order: Order = fcfs) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        limits: Limits = Limits(),
+        order: Order = fcfs,
+        waiting: WaitingQueue | None = None,
+    ) -> None:
+        """`waiting` is a queue that schedulers share, each with rows of its own; requests are added
+        to it while none runs. By default it is this scheduler's, in the order of `order`."""
         self.num_rows, self.limits = num_rows, limits
-        self.waiting = WaitingQueue(order)
+        self.waiting = WaitingQueue(order) if waiting is None else waiting
         self.rows: list[Request | None] = [None] * num_rows
         self.blocks = RowBlocks(num_rows, limits)
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete

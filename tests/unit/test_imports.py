@@ -25,7 +25,7 @@ LAYERS = (
     {"engine", "setup"},
     {"probe", "autotune"},
     {"run", "latency", "report", "serving", "llm", "simulator"},
-    {"gate", "study", "reproduce"},
+    {"gate", "pipeline", "study", "reproduce"},
     {"cli"},
     {"__main__", "__init__"},
 )

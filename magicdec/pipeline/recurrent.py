@@ -1,0 +1,183 @@
+"""RecurrentPipeline: samples circulate through a ring of stages, so that every stage works on a
+different one (recurrent pipeline parallelism; Macario et al. 2025, "Model-Distributed Inference for
+Large Language Models at the Edge", section III).
+
+Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
+with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
+one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
+Must not know how a stage computes (`stage`) nor what is measured.
+
+Messages come home in the order in which they were sent. So all ranks of the first stage, which do
+the same work, see the same order without agreeing on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from magicdec.distributed.channel import Kind, Message, RingEnds
+from magicdec.hardware.clock import Clock, RealClock
+from magicdec.kv.cache import upload
+from magicdec.pipeline.stage import WANTED, Stage
+from magicdec.request import Batch, Request, Status, StepOutput
+from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.sampling.model_tokens import next_tokens
+from magicdec.scheduling.orders import fcfs
+from magicdec.scheduling.plan import Limits, Plan
+from magicdec.scheduling.scheduler import Scheduler
+from magicdec.scheduling.waiting import WaitingQueue
+
+Watcher = Callable[[Plan], None]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A running batch. Its rows of the cache follow each other from `first_row` on."""
+
+    index: int
+    first_row: int
+    scheduler: Scheduler
+
+    def rows(self, requests: Sequence[Request]) -> list[int]:
+        return [self.first_row + row for row in Batch(tuple(requests)).rows]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A message that is under way: the requests whose tokens it has, and whether their next tokens
+    follow from it. `is_decode`: it has their newest tokens, no prompt. `ends_step`: it is the last
+    message of the lane's step."""
+
+    lane: Lane
+    requests: tuple[Request, ...]
+    is_wanted: bool
+    is_decode: bool
+    ends_step: bool = False
+
+
+class RecurrentPipeline:
+    """The first stage of the ring. `limits` are those of each lane, of `lane_size` rows."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        ends: RingEnds,
+        num_lanes: int,
+        lane_size: int,
+        limits: Limits,
+        prefill_chunk: int,
+        clock: Clock | None = None,
+    ) -> None:
+        assert num_lanes * lane_size <= stage.runner.num_rows and limits.num_blocks is None
+        self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
+        self.clock = clock or RealClock()
+        waiting = WaitingQueue(fcfs)
+        self.lanes = [
+            Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
+            for i in range(num_lanes)
+        ]
+        self._under_way: deque[Flight] = deque()
+
+    def serve(
+        self,
+        requests: Sequence[Request],
+        observe: Callable[[int], None] = lambda num_tokens: None,
+        watch: Watcher = lambda plan: None,
+    ) -> None:
+        """Serve `requests`, which arrive now, until all have ended. Raises ValueError, before the
+        first message, if one of them can never be served. `observe` is called with the number of
+        tokens that a message emitted, `watch` with the plan of every step of a lane."""
+        self.lanes[0].scheduler.add(requests, self.clock.now())
+        started, spent = time.perf_counter(), self.stage.occupancy
+        for lane in self.lanes:
+            self._begin(lane, watch)
+        while self._under_way:
+            asked = time.perf_counter()
+            message = self.ends.inbound.receive()
+            arrived = time.perf_counter()
+            spent.waiting_s += arrived - asked
+            flight = self._under_way.popleft()
+            assert message.run == flight.lane.index, "messages come home in their order"
+            observe(self._land(flight, message))
+            if flight.ends_step:
+                self._begin(flight.lane, watch)
+            if flight.is_decode:
+                spent.count_decode(time.perf_counter() - arrived)
+        spent.total_s += time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the other stages."""
+        self.ends.outbound.send(Message(Kind.END))
+        last = self.ends.inbound.receive()
+        assert last.kind is Kind.END, "no message is behind the last"
+        self.ends.outbound.close()
+
+    def _begin(self, lane: Lane, watch: Watcher) -> None:
+        """Send the messages of the lane's next step, if there is one."""
+        plan = lane.scheduler.schedule()
+        if plan is None:
+            return
+        assert not plan.preempted, "every row has room for its whole text"
+        watch(plan)
+        messages = list(self._messages(lane, plan))
+        for flight, token_ids in messages[:-1]:
+            self._send(flight, token_ids)
+        flight, token_ids = messages[-1]
+        self._send(replace(flight, ends_step=True), token_ids)
+
+    def _messages(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tensor]]:
+        """The messages of a step with their token ids [B, T]: one for each chunk of a prompt, and
+        one for all rows that decode."""
+        device = self.stage.runner.device
+        for part in plan.parts:
+            text = part.request.cached_ids[part.start : part.stop]
+            chunks = upload([text], device).split(self.prefill_chunk, dim=1)
+            for i, chunk in enumerate(chunks):
+                is_wanted = part.is_last and i + 1 == len(chunks)
+                yield Flight(lane, (part.request,), is_wanted, False), chunk
+        if plan.decoding is not None:
+            requests = plan.decoding.requests
+            newest = upload([[r.last_token] for r in requests], device)
+            yield Flight(lane, requests, True, True), newest
+
+    def _send(self, flight: Flight, token_ids: Tensor) -> None:
+        """Compute the first stage's layers, and send the result to the next stage."""
+        rows, status = flight.lane.rows(flight.requests), WANTED if flight.is_wanted else 0
+        out = self.stage.forward(token_ids, rows, status)
+        kind = Kind.VOID if out is None else Kind.HIDDEN
+        self.ends.outbound.send(Message(kind, flight.lane.index, status, tuple(rows), out))
+        self._under_way.append(flight)
+
+    def _land(self, flight: Flight, message: Message) -> int:
+        """Commit the tokens that follow from a message, and free the rows of requests that have
+        ended. Returns the number of tokens."""
+        if not flight.is_wanted:
+            return 0
+        assert message.payload is not None, "the last stage sends what is wanted"
+        requests, runner = flight.requests, self.stage.runner
+        vocab_size = runner.model.config.vocab_size
+        logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
+        sampling = SamplingMetadata.of(requests, vocab_size, runner.device)
+        tokens = next_tokens(runner, logits, sampling).tolist()
+        output = StepOutput(tokens)
+        flight.lane.scheduler.commit(Batch(requests), output, self.clock.now())
+        ended = [request for request in requests if request.status is Status.FINISHED]
+        if ended:
+            rows = flight.lane.rows(ended)
+            self.stage.free(rows)
+            if not self.stage.is_whole:
+                self.ends.outbound.send(Message(Kind.FREE, flight.lane.index, words=tuple(rows)))
+        return len(tokens)
+
+
+def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:
+    """Messages that are under way at most. A step of a lane has one for each chunk of the prompts
+    that it prefills, one that decodes, and one that frees rows."""
+    assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"
+    chunks = -(-limits.prefill_tokens // chunk) + lane_size
+    return num_lanes * (chunks + 2)

@@ -1,0 +1,106 @@
+"""One rank of samples that circulate through a ring of stages. Started by test_ring_ranks.py with
+the directories of models; rank 0 prints the tokens of each case as JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import make_requests, random_prompts
+
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.config.sections import SamplingSection
+from magicdec.distributed.channel import MessageForm, connect_ring
+from magicdec.distributed.groups import close_groups, make_stage_groups, read_launch
+from magicdec.distributed.layer_split import split_layers
+from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
+from magicdec.pipeline.stage import Stage
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+from magicdec.scheduling.plan import Limits
+
+CHUNK, MAX_TOKENS = 16, 90
+LENGTHS = [5, 40, 1, 33, 9, 61, 17, 2, 28, 3, 50]
+NEW = [20, 9, 20, 1, 14, 6, 20, 11, 2, 20, 7]
+SAMPLED = SamplingSection(temperature=0.8, top_k=20, repetition_penalty=1.2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`rounds` times as many lanes as stages, of `lane_size` samples each."""
+
+    rounds: int
+    lane_size: int = 1
+    tensor_parallel: int = 1
+    collectives: str = "shared_memory"
+    sampling: SamplingSection = SamplingSection()
+
+
+CASES = [
+    Case(1),
+    Case(2),
+    Case(1, lane_size=3),
+    Case(1, tensor_parallel=2, lane_size=2, collectives="gloo", sampling=SAMPLED),
+]
+ALONE = Case(0)  # one sample in flight: the stages work in turn
+
+
+def requests_of(case: Case) -> list[Request]:
+    """Two end tokens end some of the samples early."""
+    return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), case.sampling)
+
+
+def cases_of(num_ranks: int) -> list[Case]:
+    """Those whose stages `num_ranks` ranks can have."""
+    alone = [ALONE] if num_ranks == 2 else []
+    return [*alone, *(case for case in CASES if num_ranks % case.tensor_parallel == 0)]
+
+
+def tokens_of(case: Case, path: str) -> list[list[int]]:
+    launch, device = read_launch(), torch.device("cpu")
+    grid = StageGrid(launch.world_size // case.tensor_parallel, case.tensor_parallel)
+    groups = make_stage_groups(launch, grid, device, case.collectives)
+    source = find_model("--model", path)
+    layers = split_layers(None, grid.num_stages, source.config.num_layers)[groups.stage]
+    shard = Shard(groups.target.index, groups.target.size)
+    place = (shard, layers, torch.float32, device, False, groups.stage == 0)
+    model = load_transformer(source.config, source.weights, *place)
+    num_lanes = max(1, case.rounds * grid.num_stages)
+    sizes = num_lanes * case.lane_size, MAX_TOKENS
+    runner = ModelRunner(model, GroupedBackend(), groups.target, *sizes)
+    stage = Stage(runner, model.is_last)
+    limits = Limits(MAX_TOKENS, prefill_tokens=2 * CHUNK)
+    depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
+    form = MessageForm(source.config.hidden_size, torch.float32, case.lane_size)
+    ends = connect_ring(grid, launch.rank, form, depth, 1 << 16, case.collectives)
+    requests = requests_of(case)
+    if groups.stage == 0:
+        place_of = num_lanes, case.lane_size, limits, CHUNK
+        pipeline = RecurrentPipeline(stage, ends, *place_of)
+        pipeline.serve(requests)
+        pipeline.close()
+        assert stage.occupancy.num_decodes > 0
+    else:
+        stage.serve(ends)
+    assert not any(runner.cache.blocks), "the memory of every sample was freed"
+    return [request.output_ids for request in requests]
+
+
+def main(paths: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    launch = read_launch()
+    outputs = [[tokens_of(case, path) for case in cases_of(launch.world_size)] for path in paths]
+    if launch.rank == 0:
+        print(json.dumps(outputs), flush=True)
+    close_groups()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
