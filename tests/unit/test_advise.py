@@ -15,7 +15,8 @@ from magicdec.cli.front import config_of, doctor, run
 from magicdec.cli.front.advice import Measured, Outlook, advise
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
-from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.distributed.commands import Ended
+from magicdec.hardware.ceiling_file import Link, MachineFile
 from magicdec.records.reading import load_records
 
 PLACE = "B 4 and 2048 tokens of context"
@@ -75,22 +76,81 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
     speedups = [metrics.net_speedup for metrics in measured if metrics.net_speedup is not None]
     assert f"{max(speedups):.2f} times" in sentence
     assert re.search(r"the plan expects self-speculation to pay (from \d+ tokens|at no)", sentence)
-    configs = command.make_configs(args)
-    assert [c.decoding.drafter for c in configs.values()] == ["self"] * len(found) + ["ngram"]
+    configs = [run.read(words[1:]) for words in command.make_commands(args).values()]
+    assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram"]
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
-            command.make_configs(command.build_parser().parse_args(["--draft", draft]))
+            command.make_commands(command.build_parser().parse_args(["--draft", draft]))
 
 
-def test_advice_for_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words in (["--nproc", "2"], ["--model", "demo", "--nproc=2"]):
-        with pytest.raises(ValueError, match=r"^advise runs on one rank; leave --nproc out$"):
-            command.read(words)
+def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^unknown argument --bugdet; did you mean --budget[?]$"):
         command.read(["--bugdet", "65"])
+    with pytest.raises(ValueError, match=r"^--nproc 0 is too small; it must be at least 1$"):
+        command.make_commands(command.read(["--nproc", "0"]))
+    file = tmp_path / "machine.json"
+    MachineFile({"world_size": 1}, 1e10, {}, {}, {}, None, None, {}, {}).save(file)
+    with pytest.raises(ValueError, match=r"was probed with --nproc 1, not 2; name another file"):
+        command.find_machine(command.read(["--nproc", "2", "--machine", str(file)]))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"^advise runs on one rank; start it without torchrun$"):
+    with pytest.raises(ValueError, match=r"^advise starts the ranks itself; give --nproc"):
         command.read([])
+
+
+def test_several_ranks_are_probed_run_and_planned(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every command that advise starts has the ranks, and the plan shares the model over them."""
+    started: list[list[str]] = []
+    record = next(
+        r for r in load_records(BASELINES)
+        if r.config["decoding"]["drafter"] == "self"
+        and r.config["decoding"]["num_draft_tokens"] == 4
+        and r.config["kv"]["policy"] == "streaming_llm"
+    )  # fmt: skip
+
+    def run_command(words: list[object]) -> Ended:
+        started.append([str(word) for word in words])
+        if words[0] == "probe":
+            rates = {"float32": 1e11}
+            MachineFile(
+                {"world_size": 2}, 1e10, rates, {"float32": 1e-5}, {"float32": 1e10},
+                Link(1e-5, 1e10), None, rates, {"float32": 0.0},
+            ).save(Path(str(words[-1])))  # fmt: skip
+            return Ended(0, "warning: the host is busy\n")
+        Path(str(words[-1])).write_text(record.to_json() + "\n")
+        return Ended(0, "record appended\n")
+
+    monkeypatch.setattr(command, "run_command", run_command)
+    out, budget = tmp_path / "advice.jsonl", record.config["kv"]["budget"]
+    words = ["--draft", "self", "--budget", str(budget), "--out", str(out)]
+    words += ["--nproc", "2", "--machine", str(tmp_path / "machine.json")]
+    monkeypatch.setattr("sys.argv", ["magicdec advise", *words])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 0 and [words[0] for words in started] == ["probe", "run"]
+    assert all(words[words.index("--nproc") + 1] == "2" for words in started)
+    assert len(load_records(out)) == 1
+    shown = capsys.readouterr()
+    assert shown.out.rstrip().endswith(".") and "the plan expects self-speculation" in shown.out
+    assert shown.err == "warning: the host is busy\n"
+
+
+def test_a_run_that_is_refused_ends_the_advice_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.json"
+    MachineFile({}, 1e10, {}, {}, {}, None, None, {}, {}).save(file)
+    refused = Ended(2, "preparing\nmagicdec run: --prefix_len 9 is too long\n")
+    monkeypatch.setattr(command, "run_command", lambda words: refused)
+    words = ["--machine", str(file), "--out", str(tmp_path / "advice.jsonl")]
+    monkeypatch.setattr("sys.argv", ["magicdec advise", *words])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "magicdec advise: --prefix_len 9 is too long\n"
 
 
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:

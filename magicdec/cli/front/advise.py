@@ -2,10 +2,11 @@
 runs a few drafts on a short workload, predicts longer contexts, and ends in one sentence.
 
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
+    magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
 
-Owns the flags and the order of these steps. The runs are those of `magicdec run`, the prediction is
-that of `magicdec plan`, and `advice.py` writes the sentence. Heavy imports happen after the flags
-are read.
+Owns the flags and the order of these steps. `magicdec probe` and `magicdec run` measure, each in a
+process of its own, so that advice for several ranks is the same code. The prediction is that of
+`magicdec plan`, and `advice.py` writes the sentence.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import Parser, refuse
 from magicdec.cli.front import run
 from magicdec.cli.front.advice import Measured, Outlook, advise
-from magicdec.config.run_config import RunConfig
+from magicdec.console import spinner
+from magicdec.distributed.commands import run_command
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED, is_launched
+from magicdec.hardware.ceiling_file import load_machine
+from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
-from magicdec.records.writing import check_writable
+from magicdec.records.table import method
+from magicdec.records.writing import append_file, check_writable
 
 if TYPE_CHECKING:
     from magicdec.cost_model.plan import Plan
@@ -42,11 +47,10 @@ def main() -> NoReturn:
     """`magicdec advise`"""
     try:
         args = read(sys.argv[1:])
-        configs = make_configs(args)
+        commands = make_commands(args)
         check_writable("--out", args.out)
-        check_writable("--machine", args.machine)
         find_machine(args)
-        records = {name: measure(config, args.out) for name, config in configs.items()}
+        records = {name: measure(words, args.out) for name, words in commands.items()}
         print(find_advice(args, records))
     except ValueError as error:
         refuse(error, ALONE)
@@ -56,12 +60,9 @@ def main() -> NoReturn:
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags. Raises ValueError for an unknown one and for several ranks: the machine is probed,
-    and the runs are made, on one."""
+    """The flags. Raises ValueError for an unknown one, and under torchrun."""
     if is_launched():
-        raise ValueError("advise runs on one rank; start it without torchrun")
-    if any(word.partition("=")[0] == "--nproc" for word in argv):
-        raise ValueError("advise runs on one rank; leave --nproc out")
+        raise ValueError("advise starts the ranks itself; give --nproc instead of torchrun")
     return build_parser().read(argv)[0]
 
 
@@ -85,6 +86,8 @@ def build_parser() -> Parser:
         help="tokens to generate in each sequence [64]")  # fmt: skip
     add("--num_batches", type=int, default=3, metavar="N",
         help="batches of each run; at least 3 give an interval [3]")  # fmt: skip
+    add("--nproc", type=int, default=1, metavar="N",
+        help="ranks of this host that share the model [1]")  # fmt: skip
     add("--machine", type=Path, default=Path("machine.json"), metavar="FILE",
         help="the machine file; if it is not there, the machine is probed and it is written "
         "[machine.json]")  # fmt: skip
@@ -94,53 +97,64 @@ def build_parser() -> Parser:
     return parser
 
 
-def make_configs(args: argparse.Namespace) -> dict[str, RunConfig]:
-    """A checked config for each draft, by the flags that name it. Raises ValueError."""
+def make_commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The run of each draft, by the flags that name the draft. Models that are named as on the hub
+    are fetched. Raises ValueError for what cannot run."""
     found = {}
     for draft in args.draft:
         if draft == run.NONE:
             raise ValueError(f"--draft {run.NONE}: every draft is compared with it; leave it out")
         for budget in args.budget if draft == run.SELF else [None]:
             name = f"--draft {draft}" + ("" if budget is None else f" --budget {budget}")
-            words = [*name.split(), "--gamma", args.gamma, "--model", args.model]
-            words += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
-            words += ["--gen_len", args.gen_len, "--num_batches", args.num_batches]
-            config = run.read([*map(str, words), "--ignore_eos", "--out", str(args.out)])
-            config.check(ALONE.world_size)
-            found[name] = with_local_models(config)
+            flags = [*name.split(), "--gamma", args.gamma, "--model", args.model]
+            flags += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
+            flags += ["--gen_len", args.gen_len, "--num_batches", args.num_batches]
+            words = [*map(str, flags), "--nproc", str(args.nproc), "--ignore_eos"]
+            config = run.read(words)
+            config.check(args.nproc)
+            with_local_models(config)
+            found[name] = ["run", *words]
     return found
 
 
 def find_machine(args: argparse.Namespace) -> None:
-    """Probe the machine if there is no machine file yet."""
-    from magicdec.hardware.ceiling_file import load_machine
-
+    """Probe the machine if there is no machine file yet. Raises ValueError for a file of another
+    number of ranks, which share the machine differently."""
     if args.machine.exists():
-        load_machine(args.machine)
+        ranks = load_machine(args.machine).description.get("world_size", args.nproc)
+        if ranks != args.nproc:
+            raise ValueError(
+                f"--machine {args.machine} was probed with --nproc {ranks}, not {args.nproc}; name "
+                "another file, which need not exist"
+            )
         print(f"machine    {args.machine}, probed before")
         return
-    from magicdec.config.resolve import resolve
-    from magicdec.hardware.environment import probe_machine
-    from magicdec.probe.probe import Found, measure
-
+    check_writable("--machine", args.machine)
     print("machine    probing", flush=True)
-    machine, found = probe_machine(ALONE), Found()
-    measure(resolve(RunConfig(), machine), machine, ALONE, found)
-    measured = found.machine_file()
-    assert measured is not None, "the probe ended"
-    measured.save(args.machine, "--machine")
+    with spinner("probing the machine", True):
+        ended = run_command(["probe", "--nproc", args.nproc, "--out", args.machine])
+    if ended.code:
+        raise ValueError(ended.error)
+    print(ended.stderr, end="", file=sys.stderr)
 
 
-def measure(config: RunConfig, out: Path) -> RunRecord:
-    """The record of a run, which is appended to `out`."""
-    from magicdec.records.table import method
-    from magicdec.run.run import execute
-    from magicdec.setup.prepare import prepare
-
-    record = execute(prepare(config, ALONE), is_leader=True).record
-    append_record(out, record)
-    found = record.metrics
-    shown = "" if found is None or found.net_speedup is None else f", {found.net_speedup:.2f}x"
+def measure(words: list[str], out: Path) -> RunRecord:
+    """The record of a run, which is appended to `out`. Raises ValueError if the run leaves none,
+    and KeyboardInterrupt if it was interrupted."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "records.jsonl")
+        with spinner(" ".join(words), True):
+            ended = run_command([*words, "--out", file])
+        append_file("--out", file, out)
+        if ended.code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if not file.exists():
+            raise ValueError(ended.error)
+        record = load_records(file)[-1]
+    found, shown = record.metrics, ""
+    if found is not None and found.net_speedup is not None:
+        ends = found.net_speedup_interval
+        shown = f", {found.net_speedup:.2f}x" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
     print(f"{'run':<10} {method(record)}: {record.status}{shown}", flush=True)
     return record
 
@@ -186,7 +200,7 @@ def make_plan(args: argparse.Namespace, records: list[RunRecord]) -> Plan | None
         for record in own:
             append_record(file, record)
         words = ["--model", model, "--machine", args.machine, "--acceptance", file]
-        words += ["--dtype", dtype, "--B", args.B, "--gen_len", args.gen_len]
+        words += ["--dtype", dtype, "--B", args.B, "--gen_len", args.gen_len, "--tp", args.nproc]
         words += ["--prefix_len", *contexts]
         return plan.make_plan(plan_parser().parse_args([str(word) for word in words]))
 
