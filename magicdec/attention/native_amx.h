@@ -40,8 +40,8 @@ struct Stretch {
 class AmxQueries {
 public:
     AmxQueries(const uint32_t* q, int64_t M, AmxScratch& scratch)
-        : q(q), M(M), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), x(scratch),
-          registers(rows, rows) {
+        : q(q), M(M), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), x(scratch) {
+        registers.load(rows);
         std::fill(x.acc, x.acc + blocks * rows * HEAD_SIZE, 0.0f);
     }
 

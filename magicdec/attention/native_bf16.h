@@ -174,8 +174,9 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * HEAD_SIZE, 0.0f);
-    std::optional<TileRegisters> registers;
-    if (Tiles::has_registers && p.is_prefill() && may_use_tiles()) registers.emplace();
+    const bool has_registers = Tiles::has_registers && p.is_prefill() && may_use_tiles();
+    amx::Registers registers;
+    if (has_registers) registers.load(SIDE);
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
         for (int64_t at = 0, count; at < segment.count; at += count) {
@@ -189,7 +190,7 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                                              : head + segment.slot + at + count;
             const auto next = tiles.at(k_pool, v_pool, following, 1);
             const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
-            const bool by_registers = registers && tile.low == 0 && tile.high == TILE;
+            const bool by_registers = has_registers && tile.low == 0 && tile.high == TILE;
             by_vectors(tile.high, [&]<int C>() {
                 if (by_registers)
                     score_in_registers(M, q, tile, x.scores);

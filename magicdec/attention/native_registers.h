@@ -3,6 +3,8 @@
 // Queries past the last one of a task are computed too, 16 at a time: their scores and weights are scratch memory, and
 // their sums are not kept. Without such registers nothing here is called.
 
+constexpr int SIDE = 16;  // queries, columns, or pairs in a register
+
 // For tiles of other storage, which are never multiplied in registers.
 template <typename Other>
 void score_in_registers(int64_t, const uint32_t*, const Other&, float*) {}
@@ -11,54 +13,29 @@ void weigh_in_registers(int64_t, const uint32_t*, const Other&, const float*, fl
 
 #if defined(HAS_TILES)
 constexpr bool FITS_REGISTERS = HEAD_SIZE % 32 == 0;
-constexpr int SIDE = 16;  // queries, columns, or pairs in a register
 
 // Scores of SIDE queries for TILE keys.
 inline void score_register(const uint32_t* q, const uint32_t* keys, float* scores) {
-    constexpr int row = TILE * 4;  // bytes
     static_assert(TILE == 4 * SIDE);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int pair = 0; pair < PAIRS; pair += SIDE) {
-        const uint32_t* k = keys + pair * TILE;
-        _tile_loadd(4, q + pair, PAIRS * 4);
-        _tile_loadd(5, k, row);
-        _tile_loadd(6, k + SIDE, row);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(5, k + 2 * SIDE, row);
-        _tile_loadd(6, k + 3 * SIDE, row);
-        _tile_dpbf16ps(2, 4, 5);
-        _tile_dpbf16ps(3, 4, 6);
-    }
-    _tile_stored(0, scores, row);
-    _tile_stored(1, scores + SIDE, row);
-    _tile_stored(2, scores + 2 * SIDE, row);
-    _tile_stored(3, scores + 3 * SIDE, row);
+    amx::Ahead nothing;
+    amx::zero_sums<4>();
+    amx::add_products<1, 4>({q, PAIRS * 4}, {keys, TILE * 4}, PAIRS / SIDE, nothing);
+    amx::store_sums<1, 4>(scores, TILE * 4);
 }
 
-// sums [SIDE, HEAD_SIZE] += weights of SIDE queries times TILE values.
+// sums [SIDE, HEAD_SIZE] += weights of SIDE queries times TILE values, for the COLUMNS registers of dimensions from d on.
+template <int COLUMNS>
+inline void weigh_columns(const uint32_t* weights, const uint32_t* values, int d, float* sums) {
+    amx::Ahead nothing;
+    amx::load_sums<1, COLUMNS>(sums + d, HEAD_SIZE * 4);
+    amx::add_products<1, COLUMNS>({weights, TILE * 2}, {values + d, HEAD_SIZE * 4}, TILE / 2 / SIDE, nothing);
+    amx::store_sums<1, COLUMNS>(sums + d, HEAD_SIZE * 4);
+}
+
 inline void weigh_register(const uint32_t* weights, const uint32_t* values, float* sums) {
-    constexpr int row = HEAD_SIZE * 4;
-    _tile_loadd(4, weights, TILE * 2);
-    _tile_loadd(5, weights + SIDE, TILE * 2);
-    for (int d = 0; d < HEAD_SIZE; d += 2 * SIDE) {
-        const uint32_t* v = values + d;
-        _tile_loadd(0, sums + d, row);
-        _tile_loadd(1, sums + d + SIDE, row);
-        _tile_loadd(6, v, row);
-        _tile_loadd(7, v + SIDE, row);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, v + SIDE * HEAD_SIZE, row);
-        _tile_loadd(7, v + SIDE * HEAD_SIZE + SIDE, row);
-        _tile_dpbf16ps(0, 5, 6);
-        _tile_dpbf16ps(1, 5, 7);
-        _tile_stored(0, sums + d, row);
-        _tile_stored(1, sums + d + SIDE, row);
-    }
+    constexpr int rest = HEAD_SIZE % 64 / SIDE, last = HEAD_SIZE - rest * SIDE;
+    for (int d = 0; d < last; d += 64) weigh_columns<4>(weights, values, d, sums);
+    if constexpr (rest > 0) weigh_columns<rest>(weights, values, last, sums);
 }
 
 inline void score_in_registers(int64_t M, const uint32_t* q, const Tile& tile, float* scores) {

@@ -5,9 +5,9 @@
 // 32 products of an output are added in an order of their own, and then to the sum. A row of sums does not depend on the
 // other rows, so the bits of an output do not depend on what else is computed in the same call.
 #pragma once
+#include <cstdint>
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define HAS_TILES 1
-#include <cstdint>
 #include <utility>
 
 #include <immintrin.h>
@@ -23,18 +23,6 @@ inline bool may_use_tiles() {
     return granted;
 }
 
-// Gives the calling thread its tile registers, all of full size, for as long as it lives.
-struct TileRegisters {
-    TileRegisters() {
-        struct alignas(64) { uint8_t palette = 1, start_row = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } shape;
-        for (int i = 0; i < 8; ++i) shape.bytes[i] = 64, shape.rows[i] = 16;
-        _tile_loadconfig(&shape);
-    }
-    ~TileRegisters() { _tile_release(); }
-    TileRegisters(const TileRegisters&) = delete;
-    TileRegisters& operator=(const TileRegisters&) = delete;
-};
-
 }  // namespace
 
 namespace amx {
@@ -46,15 +34,16 @@ constexpr int64_t ROWS = 16;  // most rows of a tile
 // 0 to 3; two blocks take two each, the first 0 and 1 with 4, the second 2 and 3 with 5.
 constexpr int LEFT = 4, RIGHT = 6;
 
-// Makes the registers ready on this thread until the object goes.
+// Owns the registers of the calling thread: none before `load`, and none any more when the object goes.
 class Registers {
 public:
-    // `first` and `second` rows of left operand and sums in the two blocks; one block: the same number.
-    Registers(int64_t first, int64_t second) { load(first, second); }
     Registers() = default;
-    ~Registers() { asm volatile("tilerelease" ::: "memory"); }
+    ~Registers() {
+        if (rows[0]) asm volatile("tilerelease" ::: "memory");
+    }
     Registers(const Registers&) = delete;
 
+    // For two blocks of rows, with `first` and `second` rows of left operand and sums.
     void load(int64_t first, int64_t second) {
         if (first == rows[0] && second == rows[1]) return;
         rows[0] = first, rows[1] = second;
@@ -108,13 +97,13 @@ inline void unrolled(Body body) {
 }
 
 // An operand in memory: its first entry, and the bytes from one row of a tile to the next.
-struct Left { const uint32_t* data; int64_t stride, block; };  // `block`: entries to the second block of rows
+struct Left { const uint32_t* data; int64_t stride, block = 0; };  // `block`: entries to the second block of rows
 struct Right { const uint32_t* data; int64_t stride; };
 
 // Prefetches memory in the order of its addresses, some cache lines for each tile that is loaded.
 struct Ahead {
-    const char* at;
-    int64_t lines;
+    const char* at = nullptr;
+    int64_t lines = 0;
     void operator()() {
         for (const char* end = at + 64 * lines; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T0);
     }
@@ -142,11 +131,11 @@ inline void zero_sums() {
 
 // Load or store sums from `data` on, in rows `stride` bytes apart; the second block begins `block` floats further on.
 template <int BLOCKS, int COLUMNS>
-inline void load_sums(const float* data, int64_t stride, int64_t block) {
+inline void load_sums(const float* data, int64_t stride, int64_t block = 0) {
     unrolled<BLOCKS * COLUMNS>([&]<int i>() { load<i>(data + i / COLUMNS * block + i % COLUMNS * 16, stride); });
 }
 template <int BLOCKS, int COLUMNS>
-inline void store_sums(float* data, int64_t stride, int64_t block) {
+inline void store_sums(float* data, int64_t stride, int64_t block = 0) {
     unrolled<BLOCKS * COLUMNS>([&]<int i>() { store<i>(data + i / COLUMNS * block + i % COLUMNS * 16, stride); });
 }
 
@@ -154,6 +143,8 @@ inline void store_sums(float* data, int64_t stride, int64_t block) {
 #else
 namespace {
 inline bool may_use_tiles() { return false; }
-struct TileRegisters {};
 }  // namespace
+namespace amx {
+struct Registers { void load(int64_t) {} };
+}  // namespace amx
 #endif
