@@ -1,12 +1,12 @@
-// Attention of a few new tokens per row over a paged KV cache, for CPUs: decode and verification.
+// Attention of new tokens over a paged KV cache, for CPUs: prefill, decode and verification.
 //
 // One pass over the visible keys of each (row, KV head): the query heads that share the KV head and the row's new
 // tokens are packed into M queries, so K and V are read once for all of them. A sequence is divided into pieces, which
 // are distributed over threads and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32 or
 // bfloat16, arithmetic is float32. On request the same pass also sums the attention weights by blocks of keys, without
-// changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_portable.h has the
-// arithmetic for every CPU. native_bf16.h has the one for CPUs with bfloat16 dot products, which also serves long chunks
-// (prefill), native_amx.h has the same in tile registers, and native_int8.h reads a draft's int8 KV cache.
+// changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_portable.h and, for the
+// chunks of a prefill, native_chunk.h have the arithmetic for every CPU. native_bf16.h has the one for CPUs with bfloat16
+// dot products, native_amx.h has the same in tile registers, and native_int8.h reads a draft's int8 KV cache.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include "native_team.h"

@@ -1,9 +1,7 @@
 """The CPU backend: attention over the paged cache in one pass of a C++ kernel (`native.cpp`).
 
 Owns the calls to the compiled library. When torch traces a model, the call goes through
-`torch.library`. Chunks of PREFILL_FROM tokens or more need GEMMs: the library has them for bfloat16
-on CPUs with dot products for it, and all other long chunks go to the portable backend, which uses
-torch's fused kernel.
+`torch.library`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend, CallSize, backend_class, check_weights
+from magicdec.attention.backend import AttentionBackend, check_weights
 from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels.build import (
     FAST_MATH,
@@ -27,7 +25,6 @@ from magicdec.kernels.build import (
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.view import KVView
-from magicdec.names import PORTABLE_BACKEND
 
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (
@@ -35,6 +32,7 @@ HEADERS = (
     SOURCE.with_name("native_plan.h"),
     SOURCE.with_name("native_team.h"),
     SOURCE.with_name("native_portable.h"),
+    SOURCE.with_name("native_chunk.h"),
     SOURCE.with_name("native_bf16.h"),
     SOURCE.with_name("native_registers.h"),
     SOURCE.with_name("native_amx.h"),
@@ -68,16 +66,10 @@ class NativeBackend(AttentionBackend):
     def __init__(self, portable: bool = False) -> None:
         """`portable` uses only instructions that every CPU has, for tests and comparisons."""
         self._portable = portable
-        self._prefill: AttentionBackend = backend_class(PORTABLE_BACKEND)()
-
-    @staticmethod
-    def working_bytes(size: CallSize) -> int:
-        """0, except for float32 chunks of a prompt, which the portable backend computes."""
-        is_delegated = size.T >= PREFILL_FROM and size.dtype_bytes > 2
-        return backend_class(PORTABLE_BACKEND).working_bytes(size) if is_delegated else 0
 
     def block_size(self, max_tokens: int) -> int:
-        return -(-self._prefill.block_size(max_tokens) // TILE) * TILE
+        """A block holds a whole row."""
+        return -(-max_tokens // TILE) * TILE
 
     def layout(self, dtype: torch.dtype) -> Layout:
         if dtype == torch.int8:
@@ -88,12 +80,8 @@ class NativeBackend(AttentionBackend):
     def plan(self, view: KVView) -> None:
         cache = view.cache
         assert cache.shape.layout is self.layout(cache.k.dtype), "another backend's layout"
-        if self._delegates(view):
-            self._prefill.plan(view)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
-        if self._delegates(view):
-            return self._prefill.run(layer, q, k, v, view)
         return self.run_with_lse(layer, q, k, v, view)[0]
 
     def run_with_lse(
@@ -122,12 +110,6 @@ class NativeBackend(AttentionBackend):
             view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable, mass,
         )  # fmt: skip
         return out, mass
-
-    def _delegates(self, view: KVView) -> bool:
-        if view.num_new < PREFILL_FROM:
-            return False
-        return self.layout(view.cache.k.dtype) is PLAIN
-
 
 @cache
 def kernel(head_size: int, *flags: str) -> ctypes.CDLL:

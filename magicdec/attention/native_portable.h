@@ -131,13 +131,16 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
     return read;
 }
 
+#include "native_chunk.h"
+
 template <typename S>
 struct Portable {
     using Pool = S;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
-    struct Scratch {
+    union Scratch {
         float scores[(MAX_QUERIES + 1) * TILE];
+        ChunkScratch chunk;
     };
     static void stage(const S* from, Query* to) {
         const float scale = 1.0f / std::sqrt(float(HEAD_SIZE));
@@ -149,6 +152,8 @@ struct Portable {
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
                        const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
+        if (p.is_prefill() && !mass.data)
+            return attend_chunk(p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
         return attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc, mass);
     }
 };

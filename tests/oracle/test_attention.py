@@ -29,7 +29,6 @@ from magicdec.config.machine import Machine
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kernels.build import PREFILL_FROM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import make_view
@@ -54,6 +53,7 @@ MAX_TOKENS = 120
 DTYPES = [torch.float32, torch.bfloat16]
 HAS_CUDA = torch.cuda.is_available()
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
+NO_AVX512 = ("-mno-avx512f",)  # compiled as for a CPU whose vectors have 8 numbers
 
 
 def cases(
@@ -236,7 +236,9 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
     ("num_new", "dtype", "portable", "flags"),
     [
         *itertools.product([1, 7, 20], [torch.float32, torch.bfloat16], [False, True], [()]),
-        (45, torch.bfloat16, False, ()),  # a prefill, whose last queries fill no tile register
+        # A prefill, whose last queries fill no tile register and no vector.
+        *itertools.product([45], [torch.float32, torch.bfloat16], [False, True], [()]),
+        (45, torch.float32, False, NO_AVX512),
         *((num_new, torch.bfloat16, False, NO_AMX) for num_new in (1, 20, 45)),
     ],
     ids=str,
@@ -250,8 +252,6 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
 ) -> None:
     """Rows of several splits, and queries of several blocks (20 tokens of 4 heads for each KV
     head)."""
-    if num_new >= PREFILL_FROM and not has_bfloat16_path():
-        pytest.skip("no AVX512-BF16: long chunks are computed by torch")
     build = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
     torch.manual_seed(0)

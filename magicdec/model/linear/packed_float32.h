@@ -39,9 +39,18 @@ inline void product(const float* x, int64_t x_stride, const float* block, int64_
             __builtin_prefetch(block + k * WIDTH + i * LANES + AHEAD);
             for (int n = 0; n < N; ++n) sums[n][i] += x[n * x_stride + k] * w;
         }
-    for (int n = 0; n < N; ++n)
-        for (int64_t i = 0; i < std::min<int64_t>(width, VECTORS * LANES); ++i)
-            out[n * out_stride + i] = sums[n][i / LANES][i % LANES] + (bias ? bias[i] : 0.0f);
+    for (int i = 0; i < VECTORS && i * LANES < width; ++i) {
+        const int64_t bytes = std::min<int64_t>(width - i * LANES, LANES) * 4;
+        Vector added = {};
+        if (bias) std::memcpy(&added, bias + i * LANES, bytes);
+        for (int n = 0; n < N; ++n) {
+            const Vector sum = sums[n][i] + added;
+            if (bytes == sizeof(Vector))
+                std::memcpy(out + n * out_stride + i * LANES, &sum, sizeof(Vector));
+            else
+                std::memcpy(out + n * out_stride + i * LANES, &sum, bytes);
+        }
+    }
 }
 
 template <int N>
