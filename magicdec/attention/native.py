@@ -111,6 +111,7 @@ class NativeBackend(AttentionBackend):
         )  # fmt: skip
         return out, mass
 
+
 @cache
 def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     """The library for one head size, compiled with `flags` in addition to the usual ones. Compiling

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
+from magicdec.drafting.block_choice import top_blocks
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.observation import sum_over_replicas
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
@@ -153,6 +154,13 @@ class BlockKV(DraftKV):
         """The score of the first `num_blocks` blocks of each row by the query heads of this rank,
         float32 [L, B, G, blocks]."""
 
+    @abstractmethod
+    def native_scores(
+        self, rows: BatchRows, committed: Lengths, num_blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `scores`, for a runner with native steps, without copying them: float32 [L, any, G,
+        any], and the index [B] of each of `rows` in the second dimension."""
+
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         rows = BatchRows.of(rows, self.runner.device)
         if self._choice is None or not self._is_chosen_for(rows, committed):
@@ -161,10 +169,28 @@ class BlockKV(DraftKV):
                 most = self.policy.budget // BLOCK
             else:
                 most = max(self.policy.split(length)[1] for length in committed.bounds)
-            scores = sum_over_replicas(self.runner, self.scores(rows, committed, num_blocks))
-            ranges = self.policy.top_blocks(committed.tensor, scores, min(most, num_blocks))
+            choose = self._choose if self.runner.executor is None else self._choose_natively
+            ranges = choose(rows, committed, num_blocks, min(most, num_blocks))
             self._choice = committed, ChosenBlocks(self.policy, ranges), rows.numbers
         return self._choice[1]
+
+    def _choose(self, rows: BatchRows, committed: Lengths, num_blocks: int, most: int) -> Tensor:
+        scores = sum_over_replicas(self.runner, self.scores(rows, committed, num_blocks))
+        return self.policy.top_blocks(committed.tensor, scores, most)
+
+    def _choose_natively(
+        self, rows: BatchRows, committed: Lengths, num_blocks: int, most: int
+    ) -> Tensor:
+        """The same in native code. Of equal scores, which are rare, it may take other blocks."""
+        scores, index = self.native_scores(rows, committed, num_blocks)
+        config, shard = self.runner.model.config, self.runner.model.shard
+        if shard.replicates(config.num_kv_heads):
+            scores = sum_over_replicas(self.runner, scores[:, index])
+            index = torch.arange(len(rows))
+        policy, lengths = self.policy, committed.bounds
+        sinks, splits = zip(*((policy.sinks(n), policy.split(n)) for n in lengths), strict=True)
+        split = (*zip(*sinks, strict=True), *zip(*splits, strict=True), lengths)
+        return top_blocks(scores, index, split, most)
 
     def _is_chosen_for(self, rows: BatchRows, committed: Lengths) -> bool:
         """Lengths that only the device knows are the same if they are one object."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
+from magicdec.drafting.block_choice import add_mean_keys, score_blocks
 from magicdec.drafting.block_kv import BLOCK, BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.observation import newest_queries
@@ -94,6 +95,13 @@ class RetrievedBlocks(BlockKV):
         is_partial = block >= (committed.tensor // BLOCK).view(-1, 1, 1, 1)  # [B, 1, 1, blocks]
         return (query @ keys.mT).masked_fill(is_partial, HIDDEN).softmax(dim=-1).sum(dim=3)
 
+    def native_scores(
+        self, rows: BatchRows, committed: Lengths, num_blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        complete = [length // BLOCK for length in committed.bounds]
+        found = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
+        return found, torch.arange(len(rows))
+
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Keep the query of the last committed token that a verification showed."""
         before = self._committed[rows.index]
@@ -117,6 +125,15 @@ class RetrievedBlocks(BlockKV):
         count = max(new - old for new, old in zip(complete, known, strict=True))
         if count <= 0:
             return
+        if self.runner.executor is not None:
+            add_mean_keys(self.runner.cache, rows, known, complete, self._mean_keys)
+        else:
+            self._read_means(rows, known, count)
+        for row, number in zip(rows, complete, strict=True):
+            self._complete[row] = number
+
+    def _read_means(self, rows: Sequence[int], known: Sequence[int], count: int) -> None:
+        """The mean keys of the `count` blocks of each of `rows` after the first `known`."""
         cache, device = self.runner.cache, self.runner.device
         index, first = upload(rows, device), upload(known, device).unsqueeze(1)
         # Rows with fewer new blocks add some that are not complete; these are added again later.
@@ -130,5 +147,3 @@ class RetrievedBlocks(BlockKV):
                 keys = cache.first_keys(layer, index, count * BLOCK)
             means = keys.unflatten(2, (-1, BLOCK)).mean(dim=3, dtype=torch.float32)
             self._mean_keys[layer, index.unsqueeze(1), :, blocks] = means.transpose(1, 2)
-        for row, number in zip(rows, complete, strict=True):
-            self._complete[row] = number

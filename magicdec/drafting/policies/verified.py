@@ -91,6 +91,11 @@ class WeighedBlocks(BlockKV):
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
         return self._weights[:, rows.index, :, :num_blocks]
 
+    def native_scores(
+        self, rows: BatchRows, committed: Lengths, num_blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        return self._weights, rows.index
+
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """What was seen of the verification belongs to `rows`."""
         for layer, weights in self._seen.items():

@@ -1,0 +1,143 @@
+// What a draft reads of its context in blocks of keys: their mean keys, their scores by the newest query, and the ranges
+// of the best of them. Float32. Without FAST_MATH the sums would not vectorize; no infinities occur.
+//
+// Shapes: L layers, B rows of a forward, G KV heads, D head size.
+#include <vector>
+
+#include "../kernels/arithmetic.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 16;  // keys of a block (WEIGHTS_BLOCK of kv/view.py)
+constexpr int64_t TILE = 64;   // tokens of a tile of the tiled layout (kv/layout.py)
+
+enum { PLAIN_FLOAT32, PLAIN_BFLOAT16, TILED_BFLOAT16 };
+
+struct Best { float score; int64_t block; };
+
+// The `count` blocks of [first, last) with the largest scores, the earlier of equal ones, in no order.
+inline void take_best(const float* scores, int64_t first, int64_t last, int64_t count, std::vector<Best>& best) {
+    best.clear();
+    if (count == 0) return;
+    int64_t least = 0;
+    auto find_least = [&] {  // of equal scores the latest block
+        for (int64_t i = least = 0; i < int64_t(best.size()); ++i)
+            if (best[i].score < best[least].score || (best[i].score == best[least].score && best[i].block > best[least].block))
+                least = i;
+    };
+    for (int64_t block = first; block < last; ++block) {
+        if (int64_t(best.size()) < count) {
+            best.push_back({scores[block], block});
+            if (int64_t(best.size()) == count) find_least();
+        } else if (scores[block] > best[least].score) {
+            best[least] = {scores[block], block};
+            find_least();
+        }
+    }
+}
+
+// The mean of the BLOCK keys from `slot` on.
+template <typename S>
+void mean_plain(const S* pool, int64_t slot, int64_t D, float* to) {
+    std::fill(to, to + D, 0.0f);
+    for (int64_t i = 0; i < BLOCK; ++i)
+        for (int64_t d = 0; d < D; ++d) to[d] += to_float(pool[(slot + i) * D + d]) / BLOCK;
+}
+
+inline void mean_tiled(const bfloat16* pool, int64_t slot, int64_t D, float* to) {
+    const bfloat16* tile = pool + slot / TILE * TILE * D + slot % TILE * 2;
+    for (int64_t d = 0; d < D; d += 2, tile += 2 * TILE) {
+        float first = 0, second = 0;
+        for (int64_t i = 0; i < BLOCK; ++i) first += to_float(tile[2 * i]), second += to_float(tile[2 * i + 1]);
+        to[d] = first / BLOCK, to[d + 1] = second / BLOCK;
+    }
+}
+
+inline void mean_keys(int kind, const char* pool, int64_t slot, int64_t D, float* to) {
+    if (kind == PLAIN_FLOAT32) return mean_plain((const float*)pool, slot, D, to);
+    if (kind == PLAIN_BFLOAT16) return mean_plain((const bfloat16*)pool, slot, D, to);
+    mean_tiled((const bfloat16*)pool, slot, D, to);
+}
+
+}  // namespace
+
+// ranges [L, B, G, most + 2, 2] of visible tokens, in ascending order: sinks, the best blocks, the window. Row b's scores
+// of a layer and head are at scores + layer * layer_stride + rows[b] * row_stride + head * head_stride. `split` [5, B] is:
+// the first sink, the end of the sinks, the begin of the window, the number of blocks, and the number of tokens.
+extern "C" void magicdec_top_blocks(const float* scores, int64_t layer_stride, int64_t row_stride, int64_t head_stride,
+                                    const int64_t* rows, const int64_t* split, int64_t L, int64_t B, int64_t G,
+                                    int64_t most, int64_t* ranges) {
+#pragma omp parallel
+    {
+        std::vector<Best> best;
+#pragma omp for collapse(3) schedule(static)
+        for (int64_t layer = 0; layer < L; ++layer)
+            for (int64_t b = 0; b < B; ++b)
+                for (int64_t g = 0; g < G; ++g) {
+                    const int64_t first = split[b], last = split[B + b], start = split[2 * B + b];
+                    const float* of_head = scores + layer * layer_stride + rows[b] * row_stride + g * head_stride;
+                    take_best(of_head, (last + BLOCK - 1) / BLOCK, start / BLOCK, split[3 * B + b], best);
+                    std::sort(best.begin(), best.end(), [](Best x, Best y) { return x.block < y.block; });
+                    int64_t* to = ranges + ((layer * B + b) * G + g) * (most + 2) * 2;
+                    *to++ = first, *to++ = std::min(last, start);
+                    for (int64_t i = 0; i < most; ++i) {  // what a row does not take is an empty range
+                        const int64_t begin = i < int64_t(best.size()) ? best[i].block * BLOCK : start;
+                        *to++ = begin, *to++ = std::min(begin + BLOCK, start);
+                    }
+                    *to++ = start, *to++ = split[4 * B + b];
+                }
+    }
+}
+
+// scores [L, B, G, N]: the softmax over the first complete[b] blocks of mean key . query / sqrt(D), summed over the rep
+// query heads of a KV head; 0 for all other blocks. queries [L, R, G, rep, D] and means [L, R, G, blocks, D] are those of
+// all R rows of the cache, of which rows [B] take part.
+extern "C" void magicdec_score_blocks(const float* queries, const float* means, const int64_t* rows,
+                                      const int64_t* complete, int64_t L, int64_t B, int64_t G, int64_t R, int64_t rep,
+                                      int64_t D, int64_t blocks, int64_t N, float* scores) {
+    const float scale = 1.0f / std::sqrt(float(D));
+#pragma omp parallel
+    {
+        std::vector<float> weights(N);
+#pragma omp for collapse(3) schedule(static)
+        for (int64_t layer = 0; layer < L; ++layer)
+            for (int64_t b = 0; b < B; ++b)
+                for (int64_t g = 0; g < G; ++g) {
+                    const int64_t place = (layer * R + rows[b]) * G + g, count = std::min(complete[b], N);
+                    float* to = scores + ((layer * B + b) * G + g) * N;
+                    std::fill(to, to + N, 0.0f);
+                    for (int64_t head = 0; head < rep; ++head) {
+                        const float* query = queries + (place * rep + head) * D;
+                        float most = -1e30f, total = 0;
+                        for (int64_t i = 0; i < count; ++i) {
+                            const float* mean = means + (place * blocks + i) * D;
+                            float sum = 0;
+                            for (int64_t d = 0; d < D; ++d) sum += query[d] * mean[d];
+                            weights[i] = sum * scale;
+                            most = std::max(most, weights[i]);
+                        }
+                        for (int64_t i = 0; i < count; ++i) weights[i] = exp_negative(weights[i] - most);
+                        for (int64_t i = 0; i < count; ++i) total += weights[i];
+                        for (int64_t i = 0; i < count; ++i) to[i] += weights[i] / total;
+                    }
+                }
+    }
+}
+
+// means [L, R, G, blocks, D]: fill the mean keys of blocks first[b] .. last[b] - 1 of each of rows [B] from the pools of
+// keys, which are `layer_bytes` apart. `table` [R, stride] has each row's blocks of `block_size` tokens in the pool.
+extern "C" void magicdec_mean_keys(int kind, const char* pools, int64_t layer_bytes, const int64_t* table,
+                                   int64_t stride, int64_t block_size, const int64_t* rows, const int64_t* first,
+                                   const int64_t* last, int64_t L, int64_t B, int64_t G, int64_t R, int64_t D,
+                                   int64_t blocks, float* means) {
+#pragma omp parallel for collapse(3) schedule(static)
+    for (int64_t layer = 0; layer < L; ++layer)
+        for (int64_t b = 0; b < B; ++b)
+            for (int64_t g = 0; g < G; ++g)
+                for (int64_t block = first[b]; block < last[b]; ++block) {
+                    const int64_t at = block * BLOCK, held = table[rows[b] * stride + at / block_size];
+                    const int64_t slot = (held * G + g) * block_size + at % block_size;
+                    mean_keys(kind, pools + layer * layer_bytes, slot, D,
+                              means + (((layer * R + rows[b]) * G + g) * blocks + block) * D);
+                }
+}

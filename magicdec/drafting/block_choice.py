@@ -1,0 +1,95 @@
+"""The choice of blocks by native code (`block_choice.cpp`), for runners with native steps.
+
+Owns the calls into that library. Must not know where scores come from.
+
+Shapes: L layers, B rows of a forward, R rows of the cache, G KV heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from magicdec.kernels.build import FAST_MATH, SHARED_HEADERS, load_library, share_openmp
+from magicdec.kv.cache import KVCache
+from magicdec.kv.layout import PLAIN, TILED
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+HEADERS = (SHARED_HEADERS / "arithmetic.h",)
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+# The kinds of pools of keys, as the library numbers them.
+KINDS = ((PLAIN, torch.float32), (PLAIN, torch.bfloat16), (TILED, torch.bfloat16))
+
+
+@cache
+def library() -> ctypes.CDLL:
+    share_openmp()
+    found = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
+    sizes = (_SIZE,) * 3
+    found.magicdec_top_blocks.argtypes = (
+        _POINTER, *sizes, _POINTER, _POINTER, *sizes, _SIZE, _POINTER,
+    )  # fmt: skip
+    found.magicdec_score_blocks.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 8, _POINTER)
+    found.magicdec_mean_keys.argtypes = (
+        ctypes.c_int, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, *(_POINTER,) * 3, *(_SIZE,) * 6,
+        _POINTER,
+    )  # fmt: skip
+    return found
+
+
+def top_blocks(scores: Tensor, rows: Tensor, split: Sequence[Sequence[int]], most: int) -> Tensor:
+    """Visible ranges [L, B, G, most + 2, 2]: sinks, the best blocks in ascending order, the window.
+    What a row does not take of `most` blocks is an empty range.
+
+    scores [L, R, G, blocks]; rows [B] of them take part. `split` has five lists of B numbers: the
+    first sink, the end of the sinks, the begin of the window, the number of blocks to take, and the
+    number of tokens."""
+    assert scores.dtype == torch.float32 and scores.stride(3) == 1
+    (layers, _, heads, _), count = scores.shape, len(rows)
+    numbers = torch.tensor(split, dtype=torch.int64)
+    ranges = torch.empty(layers, count, heads, most + 2, 2, dtype=torch.int64)
+    library().magicdec_top_blocks(
+        scores.data_ptr(), *scores.stride()[:3], rows.data_ptr(), numbers.data_ptr(), layers, count,
+        heads, most, ranges.data_ptr(),
+    )  # fmt: skip
+    return ranges
+
+
+def score_blocks(
+    queries: Tensor, means: Tensor, rows: Tensor, complete: Sequence[int], num_blocks: int
+) -> Tensor:
+    """The softmax over the first `complete` [B] blocks of mean key . query / sqrt(D), summed over
+    the query heads of a KV head: float32 [L, B, G, num_blocks], 0 for all other blocks.
+
+    queries [L, R, G, H/G, D] and means [L, R, G, blocks, D] are contiguous float32."""
+    assert queries.is_contiguous() and means.is_contiguous()
+    layers, num_rows, heads, rep, size = queries.shape
+    scores = torch.empty(layers, len(rows), heads, num_blocks)
+    known = torch.tensor(complete, dtype=torch.int64)
+    library().magicdec_score_blocks(
+        queries.data_ptr(), means.data_ptr(), rows.data_ptr(), known.data_ptr(), layers, len(rows),
+        heads, num_rows, rep, size, means.shape[3], num_blocks, scores.data_ptr(),
+    )  # fmt: skip
+    return scores
+
+
+def add_mean_keys(
+    cache: KVCache, rows: Sequence[int], first: Sequence[int], last: Sequence[int], means: Tensor
+) -> None:
+    """Fill means [L, R, G, blocks, D] of the blocks from `first` to `last` - 1 of each of `rows`,
+    whose keys are in the cache."""
+    assert means.is_contiguous() and means.dtype == torch.float32
+    kind = KINDS.index((cache.shape.layout, cache.k.dtype))
+    lists = [torch.tensor(each, dtype=torch.int64) for each in (rows, first, last)]
+    layers, num_rows, heads, blocks, size = means.shape
+    library().magicdec_mean_keys(
+        kind, cache.k.data_ptr(), cache.k.stride(0) * cache.k.element_size(),
+        cache.block_table.data_ptr(), cache.block_table.shape[1], cache.shape.block_size,
+        *(each.data_ptr() for each in lists), layers, len(rows), heads, num_rows, size, blocks,
+        means.data_ptr(),
+    )  # fmt: skip
