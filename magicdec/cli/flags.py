@@ -27,7 +27,8 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.ranks import find_world_size, is_other_start, report_error, start_ranks
+from magicdec.distributed.processes import report_error
+from magicdec.distributed.ranks import find_world_size, is_other_start, start_ranks
 from magicdec.records.writing import check_writable
 
 LEADER_FIRST_S = 20.0

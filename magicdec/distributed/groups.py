@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from magicdec.distributed.heartbeat import start_heartbeat, stop_heartbeat
 from magicdec.distributed.interface import use_interface_towards
 from magicdec.distributed.stages import StageGrid
 
@@ -220,9 +221,12 @@ def _start(launch: Launch, device: torch.device) -> None:
 
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        if launch.local_world_size != launch.world_size:
+        has_other_hosts = launch.local_world_size != launch.world_size
+        if has_other_hosts:
             use_interface_towards(os.environ["MASTER_ADDR"])
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if has_other_hosts:
+            start_heartbeat(launch.rank, launch.world_size)
 
 
 def _make_group(
@@ -258,5 +262,6 @@ def close_groups() -> None:
     """Shut down torch.distributed if it was initialized."""
     import torch.distributed as dist
 
+    stop_heartbeat()
     if dist.is_initialized():
         dist.destroy_process_group()

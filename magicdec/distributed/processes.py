@@ -1,16 +1,19 @@
-"""The processes of all ranks, to name the one that has ended.
+"""The processes of all ranks, to name the one that has ended, and the line that a rank leaves to
+its launcher when it ends.
 
 Owns how the end of a rank is noticed. Must not know what was waited for.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects the error of a rank
 NOTICE_S = 0.2  # until a process whose connection has closed is seen to have ended
 
 
@@ -69,3 +72,17 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def report_error(line: str) -> bool:
+    """Leave the line to the launcher of this rank, which prints it when all ranks have ended. False
+    if there is no launcher that would."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return False
+    content = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    try:
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
+    except OSError:
+        return False
+    return True

@@ -1,5 +1,5 @@
-"""Starts the ranks of a command on this host, as torchrun does, ends a rank whose launcher has
-ended, and tells whoever started this rank why it refused.
+"""Starts the ranks of a command on this host, as torchrun does, and ends a rank whose launcher has
+ended.
 
 Owns what passes between a rank and its launcher beside the ranks' numbers (`groups.read_launch`).
 Must not know any command. Imports torch only to start ranks.
@@ -8,17 +8,13 @@ Must not know any command. Imports torch only to start ranks.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from magicdec.distributed.groups import Launch
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects the error of a rank
 NOT_AVAILABLE = "<N/A>"  # torchrun's word for a rank that wrote no such file
 INTERRUPTED = 130
 LAUNCHER = "MAGICDEC_LAUNCHER"  # the process that started this rank with `start_ranks`
@@ -45,20 +41,6 @@ def is_other_start(nproc: int | None, launch: Launch) -> bool:
             f"--nproc {nproc}: {launch.world_size} ranks were started already, by torchrun for "
             "example; leave --nproc out"
         )
-    return True
-
-
-def report_error(line: str) -> bool:
-    """Leave the line to the launcher of this rank, which prints it when all ranks have ended. False
-    if there is no launcher that would."""
-    path = os.environ.get(ERROR_FILE)
-    if not path:
-        return False
-    content = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
-    try:
-        Path(path).write_text(json.dumps(content), encoding="utf-8")
-    except OSError:
-        return False
     return True
 
 

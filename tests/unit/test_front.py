@@ -22,7 +22,7 @@ from magicdec.cli import commands
 from magicdec.cli.front import run
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
-from magicdec.distributed import ranks
+from magicdec.distributed import processes, ranks
 from magicdec.distributed.groups import Launch
 from magicdec.model.families.hf_config import to_hf_config
 
@@ -136,14 +136,14 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_is_left_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ranks.ERROR_FILE, raising=False)
-    assert not ranks.report_error("a line")
-    monkeypatch.setenv(ranks.ERROR_FILE, str(tmp_path / "error.json"))
-    assert ranks.report_error("a line")
+    monkeypatch.delenv(processes.ERROR_FILE, raising=False)
+    assert not processes.report_error("a line")
+    monkeypatch.setenv(processes.ERROR_FILE, str(tmp_path / "error.json"))
+    assert processes.report_error("a line")
     written = json.loads((tmp_path / "error.json").read_text())["message"]
     assert written["message"] == "a line" and int(written["extraInfo"]["timestamp"]) > 0
-    monkeypatch.setenv(ranks.ERROR_FILE, str(tmp_path / "none" / "error.json"))
-    assert not ranks.report_error("a line")
+    monkeypatch.setenv(processes.ERROR_FILE, str(tmp_path / "none" / "error.json"))
+    assert not processes.report_error("a line")
 
 
 @pytest.mark.parametrize("is_early", [True, False])

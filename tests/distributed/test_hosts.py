@@ -1,0 +1,60 @@
+"""Several hosts: network namespaces on this machine (`scripts/netns_ring.sh`), each with a rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magicdec.records.reading import load_records
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "netns_ring.sh"
+NAMESPACES = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "true"]
+
+
+def why_not() -> str | None:
+    for tool in ("ip", "unshare"):
+        if shutil.which(tool) is None:
+            return f"{tool} is missing"
+    made = subprocess.run(NAMESPACES, check=False, capture_output=True)
+    return "this user may not make namespaces" if made.returncode else None
+
+
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
+
+
+def run_on_hosts(options: list[str], words: list[str]) -> subprocess.CompletedProcess[str]:
+    package = str(SCRIPT.parents[1])
+    paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": paths, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [SCRIPT, *options, "--", *words],
+        check=False, capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+
+
+def test_hosts_meet_and_decode_the_same_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "runs.jsonl"
+    words = "selfspec --model demo --B 1 --prefix_len 64 --gen_len 6 --num_batches 1 --threads 1"
+    done = run_on_hosts(["--hosts", "2"], [*words.split(), "--out", str(out)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = load_records(out)
+    assert record.environment.world_size == 2 and record.config["parallel"]["collectives"] == "gloo"
+    assert "host0: identical: 6 tokens" in done.stdout
+
+
+@pytest.mark.wide
+def test_a_host_that_is_cut_off_ends_the_others(tmp_path: Path) -> None:
+    words = (
+        "baseline --model demo --B 1 --prefix_len 64 --gen_len 8000 --threads 1 --warmup_batches 0"
+    )
+    done = run_on_hosts(
+        ["--hosts", "2", "--cut_on", "autoregressive: "], [*words.split(), "--out", "/dev/null"]
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "host0:   traceback : rank 1 has not been heard of for" in done.stdout
