@@ -52,6 +52,10 @@ COMMANDS = {
         "serve requests as they arrive: in-flight batching beside other batchings",
         "magicdec.cli.serving.inflight:main",
     ),
+    "recurrent": (
+        "divide a model by layers among ranks, through which samples circulate",
+        "magicdec.cli.serving.recurrent:main",
+    ),
     "table": (
         "print records as a table: text, Markdown, LaTeX or CSV",
         "magicdec.cli.table:main",

@@ -70,6 +70,10 @@ class MessageForm:
         numbers += [*message.words, *[0] * (self.max_words - len(message.words))]
         return torch.tensor(numbers, dtype=torch.int64)
 
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of a message with the hidden states of so many tokens, of all rows together."""
+        return 8 * (FIELDS + 1 + self.max_words) + num_tokens * self.width * self.dtype.itemsize
+
     def empty_header(self) -> Tensor:
         return torch.empty(FIELDS + 1 + self.max_words, dtype=torch.int64)
 

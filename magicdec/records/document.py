@@ -22,7 +22,7 @@ from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.record import RunRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES, SCHEMA = ("record.md", "latency.md", "serving.md"), "record.schema.json"
+PAGES, SCHEMA = ("record.md", "latency.md", "serving.md", "pipeline.md"), "record.schema.json"
 END = "<!-- end of fields -->"
 TABLE = re.compile(rf"(<!-- fields: ([\w.]+):(\w+) -->\n).*?({END})", re.DOTALL)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

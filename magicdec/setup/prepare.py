@@ -173,7 +173,7 @@ def complete(
     config, launch, source, draft = found.config, found.launch, found.source, found.draft
     flag = flag_of(config.asked.model, "model")
     check_interpreter(config)
-    check_fits(config, source, launch.world_size)
+    check_fits(config, source, len(config.parallel.rank_group))
     if draft is not None:
         check_draft(config, source, draft)
         assert config.draft is not None and config.asked.draft is not None, "a draft was found"

@@ -17,6 +17,7 @@ from test_record import RECORDS, small
 
 from magicdec.latency.report import Latency, write_files
 from magicdec.latency.rows import Row
+from magicdec.pipeline.record import PipelineRecord
 from magicdec.records.document import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from magicdec.records.fields import described_fields, description_of, is_optional, without_none
 from magicdec.records.performance import Metrics
@@ -25,6 +26,7 @@ from magicdec.records.reading import load_records, parse_record
 from magicdec.records.record import RunRecord
 from magicdec.serving.record import ServingRecord
 
+TOPS = (RunRecord, Row, ServingRecord, PipelineRecord)
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 
 
@@ -49,13 +51,13 @@ def test_the_committed_documents_are_what_the_code_makes() -> None:
 def test_every_part_of_a_record_has_its_table() -> None:
     text = "".join((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
     shown = {f"{found[2]}:{found[3]}" for found in TABLE.finditer(text)}
-    expected = {kind for top in (RunRecord, Row, ServingRecord) for kind in kinds(top)}
+    expected = {kind for top in TOPS for kind in kinds(top)}
     assert shown == {f"{kind.__module__}:{kind.__name__}" for kind in expected}
 
 
 @pytest.mark.parametrize(
     "kind",
-    sorted({*kinds(RunRecord), Row, *kinds(ServingRecord)}, key=str),
+    sorted({kind for top in TOPS for kind in kinds(top)}, key=str),
     ids=lambda kind: kind.__name__,
 )
 def test_a_field_can_be_none_where_its_null_rule_says_so(kind: type) -> None:

@@ -1,0 +1,199 @@
+"""`magicdec recurrent`: samples that circulate through a pipeline of stages, each on a rank of its
+own (recurrent pipeline parallelism), beside one process and tensor parallelism.
+
+    magicdec recurrent --nproc 2 --n_samples 4 --prefix_len 512 --output_len 64
+    torchrun --nproc_per_node 3 tests/recurrent_benchmark.py --layer_split 0.25,0.25,0.5
+
+Owns the flags of the command and its steps. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from magicdec.cli.checkpoints.hub_models import with_local_models
+from magicdec.cli.flags import (
+    add_section,
+    announce_backend,
+    read_sections,
+    refuse,
+    run_on_ranks,
+)
+from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.run_config import RunConfig
+from magicdec.console import spinner
+from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.processes import PeerLost, report_error
+from magicdec.distributed.ranks import find_world_size
+from magicdec.pipeline.options import BASELINES, NO_BASELINES, RingOptions, read_baselines
+from magicdec.records.writing import append_line, check_writable, to_json
+from magicdec.workload.arrivals import BURST, Arrival
+from magicdec.workload.request_shapes import (
+    DEFAULT_NUM_REQUESTS,
+    DEFAULT_OUTPUT_LEN,
+    DEFAULT_PROMPT_LEN,
+    UNIFORM,
+    make_shapes,
+)
+
+if TYPE_CHECKING:
+    from magicdec.pipeline.record import PipelineRecord
+
+FAILED, INTERRUPTED = 1, 130
+EVERYDAY = (
+    *("--model", "--dataset", "--layer_split", "--n_samples", "--B", "--num_requests"),
+    *("--prefix_len", "--output_len", "--baselines", "--temperature", "--nproc", "--out"),
+)
+SECTIONS = {  # of a run's config, and which of its fields have a flag here
+    "model": None,
+    "parallel": ("device", "collectives", "threads", "nproc"),
+    "attention": None,
+    "decoding": ("ignore_eos",),
+    "sampling": None,
+    "workload": ("dataset", "seed"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for."""
+
+    config: RunConfig
+    options: RingOptions
+    out: Path
+
+
+def main() -> NoReturn:
+    """Serve the requests in every pass, and print one table."""
+    launch, words = read_launch(), sys.argv[1:]
+    try:
+        sys.exit(serve(launch, words))
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except PeerLost as error:
+        say_lost(error, launch)
+
+
+def serve(launch: Launch, words: Sequence[str]) -> int:
+    """The whole command on this rank. Returns its exit code."""
+    asked = parse(words, launch)
+    asked = replace(asked, config=with_local_models(asked.config))
+    run_on_ranks(asked.config.parallel.nproc, words, launch)
+    with spinner("preparing", launch.rank == 0):
+        from magicdec.pipeline.prepare import prepare
+
+        prepared = prepare(asked.config, asked.options, launch)
+    announce_backend(prepared.run.config, launch)
+    if launch.rank == 0:
+        print(f"{'memory':<10} {prepared.run.memory}", flush=True)
+    from magicdec.pipeline.measure import measure
+
+    def keep(record: PipelineRecord) -> None:
+        try:
+            append_line(asked.out, to_json(record))
+        except OSError as error:
+            raise ValueError(f"--out {asked.out}: {error.strerror}") from error
+
+    records = measure(prepared, keep)
+    if launch.rank != 0:
+        return 0
+    from magicdec.pipeline.table import print_table
+
+    print_table(records)
+    print(f"{len(records)} records appended to {asked.out}", file=sys.stderr)
+    return FAILED if any(record.metrics is None for record in records) else 0
+
+
+def say_lost(error: PeerLost, launch: Launch) -> NoReturn:
+    """Every rank that is left says which one it lost. It ends at once: what it shares with other
+    ranks cannot be closed without them."""
+    line = f"rank {launch.rank}: {error}"
+    report_error(line)
+    print(line, file=sys.stderr, flush=True)
+    os._exit(FAILED)
+
+
+def parse(argv: Sequence[str], launch: Launch) -> Asked:
+    """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+    parser = build_parser()
+    args, given = parser.read(argv)
+    config = read_sections(RunConfig(), args)
+    world_size = find_world_size(config.parallel.nproc, launch)
+    config.check(world_size)
+    for dest in sorted(given):
+        reason = why_ignored(config, dest)
+        if "." in dest and reason is not None:
+            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
+    lengths = args.num_requests, args.prefix_len, args.output_len
+    shapes = make_shapes(Arrival(BURST), *lengths, config.workload.seed)
+    options = RingOptions(
+        layer_split=args.layer_split,
+        lane_size=args.lane_size,
+        n_samples=args.n_samples,
+        prefill_tokens=args.prefill_tokens,
+        output_len=args.output_len,
+        baselines=read_baselines(args.baselines, world_size),
+        shapes=tuple(shapes),
+    )
+    if launch.rank == 0:
+        check_writable("--out", args.out)
+    return Asked(config, options, args.out)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        description="Divide a model by its layers among ranks, and let samples circulate through "
+        "them, so that every stage works on a different one. All tokens are compared with those "
+        "of one process.",
+        everyday=EVERYDAY,
+    )
+    base = RunConfig()
+    for section, fields in SECTIONS.items():
+        add_section(parser, section, getattr(base, section), only=fields)
+    add_requests(parser)
+    add_pipeline(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=Path("results/pipeline.jsonl"), metavar="FILE",
+        help="append a record for each pass, one JSON line [results/pipeline.jsonl]",
+    )  # fmt: skip
+    return parser
+
+
+def add_requests(parser: Parser) -> None:
+    add = parser.add_argument_group("requests").add_argument
+    add("--num_requests", type=int, metavar="N",
+        help=f"prompts to serve; all are there from the start [{DEFAULT_NUM_REQUESTS}]",
+    )  # fmt: skip
+    add("--prefix_len", type=int, metavar="N",
+        help=f"prompt tokens of each request [{DEFAULT_PROMPT_LEN}]")  # fmt: skip
+    add("--output_len", metavar="LENGTH", default=DEFAULT_OUTPUT_LEN,
+        help="output tokens of each request, unless an end token ends it: a number, or "
+        f"{UNIFORM}:LOW:HIGH [{DEFAULT_OUTPUT_LEN}]")  # fmt: skip
+
+
+def add_pipeline(parser: Parser) -> None:
+    add = parser.add_argument_group("pipeline").add_argument
+    add("--layer_split", metavar="SPLIT",
+        help="layers of each stage, as counts (10,12) or as shares (0.25,0.75). With more ranks "
+        "than stages, the ranks of a stage share its layers by tensor parallelism. Default: a "
+        "stage for each rank, with equal shares")  # fmt: skip
+    add("--n_samples", type=int, metavar="R",
+        help="samples that are in flight together, a multiple of --B. Default: --B for each stage",
+    )  # fmt: skip
+    add("--B", dest="lane_size", type=int, default=1, metavar="N",
+        help="samples that travel together in one message [1]")  # fmt: skip
+    add("--prefill_tokens", type=int, metavar="N",
+        help="prompt tokens that a step of a message's samples prefills at most. Default: "
+        "--prefill_chunk for each stage")  # fmt: skip
+    add("--baselines", nargs="+", metavar="NAME",
+        help=f"what to measure beside the ring, of {', '.join(BASELINES)}; the tokens of the first "
+        f"are the reference. {NO_BASELINES}: nothing, and the tokens are not checked. Default: "
+        "all; on one rank the first two")  # fmt: skip

@@ -1,0 +1,99 @@
+"""RingMetrics: how the stages of a ring spent their time, and the time of a round as it is
+predicted from that of the stages and links.
+
+Owns the definition of every metric. Must not know how anything is measured. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from magicdec.records.fields import recorded
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """What the first rank of a stage counted while the requests were served."""
+
+    total_s: float
+    waiting_s: float
+    decode_s: float
+    num_decodes: int
+    num_bytes: int
+
+    @property
+    def busy(self) -> float:
+        return 1 - self.waiting_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def mean_decode_s(self) -> float:
+        return self.decode_s / self.num_decodes if self.num_decodes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingMetrics:
+    """Lists have an entry for each stage."""
+
+    num_layers: list[int] = recorded("layers of each stage")
+    tensor_parallel: int = recorded("ranks of a stage, which share its layers")
+    num_lanes: int = recorded("lanes: messages that circulate while all samples decode")
+    lane_size: int = recorded("samples of a lane, which travel in one message")
+    busy: list[float] = recorded(
+        "share of the time that a stage did not wait for a message; the rest is idle"
+    )
+    decode_ms: list[float] = recorded(
+        "mean time of a stage for a message of samples that decode, from its arrival until its "
+        "result is sent; of the first stage with the head, sampling and scheduling",
+        "ms",
+    )
+    sent_bytes: list[int] = recorded("bytes that each rank of a stage sent to the next", "bytes")
+    decode_hop_bytes: int = recorded(
+        "bytes of a message of a whole lane that decodes: its header and hidden states", "bytes"
+    )
+    link_ms: float | None = recorded(
+        "time of such a message from one stage to the next, where stages only pass it on: median "
+        "of rounds without other messages, divided by the number of stages",
+        "ms", null="with one stage",
+    )  # fmt: skip
+    predicted_round_ms: float = recorded(
+        "`max(num_lanes * largest decode_ms, sum of decode_ms + stages * link_ms)`: the time in "
+        "which every sample gains a token",
+        "ms",
+    )
+    measured_round_ms: float | None = recorded(
+        "the same as measured: the median time between two tokens of a sample",
+        "ms", null="if every request has a single output token",
+    )  # fmt: skip
+
+
+def ring_metrics(
+    num_layers: Sequence[int],
+    tensor_parallel: int,
+    lanes: tuple[int, int],
+    uses: Sequence[StageUse],
+    hop_bytes: int,
+    link_s: float | None,
+    measured_round_ms: float | None,
+) -> RingMetrics:
+    """`lanes` are their number and their size; `uses` are those of the stages in order."""
+    stage_s = [use.mean_decode_s for use in uses]
+    return RingMetrics(
+        num_layers=list(num_layers),
+        tensor_parallel=tensor_parallel,
+        num_lanes=lanes[0],
+        lane_size=lanes[1],
+        busy=[use.busy for use in uses],
+        decode_ms=[1e3 * seconds for seconds in stage_s],
+        sent_bytes=[use.num_bytes for use in uses],
+        decode_hop_bytes=hop_bytes,
+        link_ms=None if link_s is None else 1e3 * link_s,
+        predicted_round_ms=1e3 * predict_round(stage_s, link_s or 0.0, lanes[0]),
+        measured_round_ms=measured_round_ms,
+    )
+
+
+def predict_round(stage_s: Sequence[float], link_s: float, num_lanes: int) -> float:
+    """Seconds until every lane has gained a token. Either the slowest stage never waits, or a lane
+    finds every stage free and its round takes the sum of all stages and links."""
+    return max(num_lanes * max(stage_s), sum(stage_s) + len(stage_s) * link_s)

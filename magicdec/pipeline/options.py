@@ -1,0 +1,99 @@
+"""RingOptions: what `magicdec recurrent` asks for beside the model. Imports no torch.
+
+Owns the checks that need no model, and the passes. Must not know the flags of other commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from magicdec.distributed.stages import StageGrid
+from magicdec.workload.trace import RequestShape
+
+RING = "ring"
+SEQUENTIAL, BATCHED, TENSOR_PARALLEL = "sequential", "batched", "tensor_parallel"
+BASELINES = (SEQUENTIAL, BATCHED, TENSOR_PARALLEL)
+NO_BASELINES = "none"
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """`shapes` are all requests. The other fields are the flags of the same names; `lane_size` is
+    --B. None stands for a default that follows from the number of stages."""
+
+    layer_split: str | None
+    lane_size: int
+    n_samples: int | None
+    prefill_tokens: int | None
+    output_len: str
+    baselines: tuple[str, ...]
+    shapes: tuple[RequestShape, ...]
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--B", self.lane_size),
+            ("--n_samples", self.n_samples),
+            ("--prefill_tokens", self.prefill_tokens),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} {value} is too small; it must be at least 1")
+
+    @property
+    def longest(self) -> int:
+        """Output tokens of the longest request."""
+        return max(shape.output_len for shape in self.shapes)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """All ways in which the requests are served, in order. The tokens of the first are the
+        reference of the others."""
+        return (*self.baselines, RING)
+
+    def settle(self, grid: StageGrid) -> SettledOptions:
+        """The options for a number of stages. Raises ValueError, naming the flag."""
+        size, count = self.lane_size, len(self.shapes)
+        samples = self.n_samples or grid.num_stages * size
+        asked = f"--n_samples {samples}"
+        if samples % size:
+            raise ValueError(f"{asked} is not a multiple of --B {size}, the samples of a message")
+        if count < samples:
+            raise ValueError(f"--num_requests {count} is less than the samples in flight, {asked}")
+        if grid.world_size == 1 and TENSOR_PARALLEL in self.baselines:
+            raise ValueError(f"--baselines {TENSOR_PARALLEL} needs several ranks; see --nproc")
+        return SettledOptions(self, samples, samples // size)
+
+    def describe(self) -> dict[str, Any]:
+        """These options as the record's `config.workload` has them."""
+        values = asdict(self)
+        del values["shapes"], values["n_samples"]
+        return values | {"num_requests": len(self.shapes)}
+
+
+@dataclass(frozen=True)
+class SettledOptions:
+    """The options of a run with a known number of stages."""
+
+    asked: RingOptions
+    n_samples: int
+    num_lanes: int
+
+    def prefill_tokens(self, num_stages: int, chunk: int) -> int:
+        """Prompt tokens that a step of a lane prefills at most. By default a chunk for each stage,
+        so that the chunks of one prompt can keep all stages busy."""
+        return self.asked.prefill_tokens or num_stages * chunk
+
+
+def read_baselines(names: Sequence[str] | None, world_size: int) -> tuple[str, ...]:
+    """The baselines in the order of BASELINES; None stands for all that there are on so many ranks.
+    Raises ValueError, naming the flag."""
+    if names is None:
+        return tuple(n for n in BASELINES if n != TENSOR_PARALLEL or world_size > 1)
+    if list(names) == [NO_BASELINES]:
+        return ()
+    for name in names:
+        if name not in BASELINES:
+            choices = ", ".join((*BASELINES, NO_BASELINES))
+            raise ValueError(f"--baselines {name} is not known; choose from {choices}")
+    return tuple(name for name in BASELINES if name in names)

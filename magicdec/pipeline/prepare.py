@@ -1,0 +1,152 @@
+"""Prepares what `magicdec recurrent` measures: checks everything before memory is allocated or any
+process group starts.
+
+Must not know the flags, nor what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from magicdec.config.choices.choice import Choice, asked_for
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.layer_split import FLAG, count_stages, split_layers
+from magicdec.distributed.stages import StageGrid, make_grid
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.memory.check import add_up, check_together, describe_place
+from magicdec.memory.free_memory import free_host_memory
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
+from magicdec.model.config import ModelConfig
+from magicdec.pipeline.options import (
+    RING,
+    SEQUENTIAL,
+    TENSOR_PARALLEL,
+    RingOptions,
+    SettledOptions,
+)
+from magicdec.setup.prepare import Known, Prepared, complete, find
+
+
+@dataclass(frozen=True)
+class PreparedRing:
+    """`run.config` is that of this rank's stage, `whole` that of a model over all ranks."""
+
+    run: Prepared
+    whole: ResolvedConfig
+    options: SettledOptions
+    grid: StageGrid
+    layers: tuple[range, ...]
+
+
+def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedRing:
+    """Find and check the model, divide it, make the prompts and plan the memory. Raises ValueError,
+    one line naming the flag, for errors that a user can correct."""
+    num_stages = count_stages(options.layer_split, launch.world_size)
+    grid = make_grid(f"{FLAG} {options.layer_split}", num_stages, launch.world_size)
+    settled = options.settle(grid)
+    workload = replace(
+        asked.workload,
+        batch_size=settled.n_samples,
+        prefix_len=options.shapes[0].prompt_len,
+        gen_len=options.longest,
+        num_batches=1,
+    )
+    known = Known()
+    found = find(replace(asked, workload=workload), launch, known)
+    whole, model = found.config, found.source.config
+    if whole.parallel.device != "cpu":
+        raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
+    layers = split_layers(options.layer_split, num_stages, model.num_layers)
+    if TENSOR_PARALLEL in options.baselines:
+        check_tensor_parallel(model, launch.world_size)
+    config = of_stage(whole, grid, grid.stage_of(launch.rank))
+    run = complete(
+        replace(found, config=config),
+        known,
+        lambda at, _: check_together(
+            at, lambda: check_memory(whole, model, grid, layers, options.passes, at)
+        ),
+        (len(options.shapes), "--num_requests"),
+    )
+    return PreparedRing(run, whole, settled, grid, layers)
+
+
+def of_stage(config: ResolvedConfig, grid: StageGrid, stage: int) -> ResolvedConfig:
+    """The config of the ranks of one stage. Native steps compute whole models alone. Raises
+    ValueError if the user asked for them."""
+    parallel = replace(config.parallel, rank_group=grid.ranks_of(stage))
+    if grid.num_stages == 1:
+        return replace(config, parallel=parallel)
+    if config.asked.model.native_steps == "on":
+        raise ValueError("--native_steps on: a stage has no whole model; choose from auto, off")
+    off = Choice("off", "auto: off, a stage has no whole model")
+    if not config.model.native_steps_choice.is_auto:
+        off = asked_for("off")
+    model = replace(config.model, native_steps_choice=off)
+    return replace(config, parallel=parallel, model=model)
+
+
+def of_one_process(config: ResolvedConfig, num_rows: int) -> ResolvedConfig:
+    """The config of the whole model on the first rank, with that many rows."""
+    parallel = replace(config.parallel, rank_group=(0,))
+    workload = replace(config.workload, batch_size=num_rows)
+    return replace(config, parallel=parallel, workload=workload)
+
+
+def check_tensor_parallel(model: ModelConfig, world_size: int) -> None:
+    """Raises ValueError if the heads of the model cannot be divided among all ranks."""
+    try:
+        Shard(0, world_size).heads(model.num_heads, model.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"--baselines {TENSOR_PARALLEL}: {error}") from error
+
+
+def check_memory(
+    whole: ResolvedConfig,
+    model: ModelConfig,
+    grid: StageGrid,
+    layers: Sequence[range],
+    passes: Sequence[str],
+    launch: Launch,
+) -> str:
+    """The line to print: what the ranks of this host need for the pass that needs most. Raises
+    ValueError if that is more than is free."""
+    first = launch.rank - launch.local_rank
+    ranks = range(first, first + launch.local_world_size)
+    plans = {name: add_up([*plan_pass(name, whole, model, grid, layers, ranks)]) for name in passes}
+    name, plan = max(plans.items(), key=lambda item: item[1].total)
+    place, free = describe_place(whole, launch), free_host_memory()
+    if free is None:
+        return f"{plan.describe()} {place} for {name}; how much is free is not known here"
+    if plan.total > free:
+        others = "" if name == RING else "; leave it out of --baselines"
+        raise ValueError(
+            f"--n_samples {whole.workload.batch_size} --prefix_len {whole.workload.prefix_len}: "
+            f"{name} needs {plan.describe()} {place}, {free / 1e9:.2f} GB are free{others}"
+        )
+    return f"{plan.describe()} {place} for {name}; {free / 1e9:.2f} GB free"
+
+
+def plan_pass(
+    name: str,
+    whole: ResolvedConfig,
+    model: ModelConfig,
+    grid: StageGrid,
+    layers: Sequence[range],
+    ranks: range,
+) -> Iterator[MemoryPlan]:
+    """The plans of the ranks of this host that hold a model in that pass."""
+    yield MemoryPlan(0, 0)
+    for rank in ranks:
+        if name == TENSOR_PARALLEL:
+            yield plan_rank(whole, Models(model), rank)
+        elif name == RING:
+            stage = grid.stage_of(rank)
+            config = of_stage(whole, grid, stage)
+            yield plan_stage(config, model, len(layers[stage]), stage == 0, rank)
+        elif rank == 0:
+            num_rows = 1 if name == SEQUENTIAL else whole.workload.batch_size
+            yield plan_rank(of_one_process(whole, num_rows), Models(model), rank)

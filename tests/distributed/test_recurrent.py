@@ -1,0 +1,83 @@
+"""`magicdec recurrent` on several ranks: its records, stages of several ranks, and a rank that is
+killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Launch
+
+FLAGS = (
+    *("--prefix_len", 70, "--prefill_chunk", 32, "--output_len", "uniform:4:20"),
+    *("--num_requests", 9, "--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
+)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "layers"),
+    [
+        (1, ["--n_samples", 3], [2]),
+        (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5"], [1, 1]),
+        pytest.param(4, ["--layer_split", "1,1", "--collectives", "gloo"], [1, 1],
+                     marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_every_pass_has_the_same_tokens_and_a_record(
+    num_ranks: int,
+    flags: list[object],
+    layers: list[int],
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+) -> None:
+    where = "--model", tiny_checkpoint, "--dataset", text_file
+    done = launch("recurrent_benchmark.py", *where, *FLAGS, *flags, num_ranks=num_ranks)
+    assert done.returncode == 0, done.stderr
+    records = read(tmp_path / "r.jsonl")
+    several = ["tensor_parallel"] if num_ranks > 1 else []
+    assert [r["name"] for r in records] == ["sequential", "batched", *several, "ring"]
+    assert all(r["status"] == "ok" and r["num_differing"] == 0 for r in records)
+    assert all(r["reference"] == "sequential" and r["kind"] == "pipeline" for r in records)
+    lengths = [[request["output_len"] for request in r["requests"]] for r in records]
+    assert all(each == lengths[0] for each in lengths) and len(set(lengths[0])) > 2
+    assert [r["ring"] is None for r in records] == [True] * (len(records) - 1) + [False]
+    ring = records[-1]["ring"]
+    assert ring["num_layers"] == layers and len(ring["busy"]) == len(layers)
+    assert ring["tensor_parallel"] * len(layers) == num_ranks
+    assert all(0 < busy <= 1 for busy in ring["busy"]) and min(ring["decode_ms"]) > 0
+    assert (ring["link_ms"] is None) == (num_ranks == 1) and ring["measured_round_ms"] > 0
+    header, hidden = 8 * (6 + ring["lane_size"]), 48 * 4 * ring["lane_size"]
+    assert ring["decode_hop_bytes"] == header + hidden
+    if num_ranks > 1:  # prompts go to the last stage whole, and come home as one token
+        assert ring["sent_bytes"][0] > 9 * 70 * 48 * 4 > ring["sent_bytes"][1] > 0
+    assert records[-1]["config"]["parallel"]["rank_group"] == list(range(ring["tensor_parallel"]))
+
+
+@pytest.mark.parametrize(("killed", "collectives"), [("1", "shared_memory"), ("0", "gloo")])
+def test_a_killed_rank_is_named_and_ends_all(
+    killed: str,
+    collectives: str,
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record of the pass before it remains."""
+    monkeypatch.setenv("KILLED_RANK", killed)
+    done = launch(
+        "distributed/killed_rank.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
+        "--baselines", "batched", "--collectives", collectives, num_ranks=2,
+    )  # fmt: skip
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    other = 1 - int(killed)
+    assert f"rank {other}: rank {killed} has ended" in done.stderr.splitlines()
+    assert [record["name"] for record in read(tmp_path / "r.jsonl")] == ["batched"]

@@ -1,0 +1,75 @@
+"""`magicdec recurrent`: what is refused before any rank starts, in one line; the predicted round;
+and what a stage needs of the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from magicdec.cli.serving.recurrent import parse
+from magicdec.distributed.groups import Launch
+from magicdec.pipeline.metrics import StageUse, predict_round, ring_metrics
+from magicdec.pipeline.prepare import prepare
+
+FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "4", "--device", "cpu")
+
+
+def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
+    launch = Launch(0, world_size, 0, world_size)
+    asked = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl"), *words], launch)
+    return prepare(asked.config, asked.options, launch)
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "expected"),
+    [
+        (["--layer_split", "3,2"], 2, "--layer_split 3,2 adds up to 5 layers; the model has 6"),
+        (["--layer_split", "0.5,0.4"], 2, "--layer_split 0.5,0.4 adds up to 0.9"),
+        (["--layer_split", "2,2,2"], 2, "--layer_split 2,2,2 names 3 stages, but 2 ranks"),
+        (["--layer_split", "2,4"], 3, "among which 3 ranks cannot be divided evenly"),
+        (["--layer_split", "6,0"], 2, "--layer_split 6,0 leaves stage 1 without a layer"),
+        (["--layer_split", "half"], 1, "--layer_split half is not known"),
+        ([], 7, "--num_requests 4 is less than the samples in flight, --n_samples 7"),
+        (["--num_requests", "7"], 7, "7 stages cannot share 6 layers"),
+        (["--n_samples", "3", "--B", "2"], 2, "--n_samples 3 is not a multiple of --B 2"),
+        (["--n_samples", "6"], 2, "--num_requests 4 is less than the samples in flight"),
+        (["--n_samples", "0"], 2, "--n_samples 0 is too small"),
+        (["--B", "0"], 2, "--B 0 is too small"),
+        (["--baselines", "fast"], 2, "--baselines fast is not known; choose from sequential"),
+        (["--baselines", "tensor_parallel"], 1, "tensor_parallel needs several ranks"),
+        (["--native_steps", "on"], 2, "--native_steps on"),
+        (["--prefix_len", "1000000"], 2, "exceeds"),
+        (["--model", "random:llama-3.1-8b", "--layer_split", "16,15"], 2, "adds up to 31 layers"),
+        (["--output_len", "0"], 2, "--output_len 0"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    words: list[str], world_size: int, expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        prepared(tmp_path, *words, world_size=world_size)
+    assert expected in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_round_is_bound_by_the_slowest_stage_or_by_all() -> None:
+    assert predict_round([0.01, 0.02], 0.001, 1) == pytest.approx(0.032)
+    assert predict_round([0.01, 0.02], 0.001, 2) == pytest.approx(0.04)
+    assert predict_round([0.01], 0.0, 3) == pytest.approx(0.03)
+
+
+def test_metrics_of_a_ring() -> None:
+    uses = [StageUse(10.0, 1.0, 4.0, 100, 7), StageUse(10.0, 5.0, 2.0, 100, 9)]
+    ring = ring_metrics([1, 2], 1, (2, 3), uses, 64, 0.0005, 80.5)
+    assert ring.busy == [0.9, 0.5] and ring.sent_bytes == [7, 9]
+    assert ring.decode_ms == [pytest.approx(40), pytest.approx(20)]
+    assert ring.predicted_round_ms == pytest.approx(80) and ring.link_ms == pytest.approx(0.5)
+    empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, 0.0, 0, 0)], 64, None, None)
+    assert empty.busy == [0.0] and empty.predicted_round_ms == 0.0
+
+
+def test_one_rank_has_no_tensor_parallelism_to_compare_with(tmp_path: Path) -> None:
+    for world_size, count in ((1, 3), (2, 4)):
+        asked = parse(["--out", str(tmp_path / "r.jsonl")], Launch(0, world_size, 0, world_size))
+        assert len(asked.options.passes) == count and asked.options.passes[-1] == "ring"
