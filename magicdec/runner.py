@@ -30,7 +30,6 @@ Watch = Callable[[int, Tensor], None]
 """A function that is called for each layer of a forward with the layer and its attention weights
 [B, G, blocks], as `AttentionBackend.run_with_weights` returns them."""
 
-
 QueryWatch = Callable[[int, Tensor], None]
 """A function that is called for each layer with its queries [B, T, H, D] after RoPE, before the
 layer computes attention."""
@@ -96,11 +95,9 @@ class ModelRunner:
     def with_cache(self, max_tokens: int, kv_dtype: torch.dtype | None = None) -> ModelRunner:
         """A runner for the same model with its own cache of `max_tokens` tokens for each row. Both
         runners share their counts."""
-        kv_dtype = kv_dtype or self.kv_dtype
-        backend = copy(self.backend)
         runner = replace(
-            self, backend=backend, max_tokens=max_tokens, kv_dtype=kv_dtype,
-            block_tokens=None, num_blocks=None,
+            self, backend=copy(self.backend), max_tokens=max_tokens,
+            kv_dtype=kv_dtype or self.kv_dtype, block_tokens=None, num_blocks=None,
         )  # fmt: skip
         runner.counts = self.counts
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
@@ -111,12 +108,17 @@ class ModelRunner:
         tokens; all rows can at one time, unless the pool was given fewer blocks."""
         block_size = self.backend.block_size(self.block_tokens or self.max_tokens)
         blocks_per_row = -(-self.max_tokens // block_size)
-        num_blocks = self.num_rows * blocks_per_row
-        return block_size, blocks_per_row, self.num_blocks or num_blocks
+        return block_size, blocks_per_row, self.num_blocks or self.num_rows * blocks_per_row
 
     def allocate(self, row: int) -> None:
         """Allocate `max_tokens` tokens in a row that was released before."""
         self.cache.allocate(row, self.max_tokens)
+
+    def move_row(self, source: int, target: int) -> int:
+        """Let row `target`, which is free, hold what `source` holds. Returns the bytes copied."""
+        if self.prompt_queries is not None:
+            self.prompt_queries.move(source, target)
+        return self.cache.move(source, target)
 
     @torch.inference_mode()
     def forward(
@@ -137,8 +139,7 @@ class ModelRunner:
         tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
         is counted separately as well.
         """
-        num_new = token_ids.shape[1]
-        rows = BatchRows.of(rows, self.device)
+        num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy or self.policy, num_new, committed, self.window)
         if self.executor is not None and num_new <= self.executor.most_tokens:
             logits, keys = self.executor.forward(
@@ -185,8 +186,7 @@ class ModelRunner:
         `count` calls of `forward`: the first with token_ids [B, T], the others with the newest
         draft. All tokens but the last draft are appended to `rows`."""
         assert self.executor is not None, "asked of a runner that can chain"
-        rows = BatchRows.of(rows, self.device)
-        num_new = token_ids.shape[1]
+        num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window)
         drafts, keys = self.executor.draft(token_ids, view, self.offsets, count)
         self.cache.advance(rows, num_new + count - 1)
@@ -235,8 +235,7 @@ class ModelRunner:
         A forward with another T may round K and V differently, so the old K and V are saved and
         written back: the cache stays equal to the bit.
         """
-        cache = self.cache
-        rows = BatchRows.of(rows, self.device)
+        cache, rows = self.cache, BatchRows.of(rows, self.device)
         before = cache.lengths_of(rows).plus(-token_ids.shape[1])
         steps = torch.arange(token_ids.shape[1], device=self.device)
         slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)

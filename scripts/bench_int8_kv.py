@@ -28,7 +28,6 @@ from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
 from magicdec.console import make_progress
-from magicdec.decoding.recorder import Eager
 from magicdec.decoding.speculative import Speculative
 from magicdec.decoding.steps import Steps
 from magicdec.distributed.groups import Group, read_launch
@@ -157,7 +156,7 @@ def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Sample
         for budget, dtype in found:
             own = None if dtype == torch.bfloat16 else dtype
             drafter = SelfDrafter(CopiedKV(runner, SnapKV(budget, WINDOW), own))
-            steps = Steps(runner, drafter, Clock(), Eager())
+            steps = Steps(runner, drafter, Clock())
             ways[budget, dtype] = Speculative(runner, drafter, FixedLength(args.gamma), steps)
             ways[budget, dtype].admit(batch)
         for number in range(args.steps):

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 
 from magicdec.decoding.calibration import measure_steps
+from magicdec.decoding.captured_steps import CapturedSteps
+from magicdec.decoding.padded_steps import PaddedSteps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
@@ -44,6 +46,13 @@ class Speculative:
         ended = [row for row in rows if self._running.pop(row, None) is not None]
         self.steps.release(ended)
 
+    def move(self, source: int, target: int) -> int:
+        """A row whose text is not complete yet is nothing to the drafter."""
+        if source not in self._running:
+            return 0
+        self._running[target] = self._running.pop(source)
+        return self.steps.move(source, target)
+
     def step(self, batch: Batch) -> StepOutput:
         """Every row emits one token, and one more for each draft that it accepts."""
         count = self.draft_length.choose(batch)
@@ -74,12 +83,21 @@ def speculative(setup: Setup) -> Speculative:
         setup.decoding.drafter, DraftSetup(runner, setup.decoding, setup.kv, setup.draft)
     )
     length = setup.draft_length or make_draft_length(setup.decoding, runner.group, runner.device)
-    steps = Steps(runner, drafter, setup.phase, setup.recorder, setup.is_in_flight)
-    return Speculative(runner, drafter, length, steps)
+    return Speculative(runner, drafter, length, make_steps(setup, drafter))
 
 
 def autoregressive(setup: Setup) -> Speculative:
     """One token for each row in each step: the baseline, whose tokens every other strategy must
     reproduce."""
-    steps = Steps(setup.runner, None, setup.phase, setup.recorder, setup.is_in_flight)
-    return Speculative(setup.runner, None, FixedLength(0), steps)
+    return Speculative(setup.runner, None, FixedLength(0), make_steps(setup, None))
+
+
+def make_steps(setup: Setup, drafter: Drafter | None) -> Steps:
+    """The steps that the setup asks for."""
+    if setup.recorder.captures:
+        assert not setup.computes_ended, "refused before"
+        return CapturedSteps(
+            setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight
+        )  # fmt: skip
+    kind = PaddedSteps if setup.computes_ended else Steps
+    return kind(setup.runner, drafter, setup.phase, setup.is_in_flight)

@@ -108,6 +108,11 @@ class Drafter(Protocol):
         """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`."""
         ...
 
+    def move(self, source: int, target: int) -> int:
+        """The request in row `source` of the target's cache is in row `target` now. Returns the
+        bytes that the drafter has copied."""
+        ...
+
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended."""
         ...

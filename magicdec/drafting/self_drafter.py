@@ -57,5 +57,8 @@ class SelfDrafter:
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         self.draft_kv.commit(rows, lengths)
 
+    def move(self, source: int, target: int) -> int:
+        return self.draft_kv.move(source, target)
+
     def release(self, rows: Sequence[int]) -> None:
         self.draft_kv.release(rows)

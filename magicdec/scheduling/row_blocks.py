@@ -42,6 +42,12 @@ class RowBlocks:
         self._enough[row] = held * self.limits.block_size - self.limits.step_tokens
         self.short.pop(row, None)
 
+    def move(self, source: int, target: int) -> None:
+        self.held[target], self._enough[target] = self.held[source], self._enough[source]
+        if source in self.short:
+            self.short[target] = self.short[source]
+        self.release(source)
+
     def release(self, row: int) -> None:
         self.held[row] = 0
         self.short.pop(row, None)

@@ -126,6 +126,14 @@ class Scheduler:
                 self.blocks.grow(request.row, request.num_cached)
         return replace(output, token_ids=appended)
 
+    def move(self, source: int, target: int) -> None:
+        """The request in row `source` is in row `target` now."""
+        request = self.rows[source]
+        assert request is not None and self.rows[target] is None, "a request moves to a free row"
+        self.rows[source], self.rows[target], request.row = None, request, target
+        self.blocks.move(source, target)
+        self._repeated = None
+
     def rewind(self, requests: Sequence[Request]) -> None:
         """Go on with `requests`, which have rows. Nothing else waits or runs."""
         self.waiting.clear()

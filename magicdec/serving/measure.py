@@ -32,11 +32,13 @@ def measure(
     progress = make_progress(prepared.launch.rank == 0)
     num_tokens = sum(shape.output_len - 1 for shape in options.shapes)
     with session_of(prepared) as session:
-        prepared, server = make_server(prepared, options, session, progress)
-        server.warm_up()
+        prepared, server = make_server(
+            prepared, options, session, progress, {p.compaction for p in passes}
+        )
+        server.warm_up(passes[0])
         for each in passes:
             if each.is_drafting:
-                server.warm_up(is_drafting=True)
+                server.warm_up(each)
             with progress.task(each.mode, num_tokens) as advance:
 
                 def observe(output: StepOutput, seconds: float) -> None:

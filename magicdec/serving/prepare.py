@@ -6,7 +6,7 @@ Must not know the flags, nor what is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from magicdec.names import BASELINE
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.memory import check_memory
 from magicdec.serving.options import ServingOptions
+from magicdec.serving.passes import Pass
 from magicdec.serving.server import Server
 from magicdec.setup.loading import LoadedModels, make_draft, make_target
 from magicdec.setup.prepare import Known, Prepared, complete, find
@@ -58,7 +59,11 @@ def prepare(
 
 
 def make_server(
-    prepared: Prepared, options: ServingOptions, session: RankSession, progress: Progress
+    prepared: Prepared,
+    options: ServingOptions,
+    session: RankSession,
+    progress: Progress,
+    compactions: Collection[str],
 ) -> tuple[Prepared, Server]:
     """Load this rank's part of the models and allocate the KV caches. Returns the run with its
     measured backend too."""
@@ -67,24 +72,28 @@ def make_server(
     config = settle(prepared.config, source.config, draft_model, groups.target, device)
     prepared = replace(prepared, config=config)
     tokens, models = max_tokens(config), LoadedModels(device, progress)
-    sizes = tokens, options.block_tokens, options.cache_tokens
-    runner = make_target(config, source, groups.target, models, *sizes)
+    sizes, spare_blocks = (tokens, options.block_tokens, options.cache_tokens), 0
+    if "none" in compactions:
+        if config.decoding.cuda_graphs == "on":
+            raise ValueError("--compaction none: a step is not captured; choose --cuda_graphs off")
+        spare_blocks = 1
+    runner = make_target(config, source, groups.target, models, *sizes, spare_blocks)
     draft = make_draft(prepared, groups, tokens, models)
     shape = runner.cache.shape
-    limits = Limits(
-        tokens, shape.block_size, shape.num_blocks, prefill_tokens=options.prefill_tokens
-    )
+    num_blocks = shape.num_blocks - spare_blocks
+    limits = Limits(tokens, shape.block_size, num_blocks, prefill_tokens=options.prefill_tokens)
 
-    def strategy(is_drafting: bool) -> DecodingStrategy:
+    def strategy(each: Pass) -> DecodingStrategy:
         runner.prompt_queries = None
-        if is_drafting and config.decoding.drafter == "self":
+        if each.is_drafting and config.decoding.drafter == "self":
             keep_queries(runner, config.kv)
         captures = config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(device) if captures else Eager()
         setup = Setup(
-            runner, config.decoding, config.kv, draft=draft, recorder=recorder, is_in_flight=True
+            runner, config.decoding, config.kv, draft=draft, recorder=recorder, is_in_flight=True,
+            computes_ended=each.compaction == "none",
         )  # fmt: skip
-        return make_strategy(config.decoding.strategy if is_drafting else BASELINE, setup)
+        return make_strategy(config.decoding.strategy if each.is_drafting else BASELINE, setup)
 
     prompts, chunk = prepared.workload.prompts, config.attention.prefill_chunk
     window_s = (options.window_ms or 0.0) / 1e3

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from magicdec.names import COMPACTION
 from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.workload import WorkloadRecord
@@ -45,7 +46,7 @@ class ServingRecord:
     )
     config: dict[str, Any] = recorded(
         "the resolved configuration as in a run's record, in which no value is `auto`; `workload` "
-        "has `batching` and the flags of this command"
+        "has `batching`, `compaction` and the flags of this command"
     )
     environment: Environment = recorded("the machine, the software and the launch")
     workload: WorkloadRecord = recorded(
@@ -67,9 +68,11 @@ class ServingRecord:
 
     @property
     def name(self) -> str:
-        """The batching, and the drafter if there is one."""
-        drafter, batching = self.config["decoding"]["drafter"], self.config["workload"]["batching"]
-        return f"{batching}, {drafter}" if drafter else str(batching)
+        """The batching, the drafter if there is one, and a compaction other than the default."""
+        drafter, workload = self.config["decoding"]["drafter"], self.config["workload"]
+        compaction = workload.get("compaction", COMPACTION)
+        parts = workload["batching"], drafter, None if compaction == COMPACTION else compaction
+        return ", ".join(str(part) for part in parts if part)
 
 
 def status_of(num_differing: int, dtype: str) -> str:

@@ -47,7 +47,14 @@ def make_record(
     return ServingRecord(
         status=status,
         config={name: config[name] for name in kept}
-        | {"workload": {"batching": each.mode, **asked, **options.describe()}},
+        | {
+            "workload": {
+                "batching": each.mode,
+                "compaction": each.compaction,
+                **asked,
+                **options.describe(),
+            }
+        },
         environment=environment,
         workload=prepared.describe_workload(),
         reference=first.mode,

@@ -48,7 +48,7 @@ class Server:
     runner: ModelRunner
     limits: Limits
     prefill_chunk: int
-    make_strategy: Callable[[bool], DecodingStrategy]
+    make_strategy: Callable[[Pass], DecodingStrategy]
     prompts: Sequence[tuple[int, ...]]
     shapes: Sequence[RequestShape]
     window_s: float = 0.0
@@ -60,8 +60,10 @@ class Server:
         """Serve all requests in one pass. Raises ValueError, before the first step, if a request
         can never be served."""
         clock, counts, limits = self.make_clock(), StepCounts(), self.limits_of(each.is_drafting)
-        engine = Engine(self.runner, self.prefill_chunk, limits, clock=clock)
-        strategy, batching = self.make_strategy(each.is_drafting), load_batching(each.mode)
+        engine = Engine(
+            self.runner, self.prefill_chunk, limits, clock=clock, compaction=each.compaction
+        )
+        strategy, batching = self.make_strategy(each), load_batching(each.mode)
         shared = GroupClock(clock, self.runner.group, self.runner.device)
         begin_s = shared.now()
         requests = make_requests(self.prompts, self.shapes, begin_s, self.sampling)
@@ -74,20 +76,22 @@ class Server:
         is_reset = reset_peak_memory(self.runner.device)
         batching(serve, requests, shared, self.runner.num_rows, self.window_s)
         peak = peak_memory_bytes(self.runner.device) if is_reset else None
+        counts.num_moves, counts.moved_bytes = engine.num_moves, engine.moved_bytes
         peaks = self.runner.group.all_gather_object(peak)
         return Served(requests, counts, begin_s, None if None in peaks else sum(peaks))
 
-    def warm_up(self, is_drafting: bool = False) -> None:
+    def warm_up(self, each: Pass) -> None:
         """Serve the first requests once, unmeasured and shortened, so that the first batching does
         not pay for what happens once."""
-        engine = Engine(self.runner, self.prefill_chunk, self.limits_of(is_drafting))
+        limits = self.limits_of(each.is_drafting)
+        engine = Engine(self.runner, self.prefill_chunk, limits, compaction=each.compaction)
         most = self.prefill_chunk
         short = [
             RequestShape(0.0, min(most, s.prompt_len), min(WARM_UP_TOKENS, s.output_len))
             for s in self.shapes[: self.runner.num_rows]
         ]
         place = self.prompts[: len(short)], short, engine.clock.now(), self.sampling
-        engine.serve(self.make_strategy(is_drafting), make_requests(*place))
+        engine.serve(self.make_strategy(each), make_requests(*place))
 
     def limits_of(self, is_drafting: bool) -> Limits:
         drafts = self.num_draft_tokens if is_drafting else 0

@@ -130,16 +130,20 @@ def make_target(
     max_tokens: int,
     block_tokens: int | None = None,
     cache_tokens: int | None = None,
+    spare_blocks: int = 0,
 ) -> ModelRunner:
     """A runner of the target for a batch of at most `max_tokens` tokens a row. `block_tokens` is
     the size of a block of its cache, and `cache_tokens` what the cache holds of all rows together,
-    each rounded up; by default, every row has room for `max_tokens`."""
+    each rounded up; by default, every row has room for `max_tokens`. `spare_blocks` come on top."""
     kinds = kinds_of(config.model, config.model.target_dtype)
     model, backend = models.get(source, group, kinds), make_backend(config.attention.backend)
     place = model, backend, group, config.workload.batch_size, max_tokens
-    executor, num_blocks = make_executor(kinds, model, group), None
+    executor = make_executor(kinds, model, group)
+    size = backend.block_size(block_tokens or max_tokens)
+    num_blocks = config.workload.batch_size * -(-max_tokens // size)
     if cache_tokens is not None:
-        num_blocks = -(-cache_tokens // backend.block_size(block_tokens or max_tokens))
+        num_blocks = -(-cache_tokens // size)
+    num_blocks += spare_blocks
     return ModelRunner(*place, executor=executor, block_tokens=block_tokens, num_blocks=num_blocks)
 
 

@@ -34,7 +34,7 @@ from magicdec.drafting.draft_length import Measure
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.hardware.clock import VirtualClock
-from magicdec.names import ADMISSION_ORDERS, load_named
+from magicdec.names import ADMISSION_ORDERS, COMPACTIONS, load_named
 from magicdec.request import Batch, Request, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Plan
@@ -94,9 +94,12 @@ class Schedule:
     limits: Limits
     order: str
     chunk: int
+    compaction: str
 
 
-def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend) -> Schedule:
+def draw_schedule(
+    random: Random, drafter: str | None, backend: AttentionBackend, compaction: str
+) -> Schedule:
     """Blocks hold 8 tokens (64 under native attention); the smallest pool has just the blocks of
     the largest request."""
     # Speculation keeps the distribution of sampled tokens, not the tokens.
@@ -109,20 +112,21 @@ def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend
         request = replace(request, request_id=number, priority=random.randint(0, 3))
         request.arrived_s = random.uniform(0, spread)
         requests.append(request)
-    num_rows, blocks = random.randint(2, 4), {}
+    num_rows, blocks, spare = random.randint(2, 4), {}, int(compaction == "none")
     step_tokens = 1 if drafter is None else 1 + MOST_DRAFTS
     if random.random() < 0.75:
         size = backend.block_size(8)
         needed = [len(r.prompt_ids) + r.sampling.max_new_tokens + step_tokens for r in requests]
         blocks = {"block_tokens": 8, "num_blocks": -(-max(needed) // size) + random.randint(0, 1)}
     runner = replace(make_runner(MODEL, num_rows, MAX_TOKENS, backend), **blocks)
+    runner = replace(runner, num_blocks=runner.cache.shape.num_blocks + spare)
     limits = Limits(
         MAX_TOKENS, runner.cache.shape.block_size,
-        runner.cache.shape.num_blocks if blocks else None, step_tokens,
+        runner.cache.shape.num_blocks - spare if blocks else None, step_tokens,
         random.choice((None, 1, 6, 16)), random.choice((None, None, 1, 2)),
     )  # fmt: skip
     order = random.choice(list(ADMISSION_ORDERS))
-    return Schedule(requests, runner, limits, order, random.choice((3, 8, 64)))
+    return Schedule(requests, runner, limits, order, random.choice((3, 8, 64)), compaction)
 
 
 def lone_output(request: Request) -> list[int]:
@@ -149,11 +153,13 @@ def serve(
     setup = Setup(
         runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
         draft_length=RandomLength(random), recorder=Recorder() if records else Eager(),
-        is_in_flight=True,
+        is_in_flight=True, computes_ended=schedule.compaction == "none",
     )  # fmt: skip
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
     order = load_named(ADMISSION_ORDERS, schedule.order)
-    engine = Engine(runner, schedule.chunk, schedule.limits, order, VirtualClock())
+    engine = Engine(
+        runner, schedule.chunk, schedule.limits, order, VirtualClock(), schedule.compaction
+    )
     scheduler, execute = engine.scheduler, engine.execute
 
     def checked(plan: Plan, *args: object) -> None:
@@ -164,12 +170,17 @@ def serve(
         budget = schedule.limits.prefill_tokens
         assert budget is None or sum(p.stop - p.start for p in plan.parts) <= budget
         execute(plan, *args)
+        taken = [row for row, request in enumerate(scheduler.rows) if request is not None]
+        if schedule.compaction == "window" and taken:
+            assert taken == list(range(taken[0], taken[-1] + 1)), "the rows are adjacent"
         if schedule.limits.num_blocks is not None:
             held = [len(blocks) for blocks in runner.cache.blocks]
             assert held == scheduler.blocks.held and sum(held) <= schedule.limits.num_blocks
 
     engine.execute = checked  # type: ignore[method-assign,assignment]
     engine.serve(strategy, schedule.requests)
+    seen["moved"] += engine.num_moves
+    assert (engine.moved_bytes > 0) == (engine.num_moves > 0) <= (schedule.compaction == "window")
     assert not any(runner.cache.blocks), "every block is free again"
     assert {r.status for r in schedule.requests} == {Status.FINISHED}
     assert all(r.arrived_s <= r.first_token_s <= r.finished_s for r in schedule.requests)
@@ -187,7 +198,11 @@ def check_seeds(
         )
         if records:
             backend = SDPABackend(8)
-        schedule = draw_schedule(random, drafter, backend)
+        # Captured steps compute no rows that others may have taken.
+        compactions = COMPACTIONS[:2] if records else COMPACTIONS
+        compaction = compactions[seed % len(compactions)]
+        seen[compaction] += 1
+        schedule = draw_schedule(random, drafter, backend, compaction)
         seen += serve(schedule, drafter, kv, random, records)
         for request in schedule.requests:
             expected = lone_output(request)
@@ -204,9 +219,10 @@ def check_seeds(
 def test_each_request_emits_the_tokens_of_its_lone_run(
     drafter: str | None, kv: KVSection, seeds: range
 ) -> None:
-    """506 schedules in all."""
+    """506 schedules in all, a third of them under each compaction."""
     seen = check_seeds(seeds, drafter, kv)
-    assert min(seen[what] for what in ("preempted", "joined", "both")) > 0, seen
+    assert min(seen[what] for what in ("preempted", "joined", "both", *COMPACTIONS)) > 0, seen
+    assert seen["moved"] or len(seeds) < 9, "rows have moved"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.config.sections import KVSection
-from magicdec.decoding.recorder import Eager
 from magicdec.decoding.speculative import Speculative
 from magicdec.decoding.steps import Steps
 from magicdec.drafting.draft_length import FixedLength
@@ -36,7 +35,7 @@ from magicdec.runner import ModelRunner
 
 def speculative(runner: ModelRunner, reader: WeighedBlocks, num_draft_tokens: int) -> Speculative:
     drafter = SelfDrafter(reader)
-    steps = Steps(runner, drafter, nullcontext, Eager())
+    steps = Steps(runner, drafter, nullcontext)
     return Speculative(runner, drafter, FixedLength(num_draft_tokens), steps)
 
 

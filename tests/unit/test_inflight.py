@@ -13,12 +13,12 @@ from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
 from magicdec.cli.serving.flags import Asked, parse
 from magicdec.cli.serving.inflight import Kept, main, measure
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.engine import Engine, Observer
 from magicdec.hardware.clock import VirtualClock
 from magicdec.memory.check import needed
-from magicdec.names import BASELINE, BATCHINGS
+from magicdec.names import BASELINE, BATCHINGS, COMPACTIONS
 from magicdec.records.writing import to_json
 from magicdec.request import Request, SamplingParams, Status
 from magicdec.runner import ModelRunner
@@ -75,10 +75,16 @@ def test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends() -> None:
 def make_server(num_rows: int, **limits: int) -> tuple[ModelRunner, Server]:
     runner = make_runner(tiny_transformer(seed=1), num_rows, MAX_TOKENS)
     shape = runner.cache.shape
+    runner = replace(runner, num_blocks=shape.num_blocks + 1)  # one of them is spare
     setup = Setup(runner, DecodingSection(), KVSection("full"), is_in_flight=True)
+
+    def strategy(each: Pass) -> DecodingStrategy:
+        of_pass = replace(setup, computes_ended=each.compaction == "none")
+        return make_strategy(BASELINE, of_pass)
+
     server = Server(
         runner, Limits(MAX_TOKENS, shape.block_size, shape.num_blocks, **limits), 16,
-        lambda is_drafting: make_strategy(BASELINE, setup), PROMPTS, SHAPES, window_s=0.02,
+        strategy, PROMPTS, SHAPES, window_s=0.02,
         make_clock=lambda: VirtualClock(1e-3),
     )  # fmt: skip
     return runner, server
@@ -99,7 +105,7 @@ def lone_outputs() -> list[list[int]]:
 
 def test_every_batching_serves_the_tokens_of_lone_runs() -> None:
     runner, server = make_server(num_rows=3, prefill_tokens=16)
-    server.warm_up()
+    server.warm_up(Pass("sequential"))
     expected, served = lone_outputs(), dict[str, Served]()
     for mode in BATCHINGS:
         served[mode] = server.serve(Pass(mode))
@@ -113,6 +119,23 @@ def test_every_batching_serves_the_tokens_of_lone_runs() -> None:
     assert found["inflight"].mean_ttft_ms == min(one.mean_ttft_ms for one in found.values())
     # Static batches wait for their last request, which arrives at 200 ms.
     assert found["static"].makespan_s >= found["inflight"].makespan_s >= 0.2
+
+
+def test_every_compaction_serves_the_tokens_of_lone_runs() -> None:
+    runner, server = make_server(num_rows=4, prefill_tokens=16)
+    expected, metrics, tokens = lone_outputs(), dict[str, ServingMetrics](), dict[str, int]()
+    for name in COMPACTIONS:
+        before = runner.counts.num_tokens
+        served = server.serve(Pass("inflight", compaction=name))
+        assert [r.output_ids for r in served.requests] == expected, name
+        metrics[name] = serving_metrics(served.requests, served.counts)
+        tokens[name] = runner.counts.num_tokens - before
+    moves = {name: one.num_moves for name, one in metrics.items()}
+    assert moves["gather"] == moves["none"] == 0 < moves["window"]
+    # A row of the block table has one block, and there is one length, of 8 bytes each.
+    assert metrics["window"].moved_bytes == 16 * moves["window"]
+    assert tokens["gather"] == tokens["window"] < tokens["none"], "ended rows are computed"
+    assert len({one.num_steps for one in metrics.values()}) == 1
 
 
 def test_steps_that_are_counted_are_those_of_the_clock() -> None:
@@ -153,6 +176,12 @@ def test_other_tokens_are_found() -> None:
         ("--window_ms 5 --modes static", "--window_ms 5.0 does nothing: --modes has no dynamic"),
         ("--modes static fast", "--modes fast is not known; choose from sequential, static, "),
         ("--modes static static", "--modes names static twice"),
+        ("--compaction tight", "--compaction tight is not known; choose from gather, window, none"),
+        ("--compaction none none", "--compaction names none twice; name each once"),
+        (
+            "--compaction gather none --modes static",
+            "--compaction gather none: several are compared",
+        ),
         ("--goodput speed:3", "--goodput speed:3 is not known; choose from ttft:MS, tpot:MS, "),
         ("--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
         ("--out .", "--out .: Is a directory"),
@@ -233,14 +262,17 @@ def test_a_trace_is_served_and_recorded(
         *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
         *("--arrival", f"trace:{trace}", "--max_concurrency", "3", "--prefill_tokens", "32"),
         *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3"),
+        *("--compaction", *COMPACTIONS),
         *("--draft", "self", "--budget", "20", "--num_sink_tokens", "4", "--gamma", "3"),
         *("--goodput", "ttft:100000", "e2el:0.001", "--out", str(out)),
     ], ALONE)  # fmt: skip
     records, num_kept = measured(asked)
-    assert num_kept == len(records) == len(BATCHINGS) + 1
+    assert num_kept == len(records) == len(BATCHINGS) + len(COMPACTIONS)
     assert out.read_text() == "".join(to_json(record) + "\n" for record in records)
     read = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [record.name for record in records] == [*BATCHINGS, "inflight, self"]
+    assert [record.name for record in records] == [
+        *BATCHINGS, "inflight, window", "inflight, none", "inflight, self",
+    ]  # fmt: skip
     for record in read:
         assert (record["kind"], record["schema_version"]) == ("serving", 2)
         assert (record["status"], record["num_differing"]) == ("ok", 0)
@@ -255,15 +287,15 @@ def test_a_trace_is_served_and_recorded(
         record.name: record.metrics.num_preemptions for record in records if record.metrics
     }
     assert preempted["sequential"] == 0 < preempted["inflight"]
-    assert [record["config"]["decoding"]["drafter"] for record in read] == [None] * 4 + ["self"]
-    assert read[4]["config"]["kv"]["budget"] == 20 and "kv" not in read[3]["config"]
+    assert [record["config"]["decoding"]["drafter"] for record in read] == [None] * 6 + ["self"]
+    assert read[-1]["config"]["kv"]["budget"] == 20 and "kv" not in read[3]["config"]
     check_table(records)
 
 
 def check_table(records: list[ServingRecord]) -> None:
     rows = dict(table_rows(records))
     assert len(rows) == len(ServingMetrics.__dataclass_fields__), "labels are distinct"
-    assert [len(cells) for cells in rows.values()] == [5] * len(rows)
+    assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)
     assert rows["in flight, mean"][0] == "1.00"
     assert verdict(records[0]) == "sequential: the reference of the others"
     assert verdict(records[3]) == "inflight: all 4 requests have the tokens of sequential"

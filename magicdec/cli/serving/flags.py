@@ -18,11 +18,11 @@ from magicdec.cli.serving.flover_ini import FloverIni, read_flover_ini
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
-from magicdec.names import BATCHINGS
+from magicdec.names import BATCHINGS, COMPACTION
 from magicdec.records.writing import check_writable
 from magicdec.serving.metrics import GOODPUT_OF, parse_goodput
 from magicdec.serving.options import WINDOWED, ServingOptions, check_modes
-from magicdec.serving.passes import DRAFTED, Pass, make_passes
+from magicdec.serving.passes import DRAFTED, Pass, check_compactions, make_passes
 from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
 from magicdec.workload.request_shapes import (
     DEFAULT_NUM_REQUESTS,
@@ -80,6 +80,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         if "." in dest and reason is not None:
             raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
     check_modes(modes)
+    check_compactions(args.compaction, modes)
     if args.window_ms is not None and WINDOWED not in modes:
         raise ValueError(f"--window_ms {args.window_ms} does nothing: --modes has no {WINDOWED}")
     arrival = parse_arrival(args.arrival)
@@ -99,7 +100,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     )
     if launch.rank == 0:
         check_writable("--out", args.out)
-    passes = make_passes(modes, config.decoding.drafter is not None)
+    passes = make_passes(modes, config.decoding.drafter is not None, args.compaction)
     return Asked(config, options, tuple(passes), args.out, ini)
 
 
@@ -152,6 +153,11 @@ def add_serving(parser: Parser) -> None:
         help="requests that are prefilled or decoded together at most [8]")  # fmt: skip
     add("--prefill_tokens", type=int, default=512, metavar="N",
         help="prompt tokens that a step prefills at most, beside its decoding [512]")  # fmt: skip
+    add("--compaction", nargs="+", default=[COMPACTION], metavar="NAME",
+        help="how the rows of the running batch stay dense: by an index of the rows (gather), by "
+        "moving the fewest rows into a contiguous window (window), or not at all, so that rows "
+        "that have ended are computed for nothing (none). Requests in flight are served under each "
+        f"that is named; all else takes the first [{COMPACTION}]")  # fmt: skip
     add("--window_ms", type=float, metavar="MS",
         help=f"{WINDOWED} batching: how long the first request of a batch waits for others "
         f"[{WINDOW_MS:.0f}]")  # fmt: skip

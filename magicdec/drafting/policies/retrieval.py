@@ -102,6 +102,15 @@ class RetrievedBlocks(BlockKV):
         found = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
         return found, torch.arange(len(rows))
 
+    def move(self, source: int, target: int) -> int:
+        super().move(source, target)
+        self._complete[target] = self._complete[source]
+        self._committed[target] = self._committed[source]
+        for state in (self._query, self._mean_keys):
+            state[:, target] = state[:, source]
+        kept = self._query[:, target], self._mean_keys[:, target], self._committed[target]
+        return sum(each.nbytes for each in kept)
+
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Keep the query of the last committed token that a verification showed."""
         before = self._committed[rows.index]

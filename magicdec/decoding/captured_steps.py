@@ -1,0 +1,181 @@
+"""CapturedSteps: decoding steps that are captured once and replayed (`cuda_graphs`).
+
+Owns what is captured, for which rows, and the tensors between a captured draft and the verification
+that follows. Must not know how a capture is made (`recorder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.decoding.recorder import Recorder, Work, record
+from magicdec.decoding.steps import ANY_NUMBER, Steps
+from magicdec.decoding.strategy import Phase
+from magicdec.device_batch import NEWEST, DeviceBatch
+from magicdec.drafting.drafter import Drafter
+from magicdec.kv.cache import BatchRows
+from magicdec.request import Batch
+from magicdec.runner import ModelRunner
+from magicdec.sampling.model_tokens import Proposal
+
+MOST_CAPTURED = 16  # sets of rows whose captured steps are kept
+
+Works = dict[tuple[str, int, int], Work]
+
+
+class CapturedSteps(Steps):
+    """Rows that have ended stay in the batch until the next batch is admitted. They are still
+    computed, but read nothing of their context. If requests join and leave a running batch
+    (`is_in_flight`), the memory of such a row may be another's already. Steps are then captured for
+    each set of rows, and used again when these rows run again.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        phase: Phase,
+        recorder: Recorder,
+        is_in_flight: bool = False,
+    ) -> None:
+        super().__init__(runner, drafter, phase, is_in_flight)
+        self.recorder = recorder
+        self._captures_drafts = drafter is not None and drafter.can_capture
+        self._works: Works = {}
+        self._captured: dict[tuple[int, ...], tuple[DeviceBatch, Works, Proposal]] = {}
+
+    @torch.inference_mode()
+    def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
+        """As `Steps.admit`. All steps are captured now. Each runs once before that, and what it
+        changed is undone."""
+        before = self._runners
+        self._find_runners(draft_lengths)
+        if list(map(id, before)) != list(map(id, self._runners)):
+            self._captured.clear()
+        self._take_captured(batch)
+        for count in draft_lengths:
+            self._work("verify", count, 0)
+            if count and self.drafter is not None and self._captures_drafts:
+                for pending in self.drafter.pending:
+                    self._work("draft", count, pending)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Unless others may join the batch, its rows keep their memory, because they are computed
+        until the whole batch has ended."""
+        if self.is_in_flight:
+            super().release(rows)
+
+    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        drafter = self.drafter
+        assert drafter is not None, "only a strategy with a drafter drafts"
+        most = NEWEST if self._captures_drafts else ANY_NUMBER
+        pending = drafter.prepare(batch.requests, num_draft_tokens, most)
+        if not self._captures_drafts:
+            uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
+            return drafter.propose(uncaptured, num_draft_tokens, pending)
+        # Indexing copies: the result of a replay lasts only until the next replay, but a proposal
+        # must last until the next draft.
+        ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]
+        drawn = self._pending_proposal.first(num_draft_tokens).probabilities
+        return Proposal(ids, None if drawn is None else drawn[self._place_index])
+
+    def _judged(self, proposal: Proposal | None) -> list[list[int]]:
+        count = 0 if proposal is None else self._hand_over(proposal)
+        verdict = self._read(self._work("verify", count, 0)())
+        if self.drafter is not None and not self._captures_drafts:
+            # The captured verification did not truncate the drafter's cache.
+            rows = BatchRows.of(self._rows, self.runner.device)
+            self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
+        return verdict
+
+    def _propose(self, count: int, pending: int) -> Tensor:
+        """The draft of a captured step: ids [B, K]. Their probabilities are copied to the pending
+        proposal, from which the captured verification reads them."""
+        assert self.drafter is not None, "only a strategy with a drafter drafts"
+        proposal = self.drafter.propose(self._batch, count, pending)
+        kept = self._pending_proposal.first(count).probabilities
+        if kept is not None:
+            assert proposal.probabilities is not None, "some rows are sampled"
+            kept.copy_(proposal.probabilities)
+        return proposal.ids
+
+    def _work(self, kind: str, count: int, pending: int) -> Work:
+        """One captured part of a step. It is captured when it is first needed."""
+        key = kind, count, pending
+        if key not in self._works:
+            batch = self._batch
+
+            def work() -> Tensor:
+                if kind == "draft":
+                    return self._propose(count, pending)
+                proposal = self._pending_proposal.first(count) if count else None
+                return self._verify(proposal, self._captures_drafts)
+
+            caches = [runner.cache.seq_lens for runner in self._runners]
+            state = [*caches, batch.newest, *batch.sampling.state]
+            if self.drafter is not None and self.drafter.draft_kv is not None:
+                state += self.drafter.draft_kv.state
+            counts = list({id(r.counts): r.counts for r in self._runners}.values())
+            self._works[key] = record(self.recorder, work, state, counts)
+        return self._works[key]
+
+    def _make_proposal(self) -> Proposal:
+        """The tensors that hold the drafts of captured steps between draft and verification."""
+        drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
+        drafter, probs = self.drafter, None
+        if drafter is not None and drafter.has_probabilities and self._batch.sampling.draws:
+            shape = *drafts.shape, self.runner.model.config.vocab_size
+            probs = drafts.new_zeros(shape, dtype=torch.float64)
+        return Proposal(drafts, probs)
+
+    def _hand_over(self, proposal: Proposal) -> int:
+        """Copy a proposal for the rows of the current batch to the tensors that captured steps
+        read. Returns the number of tokens that it has for each row."""
+        count = proposal.ids.shape[1]
+        kept = self._pending_proposal.first(count)
+        kept.ids.index_copy_(0, self._place_index, proposal.ids)
+        # If all rows are greedy, there are no probabilities.
+        if kept.probabilities is not None and proposal.probabilities is not None:
+            kept.probabilities.index_copy_(0, self._place_index, proposal.probabilities)
+        return count
+
+    def _take_captured(self, batch: Batch) -> None:
+        """Make `batch` the captured batch. Steps that were captured for the same rows are used
+        again if both batches are greedy; else the device batch has other tensors."""
+        rows = tuple(batch.rows)
+        batch_before = self._captured[rows][0] if rows in self._captured else None
+        self._load(batch)
+        if batch_before is not None and (
+            batch_before.sampling.is_greedy and self._batch.sampling.is_greedy
+        ):
+            self._batch, self._works, self._pending_proposal = self._captured[rows]
+            self._batch.load(batch)
+            return
+        self._works, self._pending_proposal = {}, self._make_proposal()
+        if self.is_in_flight:
+            self._captured.pop(rows, None)
+            while len(self._captured) >= MOST_CAPTURED:
+                del self._captured[next(iter(self._captured))]
+            self._captured[rows] = self._batch, self._works, self._pending_proposal
+
+    def _load(self, batch: Batch) -> None:
+        sizes = self._vocab_size, self.runner.device, self._most + 1
+        self._set_batch(DeviceBatch.of(batch, *sizes), batch)
+
+    def _show(self, batch: Batch) -> None:
+        if batch.requests == self._shown:
+            return
+        if self.is_in_flight:
+            self._take_captured(batch)
+            return
+        self._set_batch(self._batch, batch)
+        ended = [row for row in self._batch.rows.numbers if row not in self._rows]
+        for runner in self._runners:
+            # Ended rows are still computed, so each needs room for the tokens that a step appends.
+            cache = runner.cache
+            most = cache.tokens_per_row - (self._most + 1) - 1
+            cache.truncate(ended, [min(cache.lengths[row], most) for row in ended])
+        self._batch.load(batch)
