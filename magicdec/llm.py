@@ -174,6 +174,11 @@ class Stream:
         self._num_read += 1
         return self._request.output_ids[self._num_read - 1]
 
+    def read(self) -> list[int]:
+        """The tokens that were emitted since the last read, without running a step."""
+        first, self._num_read = self._num_read, len(self._request.output_ids)
+        return self._request.output_ids[first:]
+
     @property
     def is_done(self) -> bool:
         """Whether the request has ended or was cancelled; tokens may still be unread."""

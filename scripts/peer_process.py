@@ -1,5 +1,5 @@
-"""Runs peers in separate processes for `bench_peers.py`: checks the Python interpreter, exports the
-model, and sends commands to the worker."""
+"""Runs peers in separate processes for `bench_peers.py` and `bench_serving_peers.py`: checks the
+Python interpreter, exports the model, and sends commands to the worker."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from peers import PEERS
+from peers.serving_peer import ServingSizes
 
 SCRIPT = Path(__file__).with_name("peer_worker.py")
 FIND = (
@@ -64,14 +66,13 @@ def last_line(text: str) -> str:
     return (text.strip().splitlines() or ["(no message)"])[-1]
 
 
-class Worker:
+class PeerProcess:
     """A loaded peer in its process, which ends when the context is left. Raises RuntimeError with
     the last line of its stderr if the peer does not answer."""
 
-    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+    def __init__(self, do: str, start: Start, dtype: str, sizes: Sequence[str]) -> None:
         self.name = start.name
-        numbers = map(str, (sizes.threads, sizes.max_tokens, sizes.batch))
-        command = [start.python, str(SCRIPT), "run", start.name, str(start.model), dtype, *numbers]
+        command = [start.python, str(SCRIPT), do, start.name, str(start.model), dtype, *sizes]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed on exit)
         self.process = subprocess.Popen(
             command,
@@ -80,9 +81,8 @@ class Worker:
             stderr=self.errors,
             text=True,
         )
-        ready = self._answer()
-        self.version: str = ready["version"]
-        self.can_verify: bool = ready["can_verify"]
+        self.ready = self._answer()
+        self.version: str = self.ready["version"]
 
     def ask(self, **command: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -90,7 +90,7 @@ class Worker:
         self.process.stdin.flush()
         return self._answer()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -114,6 +114,22 @@ class Worker:
             raise RuntimeError(f"{self.name} ended with code {code}: {message}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+class Worker(PeerProcess):
+    """A peer that decodes a fixed batch."""
+
+    def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+        numbers = (sizes.threads, sizes.max_tokens, sizes.batch)
+        super().__init__("run", start, dtype, [str(number) for number in numbers])
+        self.can_verify: bool = self.ready["can_verify"]
+
+
+class ServingWorker(PeerProcess):
+    """A peer that serves requests."""
+
+    def __init__(self, start: Start, dtype: str, sizes: ServingSizes) -> None:
+        super().__init__("serve", start, dtype, [json.dumps(asdict(sizes))])
 
 
 def started_here(name: str, model: Path) -> Start:

@@ -15,12 +15,13 @@ import torch
 from measuring import Timing, timing_of
 from peer_process import Sizes, Start, Worker, started_here
 from peers import PEERS
+from serving_trace import VOCAB
 
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.workload.workload import build_workload
 
-VOCAB, LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 4096, 6, 384, 6, 64, 1024
+LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 6, 384, 6, 64, 1024
 POSITIONS = 32768
 BATCH, CHECKED_PROMPT, CHECKED_TOKENS = 4, 200, 24
 VERIFIED = 4  # tokens per row in a verification

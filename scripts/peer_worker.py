@@ -1,14 +1,18 @@
-"""Runs one decoder of `bench_peers.py` in a process of its own, controlled by JSON lines.
+"""Runs one decoder of `bench_peers.py` or `bench_serving_peers.py` in a process of its own,
+controlled by JSON lines.
 
     python scripts/peer_worker.py run PEER MODEL_DIR DTYPE THREADS MAX_TOKENS BATCH
+    python scripts/peer_worker.py serve PEER MODEL_DIR DTYPE SIZES
     python scripts/peer_worker.py export PEER MODEL_DIR DIRECTORY
 
-Each command is one line with a JSON object: {"do": "prefill", "prompts": [[ids]]}, {"do": "step",
-"count": n}, {"do": "verify", "drafts": [[ids]], "count": n} or {"do": "generate", "prompts":
-[[ids]], "num_new": n} (prefill and decoding). Each answer is one line: {"seconds": [one per
-repetition], "tokens": [[ids emitted so far] per row], "verified": [[ids] per row] of the last
-verification}. The first line, before any command, has the version. The process ends at the end of
-its input.
+With `run`, each command is one line with a JSON object: {"do": "prefill", "prompts": [[ids]]},
+{"do": "step", "count": n}, {"do": "verify", "drafts": [[ids]], "count": n} or {"do": "generate",
+"prompts": [[ids]], "num_new": n} (prefill and decoding). Each answer is one line: {"seconds": [one
+per repetition], "tokens": [[ids emitted so far] per row], "verified": [[ids] per row] of the last
+verification}. With `serve`, SIZES is a JSON object with the fields of `ServingSizes`. Each command
+has the requests to serve, {"requests": [{"arrival_s", "prompt", "output_len"}]}, and its answer the
+tokens of each request and their times: {"served": [{"token_ids", "times_s"}]}. The first line,
+before any command, has the version. The process ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from peers import PEERS
 from peers.peer import Peer
+from peers.serving_peer import ServingPeer, ServingSizes, TimedRequest, serve_requests
 
 
 def perform(peer: Peer, command: dict[str, Any]) -> list[list[int]] | None:
@@ -40,7 +46,7 @@ def perform(peer: Peer, command: dict[str, Any]) -> list[list[int]] | None:
     return None
 
 
-def serve(peer: Peer, answers: TextIO) -> None:
+def decode(peer: Peer, answers: TextIO) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         seconds = []
@@ -52,21 +58,47 @@ def serve(peer: Peer, answers: TextIO) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
+def serve(peer: ServingPeer, answers: TextIO) -> None:
+    for line in sys.stdin:
+        requests = [TimedRequest(**one) for one in json.loads(line)["requests"]]
+        served = [asdict(one) for one in serve_requests(peer, requests)]
+        print(json.dumps({"served": served}), file=answers, flush=True)
+
+
 def run(name: str, model: str, dtype: str, *sizes: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr
+    answers = open_answers()
     peer: Peer = PEERS[name].load()(model, dtype, *map(int, sizes))
     ready = {"version": peer.version(), "can_verify": peer.can_verify}
     print(json.dumps(ready), file=answers, flush=True)
-    serve(peer, answers)
+    decode(peer, answers)
+
+
+def run_serving(name: str, model: str, dtype: str, sizes: str) -> None:
+    answers = open_answers()
+    peer: ServingPeer = PEERS[name].load_serving()(model, dtype, ServingSizes(**json.loads(sizes)))
+    print(json.dumps({"version": peer.version()}), file=answers, flush=True)
+    try:
+        serve(peer, answers)
+    finally:
+        peer.close()
+
+
+def open_answers() -> TextIO:
+    """Where answers are written. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
 
 
 def main() -> None:
     do, name, *rest = sys.argv[1:]
-    if do == "export":
-        PEERS[name].load().export(*map(Path, rest))
-    else:
-        run(name, *rest)
+    match do:
+        case "export":
+            PEERS[name].load().export(*map(Path, rest))
+        case "serve":
+            run_serving(name, *rest)
+        case _:
+            run(name, *rest)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,16 @@ def test_requests_emit_the_tokens_of_their_lone_runs(
     assert not llm.step(), "nothing is left"
 
 
+def test_reading_runs_no_step(expected: list[list[int]], tiny_checkpoint: Path) -> None:
+    llm = make_llm(tiny_checkpoint)
+    stream = llm.submit(PROMPTS[0], 100, ignore_eos=True)
+    assert stream.read() == []
+    assert [next(stream), *stream.read()] == expected[0][:1]
+    while llm.step():
+        pass
+    assert stream.read() == expected[0][1:] and stream.read() == list(stream) == []
+
+
 def test_a_cancelled_request_frees_its_memory_and_others_go_on(
     expected: list[list[int]], tiny_checkpoint: Path
 ) -> None:

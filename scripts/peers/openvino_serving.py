@@ -1,0 +1,65 @@
+"""OpenVINO GenAI's continuous batching pipeline, to which requests are added as they arrive. The
+model is exported by `openvino_genai.py`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from peers.serving_peer import ServingPeer, ServingSizes, TimedRequest
+
+SMALLEST_BLOCK = 16  # tokens; the plug-in chooses 16 or 32
+
+
+class OpenVINOServing(ServingPeer):
+    """KV cache and arithmetic in `dtype`. The other settings of the scheduler are its defaults:
+    parts of prompts are prefilled together with decoding (`dynamic_split_fuse`), 256 tokens in a
+    step, and prefix caching is off."""
+
+    def __init__(self, model: str, dtype: str, sizes: ServingSizes) -> None:
+        import openvino_genai
+
+        self.genai = openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        num_blocks = sizes.cache_tokens // SMALLEST_BLOCK + sizes.num_requests
+        scheduler.num_kv_blocks, scheduler.enable_prefix_caching = num_blocks, False
+        if sizes.batch_tokens is not None:
+            scheduler.max_num_batched_tokens = sizes.batch_tokens
+        if sizes.max_running is not None:
+            scheduler.max_num_seqs = sizes.max_running
+        short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        properties = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
+        properties["INFERENCE_NUM_THREADS"] = str(sizes.threads)
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+            model, scheduler, "CPU", properties
+        )
+        self.handles: dict[int, Any] = {}
+
+    def version(self) -> str:
+        return f"openvino-genai {self.genai.__version__}"
+
+    def submit(self, request_id: int, request: TimedRequest) -> None:
+        import numpy as np
+        import openvino
+
+        config = self.genai.GenerationConfig()
+        config.max_new_tokens, config.do_sample = request.output_len, False
+        config.ignore_eos = True
+        prompt = openvino.Tensor(np.array([request.prompt], dtype=np.int64))
+        self.handles[request_id] = self.pipeline.add_request(request_id, prompt, config)
+
+    def advance(self, most_s: float | None) -> None:
+        self.pipeline.step()
+
+    def read(self) -> list[tuple[int, list[int], list[float]]]:
+        now_s, emitted = time.perf_counter(), []
+        for request_id, handle in self.handles.items():
+            token_ids: list[int] = []
+            while handle.can_read():
+                for output in handle.read().values():
+                    token_ids += output.generated_ids
+            if token_ids:
+                emitted.append((request_id, token_ids, [now_s] * len(token_ids)))
+        running = self.genai.GenerationStatus.RUNNING
+        self.handles = {i: h for i, h in self.handles.items() if h.get_status() == running}
+        return emitted

@@ -1,0 +1,173 @@
+"""The measurements of `bench_serving_peers.py`: the check that all peers emit the same float32
+tokens, and the same requests served by all peers in turn."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peer_process import ServingWorker, Start
+from peer_runs import DEMO, save_model
+from peers.serving_peer import Served, ServingSizes, TimedRequest
+from serving_trace import make_checked_trace, make_warm_up
+
+BLOCK = 256  # tokens; at most so many are lost in the last block of a request
+
+
+@dataclass(frozen=True)
+class Way:
+    """A peer with its settings, which are fields of `ServingSizes`; none: its defaults.
+    `most_repetitions` is for a way that takes much longer than the others. `is_default`: whether it
+    is measured unless other ways are asked for."""
+
+    name: str
+    peer: str
+    settings: dict[str, int] = field(default_factory=dict)
+    most_repetitions: int | None = None
+    is_default: bool = True
+
+
+WAYS = (
+    Way("magicdec", "magicdec"),
+    Way("openvino", "openvino"),
+    Way("openvino-2048", "openvino", {"batch_tokens": 2048}),
+    Way("transformers-256x2", "transformers", {"batch_tokens": 256, "max_running": 2}, 1),
+    Way("transformers", "transformers", {}, 1, is_default=False),
+)
+
+
+def sizes_of(traces: Iterable[Sequence[TimedRequest]], threads: int, way: Way) -> ServingSizes:
+    """Room for all requests of any of `traces` at the same time."""
+    lengths = [[len(r.prompt) + r.output_len for r in requests] for requests in traces]
+    return ServingSizes(
+        threads,
+        num_requests=max(map(len, lengths)),
+        max_tokens=max(map(max, lengths)),
+        cache_tokens=max(sum(of_trace) + BLOCK * len(of_trace) for of_trace in lengths),
+        **way.settings,
+    )
+
+
+def save_serving_model(kv_heads: int, directory: Path) -> None:
+    """The random model of `bench_peers.py` with the demo's tokenizer, since servers load one."""
+    save_model(kv_heads, directory)
+    shutil.copy(DEMO / "tokenizer.model", directory)
+
+
+def check_tokens(ways: Sequence[tuple[Way, Start]], seed: int, threads: int) -> dict[str, str]:
+    """Check that all ways emit the same float32 tokens. Returns the versions of the peers. Raises
+    RuntimeError if tokens differ."""
+    requests, versions = make_checked_trace(seed), {}
+    expected: list[Served] = []
+    for way, start in ways:
+        with ServingWorker(start, "float32", sizes_of([requests], threads, way)) as worker:
+            versions[way.peer] = worker.version
+            served = serve(worker, requests)
+        expected = expected or served
+        if differing(expected, served):
+            raise RuntimeError(f"{way.name} and {ways[0][0].name} emit different float32 tokens")
+    return versions
+
+
+def serve(worker: ServingWorker, requests: Sequence[TimedRequest]) -> list[Served]:
+    answer = worker.ask(requests=[asdict(request) for request in requests])
+    return [Served(**one) for one in answer["served"]]
+
+
+def differing(expected: Sequence[Served], found: Sequence[Served]) -> list[int]:
+    """The requests whose tokens are not the same."""
+    pairs = enumerate(zip(expected, found, strict=True))
+    return [i for i, (a, b) in pairs if a.token_ids != b.token_ids]
+
+
+def serve_exactly(
+    way: Way, start: Start, traces: dict[str, list[TimedRequest]], threads: int
+) -> dict[str, list[Served]]:
+    """The float32 tokens of each trace. Traces with the same requests are served once."""
+    served: dict[str, list[Served]] = {}
+    for arrival, requests in traces.items():
+        same = next((a for a in served if texts(traces[a]) == texts(requests)), None)
+        if same is not None:
+            served[arrival] = served[same]
+            continue
+        with ServingWorker(start, "float32", sizes_of([requests], threads, way)) as worker:
+            served[arrival] = serve(worker, requests)
+    return served
+
+
+def texts(requests: Sequence[TimedRequest]) -> list[tuple[list[int], int]]:
+    return [(request.prompt, request.output_len) for request in requests]
+
+
+def measure(
+    ways: Sequence[tuple[Way, Start]],
+    traces: dict[str, list[TimedRequest]],
+    dtype: str,
+    threads: int,
+    repetitions: int,
+) -> list[dict[str, Any]]:
+    """One row for each arrival process and way. All workers stay loaded and take turns, each turn
+    in the reverse order of the one before."""
+    exact = serve_exactly(*ways[0], traces, threads)
+    served: dict[tuple[str, str], list[list[Served]]] = {}
+    warm_up = make_warm_up(next(iter(traces.values())))
+    with ExitStack() as stack:
+        workers = []
+        for way, start in ways:
+            sizes = sizes_of(traces.values(), threads, way)
+            worker = stack.enter_context(ServingWorker(start, dtype, sizes))
+            serve(worker, warm_up)
+            workers.append((way, worker))
+        for turn in range(repetitions):
+            for arrival, requests in traces.items():
+                for way, worker in workers if turn % 2 == 0 else reversed(workers):
+                    if turn < (way.most_repetitions or repetitions):
+                        found = serve(worker, requests)
+                        served.setdefault((arrival, way.name), []).append(found)
+    return [
+        make_row(way, arrival, requests, served[arrival, way.name], exact[arrival])
+        for arrival, requests in traces.items()
+        for way, _ in ways
+    ]
+
+
+def make_row(
+    way: Way,
+    arrival: str,
+    requests: Sequence[TimedRequest],
+    served: Sequence[list[Served]],
+    exact: Sequence[Served],
+) -> dict[str, Any]:
+    """Medians over the repetitions `served`. The tokens of the first are compared with `exact`."""
+    runs = [metrics(requests, one) for one in served]
+    makespans = [run["makespan_s"] for run in runs]
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    row: dict[str, Any] = {"way": way.name, "peer": way.peer, "settings": way.settings}
+    row |= {"arrival": arrival, "num_requests": len(requests)}
+    row |= medians | {"all_makespan_s": makespans}
+    return row | {"num_differing": len(differing(exact, served[0]))}
+
+
+def metrics(requests: Sequence[TimedRequest], served: Sequence[Served]) -> dict[str, float]:
+    """As `magicdec.serving.metrics` defines them."""
+    pairs = list(zip(requests, served, strict=True))
+    makespan_s = max(one.times_s[-1] for one in served)
+    ttft_ms = [1e3 * (one.times_s[0] - request.arrival_s) for request, one in pairs]
+    tpot_ms = [
+        1e3 * (one.times_s[-1] - one.times_s[0]) / (len(one.times_s) - 1)
+        for one in served
+        if len(one.times_s) > 1
+    ]
+    return {
+        "makespan_s": makespan_s,
+        "output_throughput": sum(len(one.token_ids) for one in served) / makespan_s,
+        "p50_ttft_ms": float(np.percentile(ttft_ms, 50)),
+        "p90_ttft_ms": float(np.percentile(ttft_ms, 90)),
+        "mean_tpot_ms": statistics.fmean(tpot_ms),
+    }
