@@ -25,7 +25,8 @@ def main() -> None:
             for number, (path, record) in enumerate(read_files(args), 1)
         ]
         command = ["magicdec", "report", *sys.argv[1:]]
-        report = write_report(args.out, args.title, points, predictor, command)
+        place = args.out, args.title, points, predictor, command
+        report = write_report(*place, has_figure_files=not args.no_figure_files)
     except ValueError as error:
         print(f"magicdec report: {error}", file=sys.stderr)
         sys.exit(2)
@@ -47,6 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--machine", type=Path, metavar="FILE",
         help="the file that `magicdec probe` wrote on the machine of the runs, for the predictions "
         "of `magicdec plan`; default: the page has none")  # fmt: skip
+    add("--no_figure_files", action="store_true",
+        help="write no PNG and SVG files; the figures are in the page alone")  # fmt: skip
     add("--title", default="MagicDec report", metavar="TEXT", help="the title [MagicDec report]")
     add_record_files(parser)
     return parser

@@ -39,10 +39,16 @@ class Report:
     tables: list[Table]
     svg: dict[str, str]
     command: str  # that wrote this report
+    has_figure_files: bool  # beside the page, as PNG and SVG
 
 
 def write_report(
-    out: Path, title: str, points: list[Point], predictor: Predictor, command: Sequence[str]
+    out: Path,
+    title: str,
+    points: list[Point],
+    predictor: Predictor,
+    command: Sequence[str],
+    has_figure_files: bool = True,
 ) -> Report:
     """Write all files into the directory `out`, which is made if it is missing. Raises ValueError,
     naming the file, if one cannot be written."""
@@ -53,11 +59,12 @@ def write_report(
     tables = [table for table in (*tables, commands_table(points)) if table.rows]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        svg = {figure.name: save(figure, out) for figure in drawn}
+        svg = {f.name: save(f, out if has_figure_files else None) for f in drawn}
         for figure in drawn:
             write_table(out / f"{figure.name}.csv", figure.columns, figure.rows)
         write_tables(out, points)
-        report = Report(title, points, drawn, left_out, tables, svg, shlex.join(command))
+        shown = drawn, left_out, tables, svg
+        report = Report(title, points, *shown, shlex.join(command), has_figure_files)
         (out / RERUN).write_text(rerun(points), encoding="utf-8")
         (out / PAGE).write_text(render(report), encoding="utf-8")
     except OSError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -141,12 +142,37 @@ def test_a_report_of_failed_runs_says_why_they_failed(
     assert first["status"] == "failed" and first["reason"] == failed()["error"]
 
 
+def links(page: str) -> list[str]:
+    """The files that a page names, but for its own rerun.sh, which it names in its text."""
+    return re.findall(r'(?:src|href)="(?!data:image/png;)([^"#][^"]*)"', page)
+
+
+def test_a_page_without_figure_files_does_not_link_to_them(
+    report: Callable[..., tuple[Path, str]],
+) -> None:
+    out, _ = report(study())
+    whole = (out / "index.html").read_text(encoding="utf-8")
+    shutil.rmtree(out)
+    out, _ = report(study(), "--no_figure_files")
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert {path.suffix for path in out.iterdir()} == {".html", ".csv", ".sh"}
+    assert sorted(links(page)) == sorted(path.name for path in out.glob("*.csv"))
+    drawn = re.compile("<svg.*?</svg>", re.DOTALL)
+    assert drawn.findall(page) == drawn.findall(whole) != []
+
+
+def test_the_committed_report_links_to_what_is_there() -> None:
+    page = (ROOT / "results" / "cpu" / "report" / "index.html").read_text(encoding="utf-8")
+    named = [*links(page), "rerun.sh"]
+    assert [name for name in named if not (ROOT / "results/cpu/report" / name).exists()] == []
+
+
 def test_the_page_needs_nothing_else(report: Callable[..., tuple[Path, str]]) -> None:
     evil = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
     out, _ = report([*RAW, *study(), variant(argv=evil)])
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
-    loaded = re.findall(r'(?:src|href)="(?!data:image/png;)([^"#][^"]*)"', page)
+    loaded = links(page)
     assert loaded and all((out / name).exists() for name in loaded)
     assert not re.search(r"url\((?!#)|@import|<link|<iframe", page)
     ids = re.findall(r'\bid="([^"]*)"', page)

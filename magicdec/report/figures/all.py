@@ -47,21 +47,24 @@ def draw_all(points: Sequence[Point], predictor: Predictor) -> list[Drawn | Left
         ]
 
 
-def save(drawn: Drawn, directory: Path) -> str:
-    """Write the figure as PNG and as SVG, and return the SVG for a page. Raises OSError."""
+def save(drawn: Drawn, directory: Path | None) -> str:
+    """Write the figure as PNG and as SVG into the directory, if there is one, and return the SVG
+    for a page. Raises OSError."""
     for ax in drawn.figure.axes:
         for marks in ax.collections:
             if len(marks.get_offsets()) > MOST_MARKS:  # type: ignore[arg-type]
                 marks.set_rasterized(True)
         for line in ax.lines:
             line.set_rasterized(np.size(line.get_xdata()) > MOST_MARKS)
-    svg = io.StringIO()
+    png, svg = io.BytesIO(), io.StringIO()
     about = {"Title": drawn.title, "Date": None}
     with styled(drawn.name):
-        drawn.figure.savefig(directory / f"{drawn.name}.png", dpi=DOTS_PER_INCH)
-        drawn.figure.set_layout_engine("none")  # the places are found
+        drawn.figure.savefig(png, format="png", dpi=DOTS_PER_INCH)  # this finds the places, too
+        drawn.figure.set_layout_engine("none")
         drawn.figure.savefig(svg, format="svg", dpi=DOTS_PER_INCH, metadata=about)
-    (directory / f"{drawn.name}.svg").write_text(svg.getvalue(), encoding="utf-8")
+    if directory is not None:
+        (directory / f"{drawn.name}.png").write_bytes(png.getvalue())
+        (directory / f"{drawn.name}.svg").write_text(svg.getvalue(), encoding="utf-8")
     return inline(svg.getvalue(), drawn.name)
 
 
