@@ -47,14 +47,16 @@ def first_refusal(launch: Launch, refusal: str) -> str:
     return next((text for text in exchange_texts(launch, refusal) if text), "")
 
 
-def exchange_texts(launch: Launch, text: str) -> list[str]:
+def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[str]:
     """Every rank's text, on every rank.
 
     Works before any process group exists, through the store of torch's rendezvous. All ranks must
-    call it, once."""
+    call it, once for each topic."""
     if launch.world_size == 1:
         return [text]
-    store = _rendezvous_store(launch)
+    from torch.distributed import PrefixStore
+
+    store = PrefixStore(topic, _rendezvous_store(launch))
     store.set(str(launch.rank), text)
     said = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
@@ -71,7 +73,7 @@ def _rendezvous_store(launch: Launch) -> Store:
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
-    return PrefixStore("magicdec/refusals", store)
+    return PrefixStore("magicdec", store)
 
 
 class Exchange(Protocol):

@@ -79,6 +79,10 @@ class SettledOptions:
     n_samples: int
     num_lanes: int
 
+    def describe(self) -> dict[str, Any]:
+        """The options as the record's `config.workload` has them."""
+        return self.asked.describe() | {"n_samples": self.n_samples}
+
     def prefill_tokens(self, num_stages: int, chunk: int) -> int:
         """Prompt tokens that a step of a lane prefills at most. By default a chunk for each stage,
         so that the chunks of one prompt can keep all stages busy."""

@@ -6,19 +6,22 @@ Must not know the flags, nor what is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 
 from magicdec.config.choices.choice import Choice, asked_for
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.distributed.groups import Launch
+from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.distributed.layer_split import FLAG, count_stages, split_layers
 from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.check import add_up, check_together, describe_place
 from magicdec.memory.free_memory import free_host_memory
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
+from magicdec.model.checkpoint.source import ModelSource, check_part
 from magicdec.model.config import ModelConfig
 from magicdec.pipeline.options import (
     RING,
@@ -55,23 +58,55 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
         num_batches=1,
     )
     known = Known()
-    found = find(replace(asked, workload=workload), launch, known)
+    found = find(replace(asked, workload=workload), launch, known, is_part=True)
     whole, model = found.config, found.source.config
     if whole.parallel.device != "cpu":
         raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
     layers = split_layers(options.layer_split, num_stages, model.num_layers)
     if TENSOR_PARALLEL in options.baselines:
         check_tensor_parallel(model, launch.world_size)
-    config = of_stage(whole, grid, grid.stage_of(launch.rank))
+    stage = grid.stage_of(launch.rank)
+
+    def check_here() -> str:
+        check_files(found.source, options.passes, layers, stage, launch.rank)
+        return check_memory(whole, model, grid, layers, options.passes, launch)
+
     run = complete(
-        replace(found, config=config),
+        replace(found, config=of_stage(whole, grid, stage)),
         known,
-        lambda at, _: check_together(
-            at, lambda: check_memory(whole, model, grid, layers, options.passes, at)
-        ),
+        lambda at, _: check_together(at, check_here),
         (len(options.shapes), "--num_requests"),
     )
+    settings = {"layers": [len(each) for each in layers], **settled.describe()}
+    check_agreement(launch, run.source.config, settings)
     return PreparedRing(run, whole, settled, grid, layers)
+
+
+def check_files(
+    source: ModelSource, passes: Sequence[str], layers: Sequence[range], stage: int, rank: int
+) -> None:
+    """Raises ValueError if a chunk of the checkpoint is not on this host that a pass reads here."""
+    check_part(source, layers[stage], has_ends=stage == 0)
+    whole = [name for name in passes if name == TENSOR_PARALLEL or (name != RING and rank == 0)]
+    if not whole:
+        return
+    try:
+        check_part(source, range(source.config.num_layers), has_ends=True)
+    except ValueError as error:
+        names = " ".join(whole)
+        raise ValueError(f"--baselines {names}, which read the whole model: {error}") from error
+
+
+def check_agreement(launch: Launch, model: ModelConfig, settings: Mapping[str, object]) -> None:
+    """Raises ValueError, on every rank, if a rank has another version, model or split."""
+    of_model = {f"model's {name}": value for name, value in asdict(model).items()}
+    facts = {"magicdec": version("magicdec"), **of_model, **settings}
+    told = exchange_texts(launch, json.dumps(facts), "pipeline")
+    first = json.loads(told[0])
+    for rank, theirs in enumerate(map(json.loads, told)):
+        for name in {**first, **theirs}:
+            if (ours := first.get(name)) != (other := theirs.get(name)):
+                raise ValueError(f"{name}: rank 0 has {ours}, rank {rank} has {other}")
 
 
 def of_stage(config: ResolvedConfig, grid: StageGrid, stage: int) -> ResolvedConfig:

@@ -37,7 +37,7 @@ def make_record(
     if status != "diverged":
         metrics = serving_metrics(outcome.requests, outcome.counts)
     asked = {"dataset": prepared.run.workload.dataset, "seed": prepared.run.workload.seed}
-    asked |= prepared.options.asked.describe() | {"n_samples": prepared.options.n_samples}
+    asked |= prepared.options.describe()
     return PipelineRecord(
         status=status,
         name=name,

@@ -25,6 +25,7 @@ from magicdec.memory.check import check_memory, check_together, planned
 from magicdec.memory.free_memory import free_device_memory
 from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.memory.working_memory import max_tokens
+from magicdec.model.checkpoint.chunks import ChunkedWeights
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
@@ -91,13 +92,17 @@ def describe_model(source: ModelSource) -> ModelRecord:
 
 def fingerprint(source: ModelSource) -> str:
     """A hash that differs between two models of the same shape with different weights. It is cheap:
-    besides names and shapes, only the one-dimensional tensors are read."""
-    digest = hashlib.sha256(repr(sorted(source.weights.shapes().items())).encode())
+    besides names and shapes, only the one-dimensional tensors are read. Of chunks that are not all
+    here it is the fingerprint in their index."""
+    weights = source.weights
+    if isinstance(weights, ChunkedWeights) and not weights.is_complete:
+        return weights.fingerprint
+    digest = hashlib.sha256(repr(sorted(weights.shapes().items())).encode())
     config = source.config
     for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
         for piece in pieces:
             if len(piece.full_shape) == 1:
-                digest.update(source.weights.read(piece).float().numpy().tobytes())
+                digest.update(weights.read(piece).float().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -139,13 +144,14 @@ def prepare(asked: RunConfig, launch: Launch) -> Prepared:
     return complete(find(asked, launch, known), known)
 
 
-def find(asked: RunConfig, launch: Launch, known: Known) -> Found:
-    """Find the models and resolve the config. Raises ValueError as `prepare` does."""
+def find(asked: RunConfig, launch: Launch, known: Known, is_part: bool = False) -> Found:
+    """Find the models and resolve the config. Raises ValueError as `prepare` does. `is_part` as in
+    `find_model`."""
     asked.check(launch.world_size)
 
     def named(section: ModelSection | DraftSection) -> ModelSource:
         name, flag = section.model, flag_of(section, "model")
-        return known.get(("model", name), lambda: find_model(flag, name))
+        return known.get(("model", name), lambda: find_model(flag, name, is_part))
 
     source = named(asked.model)
     draft = None if asked.draft is None else named(asked.draft)

@@ -66,6 +66,11 @@ class ChunkedWeights:
         self.check_present([piece.name])
         return self._opened[self._files[piece.name]].read(piece)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are here."""
+        return set(self._files.values()) <= set(self._opened)
+
     def check_present(self, names: Iterable[str]) -> None:
         """Raises ValueError naming the first file of these tensors that is not here."""
         for name in names:
