@@ -15,6 +15,7 @@ from magicdec.autotune.fastest_backend import settle
 from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
+    AttentionSection,
     DecodingSection,
     KVSection,
     ParallelSection,
@@ -38,6 +39,7 @@ from magicdec.setup.model_checks import check_fits
 from magicdec.setup.prepare import Known, find, find_tokenizer
 
 DRAFTERS = ("self", "ngram")  # those that need no second model
+MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
 
 
 class LLM:
@@ -84,6 +86,7 @@ class LLM:
         strategy = BASELINE if drafter is None else "speculative"
         asked = RunConfig(
             model=ModelSection(model, dtype),
+            attention=AttentionSection(prefill_chunk=min(prefill_tokens, MOST_CHUNK)),
             parallel=ParallelSection(threads=threads),
             kv=kv,
             decoding=DecodingSection(strategy, drafter, num_draft_tokens),

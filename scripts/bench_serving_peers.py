@@ -11,6 +11,7 @@ Poisson process. The ways are
 
     magicdec            all requests may run together; `LLM`'s defaults, 512 tokens of prompts in a
                         step
+    magicdec-1024       1024 tokens of prompts in a step
     openvino            the scheduler's defaults, 256 tokens in a step
     openvino-2048       2048 tokens in a step
     transformers-256x2  256 tokens and 2 requests in a step, measured once

@@ -35,6 +35,7 @@ class Way:
 
 WAYS = (
     Way("magicdec", "magicdec"),
+    Way("magicdec-1024", "magicdec", {"batch_tokens": 1024}),
     Way("openvino", "openvino"),
     Way("openvino-2048", "openvino", {"batch_tokens": 2048}),
     Way("transformers-256x2", "transformers", {"batch_tokens": 256, "max_running": 2}, 1),
