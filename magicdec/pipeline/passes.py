@@ -31,7 +31,7 @@ from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.metrics import StepCounts
+from magicdec.serving.counts import StepCounts
 from magicdec.setup.loading import (
     LoadedModels,
     StagePart,

@@ -48,7 +48,7 @@ def make_record(
         num_differing=num_differing,
         metrics=metrics,
         ring=ring_of(prepared, outcome, metrics),
-        requests=describe_requests(outcome.requests, outcome.begin_s),
+        requests=describe_requests(outcome.requests, outcome.counts.moves, outcome.begin_s),
     )
 
 

@@ -22,10 +22,7 @@ class GroupClock:
     device: torch.device
 
     def now(self) -> float:
-        if self.group.size == 1:
-            return self.clock.now()
-        now = torch.tensor([self.clock.now()], dtype=torch.float64, device=self.device)
-        return float(self.group.broadcast(now, 0).item())
+        return of_first_rank(self.clock.now(), self.group, self.device)
 
     def wait_until(self, at: float) -> None:
         """Only the first rank waits. The others wait for it when they need its time or its plan."""
@@ -34,3 +31,11 @@ class GroupClock:
 
     def after_step(self) -> None:
         self.clock.after_step()
+
+
+def of_first_rank(value: float, group: Group, device: torch.device) -> float:
+    """The `value` of the group's first rank, on every rank. All must call it."""
+    if group.size == 1:
+        return value
+    sent = torch.tensor([value], dtype=torch.float64, device=device)
+    return float(group.broadcast(sent, 0).item())

@@ -14,7 +14,7 @@ from typing import Any
 from magicdec.records.fields import recorded
 from magicdec.records.metrics import mean, percentile
 from magicdec.request import Request
-from magicdec.scheduling.plan import Plan
+from magicdec.serving.counts import StepCounts
 
 ONE_TOKEN = "if every request has a single output token"
 GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
@@ -38,6 +38,15 @@ class ServingMetrics:
         "requests that kept every bound of `--goodput`, divided by the makespan; a request with "
         "one output token keeps any bound of `tpot`",
         "requests/s", label="goodput, requests/s", digits=2, null="without `--goodput`",
+    )  # fmt: skip
+    arrival_rate: float | None = recorded(
+        "requests after the first one divided by the time from the first arrival to the last",
+        "requests/s", label="arrivals/s", digits=2, null="if all arrive at once",
+    )  # fmt: skip
+    departure_rate: float | None = recorded(
+        "requests after the first one to end divided by the time from the first end to the last; "
+        "below the arrival rate if requests arrive faster than they are served",
+        "requests/s", label="departures/s", digits=2, null="if all end at once",
     )  # fmt: skip
     mean_ttft_ms: float = recorded(
         "time to first token: from the arrival of a request to its first output token; mean over "
@@ -109,24 +118,6 @@ class ServingMetrics:
     )  # fmt: skip
 
 
-@dataclass
-class StepCounts:
-    """What is counted while requests are served."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_in_flight: int = 0  # summed over the steps
-    num_moves: int = 0  # of rows of the KV cache
-    moved_bytes: int = 0
-
-    def watch(self, plan: Plan) -> None:
-        """Count one step. A request is either prefilled or decoded in it."""
-        decoding = () if plan.decoding is None else plan.decoding.requests
-        self.num_steps += 1
-        self.num_preemptions += len(plan.preempted)
-        self.num_in_flight += len(decoding) + len(plan.parts)
-
-
 def serving_metrics(
     requests: Sequence[Request],
     counts: StepCounts,
@@ -143,6 +134,8 @@ def serving_metrics(
         request_throughput=len(requests) / makespan_s,
         output_throughput=sum(len(r.output_ids) for r in requests) / makespan_s,
         request_goodput=sum(good) / makespan_s if goodput else None,
+        arrival_rate=rate_of([request.arrived_s for request in requests]),
+        departure_rate=rate_of([_finished_s(request) for request in requests]),
         mean_in_flight=counts.num_in_flight / counts.num_steps,
         num_steps=counts.num_steps,
         num_preemptions=counts.num_preemptions,
@@ -154,6 +147,12 @@ def serving_metrics(
         **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),
         **summary("e2el", [of["e2el"] for of in times]),
     )
+
+
+def rate_of(times_s: Sequence[float]) -> float | None:
+    """Events a second between the first and the last of these times; None if they are equal."""
+    span = max(times_s) - min(times_s)
+    return (len(times_s) - 1) / span if span else None
 
 
 def request_ms(request: Request) -> dict[str, float]:

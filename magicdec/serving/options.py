@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from magicdec.names import BATCHINGS
@@ -73,6 +73,14 @@ class ServingOptions:
                 f"--cache_tokens {self.cache_tokens} is too small; the longest request takes "
                 f"{needed} tokens"
             )
+
+    def at_rate(self, rate: float) -> ServingOptions:
+        """The same requests with Poisson arrivals at `rate` requests a second. The times between
+        arrivals are those of `shapes`, stretched."""
+        last_s = self.shapes[-1].arrival_ms / 1e3
+        stretch = (len(self.shapes) - 1) / rate / last_s
+        shapes = tuple(replace(s, arrival_ms=s.arrival_ms * stretch) for s in self.shapes)
+        return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
 
     @property
     def longest_prompt(self) -> int:

@@ -22,6 +22,12 @@ class Pass:
     is_drafting: bool = False
     compaction: str = COMPACTION
 
+    @property
+    def name(self) -> str:
+        """What is shown while it is served."""
+        name = f"{self.mode} with drafts" if self.is_drafting else self.mode
+        return name if self.compaction == COMPACTION else f"{name}, {self.compaction}"
+
 
 def make_passes(
     modes: Sequence[str], drafts: bool, compactions: Sequence[str] = (COMPACTION,)

@@ -7,7 +7,7 @@ this one requests with their arrivals. Like that one, it has metrics only if its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.workload import WorkloadRecord
 from magicdec.request import Request
+from magicdec.serving.counts import Moves
 from magicdec.serving.metrics import ServingMetrics
 
 SCHEMA_VERSION = 2
@@ -28,6 +29,13 @@ class RequestRecord:
     """The lengths and time stamps of one request. Times count from the first arrival."""
 
     arrival_ms: float = recorded("when the request arrived", "ms")
+    joined_ms: list[float] = recorded(
+        "when it got a row of the running batch: once, and again after each preemption", "ms"
+    )
+    preempted_ms: list[float] = recorded("when it gave its row back before its end", "ms")
+    prefilled_ms: list[float] = recorded(
+        "when the next output token after each of `joined_ms` was known", "ms"
+    )
     first_token_ms: float = recorded("when its first output token was known", "ms")
     finished_ms: float = recorded("when its last output token was known", "ms")
     prompt_len: int = recorded("length of its prompt", "tokens")
@@ -81,16 +89,25 @@ def status_of(num_differing: int, dtype: str) -> str:
     return "diverged" if dtype == EXACT_DTYPE else "differs"
 
 
-def describe_requests(requests: Sequence[Request], begin_s: float) -> list[RequestRecord]:
-    """The time stamps of finished requests, of which the first arrived at `begin_s`."""
+def describe_requests(
+    requests: Sequence[Request], moves: Mapping[int, Moves], begin_s: float
+) -> list[RequestRecord]:
+    """The time stamps of finished requests, of which the first arrived at `begin_s`. `moves` has
+    those of each request by its id."""
 
     def ms(at_s: float | None) -> float:
         assert at_s is not None, "the request has ended"
         return 1e3 * (at_s - begin_s)
 
+    def after(request: Request, at_s: float) -> float:
+        return ms(next((t for t in request.token_times_s if t >= at_s), None))
+
     return [
         RequestRecord(
             arrival_ms=ms(request.arrived_s),
+            joined_ms=[ms(at_s) for at_s in moves[request.request_id].joined_s],
+            preempted_ms=[ms(at_s) for at_s in moves[request.request_id].preempted_s],
+            prefilled_ms=[after(request, at_s) for at_s in moves[request.request_id].joined_s],
             first_token_ms=ms(request.first_token_s),
             finished_ms=ms(request.finished_s),
             prompt_len=len(request.prompt_ids),

@@ -60,5 +60,5 @@ def make_record(
         reference=first.mode,
         num_differing=num_differing,
         metrics=metrics,
-        requests=describe_requests(served.requests, served.begin_s),
+        requests=describe_requests(served.requests, served.counts.moves, served.begin_s),
     )

@@ -19,11 +19,13 @@ from magicdec.names import BATCHINGS, load_named
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
-from magicdec.scheduling.plan import Limits
+from magicdec.scheduling.plan import Limits, Plan
 from magicdec.serving.batching import Batching
+from magicdec.serving.counts import StepCounts
+from magicdec.serving.drawing_clock import DrawingClock
 from magicdec.serving.group_clock import GroupClock
-from magicdec.serving.metrics import StepCounts
 from magicdec.serving.passes import Pass
+from magicdec.serving.showing.view import View
 from magicdec.workload.trace import RequestShape
 
 WARM_UP_TOKENS = 3
@@ -56,22 +58,35 @@ class Server:
     sampling: SamplingSection = SamplingSection()
     make_clock: Callable[[], Clock] = RealClock
 
-    def serve(self, each: Pass, observe: Observer = lambda o, s: None) -> Served:
-        """Serve all requests in one pass. Raises ValueError, before the first step, if a request
-        can never be served."""
-        clock, counts, limits = self.make_clock(), StepCounts(), self.limits_of(each.is_drafting)
+    def serve(
+        self,
+        each: Pass,
+        observe: Observer = lambda o, s: None,
+        view: View | None = None,
+    ) -> Served:
+        """Serve all requests in one pass. `view` is drawn meanwhile, while the clock stands still.
+        Raises ValueError, before the first step, if a request can never be served."""
+        limits = self.limits_of(each.is_drafting)
+        clock = self.make_clock() if view is None else DrawingClock(self.make_clock(), view.draw)
         engine = Engine(
             self.runner, self.prefill_chunk, limits, clock=clock, compaction=each.compaction
         )
         strategy, batching = self.make_strategy(each), load_batching(each.mode)
         shared = GroupClock(clock, self.runner.group, self.runner.device)
-        begin_s = shared.now()
+        counts, begin_s = StepCounts(clock.now), shared.now()
         requests = make_requests(self.prompts, self.shapes, begin_s, self.sampling)
         for request in requests:
             limits.check(request)
+        if view is not None:
+            view.begin(requests, begin_s)
+
+        def watch(plan: Plan) -> None:
+            counts.watch(plan)
+            if view is not None:
+                view.step(counts.in_flight)
 
         def serve(batch: Sequence[Request]) -> None:
-            engine.serve(strategy, batch, observe, counts.watch)
+            engine.serve(strategy, batch, observe, watch)
 
         is_reset = reset_peak_memory(self.runner.device)
         batching(serve, requests, shared, self.runner.num_rows, self.window_s)
@@ -79,6 +94,14 @@ class Server:
         counts.num_moves, counts.moved_bytes = engine.num_moves, engine.moved_bytes
         peaks = self.runner.group.all_gather_object(peak)
         return Served(requests, counts, begin_s, None if None in peaks else sum(peaks))
+
+    def lone_s(self, each: Pass) -> float:
+        """The time of the first request, served alone."""
+        first = replace(self.shapes[0], arrival_ms=0.0)
+        alone = replace(self, shapes=[first], prompts=self.prompts[:1]).serve(each)
+        finished_s = alone.requests[0].finished_s
+        assert finished_s is not None, "it has ended"
+        return finished_s - alone.begin_s
 
     def warm_up(self, each: Pass) -> None:
         """Serve the first requests once, unmeasured and shortened, so that the first batching does

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
@@ -15,7 +16,7 @@ from magicdec.cli.serving.inflight import Kept, main, measure
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
-from magicdec.engine import Engine, Observer
+from magicdec.engine import Engine
 from magicdec.hardware.clock import VirtualClock
 from magicdec.memory.check import needed
 from magicdec.names import BASELINE, BATCHINGS, COMPACTIONS
@@ -29,7 +30,9 @@ from magicdec.serving.passes import Pass
 from magicdec.serving.prepare import prepare
 from magicdec.serving.record import ServingRecord
 from magicdec.serving.server import Served, Server, differing, load_batching
-from magicdec.serving.table import table_rows, verdict
+from magicdec.serving.showing.rates import draw_rates, print_rates
+from magicdec.serving.showing.table import table_rows, verdict
+from magicdec.serving.showing.timeline import draw_timeline, spans_of
 from magicdec.setup.prepare import Known, find
 from magicdec.workload.trace import RequestShape
 
@@ -186,6 +189,11 @@ def test_other_tokens_are_found() -> None:
         ("--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
         ("--out .", "--out .: Is a directory"),
         ("--rate 4", "unknown argument --rate"),
+        ("--sweep_rate 0", "--sweep_rate 0.0 is out of range; it must be larger than 0"),
+        ("--sweep_rate --arrival burst", "--arrival does nothing with --sweep_rate"),
+        ("--sweep_rate 3 --modes static", "--modes does nothing with --sweep_rate"),
+        ("--sweep_rate --num_requests 1", "--num_requests 1 is too small for --sweep_rate"),
+        ("--plot x.jpeg", "--plot x.jpeg: name a file that ends in .png or .svg or .pdf"),
     ],
 )
 def test_bad_flags_are_refused(flags: str, message: str) -> None:
@@ -265,6 +273,7 @@ def test_a_trace_is_served_and_recorded(
         *("--compaction", *COMPACTIONS),
         *("--draft", "self", "--budget", "20", "--num_sink_tokens", "4", "--gamma", "3"),
         *("--goodput", "ttft:100000", "e2el:0.001", "--out", str(out)),
+        *("--view", str(tmp_path / "frames.txt")),
     ], ALONE)  # fmt: skip
     records, num_kept = measured(asked)
     assert num_kept == len(records) == len(BATCHINGS) + len(COMPACTIONS)
@@ -287,6 +296,18 @@ def test_a_trace_is_served_and_recorded(
         record.name: record.metrics.num_preemptions for record in records if record.metrics
     }
     assert preempted["sequential"] == 0 < preempted["inflight"]
+    for record in records:
+        left = sum(len(request.preempted_ms) for request in record.requests)
+        assert record.metrics is not None and left == record.metrics.num_preemptions
+        for request in record.requests:
+            assert len(request.joined_ms) == len(request.preempted_ms) + 1
+            spans = spans_of(request)
+            total_ms = 1e3 * sum(length for _, _, length in spans)
+            assert total_ms == pytest.approx(request.finished_ms - request.arrival_ms)
+    draw_timeline(records, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    frames = (tmp_path / "frames.txt").read_text()
+    assert "inflight with drafts: 4 of 4 requests have ended, 240 of 240 tokens" in frames
     assert [record["config"]["decoding"]["drafter"] for record in read] == [None] * 6 + ["self"]
     assert read[-1]["config"]["kv"]["budget"] == 20 and "kv" not in read[3]["config"]
     check_table(records)
@@ -299,6 +320,31 @@ def check_table(records: list[ServingRecord]) -> None:
     assert rows["in flight, mean"][0] == "1.00"
     assert verdict(records[0]) == "sequential: the reference of the others"
     assert verdict(records[3]) == "inflight: all 4 requests have the tokens of sequential"
+
+
+def test_rates_are_swept(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = parse([
+        *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
+        *("--num_requests", "4", "--prefix_len", "8", "--output_len", "3", "--sweep_rate"),
+        *("2000", "1000", "--goodput", "e2el:100000", "--out", str(tmp_path / "out.jsonl")),
+    ], ALONE)  # fmt: skip
+    records, _ = measured(asked)
+    assert [record.config["workload"]["arrival"] for record in records] == [
+        "poisson:0.5", "poisson:1",
+    ]  # fmt: skip
+    first, second = ([r.arrival_ms for r in record.requests] for record in records)
+    assert second == pytest.approx([2 * at_ms for at_ms in first])
+    assert first[-1] == pytest.approx(1.5), "3 requests at 2000 a second"
+    print_rates(records)
+    said = capsys.readouterr().out
+    assert (
+        "saturation rate: 2e+03 requests/s" in said
+        and "90% of the requests keep e2el 100000 ms" in said
+    )
+    draw_rates(records, tmp_path / "rates.svg")
+    assert "<svg" in (tmp_path / "rates.svg").read_text()
 
 
 def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -342,10 +388,10 @@ def test_an_interruption_leaves_readable_records(
 ) -> None:  # fmt: skip
     serve, out = Server.serve, tmp_path / "out.jsonl"
 
-    def interrupted(server: Server, each: Pass, observe: Observer) -> Served:
+    def interrupted(server: Server, each: Pass, *seen: Any) -> Served:
         if each.mode == "inflight":
             raise KeyboardInterrupt
-        return serve(server, each, observe)
+        return serve(server, each, *seen)
 
     monkeypatch.setattr(Server, "serve", interrupted)
     monkeypatch.setattr("sys.argv", ["magicdec inflight", *map(str, (

@@ -8,9 +8,9 @@ import pytest
 
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
+from magicdec.serving.counts import Moves, StepCounts
 from magicdec.serving.metrics import (
     ServingMetrics,
-    StepCounts,
     gaps_ms,
     parse_goodput,
     serving_metrics,
@@ -37,6 +37,7 @@ def test_metrics_are_those_of_the_time_stamps() -> None:
     found = serving_metrics(REQUESTS, COUNTS, peak_memory_bytes=7)
     assert found.makespan_s == 4.0 and found.peak_memory_bytes == 7  # from 10 to 14
     assert found.request_throughput == 3 / 4 and found.output_throughput == 9 / 4
+    assert (found.arrival_rate, found.departure_rate) == (2 / 2, 2 / 3)  # 10 to 12, 11 to 14
     assert (found.mean_in_flight, found.num_steps, found.num_preemptions) == (2.5, 8, 2)
     ttft = found.mean_ttft_ms, found.p50_ttft_ms, found.p90_ttft_ms, found.p99_ttft_ms
     assert ttft == pytest.approx((3500 / 3, 1000, 1800, 1980))
@@ -69,18 +70,21 @@ def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
     missing = {f.name for f in fields(ServingMetrics) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
-    assert missing == {*names, "request_goodput", "peak_memory_bytes"}
+    rates = {"arrival_rate", "departure_rate"}
+    assert missing == {*names, *rates, "request_goodput", "peak_memory_bytes"}
 
 
 def test_a_step_counts_what_it_prefills_and_decodes() -> None:
-    counts = StepCounts()
+    counts = StepCounts(iter((4.0, 5.0, 6.0)).__next__)
     one, two, three = REQUESTS
     for request, row in zip(REQUESTS, range(3), strict=True):
         request.row = row
-    counts.watch(Plan(Batch((one, two)), parts=(Part(three, 2, 0, 3),)))
+    counts.watch(Plan(Batch((one, two)), admitted=((three, 2),), parts=(Part(three, 2, 0, 3),)))
     counts.watch(Plan(Batch((one,)), preempted=((two, 1), (three, 2))))
-    counts.watch(Plan(parts=(Part(two, 1, 0, 2),)))
-    assert counts == StepCounts(num_steps=3, num_preemptions=2, num_in_flight=5)
+    counts.watch(Plan(admitted=((two, 1),), parts=(Part(two, 1, 0, 2),)))
+    moves = {2: Moves([4.0], [5.0]), 1: Moves([6.0], [5.0])}
+    assert (counts.num_steps, counts.num_preemptions, counts.num_in_flight) == (3, 2, 5)
+    assert counts.in_flight == 1 and counts.moves == moves
 
 
 def test_goodput_is_a_list_of_bounds() -> None:

@@ -5,7 +5,9 @@ Must not know how requests are served.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ from magicdec.workload.request_shapes import (
 )
 
 WINDOW_MS = 1000.0
+PICTURES = (".png", ".svg", ".pdf")
+SWEPT = "poisson:1"  # what --sweep_rate stretches
 EVERYDAY = (
     *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--output_len"),
     *("--max_concurrency", "--prefill_tokens", "--modes", "--draft", "--temperature", "--goodput"),
@@ -57,7 +61,10 @@ class Asked:
     config: RunConfig
     options: ServingOptions
     passes: tuple[Pass, ...]
+    rates: tuple[float, ...] | None  # of `--sweep_rate`; empty: they are searched
     out: Path
+    plot: Path | None
+    view: Path | None
     ini: FloverIni
 
 
@@ -66,12 +73,37 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     ini, file = FloverIni(), last_value(argv, "--ini")
     if file is not None:
         ini = read_flover_ini(Path(file), lambda flag: last_value(argv, flag) is not None)
-        argv = [*ini.words, *argv]
-    base = config_of_draft(last_value(argv, "--draft") or NONE)
+    words = [*ini.words, *argv]
+    base = config_of_draft(last_value(words, "--draft") or NONE)
     base = dataclasses.replace(base, decoding=dataclasses.replace(base.decoding, ignore_eos=True))
     parser = build_parser(base)
-    args, given = parser.read(argv)
-    config, modes = read_sections(base, args), tuple(args.modes)
+    args, given = parser.read(words)
+    config = config_of(parser, base, args, given, launch)
+    if args.plot is not None and args.plot.suffix not in PICTURES:
+        raise ValueError(f"--plot {args.plot}: name a file that ends in {' or '.join(PICTURES)}")
+    rates = None if args.sweep_rate is None else take_rates(args, argv)
+    check_modes(args.modes)
+    check_compactions(args.compaction, args.modes)
+    options = options_of(args, config.workload.seed)
+    if rates is not None and len(options.shapes) < 2:
+        raise ValueError("--num_requests 1 is too small for --sweep_rate, which needs 2")
+    if rates is not None and len(args.compaction) > 1:
+        raise ValueError("--compaction names several; --sweep_rate serves under one")
+    if launch.rank == 0:
+        check_writable("--out", args.out)
+        for flag, path in (("--plot", args.plot), ("--view", args.view)):
+            if path is not None:
+                check_writable(flag, path)
+    passes = make_passes(args.modes, config.decoding.drafter is not None, args.compaction)
+    passes = passes if rates is None else passes[-1:]
+    return Asked(config, options, tuple(passes), rates, args.out, args.plot, args.view, ini)
+
+
+def config_of(
+    parser: Parser, base: RunConfig, args: argparse.Namespace, given: set[str], launch: Launch
+) -> RunConfig:
+    """The config of the engine. Raises ValueError for a flag that would do nothing."""
+    config = read_sections(base, args)
     if config.decoding.drafter != "model":
         config = dataclasses.replace(config, draft=None)
     config.check(find_world_size(config.parallel.nproc, launch))
@@ -79,29 +111,44 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         reason = why_ignored(config, dest)
         if "." in dest and reason is not None:
             raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
-    check_modes(modes)
-    check_compactions(args.compaction, modes)
-    if args.window_ms is not None and WINDOWED not in modes:
+    return config
+
+
+def take_rates(args: argparse.Namespace, typed: Sequence[str]) -> tuple[float, ...]:
+    """The rates of `--sweep_rate`, which replaces `--arrival` and `--modes`. Raises ValueError if
+    the user typed one of these, and for a rate that is not positive."""
+    for rate in args.sweep_rate:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"--sweep_rate {rate} is out of range; it must be larger than 0")
+    for flag in ("--arrival", "--modes"):
+        if last_value(typed, flag) is not None:
+            raise ValueError(
+                f"{flag} does nothing with --sweep_rate, which serves Poisson arrivals in flight; "
+                "leave it out"
+            )
+    args.arrival, args.modes = SWEPT, [DRAFTED]
+    return tuple(args.sweep_rate)
+
+
+def options_of(args: argparse.Namespace, seed: int) -> ServingOptions:
+    """What is served. Raises ValueError for flags that exclude each other, and for a malformed
+    trace."""
+    if args.window_ms is not None and WINDOWED not in args.modes:
         raise ValueError(f"--window_ms {args.window_ms} does nothing: --modes has no {WINDOWED}")
     arrival = parse_arrival(args.arrival)
-    sizes = args.num_requests, args.prefix_len, args.output_len
-    shapes = make_shapes(arrival, *sizes, config.workload.seed)
+    shapes = make_shapes(arrival, args.num_requests, args.prefix_len, args.output_len, seed)
     window_ms = WINDOW_MS if args.window_ms is None else args.window_ms
-    options = ServingOptions(
+    return ServingOptions(
         arrival=args.arrival,
         output_len=None if arrival.trace else args.output_len or DEFAULT_OUTPUT_LEN,
         max_concurrency=args.max_concurrency,
         prefill_tokens=args.prefill_tokens,
-        window_ms=window_ms if WINDOWED in modes else None,
+        window_ms=window_ms if WINDOWED in args.modes else None,
         block_tokens=args.block_tokens,
         cache_tokens=args.cache_tokens,
         goodput=parse_goodput(args.goodput or []),
         shapes=tuple(shapes),
     )
-    if launch.rank == 0:
-        check_writable("--out", args.out)
-    passes = make_passes(modes, config.decoding.drafter is not None, args.compaction)
-    return Asked(config, options, tuple(passes), args.out, ini)
 
 
 def build_parser(base: RunConfig) -> Parser:
@@ -118,6 +165,13 @@ def build_parser(base: RunConfig) -> Parser:
     add_requests(parser)
     add_serving(parser)
     add = parser.add_argument_group("output").add_argument
+    add("--view", type=Path, metavar="FILE",
+        help="write the last frame of the live display of each batching to this text file. The "
+        "display itself is shown on a terminal only")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE",
+        help="draw when each request waited, was prefilled and decoded, for each batching; with "
+        "--sweep_rate, departures and times to first token at each rate. A file that ends in "
+        f"{' or '.join(PICTURES)}")  # fmt: skip
     add("--out", type=Path, default=Path("results/serving.jsonl"), metavar="FILE",
         help="append a record for each batching, one JSON line [results/serving.jsonl]",
     )  # fmt: skip
@@ -145,6 +199,9 @@ def add_serving(parser: Parser) -> None:
     add("--modes", nargs="+", default=list(BATCHINGS), metavar="NAME",
         help=f"batchings to compare, of {', '.join(BATCHINGS)}; the tokens of the first are the "
         f"reference [{' '.join(BATCHINGS)}]")  # fmt: skip
+    add("--sweep_rate", nargs="*", type=float, metavar="RATE",
+        help="serve the requests in flight at each of these rates, as Poisson arrivals a second; "
+        "without a RATE, find the largest rate that is sustained")  # fmt: skip
     add("--draft", default=NONE, metavar="DRAFT",
         help=f"serve the requests once more, {DRAFTED}, with drafts by the model itself (self), by "
         f"a smaller model ({MODEL_PREFIX}NAME), or from the text so far (ngram) [{NONE}]",

@@ -61,21 +61,38 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
             print(f"interrupted; {kept.count} records are in {asked.out}", file=sys.stderr)
         return INTERRUPTED
     if launch.rank == 0:
-        from magicdec.serving.table import print_table
-
-        print_table(records)
+        show(records, asked)
         print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
     is_lost = launch.rank == 0 and kept.count < len(records)
     return int(is_lost or any(record.metrics is None for record in records))
 
 
 def measure(prepared: Prepared, asked: Asked, kept: Kept) -> list[ServingRecord]:
-    """Serve the requests in every pass. The first rank keeps each record when it is made."""
-    from magicdec.serving.measure import measure
+    """Serve the requests in every pass, or at every rate. The first rank keeps each record when it
+    is made."""
+    from magicdec.serving.measure import measure, measure_rates
+    from magicdec.serving.showing.display import Display
 
     is_leader = prepared.launch.rank == 0
     keep = kept.append if is_leader else lambda record: None
-    return measure(prepared, asked.options, asked.passes, keep)
+    display = Display.of_rank(is_leader, asked.view)
+    if asked.rates is None:
+        return measure(prepared, asked.options, asked.passes, display, keep)
+    (each,) = asked.passes
+    return measure_rates(prepared, asked.options, each, asked.rates, display, keep)
+
+
+def show(records: list[ServingRecord], asked: Asked) -> None:
+    """Print the table, and draw the picture that `--plot` asks for."""
+    from magicdec.serving.showing.rates import draw_rates, print_rates
+    from magicdec.serving.showing.table import print_table
+    from magicdec.serving.showing.timeline import draw_timeline
+
+    is_sweep = asked.rates is not None
+    (print_rates if is_sweep else print_table)(records)
+    if asked.plot is not None:
+        (draw_rates if is_sweep else draw_timeline)(records, asked.plot)
+        print(f"drawn to {asked.plot}", file=sys.stderr)
 
 
 class Kept:
