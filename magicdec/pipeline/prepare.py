@@ -21,6 +21,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.check import add_up, check_together, describe_place
 from magicdec.memory.free_memory import free_host_memory
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
+from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import ModelSource, check_part
 from magicdec.model.config import ModelConfig
 from magicdec.pipeline.options import (
@@ -78,7 +79,7 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
         (len(options.shapes), "--num_requests"),
     )
     settings = {"layers": [len(each) for each in layers], **settled.describe()}
-    check_agreement(launch, run.source.config, settings)
+    check_agreement(launch, run.source, settings)
     return PreparedRing(run, whole, settled, grid, layers)
 
 
@@ -97,10 +98,11 @@ def check_files(
         raise ValueError(f"--baselines {names}, which read the whole model: {error}") from error
 
 
-def check_agreement(launch: Launch, model: ModelConfig, settings: Mapping[str, object]) -> None:
+def check_agreement(launch: Launch, source: ModelSource, settings: Mapping[str, object]) -> None:
     """Raises ValueError, on every rank, if a rank has another version, model or split."""
-    of_model = {f"model's {name}": value for name, value in asdict(model).items()}
+    of_model = {f"model's {name}": value for name, value in asdict(source.config).items()}
     facts = {"magicdec": version("magicdec"), **of_model, **settings}
+    facts["model's weights, by their fingerprint,"] = fingerprint(source)
     told = exchange_texts(launch, json.dumps(facts), "pipeline")
     first = json.loads(told[0])
     for rank, theirs in enumerate(map(json.loads, told)):

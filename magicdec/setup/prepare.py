@@ -5,7 +5,6 @@ Owns the order of the checks. Every rank prepares on its own, and all ranks reac
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,16 +17,14 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.cost_model.step_estimate import StepEstimate
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_memory, check_together, planned
 from magicdec.memory.free_memory import free_device_memory
 from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.memory.working_memory import max_tokens
-from magicdec.model.checkpoint.chunks import ChunkedWeights
+from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import ModelSource, find_model
-from magicdec.model.checkpoint.weight_map import weight_map
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.setup.draft_checks import check_draft
@@ -88,22 +85,6 @@ def describe_model(source: ModelSource) -> ModelRecord:
     return ModelRecord(
         model=source.name, random_weights=source.is_random, model_sha256=fingerprint(source)
     )
-
-
-def fingerprint(source: ModelSource) -> str:
-    """A hash that differs between two models of the same shape with different weights. It is cheap:
-    besides names and shapes, only the one-dimensional tensors are read. Of chunks that are not all
-    here it is the fingerprint in their index."""
-    weights = source.weights
-    if isinstance(weights, ChunkedWeights) and not weights.is_complete:
-        return weights.fingerprint
-    digest = hashlib.sha256(repr(sorted(weights.shapes().items())).encode())
-    config = source.config
-    for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
-        for piece in pieces:
-            if len(piece.full_shape) == 1:
-                digest.update(weights.read(piece).float().numpy().tobytes())
-    return digest.hexdigest()
 
 
 T = TypeVar("T")

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
 
 from magicdec.cli.serving.recurrent import parse
 from magicdec.distributed.groups import Launch
+from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.metrics import StageUse, predict_round, ring_metrics
 from magicdec.pipeline.prepare import check_agreement, check_files, prepare
-from magicdec.setup.prepare import fingerprint
 
 FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "4", "--device", "cpu")
 
@@ -65,7 +64,7 @@ def test_a_host_needs_the_files_of_its_stage_alone(tiny_checkpoint: Path, tmp_pa
     second.unlink()
     source = find_model("--model", str(tmp_path / "chunks"), is_part=True)
     check_files(source, ["ring"], layers, 0, 0)
-    assert len(fingerprint(source)) > 8
+    assert fingerprint(source) == fingerprint(whole)
     for passes, stage, rank, expected in (
         (["ring"], 1, 1, second.name),
         (["batched", "ring"], 0, 0, "--baselines batched, which read the whole model"),
@@ -76,14 +75,16 @@ def test_a_host_needs_the_files_of_its_stage_alone(tiny_checkpoint: Path, tmp_pa
     check_files(source, ["batched", "ring"], layers, 0, 1)
 
 
-@pytest.mark.parametrize("name", ["magicdec", "model's norm_eps", "n_samples"])
+@pytest.mark.parametrize("name", ["magicdec", "model's norm_eps", "model's weights", "n_samples"])
 def test_ranks_that_disagree_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def exchange(launch: Launch, text: str, topic: str) -> list[str]:
-        return [text, text, json.dumps({**json.loads(text), name: "other"})]
+        (known,) = (fact for fact in json.loads(text) if fact.startswith(name))
+        return [text, text, json.dumps({**json.loads(text), known: "other"})]
 
     monkeypatch.setattr("magicdec.pipeline.prepare.exchange_texts", exchange)
-    with pytest.raises(ValueError, match=f"{name}: rank 0 has .*, rank 2 has other"):
-        check_agreement(Launch(0, 3, 0, 3), TINY, {"n_samples": 4})
+    source = find_model("--model", "demo")
+    with pytest.raises(ValueError, match=f"{name}.*: rank 0 has .*, rank 2 has other"):
+        check_agreement(Launch(0, 3, 0, 3), source, {"n_samples": 4})
 
 
 def test_a_round_is_bound_by_the_slowest_stage_or_by_all() -> None:

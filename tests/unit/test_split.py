@@ -13,6 +13,7 @@ from magicdec.cli.checkpoints.split import find_num_stages
 from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.chunks import INDEX, chunk_name
+from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.manifest import find_damage
 from magicdec.model.checkpoint.source import check_part, find_model, load_transformer
 from magicdec.model.checkpoint.split import split_checkpoint
@@ -42,6 +43,7 @@ def test_a_stage_loads_the_same_from_its_own_file_alone(copied: Path) -> None:
             shutil.copyfile(copied / name, own / name)
         part = find_model("--model", str(own), is_part=True)
         check_part(part, layers, stage == 0)
+        assert fingerprint(part) == fingerprint(whole)
         models = [
             load_transformer(
                 whole.config, weights, Shard(), layers, torch.float32, CPU, has_ends=stage == 0

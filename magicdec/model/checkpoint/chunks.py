@@ -21,6 +21,7 @@ from magicdec.model.checkpoint.weight_map import Piece
 
 INDEX = "model.safetensors.index.json"
 CHUNKS = "chunks"  # the key in the index's metadata that only an index of chunks has
+MODEL_SHA256 = "model_sha256"  # the key of the fingerprint of the whole checkpoint
 FINGERPRINT = "chunk_of"  # the key in the metadata of a chunk
 
 
@@ -39,6 +40,7 @@ class ChunkedWeights:
         self.path = index
         try:
             self.fingerprint = str(table["metadata"][CHUNKS][FINGERPRINT])
+            self.model_sha256 = str(table["metadata"][CHUNKS][MODEL_SHA256])
             self.layers = str(table["metadata"][CHUNKS]["layers"])
             self._files = {n: index.parent / str(f) for n, f in table["weight_map"].items()}
             tensors = {n: table["metadata"][CHUNKS]["tensors"][n] for n in self._files}
@@ -65,11 +67,6 @@ class ChunkedWeights:
         """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
         self.check_present([piece.name])
         return self._opened[self._files[piece.name]].read(piece)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all files are here."""
-        return set(self._files.values()) <= set(self._opened)
 
     def check_present(self, names: Iterable[str]) -> None:
         """Raises ValueError naming the first file of these tensors that is not here."""

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from magicdec.model.checkpoint.chunks import CHUNKS, FINGERPRINT, INDEX, chunk_name
+from magicdec.model.checkpoint.chunks import (
+    CHUNKS,
+    FINGERPRINT,
+    INDEX,
+    MODEL_SHA256,
+    chunk_name,
+)
 from magicdec.model.checkpoint.convert import (
     check_disk,
     copy_companions,
@@ -24,6 +30,7 @@ from magicdec.model.checkpoint.convert import (
     removed,
     write_safetensors,
 )
+from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.manifest import Manifest, raw_bytes
 from magicdec.model.checkpoint.source import ModelSource, tensors_of
 from magicdec.model.checkpoint.weight_map import SCALE, Piece
@@ -45,15 +52,16 @@ def split_checkpoint(
     shapes, dtypes = source.stored_shapes, source.weights.dtypes()
     names = [stage_tensors(source, split, stage) for stage in range(len(split))]
     layers = ",".join(str(len(part)) for part in split)
-    fingerprint = fingerprint_of(source, layers)
+    model_sha256, chunk_of = fingerprint(source), fingerprint_of_split(source, layers)
     out.mkdir(parents=True, exist_ok=True)
     check_disk(out, sum(_size(shapes[name], dtypes[name]) for name in shapes), out)
     (out / INDEX).unlink(missing_ok=True)
     files = [out / chunk_name(stage) for stage in range(len(split))]
     for file, held in zip(files, names, strict=True):
-        _write(file, source, {name: shapes[name] for name in held}, fingerprint, progress)
+        _write(file, source, {name: shapes[name] for name in held}, chunk_of, progress)
     owner = {name: file.name for file, held in zip(files, names, strict=True) for name in held}
-    _write_index(out / INDEX, owner, shapes, dtypes, {FINGERPRINT: fingerprint, "layers": layers})
+    chunks = {FINGERPRINT: chunk_of, MODEL_SHA256: model_sha256, "layers": layers}
+    _write_index(out / INDEX, owner, shapes, dtypes, chunks)
     copy_companions(source, out)
     return files
 
@@ -65,7 +73,7 @@ def stage_tensors(source: ModelSource, split: Sequence[range], stage: int) -> li
     return [name for name in source.stored_shapes if name in needed]
 
 
-def fingerprint_of(source: ModelSource, layers: str) -> str:
+def fingerprint_of_split(source: ModelSource, layers: str) -> str:
     """Tells models and splits apart without reading all weights: a sha256 of the split and of the
     name, shape, dtype and first row of every tensor."""
     digest = hashlib.sha256(layers.encode())
@@ -81,14 +89,14 @@ def _write(
     file: Path,
     source: ModelSource,
     shapes: dict[str, tuple[int, ...]],
-    fingerprint: str,
+    chunk_of: str,
     progress: Callable[[str], None],
 ) -> None:
     dtypes = source.weights.dtypes()
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     with removed(partial):
         entries, digest, _ = write_safetensors(
-            partial, source.weights, shapes, dtypes, progress, {FINGERPRINT: fingerprint}
+            partial, source.weights, shapes, dtypes, progress, {FINGERPRINT: chunk_of}
         )
         quantized = "int8" if any(name.endswith(SCALE) for name in shapes) else None
         manifest = Manifest(file.name, partial.stat().st_size, digest, entries, quantized)
