@@ -1,4 +1,4 @@
-# make demo | report | test | test-all | check. Everything installs into .venv on the way; nothing else on the machine is touched.
+# make demo | report | test | test-all | test-layers | check. Everything installs into .venv on the way; nothing else on the machine is touched.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # some of them compare their tokens with each other's.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo report test test-all check install clean
+.PHONY: demo report test test-all test-layers check install clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -35,6 +35,10 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST)
+
+# All tests, with forwards that run layer by layer wherever --native_steps is auto.
+test-layers: export MAGICDEC_NATIVE_STEPS := off
+test-layers: test-all
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

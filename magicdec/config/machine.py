@@ -15,7 +15,8 @@ class Machine:
     """What `resolve` needs to know about the host. `world_size` and `local_world_size` are those of
     torchrun. `missing_backends` says for each attention backend what it needs and does not find.
     `missing_symmetric_memory` says the same for these collectives. `wants_symmetric_memory` says
-    that the environment has ENABLE_INTRA_NODE_COMM=1."""
+    that the environment has ENABLE_INTRA_NODE_COMM=1, `avoids_native_steps` that it has
+    MAGICDEC_NATIVE_STEPS=off."""
 
     num_cpus: int
     world_size: int = 1
@@ -28,4 +29,5 @@ class Machine:
     num_gpus: int = 0
     missing_symmetric_memory: str | None = "no CUDA"
     wants_symmetric_memory: bool = False
+    avoids_native_steps: bool = False
     missing_backends: Mapping[str, str] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class ModelSection:
         "auto",
         "Compute each forward of a few tokens, and each chain of greedy drafts, in one call of a "
         "C++ library. auto does so on a CPU where attention, linear layers and elementwise "
-        "operations are all native.",
+        "operations are all native. MAGICDEC_NATIVE_STEPS=off in the environment turns auto off.",
         "--native_steps",
         choices=("auto", "on", "off"),
     )

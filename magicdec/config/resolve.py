@@ -56,7 +56,9 @@ def resolve(
     of_draft = [] if config.draft is None else [config.draft.draft_dtype]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
-    parts = StepParts(device, backend, linear, elementwise.name, parallel.collectives)
+    parts = StepParts(
+        device, backend, linear, elementwise.name, parallel.collectives, machine.avoids_native_steps
+    )
     native_steps = choose_native_steps(config.model.native_steps, parts, layer_obstacles[0])
     model = ResolvedModel(config.model.model, dtype, linear, elementwise, native_steps, weights)
     if config.decoding.drafter == "self":

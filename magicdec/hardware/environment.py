@@ -39,6 +39,7 @@ def probe_machine(launch: Launch) -> Machine:
         num_gpus=torch.cuda.device_count(),
         missing_symmetric_memory=missing_parts(launch.local_world_size),
         wants_symmetric_memory=os.environ.get("ENABLE_INTRA_NODE_COMM") == "1",
+        avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=find_compiler() is not None,
         has_shared_memory=Path("/dev/shm").is_dir(),
         has_avx512_bf16="avx512_bf16" in flags,

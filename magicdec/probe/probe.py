@@ -73,7 +73,10 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch, found: Fou
             hardware = ceilings.measure_hardware(group, device, dtype, bandwidth, spreads)
             linear = choose_linear("auto", kind, dtype, machine)
             elementwise = choose_elementwise("auto", kind, dtype, linear, machine).name
-            parts = StepParts(kind, config.attention.backend_choice, linear, elementwise, None)
+            parts = StepParts(
+                *(kind, config.attention.backend_choice, linear, elementwise, None),
+                machine.avoids_native_steps,
+            )
             steps = choose_native_steps("auto", parts, None).name
             kinds = Kinds(dtype, dtype, linear, elementwise, steps)
             found.by_dtype[dtype] = ceilings.measure_forwards(

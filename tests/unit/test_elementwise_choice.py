@@ -32,6 +32,7 @@ from magicdec.setup.loading import Kinds, load_kind
 
 PLAIN = Machine(2)
 FAST = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)
+LAYERS = replace(FAST, avoids_native_steps=True)
 GPU = replace(FAST, has_cuda=True)
 BARE_GPU = replace(GPU, missing_backends={"triton": "triton is not installed; pip install triton"})
 
@@ -127,6 +128,8 @@ def test_every_part_of_a_model_takes_another() -> None:
         (FAST, {"dtype": "float32"}, "on", "auto: on"),
         (FAST, {"native_steps": "off"}, "off", "asked for"),
         (FAST, {"native_steps": "on"}, "on", "asked for"),
+        (LAYERS, {}, "off", "auto: off, MAGICDEC_NATIVE_STEPS=off"),
+        (LAYERS, {"native_steps": "on"}, "on", "asked for"),
         (PLAIN, {}, "off", "auto: off, --attention grouped"),
         (FAST, {"linear": "torch"}, "off", "auto: off, --linear torch"),
         (FAST, {"asked": "torch"}, "off", "auto: off, --elementwise torch"),

@@ -91,13 +91,15 @@ def choose_elementwise(
 
 @dataclass(frozen=True)
 class StepParts:
-    """What computes the parts of a forward. `collectives` is None for one rank."""
+    """What computes the parts of a forward. `collectives` is None for one rank. `avoids_native`:
+    the environment asks for forwards layer by layer."""
 
     device: str
     backend: Choice
     linear: str
     elementwise: str
     collectives: str | None
+    avoids_native: bool
 
     def obstacle(self) -> str | None:
         """Why a forward of these parts cannot be one native call; None if it can."""
@@ -128,6 +130,8 @@ def choose_native_steps(asked: str, parts: StepParts, layer_obstacle: str | None
         return asked_for(asked)
     if of_parts:
         return Choice("off", f"auto: off, {of_parts}")
+    if parts.avoids_native:
+        return Choice("off", "auto: off, MAGICDEC_NATIVE_STEPS=off")
     if layer_obstacle:
         return Choice("off", f"auto: off, the model has {layer_obstacle}", How.SECOND_BEST)
     return Choice("on", "auto: on")
