@@ -9,6 +9,7 @@
 // dot products, native_amx.h has the same in tile registers, and native_int8.h reads a draft's int8 KV cache.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
+#include "native_received.h"
 #include "native_team.h"
 
 namespace {
@@ -85,4 +86,17 @@ extern "C" int magicdec_attention(int storage, int portable, const int64_t* shap
     if (!portable) return call(Bf16{}, bfloat16{});
 #endif
     return storage == INT8 ? 1 : call(Portable<bfloat16>{}, bfloat16{});
+}
+
+// Attention weights that keys received from the newest tokens, out [B, G, length - first]: see `receive`. `shape` is B, T,
+// H, G, block_size, table_stride, first, length. `is_tiled`: the pool of keys has tiles of bfloat16 pairs.
+extern "C" void magicdec_received(int storage, int is_tiled, const int64_t* shape, const void* q, const void* keys,
+                                  const int64_t* table, const int64_t* rows, float* out) {
+    const Received r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[6], shape[7]};
+    const Table blocks{table, rows, shape[5]};
+    if (storage == FLOAT32) return receive<TileScores<float>>(r, (const float*)q, (const float*)keys, blocks, out);
+#if defined(__AVX512BF16__)
+    if (is_tiled) return receive<TiledScores>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
+#endif
+    receive<TileScores<bfloat16>>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
 }

@@ -37,6 +37,7 @@ HEADERS = (
     SOURCE.with_name("native_registers.h"),
     SOURCE.with_name("native_amx.h"),
     SOURCE.with_name("native_int8.h"),
+    SOURCE.with_name("native_received.h"),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "bf16.h",
@@ -126,6 +127,8 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 12 * (
         ctypes.c_void_p,
     )
+    library.magicdec_received.restype = None
+    library.magicdec_received.argtypes = (ctypes.c_int, ctypes.c_int) + 6 * (ctypes.c_void_p,)
     return library
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.drafting.observation import newest_queries, received_weights
+from magicdec.drafting.observation import newest_queries, weights_in_cache
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.view import SinksAndWindow, first_key
 from magicdec.request import Request
@@ -185,8 +185,9 @@ class CopiedKV(DraftKV):
         target = cache.slots(rows.index, places)
         for layer, newest in enumerate(queries):
             window = min(newest.shape[1], length - first)
-            keys = source.cache.first_keys(layer, rows.index, length)[:, :, first:]
-            weights = received_weights(source, newest[:, newest.shape[1] - window :], keys)
+            weights = weights_in_cache(
+                source, layer, rows.index, newest[:, newest.shape[1] - window :], first, length
+            )
             chosen = first + self.policy.select(weights, window)
             k, v = source.cache.read(layer, source.cache.slots(rows.index, chosen))
             cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))

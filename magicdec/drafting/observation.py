@@ -42,6 +42,18 @@ def newest_cached(requests: Sequence[Request], count: int, device: torch.device)
     return upload(tokens, device)
 
 
+def weights_in_cache(
+    runner: ModelRunner, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
+) -> Tensor:
+    """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B] of a layer of
+    the cache. With native steps the library scores them where they are."""
+    if runner.executor is not None:
+        found = runner.executor.received(runner.cache, layer, rows, queries, first, length)
+        return sum_over_replicas(runner, found)
+    keys = runner.cache.first_keys(layer, rows, length)[:, :, first:]
+    return received_weights(runner, queries, keys)
+
+
 def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tensor:
     """The attention weights that each key received from the queries, summed over these and over all
     query heads of its KV head, those of other ranks included: float32 [B, G, S].

@@ -28,6 +28,7 @@ from magicdec.distributed.shared_memory import (
     SLOT_BYTES,
     SharedMemoryExchange,
 )
+from magicdec.executor.received import received
 from magicdec.executor.structures import (
     CacheFields,
     CallFields,
@@ -78,6 +79,7 @@ class Executor:
     summed over forwards, layers, rows and KV heads of this rank."""
 
     most_tokens = PREFILL_FROM - 1  # a row with more new tokens is computed layer by layer
+    received = staticmethod(received)
 
     def __init__(self, model: Transformer, group: Group) -> None:
         self.model, self.config = model, model.config

@@ -10,14 +10,18 @@ import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 from torch import Tensor
 
+from magicdec.attention import native
 from magicdec.attention.native import NativeBackend
+from magicdec.distributed.groups import Group
 from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.observation import newest_queries, received_weights
 from magicdec.drafting.policies.snapkv import SnapKV
 from magicdec.engine import Engine
+from magicdec.executor.received import received
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.request import Batch
+from magicdec.runner import ModelRunner
 
 
 def expected(queries: Tensor, keys: Tensor, policy: SnapKV) -> list[set[int]]:
@@ -60,6 +64,28 @@ def test_the_choice_is_the_definition(group: int, window: int, pooling: str) -> 
         else:  # a maximum is shared by its neighbours: which of equals is kept does not matter
             sizes = [len(ours & want) for ours, want in zip(kept, wanted, strict=True)]
             assert min(sizes) >= window + 21 - 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", [(), ("-U__AMX_BF16__",)], ids=["any", "dot products"])
+@pytest.mark.parametrize(("heads", "window"), [(2, 32), (6, 5), (10, 33)])  # 165 queries: blocks
+def test_scores_in_the_tiles_of_the_cache(
+    heads: int, window: int, flags: tuple[str, ...], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    build = native.kernel
+    monkeypatch.setattr("magicdec.executor.received.kernel", lambda size: build(size, *flags))
+    model = tiny_transformer(replace(TINY, num_heads=2, num_kv_heads=2, head_dim=64))
+    runner = ModelRunner(model.to(dtype), NativeBackend(), Group((0,), 0), 3, 200)
+    for row in (2, 0, 1):
+        runner.allocate(row)
+    runner.cache.k.normal_()
+    rows, queries = torch.tensor([1, 2]), torch.randn(2, window, heads, 64).to(dtype)
+    for first, length in ((0, 199), (70, 128), (3, 40)):
+        keys = runner.cache.first_keys(1, rows, length)[:, :, first:]
+        wanted = received_weights(runner, queries.float(), keys.float())
+        found = received(runner.cache, 1, rows, queries, first, length)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_lowest_score_stands_first_and_the_window_last() -> None:

@@ -1,0 +1,103 @@
+// The attention weights that the keys of a row receive from its newest tokens, without copying a key out of its tile.
+#pragma once
+#include "native_plan.h"
+
+namespace {
+
+// Scores of M queries for one tile of keys from `slot` on, of which `count` exist: scores[m * TILE + j]. Times `FACTOR`
+// they are q . k / sqrt(D).
+template <typename S>
+struct TileScores {
+    using Kernel = Portable<S>;
+    static constexpr float FACTOR = 1.0f;  // the queries are scaled
+    void operator()(const float* q, int64_t M, const S* keys, int64_t slot, int64_t count, float* scores) const {
+        score<HEAD_SIZE>(q, M, keys + slot * HEAD_SIZE, count, scores);
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct TiledScores {
+    using Kernel = Bf16;
+    inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
+    TiledScores() {
+        if (by_registers) registers.load(SIDE);
+    }
+    void operator()(const uint32_t* q, int64_t M, const bfloat16* keys, int64_t slot, int64_t, float* scores) const {
+        const Tile tile = make_tile(keys, keys, slot, TILE);
+        if (by_registers) return score_in_registers(M, q, tile, scores);
+        in_blocks(M, [&]<int N>(int64_t m) { score_queries<N, 4>(q + m * PAIRS, tile.keys, 0, scores + m * TILE); });
+    }
+    const bool by_registers = FITS_REGISTERS && may_use_tiles();
+    amx::Registers registers;
+};
+#endif
+
+// The keys [first, length) of each of B rows, whose last T tokens have the queries q [B, T, H, D].
+struct Received {
+    int64_t B, T, H, G, block_size, first, length;
+    int64_t tiles() const { return (length + TILE - 1) / TILE - first / TILE; }
+    int64_t position(int64_t tile) const { return (first / TILE + tile) * TILE; }
+};
+
+// Adds to out [length - first] the weights of M queries from query `from` of a KV head on. scores [tiles][rows][TILE].
+inline void add_weights(const Received& r, int64_t from, int64_t M, int64_t rows, float factor, float* scores, float* out) {
+    const int64_t rep = r.H / r.G;
+    for (int64_t m = 0; m < M; ++m) {
+        const int64_t end = r.length - r.T + (from + m) / rep + 1;  // of what the query sees
+        auto each_tile = [&](auto body) {
+            for (int64_t i = 0; i < r.tiles(); ++i)
+                body(scores + (i * rows + m) * TILE, std::max<int64_t>(0, r.first - r.position(i)),
+                     std::clamp<int64_t>(end - r.position(i), 0, TILE));
+        };
+        float top = HIDDEN, total = 0;
+        each_tile([&](const float* s, int64_t begin, int64_t stop) {
+            for (int64_t j = begin; j < stop; ++j) top = std::max(top, s[j]);
+        });
+        each_tile([&](float* s, int64_t begin, int64_t stop) {
+            for (int64_t j = begin; j < stop; ++j) s[j] = exp_negative((s[j] - top) * factor);
+            for (int64_t j = begin; j < stop; ++j) total += s[j];
+        });
+        float* to = out - r.first;
+        for (int64_t i = 0; i < r.tiles(); ++i) {
+            const float* s = scores + (i * rows + m) * TILE;
+            const int64_t at = r.position(i), begin = std::max(r.first, at), stop = std::min(end, at + TILE);
+            for (int64_t key = begin; key < stop; ++key) to[key] += s[key - at] / total;
+        }
+    }
+}
+
+// out [B, G, length - first]: the weights that each key received, summed over the queries and heads of its KV head.
+template <typename Scores, typename S>
+void receive(const Received& r, const S* q, const S* keys, const Table& table, float* out) {
+    using Kernel = typename Scores::Kernel;
+    const int64_t rep = r.H / r.G, M = r.T * rep, rows = std::min<int64_t>(MAX_QUERIES, (M + 15) / 16 * 16);
+    const Problem p{r.B, r.T, r.H, r.G, HEAD_SIZE, r.block_size, nullptr, 0};
+#pragma omp parallel
+    {
+        const Scores score_tile;
+        std::vector<typename Kernel::Query> queries(rows * Kernel::QUERY_SIZE);
+        std::vector<float> room(r.tiles() * rows * TILE + 16);
+        float* scores = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) / 4;  // aligned to vectors
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t b = 0; b < r.B; ++b)
+            for (int64_t g = 0; g < r.G; ++g) {
+                float* to = out + (b * r.G + g) * (r.length - r.first);
+                std::fill_n(to, r.length - r.first, 0.0f);
+                for (int64_t from = 0; from < M; from += rows) {
+                    const int64_t count = std::min(rows, M - from);
+                    for (int64_t m = 0; m < count; ++m) {
+                        const int64_t t = (from + m) / rep, h = g * rep + (from + m) % rep;
+                        Kernel::stage(q + ((b * r.T + t) * r.H + h) * HEAD_SIZE, &queries[m * Kernel::QUERY_SIZE]);
+                    }
+                    for (int64_t i = 0; i < r.tiles(); ++i) {
+                        const int64_t slot = table.slot(p, b, r.position(i)) + g * r.block_size;
+                        score_tile(queries.data(), count, keys, slot, std::min<int64_t>(TILE, r.length - r.position(i)),
+                                   scores + i * rows * TILE);
+                    }
+                    add_weights(r, from, count, rows, Scores::FACTOR, scores, to);
+                }
+            }
+    }
+}
+
+}  // namespace
