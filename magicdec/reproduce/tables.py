@@ -7,6 +7,7 @@ beside this file, too.
 from __future__ import annotations
 
 MAGICDEC = "magicdec.reproduce.magicdec_setting:MagicDecSetting"
+FLOVER = "magicdec.reproduce.flover_setting:FloverSetting"
 # (what the table shows, the class of its lines, which is imported only then)
 TABLES = {
     "magicdec_acceptance": (
@@ -18,4 +19,6 @@ TABLES = {
     "magicdec_speedups_h100_early": ("speedups on H100, from an early draft", MAGICDEC),
     "magicdec_speedups_budget512": ("speedups by batch size at KV budget 512", MAGICDEC),
     "magicdec_throughput_latency": ("throughput against time per token on 8 A100", MAGICDEC),
+    "flover_constant": ("Flover: requests in flight, one every 500 ms", FLOVER),
+    "flover_poisson": ("Flover: 32 requests in flight, Poisson arrivals", FLOVER),
 }

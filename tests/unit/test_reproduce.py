@@ -95,6 +95,22 @@ def test_a_command_has_the_shape_of_its_line() -> None:
     assert pairs["--model"].startswith("togethercomputer/") and pairs["--draft"] == "self"
 
 
+def test_arrivals_alone_predict_what_flover_published(tmp_path: Path) -> None:
+    lines = [*published("flover_constant"), *published("flover_poisson")]
+    pairs = [(float(x.published), float(x.predicted)) for x in lines if x.predicted]
+    assert len(pairs) == 4 * 5 + 2 * 14
+    assert max(abs(a / b - 1) for a, b in pairs[:20]) < 0.05
+    assert max(abs(a / b - 1) for a, b in pairs[20:]) < 0.26
+    own = next(x.setting for x in lines if x.setting.quantity == "makespan_s")  # type: ignore[attr-defined]
+    own.command().index("constant:500")
+    (tmp_path / "records").write_text('{"metrics": {"makespan_s": 5.678}}\n')
+    assert own.read(tmp_path / "records").value == "5.68"
+    (tmp_path / "records").write_text('{"metrics": null}\n')
+    assert own.read(tmp_path / "records").why_not == "the tokens of its run were wrong"
+    other = replace(own, quantity="speedup_over_instances")  # type: ignore[call-arg]
+    assert "no baseline of concurrent instances" in other.read(tmp_path / "records").why_not
+
+
 def test_the_demo_fits_a_small_machine() -> None:
     for name in TABLES:
         table = PublishedTable(name, PAPER)
@@ -107,7 +123,8 @@ def test_the_demo_fits_a_small_machine() -> None:
         for setting in settings:
             words = setting.command()
             flags = dict(zip(words[1::2], words[2::2], strict=True))
-            assert int(flags["--prefix_len"]) <= 4096 and int(flags["--B"]) <= 8
+            assert int(flags["--prefix_len"]) <= 4096
+            assert int(flags["--prefix_len"]) * int(flags["--B"]) <= 8 * 4096
 
 
 def test_what_runs_measured_is_written_beside_what_was_published(
