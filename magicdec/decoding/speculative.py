@@ -54,8 +54,19 @@ class Speculative:
         return self.steps.move(source, target)
 
     def step(self, batch: Batch) -> StepOutput:
-        """Every row emits one token, and one more for each draft that it accepts."""
-        count = self.draft_length.choose(batch)
+        """Every row emits one token, and one more for each draft that it accepts. Rows that draft
+        different numbers of tokens are computed one group after the other."""
+        lengths = self.draft_length.lengths(batch)
+        if len(set(lengths)) == 1:
+            return self._step(batch, lengths[0])
+        parts = []
+        for count in sorted(set(lengths)):
+            pairs = zip(batch.requests, lengths, strict=True)
+            group = Batch(tuple(request for request, length in pairs if length == count))
+            parts.append((group, self._step(group, count)))
+        return merged(batch, parts)
+
+    def _step(self, batch: Batch, count: int) -> StepOutput:
         started = time.perf_counter()
         output = self._speculate(batch, count) if count else StepOutput(self.steps.decode(batch))
         seconds = time.perf_counter() - started
@@ -75,6 +86,22 @@ class Speculative:
         return measure_steps(self.steps, batch, cached, self.draft_length.most)
 
 
+def merged(batch: Batch, parts: Sequence[tuple[Batch, StepOutput]]) -> StepOutput:
+    """The output of a step whose parts have advanced different requests of `batch`."""
+    of_request = {
+        request: (tokens, accepted, output.num_drafted)
+        for group, output in parts
+        for request, tokens, accepted in zip(
+            group.requests,
+            output.token_ids,
+            output.num_accepted or [0] * len(group.requests),
+            strict=True,
+        )
+    }
+    tokens, accepted, drafted = map(list, zip(*map(of_request.get, batch.requests), strict=True))
+    return StepOutput(tokens, max(drafted), accepted, drafted)
+
+
 def speculative(setup: Setup) -> Speculative:
     """The strategy with the drafter that the run names."""
     assert setup.decoding.drafter is not None, "a speculative run names its drafter"
@@ -82,7 +109,11 @@ def speculative(setup: Setup) -> Speculative:
     drafter = make_drafter(
         setup.decoding.drafter, DraftSetup(runner, setup.decoding, setup.kv, setup.draft)
     )
-    length = setup.draft_length or make_draft_length(setup.decoding, runner.group, runner.device)
+    # Captured steps are captured for sets of rows, and groups would be many sets.
+    per_row = setup.is_in_flight and not setup.recorder.captures
+    length = setup.draft_length or make_draft_length(
+        setup.decoding, runner.group, runner.device, per_row=per_row
+    )
     return Speculative(runner, drafter, length, make_steps(setup, drafter))
 
 

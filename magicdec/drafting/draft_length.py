@@ -1,8 +1,8 @@
 """DraftLength: how many tokens a speculative step drafts. The number is given, or it is the one
 that is expected to be fastest.
 
-Owns the choice, and the time of a step by its number of draft tokens; `forecast` counts acceptance.
-Must not know how anything is drafted or verified: its caller measures the steps.
+Owns the choice; `forecast` counts acceptance, and `step_times` knows the time of a step. Must not
+know how anything is drafted or verified: its caller measures the steps.
 
 The objective is the time until every row of the batch has its tokens. To draft nothing is one of
 the choices. Rows that accept less end later, and the last steps serve only these rows. Over 128
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Protocol
 
 import torch
 
 from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Group
-from magicdec.drafting.forecast import Acceptance, seconds_until_done, tokens_of_steps
+from magicdec.drafting import forecast
+from magicdec.drafting.forecast import Acceptance, tokens_of_steps
+from magicdec.drafting.step_times import StepTimes
 from magicdec.kv.cache import upload
 from magicdec.request import Batch
 
@@ -66,15 +66,15 @@ class DraftLength(Protocol):
         """Called after the warm-up: the next batch of each shape is measured again."""
         ...
 
-    def choose(self, batch: Batch) -> int:
-        """The number of draft tokens for each row in the next step. The same on every rank."""
+    def lengths(self, batch: Batch) -> list[int]:
+        """The number of draft tokens of each row in the next step. The same on every rank."""
         ...
 
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
     ) -> None:
-        """A step has drafted `num_drafted` tokens for each row of `batch`. `accepted` is the number
-        that each row accepted, empty if nothing was drafted."""
+        """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`.
+        `accepted` is the number that each row accepted, empty if nothing was drafted."""
         ...
 
 
@@ -90,8 +90,8 @@ class FixedLength:
     def forget_times(self) -> None:
         """Nothing was measured."""
 
-    def choose(self, batch: Batch) -> int:
-        return self.most
+    def lengths(self, batch: Batch) -> list[int]:
+        return [self.most] * len(batch.requests)
 
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
@@ -99,44 +99,26 @@ class FixedLength:
         """Nothing to learn."""
 
 
-class StepTimes:
-    """Seconds of a step by its numbers of rows and draft tokens. Times from before decoding are
-    corrected by those of the steps since. Steps with and without drafts are corrected by different
-    factors, because a growing context slows them down differently."""
-
-    def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
-        self.rows, self.of_all, self.of_one = rows, of_all, of_one
-        self._recent: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
-        self._drift = {False: 1.0, True: 1.0}
-
-    def measured(self, rows: int, num_drafted: int) -> float:
-        """The time before correction. Linear between one row and all rows."""
-        all_rows, one = self.of_all[num_drafted], self.of_one[num_drafted]
-        return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
-
-    def correct(self, rows: int, num_drafted: int, seconds: float) -> None:
-        self._recent[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
-
-    def settle(self) -> None:
-        """Let the recent steps correct the times."""
-        self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}
-
-    def __call__(self, rows: int, num_drafted: int) -> float:
-        return self.measured(rows, num_drafted) * self._drift[num_drafted > 0]
-
-
 class AutoLength:
     """Chooses every few steps on the first rank, which broadcasts the choice.
 
     It is kept for all passes of a run. The times of a batch size and context length, and the
     acceptance, are used for later batches too. `estimate` replaces the measurement before decoding.
+
+    With `per_row`, a step may draft for some rows and not for others, if that yields more tokens a
+    second although each group takes a forward. (Padding costs as much as drafting for all rows.)
     """
 
     def __init__(
-        self, most: int, group: Group, device: torch.device, estimate: Estimate | None = None
+        self,
+        most: int,
+        group: Group,
+        device: torch.device,
+        estimate: Estimate | None = None,
+        per_row: bool = False,
     ) -> None:
         self.most, self.group, self.device = most, group, device
-        self.estimate = estimate
+        self.estimate, self.per_row = estimate, per_row
         self.choices = range(most + 1)
         self.acceptance = Acceptance(most)
         self.calibration_s = 0.0
@@ -144,6 +126,8 @@ class AutoLength:
         self._times: dict[tuple[int, int], StepTimes] = {}
         self._window, self._left, self._rows = 1, 0, 0
         self._first, self._then = 0, 0  # of the window's first step, and of the others
+        self._drafting = 1  # the best number of draft tokens but 0
+        self._split: dict[int, int] = {}  # draft tokens by request, if they differ
         self._since = {False: 0, True: 0}  # steps since the last one without drafts, and with
 
     def begin(self, batch: Batch, measure: Measure) -> None:
@@ -168,29 +152,42 @@ class AutoLength:
     def forget_times(self) -> None:
         self._times.clear()
 
+    def lengths(self, batch: Batch) -> list[int]:
+        count = self.choose(batch)
+        if not self._split or count != self._then:
+            return [count] * len(batch.requests)
+        found, most = self._split, self._most_wanted(batch)
+        return [min(found.get(r.request_id, count), most) for r in batch.requests]
+
     def choose(self, batch: Batch) -> int:
+        """The number of draft tokens of the next step, if it is the same for each row."""
         rows = len(batch.requests)
         if self._left == 0 or rows != self._rows:
             self._rows = rows
-            before, decision = self._then, upload(self.decide(batch), self.device)
-            self._first, self._then = self.group.broadcast(decision, 0).tolist()
+            before, (first, then) = (self._then, self._split), self.decide(batch)
+            decision = upload([first, then, *self._split_rows(batch, then)], self.device)
+            self._first, self._then, *split = self.group.broadcast(decision, 0).tolist()
+            ids = [r.request_id for r in batch.requests]
+            self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
             # After a change the next decision comes soon, because the change may be wrong.
-            self._window = min(2 * self._window, WINDOW) if self._then == before else 2
+            is_kept = before == (self._then, self._split)
+            self._window = min(2 * self._window, WINDOW) if is_kept else 2
             self._left, chosen = self._window, self._first
         else:
             chosen = self._then
         self._left -= 1
-        # A step with g drafts may emit g + 1 tokens: no more than the longest row still wants.
-        wanted = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests)
-        return min(chosen, wanted - 1)
+        return min(chosen, self._most_wanted(batch))
+
+    def _most_wanted(self, batch: Batch) -> int:
+        """A step with g drafts may emit g + 1 tokens: no more than the longest row still wants."""
+        return max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests) - 1
 
     def decide(self, batch: Batch) -> tuple[int, int]:
         """The number of draft tokens of the next step, and of the steps after it. Sometimes the
-        next step is of the other kind (with or without drafts), to measure its time and
-        acceptance."""
+        next step is of the other kind (with or without drafts), to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
-        drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
+        drafting = self._drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
         best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0
         rows, other = len(batch.requests), 0 if best else 1
         seconds = [self.times(rows, k) for k in range(self.most + 1)]
@@ -203,6 +200,17 @@ class AutoLength:
         useful = best > 0 or hope * seconds[0] > MARGIN
         return (other if useful and self._since[other > 0] >= steps else best), best
 
+    def _split_rows(self, batch: Batch, best: int) -> list[int]:
+        """The number of draft tokens of each row; all 0 if each row is to draft `best` tokens."""
+        if not self.per_row:
+            return []
+        rows, count = len(batch.requests), best or self._drafting
+        rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
+        tokens = [tokens_of_steps(of_row)[count][0] for of_row in rates]
+        uniform = (sum(tokens) if best else rows) / self.times(rows, best)
+        split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.times)
+        return [count * is_drafting for is_drafting in split]
+
     def predict(self, batch: Batch) -> list[float]:
         """Seconds until `batch` has all its tokens, with 0, 1, 2, ... draft tokens in each step."""
         wanted = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
@@ -210,7 +218,7 @@ class AutoLength:
 
         def until_done(count: int) -> float:
             tokens = [of_row[count] for of_row in steps]
-            return seconds_until_done(wanted, tokens, lambda rows: self.times(rows, count))
+            return forecast.seconds_until_done(wanted, tokens, lambda rows: self.times(rows, count))
 
         return [until_done(count) for count in range(self.most + 1)]
 
@@ -220,10 +228,12 @@ class AutoLength:
         is_drafting = num_drafted > 0
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
-        self.times.correct(self._rows, num_drafted, seconds)
+        self.times.correct(len(batch.requests), num_drafted, seconds)
+        requests = [r.request_id for r in batch.requests]
         if is_drafting:
-            requests = [r.request_id for r in batch.requests]
             self.acceptance.observe(requests, num_drafted, accepted)
+        elif self._split:
+            self.acceptance.fade(requests)  # so that these rows are tried again
 
 
 def make_draft_length(
@@ -231,8 +241,9 @@ def make_draft_length(
     group: Group,
     device: torch.device,
     estimate: Estimate | None = None,
+    per_row: bool = False,
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
     if decoding.num_draft_tokens == "auto":
-        return AutoLength(decoding.most_draft_tokens, group, device, estimate)
+        return AutoLength(decoding.most_draft_tokens, group, device, estimate, per_row)
     return FixedLength(decoding.most_draft_tokens)

@@ -18,6 +18,7 @@ POOLED_WEIGHT = 8.0  # weight, in tokens, of the mean of all positions in a posi
 ROW_WEIGHT = 32.0  # weight, in tokens, of the mean of all rows in a row's rate
 MOST_LIKELY = 0.98  # the highest rate that is ever assumed
 KEEP = 0.98  # factor by which older counts shrink with each step
+FADE = 0.995  # the same for a row that drafts nothing while others do
 
 
 class Acceptance:
@@ -43,6 +44,12 @@ class Acceptance:
                 self.accepted[k] += k < count
             got, expected = self._rows.get(request, (0.0, 0.0))
             self._rows[request] = got + count, expected + sum(rates[:reached])
+
+    def fade(self, requests: Sequence[int]) -> None:
+        """A step has drafted nothing for `requests`: what is known of them counts less."""
+        for request in requests:
+            got, expected = self._rows.get(request, (0.0, 0.0))
+            self._rows[request] = FADE * got, FADE * expected
 
     def rates(self, request: int | None = None) -> list[float]:
         """The rate of each position for a request; for None, the mean over all requests."""
@@ -94,3 +101,22 @@ def seconds_until_done(
         total += (until - done) * seconds(len(rows) - index)
         done = until
     return total
+
+
+def fastest_split(
+    tokens: Sequence[float], count: int, uniform: float, seconds: Callable[[int, int], float]
+) -> list[bool]:
+    """Which rows draft `count` tokens, if the other rows draft none in a forward of their own. Such
+    a step must yield more tokens a second than `uniform`; otherwise no row is chosen.
+
+    `tokens` is the mean that each row emits in a step with drafts. `seconds` is the time of a step
+    by its numbers of rows and of draft tokens."""
+    order = sorted(range(len(tokens)), key=lambda row: -tokens[row])
+    emitted, best, size = 0.0, uniform, 0
+    for num_drafting, row in enumerate(order[:-1], 1):
+        emitted, rest = emitted + tokens[row], len(order) - num_drafting
+        speed = (emitted + rest) / (seconds(num_drafting, count) + seconds(rest, 0))
+        if speed > best:
+            best, size = speed, num_drafting
+    chosen = set(order[:size])
+    return [row in chosen for row in range(len(tokens))]

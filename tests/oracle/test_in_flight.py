@@ -65,13 +65,13 @@ lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
 class RandomLength:
-    """Draft lengths from 0 to `most` in any order. Now and then, steps are measured when requests
-    join, which changes nothing."""
+    """Draft lengths from 0 to `most` in any order, in some steps another for each row. Now and
+    then, steps are measured when requests join, which changes nothing."""
 
     most, choices, calibration_s = MOST_DRAFTS, range(MOST_DRAFTS + 1), None
 
-    def __init__(self, random: Random) -> None:
-        self.random = random
+    def __init__(self, random: Random, per_row: bool = True) -> None:
+        self.random, self.per_row = random, per_row
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         if self.random.random() < 0.15:
@@ -80,8 +80,10 @@ class RandomLength:
     def forget_times(self) -> None:
         """Nothing was measured."""
 
-    def choose(self, batch: Batch) -> int:
-        return self.random.choice((0, 0, *self.choices))
+    def lengths(self, batch: Batch) -> list[int]:
+        lengths = [self.random.choice((0, 0, *self.choices)) for _ in batch.requests]
+        is_ragged = self.per_row and self.random.random() < 0.4
+        return lengths if is_ragged else lengths[:1] * len(lengths)
 
     def observe(self, batch: Batch, num: int, accepted: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
@@ -152,7 +154,7 @@ def serve(
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
     setup = Setup(
         runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
-        draft_length=RandomLength(random), recorder=Recorder() if records else Eager(),
+        draft_length=RandomLength(random, not records), recorder=Recorder() if records else Eager(),
         is_in_flight=True, computes_ended=schedule.compaction == "none",
     )  # fmt: skip
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)

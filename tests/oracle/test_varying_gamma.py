@@ -41,8 +41,8 @@ class Scripted:
         seconds = measure(batch)
         assert len(seconds) == MOST + 1 and min(seconds) > 0
 
-    def choose(self, batch: Batch) -> int:
-        return next(self.counts)
+    def lengths(self, batch: Batch) -> list[int]:
+        return [next(self.counts)] * len(batch.requests)
 
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float

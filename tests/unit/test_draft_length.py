@@ -17,9 +17,9 @@ from magicdec.drafting.draft_length import (
     AutoLength,
     DraftLength,
     FixedLength,
-    StepTimes,
     make_draft_length,
 )
+from magicdec.drafting.step_times import StepTimes
 from magicdec.request import Batch, Request, SamplingParams
 
 CPU, MOST = torch.device("cpu"), 8
@@ -56,7 +56,7 @@ class World:
         batch = make_batch(rows, wanted=wanted)
         length.begin(batch, self.measure)
         while batch.requests:
-            count = length.choose(batch)
+            count = length.lengths(batch)[0]
             accepted = []
             for request in batch.requests:
                 taken = 0
@@ -234,6 +234,55 @@ def test_the_section_decides() -> None:
     group = Group((0,), 0)
     fixed = make_draft_length(DecodingSection(num_draft_tokens=3), group, CPU)
     assert isinstance(fixed, FixedLength) and fixed.most == 3 and fixed.calibration_s is None
-    assert fixed.choose(make_batch(1)) == 3
+    assert fixed.lengths(make_batch(2)) == [3, 3]
     auto = make_draft_length(DecodingSection(num_draft_tokens="auto"), group, CPU)
     assert isinstance(auto, AutoLength) and auto.most == 8
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_row_whose_drafts_do_not_pay_gets_none(per_row: bool) -> None:
+    """Of 8 rows, 3 accept almost nothing. Rows cost the same with drafts or without, so that a
+    forward more is soon paid for. After the text of these rows has changed, they draft again."""
+    rates, draws = {i: 0.02 if i < 3 else 0.9 for i in range(8)}, random.Random(0)
+
+    def seconds(rows: int, count: int) -> float:
+        return 0.1 + rows * (1.0 + 0.4 * count)
+
+    def measure(batch: Batch) -> Sequence[float]:
+        return [seconds(len(batch.requests), count) for count in range(MOST + 1)]
+
+    length, batch = AutoLength(MOST, Group((0,), 0), CPU, per_row=per_row), make_batch(8)
+    length.begin(batch, measure)
+    seen, total, emitted = [], 0.0, 0
+
+    def run(num_steps: int) -> None:
+        nonlocal total, emitted
+        for _ in range(num_steps):
+            lengths = length.lengths(batch)
+            seen.append(lengths)
+            for count in sorted(set(lengths)):
+                pairs = zip(batch.requests, lengths, strict=True)
+                group = Batch(tuple(r for r, n in pairs if n == count))
+                accepted = []
+                for request in group.requests:
+                    taken = 0
+                    while taken < count and draws.random() < rates[request.request_id]:
+                        taken += 1
+                    accepted.append(taken)
+                taken_s = seconds(len(group.requests), count)
+                length.observe(group, count, accepted if count else (), taken_s)
+                total, emitted = total + taken_s, emitted + sum(accepted) + len(accepted)
+
+    run(600)
+    uniform = max(
+        (5 * sum(0.9**k for k in range(n + 1)) + 3) / seconds(8, n) for n in range(MOST + 1)
+    )
+    is_split = [lengths[0] == 0 < lengths[7] for lengths in seen[100:]]
+    if not per_row:
+        assert not any(len(set(lengths)) > 1 for lengths in seen)
+        assert emitted / total < uniform
+        return
+    assert fmean(is_split) > 0.7 and emitted / total > 1.02 * uniform
+    rates.update(dict.fromkeys(range(3), 0.9))
+    run(600)
+    assert fmean(lengths[0] > 0 for lengths in seen[-100:]) > 0.8

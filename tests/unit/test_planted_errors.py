@@ -47,8 +47,8 @@ ERRORS = {
     ),
     "TTFT of the first sequence for all": (
         "scheduling/scheduler.py",
-        "output.emitted_s[i]",
-        "output.emitted_s[0]",
+        "times = [], output.emitted_s or",
+        "times = [], (output.emitted_s or [])[:1] * len(batch.requests) or",
         "test_prefill_rate_and_the_ttft_of_each_sequence",
     ),
     "prefill rate doubled": (
