@@ -85,6 +85,10 @@ COMMANDS = {
         "a published table beside what is predicted and what runs here measure",
         "magicdec.cli.front.reproduce:main",
     ),
+    "simulate": (
+        "decoding on a pipeline of stages in virtual time: speculation, the ring",
+        "magicdec.cli.simulate.command:main",
+    ),
     "advise": (
         "does speculation pay here: probe, short runs and the plan, in one sentence",
         "magicdec.cli.front.advise:main",

@@ -101,7 +101,7 @@ class PipelinedScheduler:
 
     def idle(self) -> list[Action]:
         """No result waits and the drafter is free: the next draft step, if there is one to do."""
-        if self._drafting is not None:
+        if self._drafting is not None or self.options.mode == "iterative":
             return []
         actions: list[Action] = []
         for _ in range(len(self._turn)):
@@ -125,7 +125,7 @@ class PipelinedScheduler:
         return Draft(draft, sequence.request, tuple(b.leaf.path(newest) for b in branches))
 
     def _may_draft(self, sequence: Sequence) -> bool:
-        if self.options.mode == "iterative" or sequence.is_stalled or not sequence.num_output:
+        if sequence.is_stalled or not sequence.num_output:
             return False
         if self.options.mode == "sync" and sequence.tip.run is not None:
             return False  # its result decides what is drafted next

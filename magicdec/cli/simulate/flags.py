@@ -1,0 +1,129 @@
+"""The flags of `magicdec simulate`. Imports no torch. `checks.py` checks their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from magicdec.cli.parsing.parser import Parser
+from magicdec.pipelined_speculation.options import RECOVERIES
+from magicdec.simulator.modes import MODES
+
+EVERYDAY = (
+    *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--draft"),
+    *("--np", "--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--gantt"),
+    "--out",
+)
+# Flags with one number: (flag, type, default, help text), by group.
+Numbers = tuple[tuple[str, type, float | None, str], ...]
+MACHINE: Numbers = (
+    ("layers", int, 32, "layers of the model; a stage looks for cancellations between its layers"),
+    ("prefill_ms", float, None, "ms that a stage computes for the prompt; with --model_ms, ms of "
+     "one node for all of it; default: as for one token"),
+    ("row_cost", float, 0.0, "share of the time of one token that each further token of a run "
+     "adds"),
+    ("link_ms", float, 1.0, "delay of a message between stages, and from the last stage to the "
+     "head, in ms"),
+    ("link_gbit", float, None, "bandwidth of a link in Gbit/s; default: without limit"),
+    ("row_bytes", int, 8192, "bytes of the hidden states of one token"),
+    ("cancel_ms", float, None, "ms until a stage knows that a run is cancelled; default: "
+     "--link_ms"),
+    ("draft_ms", float, 4.0, "ms of one step of the drafter"),
+)  # fmt: skip
+CLUSTER: Numbers = (
+    ("model_ms", float, None, "ms of one node for one token through the whole model; needed with "
+     "--nodes"),
+    ("all_reduce_ms", float, 0.05, "ms of an all-reduce between the nodes of a stage, two of which "
+     "each layer needs"),
+)  # fmt: skip
+SPECULATION: Numbers = (
+    ("draft", int, 4, "most tokens in the depth of a microbatch"),
+    ("np", int, 1, "most branches of a microbatch"),
+    ("pa", float, 0.5, "a branch stops when its best candidate is less probable than this"),
+    ("ps", float, 0.1, "a further candidate opens a branch when it is more probable than this"),
+    ("pr", float, 0.0, "--pa and --ps rise by this with each microbatch since the last commit"),
+    ("pd", float, 0.0, "--pa and --ps fall by this with each attempt that drafted nothing"),
+    ("max_in_flight", int, None, "most runs of a request at the same time; default: no limit"),
+)
+WORKLOAD: Numbers = (
+    ("acceptance_gamma", int, 4, "draft tokens in a step with which the rate of --acceptance was "
+     "measured"),
+    ("gen_len", int, 128, "output tokens of each request"),
+    ("requests", int, 1, "requests at the same time, except in the ring"),
+    ("ring_requests", int, None, "requests at the same time in the ring; default: one for each "
+     "stage"),
+    ("seed", int, 0, "seed of the acceptance"),
+)  # fmt: skip
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        description="Simulate decoding on a pipeline of stages, in virtual time: one token after "
+        "the other, synchronous speculation, asynchronous pipelined speculation, and the recurrent "
+        "ring. Several values of --stages or --nodes compare clusters. No model runs.",
+        everyday=EVERYDAY,
+    )
+    _add_machine(parser.add_argument_group("machine"))
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--nodes", type=int, nargs="+", metavar="N",
+        help="numbers of nodes; the nodes of a stage share its work by tensor "
+        "parallelism")  # fmt: skip
+    _add_numbers(group, CLUSTER)
+    _add_speculation(parser.add_argument_group("speculation"))
+    _add_workload(parser.add_argument_group("workload"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_numbers(group: Any, flags: Numbers) -> None:
+    for name, kind, default, text in flags:
+        shown = text if default is None else f"{text} [{default:g}]"
+        metavar = "N" if kind is int else "X"
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
+
+
+def _add_machine(group: Any) -> None:
+    group.add_argument("--stages", type=int, nargs="+", metavar="N",
+        help="number of stages; several values compare clusters. Default: 4; with --nodes, every "
+        "number that divides them")  # fmt: skip
+    group.add_argument("--stage_ms", type=float, nargs="+", metavar="X",
+        help="ms that a stage computes for one token: one value for all stages, or one for each "
+        "[20]")  # fmt: skip
+    _add_numbers(group, MACHINE)
+
+
+def _add_speculation(group: Any) -> None:
+    _add_numbers(group, SPECULATION)
+    group.add_argument("--recovery", default="acceptance", choices=RECOVERIES,
+        help="when the count of --pr starts anew: at a commit (acceptance), or also after an "
+        "attempt that drafted nothing (attempt) [acceptance]")  # fmt: skip
+    group.add_argument("--relaunch", action="store_true",
+        help="as the original: launch the newest token and draft anew after every commit, even if "
+        "it is in flight already")  # fmt: skip
+
+
+def _add_workload(group: Any) -> None:
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("--acceptance", default="0.8", metavar="A",
+        help="accepted / drafted tokens, as in a record, or a file of records whose accepted "
+        "counts are replayed [0.8]")  # fmt: skip
+    either.add_argument("--conditional_acceptance", type=float, nargs="+", metavar="A",
+        help="in place of --acceptance: the probability that the target's token is the draft's "
+        "first candidate; further values are for the second, third, ...")  # fmt: skip
+    group.add_argument("--draft_probs", type=float, nargs="+", default=[0.7, 0.2, 0.05],
+        metavar="P", help="probabilities that the draft gives its candidates, at every place "
+        "[0.7 0.2 0.05]")  # fmt: skip
+    _add_numbers(group, WORKLOAD)
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, metavar="NAME",
+        help=f"ways to decode, of {', '.join(MODES)} [all]")  # fmt: skip
+    group.add_argument("--gantt", type=Path, metavar="FILE",
+        help="draw what every stage computes when (PNG); for one cluster")  # fmt: skip
+    group.add_argument("--gantt_ms", type=float, metavar="X",
+        help="how much time the chart shows, in ms; default: 40 times the slowest "
+        "stage")  # fmt: skip
+    group.add_argument("--out", type=Path, metavar="FILE",
+        help="append the settings and metrics of each simulation to this file, a line of JSON "
+        "each")  # fmt: skip

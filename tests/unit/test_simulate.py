@@ -1,0 +1,220 @@
+"""`magicdec simulate`: simulated times are those of the formulas where there are formulas, and the
+command prints, draws and records them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from magicdec.cli.commands import console
+from magicdec.cost_model.acceptance import conditional_rate
+from magicdec.pipelined_speculation.options import Options
+from magicdec.simulator.cluster import Cluster, divisions
+from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Machine
+from magicdec.simulator.measured import Measured, percentile
+from magicdec.simulator.modes import MODES, Work, run_mode
+from magicdec.simulator.text import draw_ranks, replay_ranks
+
+FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
+ROUND_S = 0.084  # four stages, three links between them and one back to the head
+
+
+def run(
+    mode: str,
+    machine: Machine = FOUR,
+    acceptance: float = 1.0,
+    options: Options | None = None,
+    gen_len: int = 200,
+    ring_requests: int | None = None,
+) -> Measured:
+    ranks = draw_ranks([acceptance], gen_len, seed=1)
+    work = Work(ranks, (1.0,), gen_len, ring_requests=ring_requests)
+    return run_mode(mode, machine, options or Options(draft=4), work)[1]
+
+
+def test_plain_decoding_takes_all_stages_and_links_for_each_token() -> None:
+    found = run("iterative", gen_len=20)
+    assert found.tokens_per_s == pytest.approx(1 / ROUND_S)
+    times = found.ttft_ms, found.mean_itl_ms, found.p99_itl_ms
+    assert times == pytest.approx((84, 84, 84))
+    assert found.busy == found.useful == pytest.approx(20 / 84)
+    assert (found.runs, found.layers_skipped, found.acceptance_rate) == (20, 0, None)
+
+
+@pytest.mark.parametrize("requests", [1, 3, 4, 5, 12])
+@pytest.mark.parametrize("stages", [(0.02,) * 4, (0.01, 0.03, 0.02), (0.05,)])
+def test_a_round_of_the_ring_is_as_long_as_the_formula(
+    stages: tuple[float, ...], requests: int
+) -> None:
+    """MDI-LLM: the slowest stage for every request, or all stages and links once."""
+    machine = replace(FOUR, stage_s=stages)
+    expected = max(requests * max(stages), sum(stages) + 0.001 * len(stages))
+    found = run("ring", machine, gen_len=9, ring_requests=requests)
+    assert found.tokens_per_s == pytest.approx(requests / expected)
+
+
+@pytest.mark.parametrize("draft", [1, 4, 8])
+def test_a_right_draft_makes_synchronous_steps_as_long_as_the_formula(draft: int) -> None:
+    found = run("sync", options=Options(draft=draft), gen_len=1 + 6 * (draft + 1))
+    assert found.tokens_per_s == pytest.approx((draft + 1) / (0.004 * draft + ROUND_S))
+
+
+@pytest.mark.parametrize("draft", [1, 4, 8])
+def test_a_right_draft_fills_the_pipeline(draft: int) -> None:
+    """A microbatch comes home every time that the slower of stage and drafter needs."""
+    found = run("async", options=Options(draft=draft), gen_len=100 * draft)
+    assert found.tokens_per_s == pytest.approx(draft / max(0.02, 0.004 * draft), rel=0.05)
+    assert found.invalid_runs == found.superfluous_runs == found.layers_skipped == 0
+
+
+def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
+    machine = replace(FOUR, bytes_per_s=1e6, row_bytes=5000)
+    bytes_of_a_token = 3 * (5000 + VOID_BYTES) + RESULT_BYTES + VOID_BYTES
+    found = run("iterative", machine, gen_len=5)
+    assert found.mean_itl_ms == pytest.approx(84 + bytes_of_a_token / 1e3)
+    ring = run("ring", machine, gen_len=5, ring_requests=1)
+    assert ring.mean_itl_ms == pytest.approx(84 + 4 * (5000 + VOID_BYTES) / 1e3)
+
+
+def test_it_pays() -> None:
+    """Acceptance 0.8 is that of records: accepted / drafted tokens, here with 4 drafts a step."""
+    found = {mode: run(mode, acceptance=conditional_rate(0.8, 4), gen_len=1000) for mode in MODES}
+    assert found["sync"].acceptance_rate == pytest.approx(0.8, abs=0.04)
+    rates = {mode: each.tokens_per_s for mode, each in found.items()}
+    assert rates["async"] >= 1.5 * rates["sync"]
+    assert rates["async"] >= 2 * rates["iterative"]
+
+
+@pytest.mark.parametrize("draft", [1, 2, 4, 8])
+def test_a_wrong_draft_costs_little(draft: int) -> None:
+    wrong = run("async", acceptance=0.0, options=Options(draft=draft))
+    assert wrong.tokens_per_s >= 0.9 / ROUND_S
+    assert wrong.useful == pytest.approx(20 / 84, rel=0.1)
+
+
+def test_nothing_is_cancelled_later_than_the_layer_that_runs() -> None:
+    """With one layer for each stage a run that has begun is finished: more is wasted."""
+    fine, coarse = (
+        run("async", replace(FOUR, layers=layers), acceptance=0.5) for layers in (16, 1)
+    )
+    assert fine.busy - fine.useful < coarse.busy - coarse.useful
+    assert fine.tokens_per_s > coarse.tokens_per_s
+
+
+def test_launching_tokens_twice_yields_no_more() -> None:
+    options = Options(draft=4, relaunch=True)
+    chance = conditional_rate(0.8, 4)
+    again, once = run("async", FOUR, chance, options), run("async", FOUR, chance)
+    assert again.superfluous_runs > once.superfluous_runs == 0
+    assert once.tokens_per_s >= again.tokens_per_s
+
+
+def test_recorded_counts_are_replayed() -> None:
+    # Two of three, none of two, all of two: the token after that is as likely as the others.
+    ranks = replay_ranks([3, 2, 2], [2, 0, 2], 14, seed=0)
+    assert ranks[:6] == [0, 0, -1, -1, 0, 0] and ranks[7:13] == ranks[:6]
+    assert ranks[6] in (0, -1)
+    with pytest.raises(ValueError, match="no step"):
+        replay_ranks([0], [0], 5, seed=0)
+
+
+def test_percentiles_are_values() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([3.0, 1.0, 2.0], 99) == 3.0 and percentile([], 99) == 0.0
+
+
+def test_a_cluster_divides_layers_and_nodes() -> None:
+    base = replace(FOUR, stage_s=())
+    cluster = Cluster(0.32, 32, 0.001, base)
+    assert cluster.machine(4, 4).stage_s == pytest.approx((0.08,) * 4)
+    assert cluster.machine(4, 4).layers == 8
+    wide = cluster.machine(8, 2)  # four nodes a stage, two all-reduces a layer
+    assert wide.stage_s == pytest.approx((16 * (0.01 / 4 + 0.002),) * 2)
+    assert [round(1e3 * s) for s in cluster.machine(3, 3).stage_s] == [110, 110, 100]
+    assert list(divisions([4, 6], None, 3)) == [(4, 1), (4, 2), (6, 1), (6, 2), (6, 3)]
+    assert list(divisions([4, 6], [2, 4], 32)) == [(4, 2), (4, 4), (6, 2)]
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr("sys.argv", ["magicdec", "simulate", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        console()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_command_prints_draws_and_records(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, chart = tmp_path / "new" / "out.jsonl", tmp_path / "chart.png"
+    words = ("--gen_len", 40, "--np", 2, "--conditional_acceptance", 0.7, 0.2)
+    assert simulate(monkeypatch, *words, "--out", out, "--gantt", chart) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= 80
+    rows = {line.split()[0]: line.split() for line in printed if line[:10].strip() in MODES}
+    assert list(rows) == list(MODES)
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["mode"] for line in lines] == list(MODES)
+    for line in lines:
+        assert (line["schema_version"], line["kind"]) == (1, "simulation")
+        assert rows[line["mode"]][1] == f"{line['metrics']['tokens_per_s']:.2f}"
+    assert lines[0]["work"]["conditional_acceptance"] == [0.7, 0.2]
+    assert lines[0]["options"]["np"] == 2 and len(lines[0]["machine"]["stage_s"]) == 4
+
+
+def test_many_clusters_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ("--model_ms", 160, "--gen_len", 12, "--out", out)
+    assert simulate(monkeypatch, "--nodes", *range(4, 68, 4), *words) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "Of 102 clusters" in printed
+    assert len(out.read_text().splitlines()) == 4 * 102
+
+
+def test_a_file_of_records_is_replayed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = ROOT / "results" / "baselines" / "acceptance.jsonl"
+    assert simulate(monkeypatch, "--acceptance", records, "--modes", "sync") == 0
+    assert "sync" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--stages", "0"), "--stages 0"),
+        (("--stage_ms", "1", "2", "--stages", "3"), "--stage_ms has 2 values"),
+        (("--nodes", "4"), "--model_ms"),
+        (("--nodes", "4", "--model_ms", "9", "--stages", "3"), "--stages"),
+        (("--acceptance", "1.5"), "--acceptance 1.5"),
+        (("--acceptance", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--conditional_acceptance", "0.8", "0.3"), "--conditional_acceptance"),
+        (("--conditional_acceptance", ".4", ".1", ".1", ".1"), "more than --draft_probs"),
+        (("--draft_probs", "0.2", "0.5"), "--draft_probs"),
+        (("--np", "9"), "--np 9"),
+        (("--gen_len", "1"), "--gen_len 1"),
+        (("--link_ms", "-1"), "--link_ms -1"),
+        (("--link_gbit", "0"), "--link_gbit 0"),
+        (("--pa", "2"), "--pa 2"),
+        (("--gantt_ms", "5"), "--gantt_ms does nothing"),
+        (("--stages", "2", "4", "--gantt", "chart.png"), "--gantt is for one cluster"),
+        (("--modes", "pipeline"), "--modes"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    named: str,
+) -> None:
+    assert simulate(monkeypatch, *words) == 2
+    told = capsys.readouterr()
+    assert named in told.err and len(told.err.strip().splitlines()) == 1 and not told.out
