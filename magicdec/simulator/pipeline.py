@@ -88,11 +88,11 @@ class Pipeline:
                     if done < layers:
                         end, layers, is_void = start + done * each, done, True
             sent = end if before is None else max(end, before.sent_s[stage])
-            if machine.bytes_per_s is not None:
+            if machine.bytes_per_s is not None and last > 0:
                 size = launch.num_outputs * self.output_bytes if stage == last else 0
                 size = size if stage == last else rows * machine.row_bytes
                 sent += machine.transfer_s(VOID_BYTES + (0 if is_void else size))
-            at = sent + machine.link_s
+            at = sent + (machine.link_s if last > 0 else 0.0)  # one stage is the head itself
             flight.start_s.append(start)
             flight.end_s.append(end)
             flight.sent_s.append(sent)

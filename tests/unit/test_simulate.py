@@ -52,7 +52,8 @@ def test_a_round_of_the_ring_is_as_long_as_the_formula(
 ) -> None:
     """MDI-LLM: the slowest stage for every request, or all stages and links once."""
     machine = replace(FOUR, stage_s=stages)
-    expected = max(requests * max(stages), sum(stages) + 0.001 * len(stages))
+    links = len(stages) if len(stages) > 1 else 0
+    expected = max(requests * max(stages), sum(stages) + 0.001 * links)
     found = run("ring", machine, gen_len=9, ring_requests=requests)
     assert found.tokens_per_s == pytest.approx(requests / expected)
 
