@@ -157,8 +157,8 @@ def model_words(file: IniFile, own: dict[str, Entry], given: Callable[[str], boo
 
 
 def length_words(file: IniFile) -> list[str]:
-    """Without `use_mem_shuffle`, every request has the largest output length. With it, total
-    lengths are uniform from `LEAST_RANDOM_LENGTH` to the largest."""
+    """With `use_mem_shuffle` 1, total lengths are uniform from `LEAST_RANDOM_LENGTH` on, and rows
+    are moved into a window. Otherwise every request has the largest output length."""
     section, request = file.sections[MODEL], file.sections[REQUEST]
     prompt, total = section["fixed_input_len"].integer(1), section["max_seq_len"]
     most = total.integer(1) - prompt
@@ -169,16 +169,20 @@ def length_words(file: IniFile) -> list[str]:
         if entry.integer(1) > most:
             raise entry.refuse(f"max_seq_len {total.text} has room for {most} after the prompt")
         most = entry.integer(1)
-    length, shuffles = str(most), file.sections[RUNTIME].get("use_mem_shuffle")
-    if shuffles is not None and is_on(shuffles):
+    shuffles = file.sections[RUNTIME].get("use_mem_shuffle")
+    words = ["--prefix_len", str(prompt), "--output_len"]
+    if shuffles is None:
+        return [*words, str(most)]
+    length, compaction = str(most), "none"
+    if is_on(shuffles):
         least = max(1, LEAST_RANDOM_LENGTH - prompt)
         if least > most:
             raise shuffles.refuse(
                 f"it draws lengths from {LEAST_RANDOM_LENGTH} tokens on, and the longest request "
                 f"has {prompt + most}"
             )
-        length = f"uniform:{least}:{most}"
-    return ["--prefix_len", str(prompt), "--output_len", length]
+        length, compaction = f"uniform:{least}:{most}", "window"
+    return [*words, length, "--compaction", compaction]
 
 
 def arrival_words(section: dict[str, Entry]) -> list[str]:
