@@ -87,7 +87,10 @@ class MessageForm:
 
 
 class Sender(Protocol):
-    num_bytes: int  # that were sent so far, headers included
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were sent so far, headers included."""
+        ...
 
     def send(self, message: Message) -> None:
         """Returns before the receiver has the message, unless too many are under way."""

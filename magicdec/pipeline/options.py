@@ -5,17 +5,20 @@ Owns the checks that need no model, and the passes. Must not know the flags of o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from magicdec.distributed.stages import StageGrid
+from magicdec.pipeline.link import Link
 from magicdec.workload.trace import RequestShape
 
 RING = "ring"
 SEQUENTIAL, BATCHED, TENSOR_PARALLEL = "sequential", "batched", "tensor_parallel"
 BASELINES = (SEQUENTIAL, BATCHED, TENSOR_PARALLEL)
 NO_BASELINES = "none"
+BYTES_PER_MBIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class RingOptions:
     output_len: str
     baselines: tuple[str, ...]
     shapes: tuple[RequestShape, ...]
+    emulate_stage_ms: float | None = None
+    emulate_link_ms: float | None = None
+    emulate_link_mbps: float | None = None
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -39,6 +45,27 @@ class RingOptions:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{flag} {value} is too small; it must be at least 1")
+        for flag, given in (
+            ("--emulate_stage_ms", self.emulate_stage_ms),
+            ("--emulate_link_ms", self.emulate_link_ms),
+            ("--emulate_link_mbps", self.emulate_link_mbps),
+        ):
+            if given is not None and not 0 < given < math.inf:
+                raise ValueError(f"{flag} {given} is out of range; it must be larger than 0")
+        if self.emulate_stage_ms is not None and self.baselines:
+            raise ValueError(
+                f"--emulate_stage_ms {self.emulate_stage_ms}: stages that sleep emit no tokens to "
+                f"compare with --baselines {' '.join(self.baselines)}; choose {NO_BASELINES}"
+            )
+
+    @property
+    def link(self) -> Link | None:
+        """The link that is emulated between stages; None if there is none."""
+        if self.emulate_link_ms is None and self.emulate_link_mbps is None:
+            return None
+        rate = self.emulate_link_mbps
+        bytes_per_s = None if rate is None else rate * BYTES_PER_MBIT
+        return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
 
     @property
     def longest(self) -> int:
@@ -62,6 +89,8 @@ class RingOptions:
             raise ValueError(f"--num_requests {count} is less than the samples in flight, {asked}")
         if grid.world_size == 1 and TENSOR_PARALLEL in self.baselines:
             raise ValueError(f"--baselines {TENSOR_PARALLEL} needs several ranks; see --nproc")
+        if grid.num_stages == 1 and self.link is not None:
+            raise ValueError("--emulate_link_ms and --emulate_link_mbps: one stage has no link")
         return SettledOptions(self, samples, samples // size)
 
     def describe(self) -> dict[str, Any]:
@@ -89,10 +118,14 @@ class SettledOptions:
         return self.asked.prefill_tokens or num_stages * chunk
 
 
-def read_baselines(names: Sequence[str] | None, world_size: int) -> tuple[str, ...]:
-    """The baselines in the order of BASELINES; None stands for all that there are on so many ranks.
-    Raises ValueError, naming the flag."""
+def read_baselines(
+    names: Sequence[str] | None, world_size: int, is_emulated: bool = False
+) -> tuple[str, ...]:
+    """The baselines in the order of BASELINES; None stands for all that there are on so many ranks,
+    and for none beside emulated stages. Raises ValueError, naming the flag."""
     if names is None:
+        if is_emulated:
+            return ()
         return tuple(n for n in BASELINES if n != TENSOR_PARALLEL or world_size > 1)
     if list(names) == [NO_BASELINES]:
         return ()

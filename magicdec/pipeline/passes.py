@@ -22,6 +22,8 @@ from magicdec.distributed.processes import Processes
 from magicdec.engine import Engine
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
+from magicdec.pipeline.emulated_link import DelayedSender
+from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.metrics import StageUse
 from magicdec.pipeline.options import RING, SEQUENTIAL, TENSOR_PARALLEL
 from magicdec.pipeline.prepare import PreparedRing, of_one_process
@@ -128,6 +130,8 @@ class Passes:
         capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
         place = prepared.grid, self.stages.rank, form, depth, capacity
         ends = connect_ring(*place, prepared.whole.parallel.collectives)
+        if (link := options.asked.link) is not None:
+            ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
         if self.stages.stage == 0:
             lanes = options.num_lanes, lane_size, limits, chunk
             return self._lead(RecurrentPipeline(stage, ends, *lanes), form, observe)
@@ -173,6 +177,9 @@ class Passes:
         sizes = prepared.options.n_samples, max_tokens(config)
         executor = make_executor(kinds, model, self.stages.target)
         runner = ModelRunner(model, backend, self.stages.target, *sizes, executor=executor)
+        emulated_ms = prepared.options.asked.emulate_stage_ms
+        if emulated_ms is not None:
+            return EmulatedStage(runner, model.is_last, seconds=emulated_ms / 1e3)
         return Stage(runner, model.is_last)
 
     def _measured(

@@ -58,8 +58,11 @@ class Stage:
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
-        out = self.runner.forward(x, rows, last_only=True)
+        out = self.compute(x, rows)
         return None if self.is_last and status != WANTED else out
+
+    def compute(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        return self.runner.forward(x, rows, last_only=True)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

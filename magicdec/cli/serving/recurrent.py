@@ -140,8 +140,11 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         n_samples=args.n_samples,
         prefill_tokens=args.prefill_tokens,
         output_len=args.output_len,
-        baselines=read_baselines(args.baselines, world_size),
+        baselines=read_baselines(args.baselines, world_size, args.emulate_stage_ms is not None),
         shapes=tuple(shapes),
+        emulate_stage_ms=args.emulate_stage_ms,
+        emulate_link_ms=args.emulate_link_ms,
+        emulate_link_mbps=args.emulate_link_mbps,
     )
     if launch.rank == 0:
         check_writable("--out", args.out)
@@ -197,3 +200,10 @@ def add_pipeline(parser: Parser) -> None:
         help=f"what to measure beside the ring, of {', '.join(BASELINES)}; the tokens of the first "
         f"are the reference. {NO_BASELINES}: nothing, and the tokens are not checked. Default: "
         "all; on one rank the first two")  # fmt: skip
+    add("--emulate_stage_ms", type=float, metavar="MS",
+        help="stages sleep for so long for a message of any size, in place of computing. Their "
+        "tokens mean nothing, so there are no baselines. Default: stages compute")  # fmt: skip
+    add("--emulate_link_ms", type=float, metavar="MS",
+        help="messages arrive later by so much. Default: as fast as the link is")  # fmt: skip
+    add("--emulate_link_mbps", type=float, metavar="X",
+        help="megabits a second that a link carries at most. Default: without limit")  # fmt: skip

@@ -1,0 +1,35 @@
+"""Stages that sleep in place of computing, to see what a pipeline does with its time where there
+are fewer cores than stages.
+
+Owns what such a stage returns: zeros, from which every next token is the first of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.pipeline.stage import Stage
+
+
+@dataclass
+class EmulatedStage(Stage):
+    """Takes `seconds` for a message of any size. Rows take memory and free it as in a stage."""
+
+    seconds: float = 0.0
+
+    def compute(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        time.sleep(self.seconds)
+        config = self.runner.model.config
+        width = config.vocab_size if self.is_whole else config.hidden_size
+        num_tokens = 1 if self.is_last else x.shape[1]
+        dtype = next(self.runner.model.parameters()).dtype
+        return torch.zeros(x.shape[0], num_tokens, width, dtype=dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        first, last = self.runner.model.head_rows
+        return hidden.new_zeros(*hidden.shape[:2], last - first)

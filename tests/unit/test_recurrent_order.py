@@ -1,0 +1,125 @@
+"""The order of messages in a ring, with stages that do not compute: how many are under way, how the
+rows of ended samples are used again, and links that are emulated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY, make_requests, make_runner, tiny_transformer
+
+from magicdec.distributed.channel import Kind, Loopback, Message, MessageForm, RingEnds
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.clock import VirtualClock
+from magicdec.model.transformer import Transformer
+from magicdec.pipeline.emulated_link import DelayedSender
+from magicdec.pipeline.emulation import EmulatedStage
+from magicdec.pipeline.link import Link
+from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
+from magicdec.pipeline.stage import WANTED
+from magicdec.request import Request
+from magicdec.scheduling.plan import Limits
+
+FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
+CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
+
+
+class Ring:
+    """All other stages: messages come home in their order, and each has been seen."""
+
+    def __init__(self) -> None:
+        self.under_way: deque[Message] = deque()
+        self.sent: list[Message] = []
+        self.depths: list[int] = []
+        self.num_bytes = 0
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        if message.kind is Kind.FREE:
+            return
+        if message.kind is Kind.HIDDEN:
+            assert message.payload is not None
+            home = message.payload[:, -1:] if message.status == WANTED else None
+            kind = Kind.VOID if home is None else Kind.HIDDEN
+            message = replace(message, kind=kind, payload=home)
+        self.under_way.append(message)
+
+    def receive(self) -> Message:
+        self.depths.append(len(self.under_way))
+        return self.under_way.popleft()
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
+
+
+def serve(requests: Sequence[Request], num_lanes: int, lane_size: int) -> Ring:
+    model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
+    stage = EmulatedStage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
+    ring = Ring()
+    lanes = num_lanes, lane_size, LIMITS, CHUNK
+    pipeline = RecurrentPipeline(stage, RingEnds(ring, ring), *lanes, VirtualClock())
+    pipeline.serve(requests)
+    assert not any(stage.runner.cache.blocks) and not ring.under_way
+    return ring
+
+
+def test_a_message_of_every_lane_is_under_way_until_no_prompt_waits() -> None:
+    requests = make_requests([(5,) * 20] * 10, 6)
+    ring = serve(requests, num_lanes=3, lane_size=1)
+    assert all(request.output_ids == [0] * 6 for request in requests)
+    # Prompts of 20 tokens: a step of two chunks and one of a chunk; then 5 tokens are decoded.
+    assert len(ring.depths) == 10 * (3 + 5)
+    ending = next(i for i, depth in enumerate(ring.depths) if depth < 3)
+    assert ending >= 9 * (3 + 5) - 3, "before its last prompt a lane is never idle"
+    assert max(ring.depths) <= most_under_way(3, 1, LIMITS, CHUNK)
+
+
+def test_a_freed_row_is_taken_by_the_lanes_next_step() -> None:
+    """The lane of the sample that ends first admits the prompt that waits, at once."""
+    requests = make_requests([(5,) * 4] * 5, [2, 9, 9, 9, 3])
+    ring = serve(requests, num_lanes=2, lane_size=2)
+    freed = next(i for i, message in enumerate(ring.sent) if message.kind is Kind.FREE)
+    assert (ring.sent[freed].run, ring.sent[freed].words) == (0, (0,))
+    following = [message for message in ring.sent[freed + 1 :] if message.run == 0]
+    assert following[0].words == (0,) and following[0].payload is not None
+    assert following[0].payload.shape[1] == 4, "a prompt of 4 tokens"
+    assert following[1].words == (1,), "the other sample of the lane decodes beside it"
+    assert sorted(w for m in ring.sent if m.kind is Kind.FREE for w in m.words) == [0, 0, 1, 2, 3]
+
+
+def test_one_sample_alone_takes_turns() -> None:
+    ring = serve(make_requests([(5,) * 4] * 2, 3), num_lanes=1, lane_size=1)
+    assert set(ring.depths) == {1} and len(ring.depths) == 2 * 3
+
+
+def test_an_emulated_link_keeps_the_order() -> None:
+    loop = Loopback()
+    link = DelayedSender(loop, Link(0.001, 1e7), FORM)
+    sent = [Message(Kind.HIDDEN, n, payload=torch.ones(1, n, 48)) for n in (1, 30, 2)]
+    for message in [*sent, Message(Kind.END)]:
+        link.send(message)
+    link.close()
+    assert [loop.receive() for _ in range(3)] == sent and loop.receive().kind is Kind.END
+    assert Link(0.0, 1000.0).seconds(500) == 0.5 and Link(1.0).seconds(500) == 0.0
+
+
+def test_an_emulated_link_passes_errors_on() -> None:
+    class Broken(Loopback):
+        def send(self, message: Message) -> None:
+            raise RuntimeError("rank 1 has ended")
+
+    link = DelayedSender(Broken(), Link(0.001), FORM)
+    link.send(Message(Kind.END))
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        link.close()
+
+
+def test_a_whole_model_may_be_emulated() -> None:
+    stage = EmulatedStage(make_runner(tiny_transformer(), 2, 60), is_last=True)
+    loop = Loopback()
+    requests = make_requests([(5,) * 20] * 3, 4)
+    RecurrentPipeline(stage, RingEnds(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
+    assert all(request.output_ids == [0] * 4 for request in requests)
