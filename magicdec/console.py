@@ -7,7 +7,9 @@ Imports rich only when something is printed.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 FILE_WIDTH = 160  # columns of a table that is written to a file or a pipe
 LINE_EVERY_S = 10.0
@@ -29,6 +32,30 @@ def make_console(to_stderr: bool = False) -> Console:
     is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
     width = None if is_terminal else FILE_WIDTH
     return Console(stderr=to_stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def print_table(table: Table) -> None:
+    """Print a table. On a terminal that is too narrow for it, it has no frame, and headings and
+    cells are broken into lines, so that nothing is cut."""
+    console = make_console()
+    needed = console.measure(table, options=console.options.update(max_width=FILE_WIDTH))
+    if needed.maximum > console.width:
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        for column in table.columns:
+            column.no_wrap, column.overflow = False, "fold"
+    console.print(table)
+
+
+def labelled(label: str, text: str, indent: int = 11) -> str:
+    """A label and a text beside it. On a terminal, a long text goes on in further lines, each
+    indented; in a file or a pipe it is one line."""
+    line = f"{label:<{indent - 1}} {text}"
+    if not sys.stdout.isatty():
+        return line
+    width = max(shutil.get_terminal_size().columns, 2 * indent)
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def spinner(text: str, is_leader: bool) -> AbstractContextManager[object]:

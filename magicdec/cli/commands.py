@@ -37,11 +37,11 @@ def longspec() -> None:
 # (what the command does, the function that does it, which is imported only then)
 COMMANDS = {
     "run": (
-        "decode prompts with a draft (--draft), checked against decoding without one",
+        "decode prompts with a draft, checked against decoding without one",
         "magicdec.cli.front.run:main",
     ),
     "sweep": (
-        "many runs, from a study file or flags with several values; resumes",
+        "many runs, from a study file or from flags with several values",
         "magicdec.cli.study.sweep:main",
     ),
     "latency": (
@@ -49,11 +49,11 @@ COMMANDS = {
         "magicdec.cli.latency:main",
     ),
     "inflight": (
-        "serve requests as they arrive: in-flight batching beside other batchings",
+        "serve requests as they arrive: in-flight and other batchings",
         "magicdec.cli.serving.inflight:main",
     ),
     "recurrent": (
-        "divide a model by layers among ranks, through which samples circulate",
+        "divide a model by layers among ranks; samples circulate",
         "magicdec.cli.serving.recurrent:main",
     ),
     "table": (
@@ -66,11 +66,11 @@ COMMANDS = {
     ),
     "export": ("write records as one flat CSV or Parquet table", "magicdec.cli.export:main"),
     "compare": (
-        "compare records with a baseline file; exit code 1 on a regression",
+        "compare records with a baseline file; exit code 1 if worse",
         "magicdec.cli.compare:main",
     ),
     "gate": (
-        "run the cases of a baseline file again and compare; gate save makes one",
+        "run the cases of a baseline file again and compare",
         "magicdec.cli.gate:main",
     ),
     "probe": (
@@ -78,11 +78,11 @@ COMMANDS = {
         "magicdec.cli.probe:main",
     ),
     "plan": (
-        "predict when speculation pays, from the model's shape and the machine",
+        "predict when speculation pays, from model shape and machine",
         "magicdec.cli.plan:main",
     ),
     "reproduce": (
-        "a published table beside what is predicted and what runs here measure",
+        "published tables beside predictions and runs on this machine",
         "magicdec.cli.front.reproduce:main",
     ),
     "simulate": (
@@ -90,7 +90,7 @@ COMMANDS = {
         "magicdec.cli.simulate.command:main",
     ),
     "advise": (
-        "does speculation pay here: probe, short runs and the plan, in one sentence",
+        "probe, short runs and plan: does speculation pay here?",
         "magicdec.cli.front.advise:main",
     ),
     "doctor": ("what works on this machine, a line each", "magicdec.cli.front.doctor:main"),
@@ -99,7 +99,7 @@ COMMANDS = {
         "magicdec.cli.front.config_of:main",
     ),
     "nodes": (
-        "check a JSON file of nodes; print the torchrun command of each host",
+        "check a JSON file of nodes; print each host's torchrun command",
         "magicdec.cli.front.nodes:main",
     ),
     "split": (

@@ -27,6 +27,7 @@ from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
+from magicdec.console import labelled
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
@@ -67,7 +68,7 @@ def main() -> NoReturn:
         refuse(error, launch)
     announce_backend(resolved, launch)
     if launch.rank == 0:
-        print(f"{'memory':<10} {memory}", flush=True)
+        print(labelled("memory", memory), flush=True)
     from magicdec.latency.forwards import measure
     from magicdec.latency.report import make_latency, print_table, write_files
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.console import labelled
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.watch import describe_memory
 from magicdec.records.record import RunRecord, append_record
@@ -28,7 +29,7 @@ def conclude(prepared: Prepared) -> int:
     started = datetime.datetime.now(datetime.timezone.utc)
     if is_leader:
         print(describe_config(prepared.config))
-        print(f"{'memory':<10} {prepared.memory}", flush=True)
+        print(labelled("memory", prepared.memory), flush=True)
     try:
         outcome = execute(prepared, is_leader)
     except KeyboardInterrupt as stop:
@@ -99,5 +100,5 @@ def describe_config(config: ResolvedConfig) -> str:
         if values is None:
             continue
         shown = " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
-        lines.append(f"{section:<10} {shown}")
+        lines.append(labelled(section, shown))
     return "\n".join(lines)

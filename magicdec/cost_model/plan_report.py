@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from magicdec.console import make_console
+from magicdec.console import make_console, print_table
 from magicdec.cost_model.acceptance import Acceptance, expected_tokens
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import Plan
@@ -101,8 +101,8 @@ def print_plan(plan: Plan) -> None:
     console = make_console()
     for line in _header(plan):
         console.print(line, soft_wrap=True)
-    console.print(_cells(plan))
-    console.print(_map(plan))
+    print_table(_cells(plan))
+    print_table(_map(plan))
 
 
 def _header(plan: Plan) -> list[str]:

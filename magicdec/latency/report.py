@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.console import make_console
+from magicdec.console import print_table as print_fitting
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.latency.rows import Row
 from magicdec.model.checkpoint.source import ModelSource
@@ -109,7 +109,7 @@ def print_table(found: Latency) -> None:
             f"{row.ms_median / decode_ms:.2f}x", f"{row.bytes / 1e6:,.1f}",
             f"{100 * row.roofline_fraction:.1f} %",
         )  # fmt: skip
-    make_console().print(table)
+    print_fitting(table)
 
 
 def _label(row: Row) -> str:

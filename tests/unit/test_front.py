@@ -17,11 +17,15 @@ import pytest
 from checkpoint_files import CONFIG
 from conftest import HANG, ROOT
 from hub_server import Hub
+from rich.console import Console
+from rich.table import Table
 
+from magicdec import console
 from magicdec.cli import commands
 from magicdec.cli.front import run
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
+from magicdec.console import labelled
 from magicdec.distributed import processes, ranks
 from magicdec.distributed.groups import Launch
 from magicdec.model.families.hf_config import to_hf_config
@@ -146,6 +150,36 @@ def test_an_error_is_left_to_the_launcher(tmp_path: Path, monkeypatch: pytest.Mo
     assert not processes.report_error("a line")
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_table_that_is_too_wide_is_broken_and_not_cut(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, cells = Table(), [f"{10_000 + number}" for number in range(9)]
+    for number in range(9):
+        table.add_column(f"heading {number}", no_wrap=True)
+    table.add_row(*cells)
+    monkeypatch.setattr(console, "make_console", lambda: Console(width=width))
+    console.print_table(table)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width and lines[-1].isascii() == (width == 80)
+    found = " ".join(lines).replace("│", " ").replace("┃", " ").split()
+    assert [word for word in found if word in cells] == cells
+    assert found.count("heading") == 9
+
+
+def test_long_texts_are_wrapped_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(f"name-{i}=value" for i in range(20))
+    assert labelled("section", text) == f"section    {text}"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = labelled("section", text).splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 80
+    assert all(line.startswith(" " * 11) for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == f"section {text}"
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_rank_ends_with_its_launcher(is_early: bool) -> None:
     """Also if the launcher is killed, before or after the rank has asked for that."""
@@ -225,6 +259,7 @@ def test_the_command_names_itself_and_its_commands(
             commands.console()
         out, err = capsys.readouterr()
         assert ended.value.code == code and said in out + err
+        assert max(map(len, (out + err).splitlines())) <= 80
 
 
 @pytest.fixture

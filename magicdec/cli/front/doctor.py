@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.flags import Parser, refuse
+from magicdec.console import labelled
 from magicdec.distributed.groups import Launch
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def main() -> NoReturn:
     checks = []
     for check in find_checks():
         mark = "works" if check.works else "MISSING" if check.is_needed else "absent"
-        print(f"{mark:<8} {check.name:<16} {check.detail}", flush=True)
+        print(labelled(f"{mark:<8} {check.name}", check.detail, indent=26), flush=True)
         checks.append(check)
     if all(check.works or not check.is_needed for check in checks):
         print("Everything that a run needs works.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
 from magicdec.report.figures.style import (
@@ -15,6 +16,7 @@ from magicdec.report.figures.style import (
     plot_values,
 )
 from magicdec.report.panels import (
+    Panel,
     Value,
     choose,
     common,
@@ -26,6 +28,9 @@ from magicdec.report.panels import (
     varying,
 )
 from magicdec.report.point import Point
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HELD = ("model", "draft_model", "drafter", "dtype", "dataset", "temperature", "prefix_len", "gamma")
 MOST_PANELS = 4
@@ -41,36 +46,47 @@ def draw_by_budget(points: Sequence[Point]) -> Drawn | LeftOut:
         reason = "no model and policy was measured with two KV budgets and else equal settings"
         return LeftOut(name, heading, reason)
     kept = richest(panels, lambda p: (p.settings["budget"], p.settings["kv_policy"]), MOST_PANELS)
-    policies = sorted({str(p.settings["kv_policy"]) for panel in kept for p in panel.points})
-    looks = {policy: look(index) for index, policy in enumerate(policies)}
+    rows: list[list[Cell]] = [
+        [*panel.held.values(), policy, budget, v.middle, v.low, v.high, v.runs]
+        for panel in kept
+        for policy, values in _rates(panel).items()
+        for budget, v in values.items()
+    ]
     columns = (*HELD, "kv_policy", "budget", "acceptance_rate", "low", "high", "runs")
-    rows: list[list[Cell]] = []
-    figure, axes = make_axes(len(kept), sharey=True)
-    handles = {}
-    for panel, ax in zip(kept, axes, strict=True):
-        budgets: set[int] = set()
-        for policy, of in panel.series(lambda p: str(p.settings["kv_policy"])).items():
-            at = group(of, lambda p: int(p.settings["budget"] or 0))
-            values = {budget: summarize([_rate(p) for p in at[budget]]) for budget in sorted(at)}
-            budgets |= set(values)
-            handles[policy] = plot_values(ax, list(values), list(values.values()), looks[policy])
-            rows += [
-                [*panel.held.values(), policy, budget, v.middle, v.low, v.high, v.runs]
-                for budget, v in values.items()
-            ]
-        ax.set(xscale="log", xlabel="KV budget (tokens that a draft reads)")
-        ax.set_title(title(panel, varying(kept)))
-        plain_ticks(ax.xaxis, sorted(budgets))
-    for ax in axes[::2]:
-        ax.set_ylabel("acceptance rate")
-    legend_below(figure, list(handles.values()), list(handles), columns=4)
     caption = sentences(
         "Accepted draft tokens over drafted ones, by KV policy",
         f"Everywhere: {common(kept)}" if common(kept) else "",
         "Bars are 95 % intervals over prompts; of repeated runs the median and the range",
         shown_of(len(kept), len(panels), "combinations of settings; the table of runs has all"),
     )
-    return Drawn(name, heading, caption, figure, columns, rows)
+    return Drawn(name, heading, caption, _draw_budgets(kept), columns, rows)
+
+
+def _rates(panel: Panel) -> dict[str, dict[int, Value]]:
+    """The acceptance rates of a panel by policy, then by budget."""
+    found = {}
+    for policy, of in panel.series(lambda p: str(p.settings["kv_policy"])).items():
+        at = group(of, lambda p: int(p.settings["budget"] or 0))
+        found[policy] = {b: summarize([_rate(p) for p in at[b]]) for b in sorted(at)}
+    return found
+
+
+def _draw_budgets(panels: list[Panel]) -> Figure:
+    found = [_rates(panel) for panel in panels]
+    policies = sorted(set(chain.from_iterable(found)))
+    looks = {policy: look(index) for index, policy in enumerate(policies)}
+    figure, axes = make_axes(len(panels), sharey=True)
+    handles = {}
+    for panel, rates, ax in zip(panels, found, axes, strict=True):
+        for policy, values in rates.items():
+            handles[policy] = plot_values(ax, list(values), list(values.values()), looks[policy])
+        ax.set(xscale="log", xlabel="KV budget (tokens that a draft reads)")
+        ax.set_title(title(panel, varying(panels)))
+        plain_ticks(ax.xaxis, sorted(set(chain.from_iterable(rates.values()))))
+    for ax in axes[::2]:
+        ax.set_ylabel("acceptance rate")
+    legend_below(figure, list(handles.values()), list(handles), columns=4)
+    return figure
 
 
 def _rate(point: Point) -> tuple[float, list[float] | None]:
@@ -86,38 +102,16 @@ def draw_by_position(points: Sequence[Point]) -> Drawn | LeftOut:
     held = ("model", "draft_model", "dtype", "dataset", "temperature", "prefix_len")
     panels = make_panels(known, held)
     kept = richest(panels, _series, MOST_PANELS)
-    columns = (*held, "series", "run", "position", "share", "low", "high", "verifications")
-    rows: list[list[Cell]] = []
     inside = [list(panel.series(_series)) for panel in kept]
-    names = set(chain.from_iterable(inside))
-    chosen = sorted(choose(inside, MOST_SERIES))
-    looks = {series: look(index) for index, series in enumerate(chosen)}
-    figure, axes = make_axes(len(kept), sharey=True)
-    handles = {}
-    for panel, ax in zip(kept, axes, strict=True):
-        longest = 1
-        for series, of in panel.series(_series).items():
-            if series not in looks:
-                continue
-            # Positions do not depend on gamma, so the longest curve says the most.
-            point = max(of, key=lambda p: (len(_shares(p)), p.number))
-            shares = _shares(point)
-            longest = max(longest, len(shares))
-            positions = range(1, len(shares) + 1)
-            ends = _ends(point)
-            values = [Value(s, *both, 1) for s, both in zip(shares, ends, strict=True)]
-            handles[series] = plot_values(ax, positions, values, looks[series])
-            judged = _judged(point)
-            rows += [
-                [*panel.held.values(), series, point.number, k, s, *ends[k - 1], judged[k - 1]]
-                for k, s in zip(positions, shares, strict=True)
-            ]
-        plain_ticks(ax.xaxis, list(range(1, longest + 1)))
-        ax.set(xlabel="draft position in its step", ylim=(0, 1.04))
-        ax.set_title(title(panel, varying(kept)))
-    for ax in axes[::2]:
-        ax.set_ylabel("share of verifications")
-    legend_below(figure, list(handles.values()), list(handles), columns=3)
+    names, chosen = set(chain.from_iterable(inside)), sorted(choose(inside, MOST_SERIES))
+    curves = [_curves(panel, chosen) for panel in kept]
+    rows = [
+        [*panel.held.values(), *row]
+        for panel, of in zip(kept, curves, strict=True)
+        for series, point in of.items()
+        for row in _position_rows(series, point)
+    ]
+    columns = (*held, "series", "run", "position", "share", "low", "high", "verifications")
     caption = sentences(
         "Share of verifications that accepted this draft token and all before it in the step",
         f"Everywhere: {common(kept)}" if common(kept) else "",
@@ -126,7 +120,46 @@ def draw_by_position(points: Sequence[Point]) -> Drawn | LeftOut:
         shown_of(len(kept), len(panels), "combinations of settings"),
         shown_of(len(chosen), len(names), "ways to draft"),
     )
-    return Drawn(name, heading, caption, figure, columns, rows)
+    return Drawn(name, heading, caption, _draw_curves(kept, curves, chosen), columns, rows)
+
+
+def _curves(panel: Panel, chosen: Sequence[str]) -> dict[str, Point]:
+    """The run of each chosen way to draft that is shown. Positions do not depend on gamma, so the
+    longest curve says the most."""
+    return {
+        series: max(of, key=lambda p: (len(_shares(p)), p.number))
+        for series, of in panel.series(_series).items()
+        if series in chosen
+    }
+
+
+def _position_rows(series: str, point: Point) -> list[list[Cell]]:
+    places = zip(_shares(point), _ends(point), _judged(point), strict=True)
+    return [
+        [series, point.number, position, share, *ends, judged]
+        for position, (share, ends, judged) in enumerate(places, 1)
+    ]
+
+
+def _draw_curves(
+    panels: list[Panel], curves: list[dict[str, Point]], chosen: Sequence[str]
+) -> Figure:
+    looks = {series: look(index) for index, series in enumerate(chosen)}
+    figure, axes = make_axes(len(panels), sharey=True)
+    handles = {}
+    for panel, of, ax in zip(panels, curves, axes, strict=True):
+        for series, point in of.items():
+            shares, ends = _shares(point), _ends(point)
+            values = [Value(s, *both, 1) for s, both in zip(shares, ends, strict=True)]
+            handles[series] = plot_values(ax, range(1, len(shares) + 1), values, looks[series])
+        longest = max(len(_shares(point)) for point in of.values())
+        plain_ticks(ax.xaxis, list(range(1, longest + 1)))
+        ax.set(xlabel="draft position in its step", ylim=(0, 1.04))
+        ax.set_title(title(panel, varying(panels)))
+    for ax in axes[::2]:
+        ax.set_ylabel("share of verifications")
+    legend_below(figure, list(handles.values()), list(handles), columns=3)
+    return figure
 
 
 def _series(point: Point) -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from magicdec.names import BASELINE
 from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
 from magicdec.report.figures.style import GREY, legend_below, make_axes
 from magicdec.report.figures.throughput import looks_of, series
-from magicdec.report.panels import common, group, make_panels, richest, title, varying
+from magicdec.report.panels import Panel, common, group, make_panels, richest, title, varying
 from magicdec.report.point import Point
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME, HEADING = "bandwidth", "Achieved bandwidth against the memory roofline"
 HELD = ("model", "dtype", "target_dtype", "device", "ranks", "threads")
@@ -27,38 +32,12 @@ def draw(points: Sequence[Point]) -> Drawn | LeftOut:
         return LeftOut(NAME, HEADING, reason)
     panels = make_panels(known, HELD)
     kept = richest(panels, series, MOST_PANELS)
-    looks, _ = looks_of(kept)
-    figure, axes = make_axes(len(kept), height=3.2)
-    rows: list[list[Cell]] = []
-    handles: dict[str, object] = {}
-    for panel, ax in zip(kept, axes, strict=True):
-        found = [item for p in panel.points for item in places(p).items()]
-        for name, of in group(found, lambda item: item[0]).items():
-            x, y = [at[1] / GB for _, at in of], [at[2] / GB for _, at in of]
-            if name == BASELINE:
-                handles[name] = ax.scatter(x, y, facecolors="none", edgecolors=GREY, s=28)
-            elif name in looks:
-                style = looks[name]
-                handles[name] = ax.scatter(x, y, color=style.colour, marker=style.marker, s=28)
-            rows += [
-                [*panel.held.values(), name, p.number, size, rate, roof(p)]
-                for _, (p, size, rate) in of
-            ]
-        roofs = sorted({roof(p) / GB for p in panel.points})
-        middle = roofs[len(roofs) // 2]
-        handles["measured read bandwidth (median)"] = ax.axhline(
-            middle, color="black", linewidth=1.4
-        )
-        if len(roofs) > 1:
-            label = "its range over the runs"
-            handles[label] = ax.axhspan(
-                roofs[0], roofs[-1], color="#bbbbbb", alpha=0.4, linewidth=0
-            )
-        ax.set(xscale="log", ylim=(0, None), xlabel="bytes that a step must read (GB)")
-        ax.set_ylabel("achieved (GB/s)")
-        ax.set_title(title(panel, varying(kept)))
-        label_sizes(ax.xaxis)
-    legend_below(figure, list(handles.values()), list(handles))
+    rows: list[list[Cell]] = [
+        [*panel.held.values(), name, p.number, size, rate, roof(p)]
+        for panel in kept
+        for name, of in by_series(panel).items()
+        for p, size, rate in of
+    ]
     caption = sentences(
         "Bytes that the steps of a run must read at least (weights and the visible KV cache) over "
         "the time of the steps. The line is the bandwidth measured in the runs themselves: all "
@@ -67,7 +46,45 @@ def draw(points: Sequence[Point]) -> Drawn | LeftOut:
         f"Everywhere: {common(kept)}" if common(kept) else "",
         shown_of(len(kept), len(panels), "combinations of model and machine"),
     )
-    return Drawn(NAME, HEADING, caption, figure, COLUMNS, rows)
+    return Drawn(NAME, HEADING, caption, draw_panels(kept), COLUMNS, rows)
+
+
+def by_series(panel: Panel) -> dict[str, list[Place]]:
+    items = [item for point in panel.points for item in places(point).items()]
+    groups = group(items, lambda item: item[0])
+    return {name: [place for _, place in of] for name, of in groups.items()}
+
+
+def draw_panels(panels: list[Panel]) -> Figure:
+    looks, _ = looks_of(panels)
+    figure, axes = make_axes(len(panels), height=3.2)
+    handles: dict[str, object] = {}
+    for panel, ax in zip(panels, axes, strict=True):
+        for name, of in by_series(panel).items():
+            x, y = [size / GB for _, size, _ in of], [rate / GB for _, _, rate in of]
+            if name == BASELINE:
+                handles[name] = ax.scatter(x, y, facecolors="none", edgecolors=GREY, s=28)
+            elif name in looks:
+                style = looks[name]
+                handles[name] = ax.scatter(x, y, color=style.colour, marker=style.marker, s=28)
+        handles |= draw_roof(ax, sorted({roof(p) / GB for p in panel.points}))
+        ax.set(xscale="log", ylim=(0, None), xlabel="bytes that a step must read (GB)")
+        ax.set_ylabel("achieved (GB/s)")
+        ax.set_title(title(panel, varying(panels)))
+        label_sizes(ax.xaxis)
+    legend_below(figure, list(handles.values()), list(handles))
+    return figure
+
+
+def draw_roof(ax: Axes, roofs: list[float]) -> dict[str, object]:
+    """The median of the measured read bandwidths, sorted here, and their range."""
+    middle = roofs[len(roofs) // 2]
+    line = ax.axhline(middle, color="black", linewidth=1.4)
+    handles: dict[str, object] = {"measured read bandwidth (median)": line}
+    if len(roofs) > 1:
+        span = ax.axhspan(roofs[0], roofs[-1], color="#bbbbbb", alpha=0.4, linewidth=0)
+        handles["its range over the runs"] = span
+    return handles
 
 
 def label_sizes(axis: object) -> None:

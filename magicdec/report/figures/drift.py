@@ -5,11 +5,15 @@ from __future__ import annotations
 import datetime
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
 from magicdec.report.figures.style import look, make_axes
 from magicdec.report.panels import group, make_panels
 from magicdec.report.point import Point
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NAME, HEADING = "drift", "The machine over time"
 MACHINE = ("device", "ranks", "threads")
@@ -24,24 +28,7 @@ def draw(points: Sequence[Point]) -> Drawn | LeftOut:
         return LeftOut(NAME, HEADING, "fewer than two runs of one machine have a read bandwidth")
     of = sorted(panel.points, key=lambda p: p.environment.time_utc)
     minutes, relative = minutes_of(of), relative_steps(of)
-    figure, axes = make_axes(2, height=2.6)
     reads = [(p.environment.read_bandwidth_bytes_per_s or 0) / 1e9 for p in of]
-    axes[0].plot(minutes, reads, look(0).marker, color=look(0).colour, markersize=4)
-    axes[0].set(ylim=(0, None), ylabel="read bandwidth (GB/s)")
-    axes[0].set_title("bandwidth, measured in each run")
-    repeated = [(t, r) for t, r in zip(minutes, relative, strict=True) if r is not None]
-    axes[1].axhline(1, color="black", linewidth=1)
-    style = look(1)
-    axes[1].plot([t for t, _ in repeated], [r for _, r in repeated], style.marker,
-                 color=style.colour, markersize=4)  # fmt: skip
-    axes[1].set_ylabel("step time / median of its settings")
-    axes[1].set_title("autoregressive step, where repeated")
-    if not repeated:
-        axes[1].text(
-            0.5, 0.5, "no settings were repeated", transform=axes[1].transAxes, ha="center"
-        )
-    for ax in axes:
-        ax.set_xlabel("minutes after the first run")
     rows: list[list[Cell]] = [
         [p.number, p.environment.time_utc, t, b, p.environment.host_load, r]
         for p, t, b, r in zip(of, minutes, reads, relative, strict=True)
@@ -53,7 +40,26 @@ def draw(points: Sequence[Point]) -> Drawn | LeftOut:
         spread(relative),
         shown_of(len(of), len(known), "runs: those of the most used machine"),
     )
-    return Drawn(NAME, HEADING, caption, figure, columns, rows)
+    return Drawn(NAME, HEADING, caption, draw_sides(minutes, reads, relative), columns, rows)
+
+
+def draw_sides(minutes: list[float], reads: list[float], relative: list[float | None]) -> Figure:
+    """The read bandwidth of each run on the left, its relative step time on the right."""
+    figure, (left, right) = make_axes(2, height=2.6)
+    left.plot(minutes, reads, look(0).marker, color=look(0).colour, markersize=4)
+    left.set(ylim=(0, None), ylabel="read bandwidth (GB/s)")
+    left.set_title("bandwidth, measured in each run")
+    repeated = [(t, r) for t, r in zip(minutes, relative, strict=True) if r is not None]
+    x, y, style = [t for t, _ in repeated], [r for _, r in repeated], look(1)
+    right.axhline(1, color="black", linewidth=1)
+    right.plot(x, y, style.marker, color=style.colour, markersize=4)
+    right.set_ylabel("step time / median of its settings")
+    right.set_title("autoregressive step, where repeated")
+    if not repeated:
+        right.text(0.5, 0.5, "no settings were repeated", transform=right.transAxes, ha="center")
+    for ax in (left, right):
+        ax.set_xlabel("minutes after the first run")
+    return figure
 
 
 def minutes_of(points: Sequence[Point]) -> list[float]:
