@@ -35,7 +35,7 @@ SHARED = {
     "attention": {"backend", "library", "sequences", "triton_kernels"},
     "drafting": {
         *("drafter", "draft_length", "forecast", "draft_kv", "copied_kv", "block_kv", "policy"),
-        *("observation", "block_choice"),
+        *("observation", "block_choice", "step_times"),
         "streaming_llm",  # whose budget bounds the cache of `rolling_runner`
     },
 }
@@ -86,7 +86,10 @@ def test_imports_go_one_way() -> None:
     "name",
     [
         *("names", "request", "records/record"),
-        *(f"scheduling/{name}" for name in ("scheduler", "plan", "orders")),
+        *(
+            f"scheduling/{name}"
+            for name in ("scheduler", "plan", "orders", "waiting", "row_blocks")
+        ),
         *(f"config/{path.stem}" for path in sorted((PACKAGE / "config").glob("*.py"))),
     ],
 )
