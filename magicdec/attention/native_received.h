@@ -39,31 +39,36 @@ struct Received {
     int64_t position(int64_t tile) const { return (first / TILE + tile) * TILE; }
 };
 
-// Adds to out [length - first] the weights of M queries from query `from` of a KV head on. scores [tiles][rows][TILE].
+// Adds to out [length - first] the weights of M queries from query `from` of a KV head on, given the scores of all tiles,
+// [tiles][rows][TILE]. Tiles are met in the order of memory.
 inline void add_weights(const Received& r, int64_t from, int64_t M, int64_t rows, float factor, float* scores, float* out) {
     const int64_t rep = r.H / r.G;
-    for (int64_t m = 0; m < M; ++m) {
-        const int64_t end = r.length - r.T + (from + m) / rep + 1;  // of what the query sees
-        auto each_tile = [&](auto body) {
-            for (int64_t i = 0; i < r.tiles(); ++i)
-                body(scores + (i * rows + m) * TILE, std::max<int64_t>(0, r.first - r.position(i)),
-                     std::clamp<int64_t>(end - r.position(i), 0, TILE));
-        };
-        float top = HIDDEN, total = 0;
-        each_tile([&](const float* s, int64_t begin, int64_t stop) {
-            for (int64_t j = begin; j < stop; ++j) top = std::max(top, s[j]);
-        });
-        each_tile([&](float* s, int64_t begin, int64_t stop) {
-            for (int64_t j = begin; j < stop; ++j) s[j] = exp_negative((s[j] - top) * factor);
-            for (int64_t j = begin; j < stop; ++j) total += s[j];
-        });
-        float* to = out - r.first;
-        for (int64_t i = 0; i < r.tiles(); ++i) {
-            const float* s = scores + (i * rows + m) * TILE;
-            const int64_t at = r.position(i), begin = std::max(r.first, at), stop = std::min(end, at + TILE);
-            for (int64_t key = begin; key < stop; ++key) to[key] += s[key - at] / total;
-        }
-    }
+    float top[MAX_QUERIES], total[MAX_QUERIES] = {};
+    std::fill_n(top, M, HIDDEN);
+    auto each = [&](auto body) {  // with the scores of a query for a tile, and the keys of it that the query sees
+        for (int64_t i = 0; i < r.tiles(); ++i)
+            for (int64_t m = 0; m < M; ++m) {
+                const int64_t position = r.position(i), end = r.length - r.T + (from + m) / rep + 1;
+                body(m, scores + (i * rows + m) * TILE, std::max<int64_t>(0, r.first - position),
+                     std::clamp<int64_t>(end - position, 0, TILE), position);
+            }
+    };
+    each([&](int64_t m, const float* s, int64_t begin, int64_t stop, int64_t) {
+        float most = top[m];
+        for (int64_t j = begin; j < stop; ++j) most = std::max(most, s[j]);
+        top[m] = most;
+    });
+    each([&](int64_t m, float* s, int64_t begin, int64_t stop, int64_t) {
+        float sum = 0;
+        for (int64_t j = begin; j < stop; ++j) s[j] = exp_negative((s[j] - top[m]) * factor);
+        for (int64_t j = begin; j < stop; ++j) sum += s[j];
+        total[m] += sum;
+    });
+    each([&](int64_t m, const float* s, int64_t begin, int64_t stop, int64_t position) {
+        const float scale = 1.0f / total[m];
+        float* to = out + position - r.first;
+        for (int64_t j = begin; j < stop; ++j) to[j] += s[j] * scale;
+    });
 }
 
 // out [B, G, length - first]: the weights that each key received, summed over the queries and heads of its KV head.
