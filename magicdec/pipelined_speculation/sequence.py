@@ -72,20 +72,25 @@ class Sequence:
         return tuple(tokens), finished
 
     def _begin_anew(self) -> None:
-        """After a commit: give back what can no longer be right and has no reader."""
+        """After a commit: begin a burst of drafts, and give the newest token a cell."""
         self.adjustment.committed()
         self.is_stalled = False
         if self.options.relaunch and not self.is_finished:
             self._relaunch_tip()
-        kept = self.tree.below() | self.tree.above()
-        for node in self.nodes - kept:
-            self.cells.give(node.cell)
-        self.nodes &= kept
+        self._sweep()
         for tip in list(self.tree.tips):
             if tip.cell < 0 and not self._take_cell(tip):
                 assert len(self.tree.tips) > 1, "a tip that was not drafted finds its home free"
                 self.tree.tips.remove(tip)
+                self._sweep()  # of what only this tip hangs on
         self._settle()
+
+    def _sweep(self) -> None:
+        """Give back the cells of all nodes that cannot be right and that no other reads."""
+        kept = self.tree.below() | self.tree.above()
+        for node in self.nodes - kept:
+            self.cells.give(node.cell)
+        self.nodes &= kept
 
     def _relaunch_tip(self) -> None:
         """As the original: a node of its own for the newest token, even if it is in flight, and

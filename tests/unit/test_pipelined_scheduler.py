@@ -89,6 +89,13 @@ def test_every_schedule_emits_what_plain_decoding_emits(block: int) -> None:
         run_random(seed)
 
 
+@pytest.mark.parametrize("seed", [1615, 2099, 3346])
+def test_a_newest_token_without_a_cell_leaves_none_taken(seed: int) -> None:
+    """No cell is left for launching the newest token once more: the path that only this second
+    node would have read gives its cells back."""
+    run_random(seed)
+
+
 def first_failure(seeds: range) -> str | None:
     for seed in seeds:
         try:
