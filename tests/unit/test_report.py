@@ -167,6 +167,20 @@ def test_the_committed_report_links_to_what_is_there() -> None:
     assert [name for name in named if not (ROOT / "results/cpu/report" / name).exists()] == []
 
 
+def test_a_row_is_on_the_front_of_its_own_kind() -> None:
+    """An autoregressive pass is not on a front because the drafts of the same run are."""
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows(ROOT / "results" / "cpu" / "report" / "throughput_tpot.csv"):
+        kind = "drafted" if row["gamma"] else "baseline"
+        groups.setdefault((row["ranks"], row["prefix_len"], kind), []).append(row)
+    assert len(groups) > 4
+    for of in groups.values():
+        at = [(-float(r["mean_tpot_ms"]), float(r["decode_tokens_per_s"])) for r in of]
+        for row, place in zip(of, at, strict=True):
+            beaten = any(other != place and min(map(float.__ge__, other, place)) for other in at)
+            assert (row["on_front"] == "True") != beaten
+
+
 def test_the_page_needs_nothing_else(report: Callable[..., tuple[Path, str]]) -> None:
     evil = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
     out, _ = report([*RAW, *study(), variant(argv=evil)])

@@ -24,6 +24,7 @@ from magicdec.report.point import Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME, HEADING = "throughput_tpot", "Throughput against time per output token"
 HELD = ("model", "dtype", "dataset", "device", "ranks", "threads", "prefix_len")
@@ -39,48 +40,7 @@ def draw(points: Sequence[Point]) -> Drawn | LeftOut:
     panels = make_panels(known, HELD)
     kept = richest(panels, lambda p: (p.settings["B"], series(p)), MOST_PANELS)
     looks, names = looks_of(kept)
-    figure, axes = make_axes(len(kept), height=3.1)
-    rows: list[list[Cell]] = []
-    handles: dict[str, object] = {}
-    for panel, ax in zip(kept, axes, strict=True):
-        theirs = [f for p in panel.points if (f := _place(p, p.autoregressive))]
-        ours = [f for p in panel.points if not p.is_baseline and (f := _place(p, p.metrics))]
-        if theirs:
-            x, y = [p[0] for p in theirs], [p[1] for p in theirs]
-            handles[BASELINE] = ax.scatter(x, y, facecolors="none", edgecolors=GREY, s=28)
-        for name, of in group(ours, lambda found: series(found[2])).items():
-            if name in looks:
-                style = looks[name]
-                x, y = [p[0] for p in of], [p[1] for p in of]
-                handles[name] = ax.scatter(x, y, color=style.colour, marker=style.marker, s=28)
-                spans = [
-                    (at, *m.decode_tokens_per_s_interval)
-                    for at, _, point in of
-                    if (m := point.metrics) and m.decode_tokens_per_s_interval
-                ]
-                if spans:
-                    at, low, high = zip(*spans, strict=True)
-                    ax.vlines(at, low, high, color=style.colour, linewidth=0.8)
-        fronts = {
-            "Pareto front, autoregressive": (pareto(theirs), ":", GREY),
-            "Pareto front, speculative": (pareto(ours), "-", "black"),
-        }
-        for label, (front, line, colour) in fronts.items():
-            if front:
-                x, y = [p[0] for p in front], [p[1] for p in front]
-                (handles[label],) = ax.plot(x, y, line, color=colour, linewidth=1, zorder=1)
-                name_batches(ax, front, is_below=colour == GREY)
-        ax.set(xlabel="mean TPOT (ms)", ylabel="decoding (tokens/s)")
-        ax.set_title(title(panel, varying(kept)))
-        ax.margins(0.1, 0.14)
-        on_front = {id(p[2]) for front, _, _ in fronts.values() for p in front}
-        for label, places in ((BASELINE, theirs), ("", ours)):
-            rows += [
-                [*panel.held.values(), label or series(p), p.number, p.settings["B"],
-                 None if label else p.settings["gamma"], x, y, id(p) in on_front]
-                for x, y, p in places
-            ]  # fmt: skip
-    legend_below(figure, list(handles.values()), list(handles))
+    rows = [row for panel in kept for row in rows_of(panel)]
     caption = sentences(
         "Each mark is one run; up and to the left is better. A run is on the front if no other run "
         "of its kind has both more tokens/s and a shorter TPOT. Numbers are the batch sizes on the "
@@ -90,7 +50,75 @@ def draw(points: Sequence[Point]) -> Drawn | LeftOut:
         shown_of(len(kept), len(panels), "combinations of settings"),
         shown_of(len(looks), len(names), "ways to draft; all are on the front"),
     )
-    return Drawn(NAME, HEADING, caption, figure, COLUMNS, rows)
+    return Drawn(NAME, HEADING, caption, draw_panels(kept, looks), COLUMNS, rows)
+
+
+def places_of(panel: Panel) -> tuple[list[Place], list[Place]]:
+    """The places of the baselines, and those of the runs that draft."""
+    theirs = [f for p in panel.points if (f := _place(p, p.autoregressive))]
+    ours = [f for p in panel.points if not p.is_baseline and (f := _place(p, p.metrics))]
+    return theirs, ours
+
+
+def rows_of(panel: Panel) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for label, places in zip((BASELINE, ""), places_of(panel), strict=True):
+        on_front = {id(place) for place in pareto(places)}
+        rows += [
+            [*panel.held.values(), label or series(p), p.number, p.settings["B"],
+             None if label else p.settings["gamma"], x, y, id(place) in on_front]
+            for place in places
+            for x, y, p in [place]
+        ]  # fmt: skip
+    return rows
+
+
+def draw_panels(panels: list[Panel], looks: dict[str, Look]) -> Figure:
+    figure, axes = make_axes(len(panels), height=3.1)
+    handles: dict[str, object] = {}
+    for panel, ax in zip(panels, axes, strict=True):
+        theirs, ours = places_of(panel)
+        if theirs:
+            x, y = [p[0] for p in theirs], [p[1] for p in theirs]
+            handles[BASELINE] = ax.scatter(x, y, facecolors="none", edgecolors=GREY, s=28)
+        for name, of in group(ours, lambda found: series(found[2])).items():
+            if name in looks:
+                handles[name] = draw_marks(ax, of, looks[name])
+        handles |= draw_fronts(ax, theirs, ours)
+        ax.set(xlabel="mean TPOT (ms)", ylabel="decoding (tokens/s)")
+        ax.set_title(title(panel, varying(panels)))
+        ax.margins(0.1, 0.14)
+    legend_below(figure, list(handles.values()), list(handles))
+    return figure
+
+
+def draw_marks(ax: Axes, places: list[Place], style: Look) -> object:
+    """A mark for each run, with its interval. Returns the handle for a legend."""
+    x, y = [p[0] for p in places], [p[1] for p in places]
+    handle = ax.scatter(x, y, color=style.colour, marker=style.marker, s=28)
+    spans = [
+        (at, *m.decode_tokens_per_s_interval)
+        for at, _, point in places
+        if (m := point.metrics) and m.decode_tokens_per_s_interval
+    ]
+    if spans:
+        at, low, high = zip(*spans, strict=True)
+        ax.vlines(at, low, high, color=style.colour, linewidth=0.8)
+    return handle
+
+
+def draw_fronts(ax: Axes, theirs: list[Place], ours: list[Place]) -> dict[str, object]:
+    handles: dict[str, object] = {}
+    for label, places, line, colour in (
+        ("Pareto front, autoregressive", theirs, ":", GREY),
+        ("Pareto front, speculative", ours, "-", "black"),
+    ):
+        front = pareto(places)
+        if front:
+            x, y = [p[0] for p in front], [p[1] for p in front]
+            (handles[label],) = ax.plot(x, y, line, color=colour, linewidth=1, zorder=1)
+            name_batches(ax, front, is_below=colour == GREY)
+    return handles
 
 
 def looks_of(panels: Sequence[Panel]) -> tuple[dict[str, Look], set[str]]:
