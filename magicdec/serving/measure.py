@@ -63,7 +63,8 @@ def measure_rates(
     with session_of(prepared) as session:
         one = Measuring(prepared, options, [each], session, display)
         one.server.warm_up(each)
-        start, place = 1.0 / one.server.lone_s(each), (session.groups.target, session.device)
+        one.lone_s = one.server.lone_s(each)
+        start, place = 1.0 / one.lone_s, (session.groups.target, session.device)
         measured: list[tuple[float, bool]] = []
         while rate := of_first_rank(choose(rates, measured, start), *place):
             records.append(one.measure(each, f"{rate:.3g} requests/s", each, options.at_rate(rate)))
@@ -98,6 +99,7 @@ class Measuring:
         self.session, self.display = session, display
         self.progress: Progress = Silent() if display.is_shown else progress
         self.reference: Served | None = None
+        self.lone_s: float | None = None  # the time of one request alone, if it was measured
 
     def measure(self, each: Pass, name: str, first: Pass, options: ServingOptions) -> ServingRecord:
         """Serve the requests of `options` in one pass; `name` is shown meanwhile."""
@@ -114,4 +116,4 @@ class Measuring:
             served = server.serve(each, observe, view)
         self.reference = self.reference or served
         place = self.prepared, options, self.session.describe_environment()
-        return make_record(*place, each, served, first, self.reference)
+        return make_record(*place, each, served, first, self.reference, self.lone_s)

@@ -26,8 +26,10 @@ def make_record(
     served: Served,
     first: Pass,
     reference: Served,
+    lone_s: float | None = None,
 ) -> ServingRecord:
-    """The record of what was served in the pass `each`; `reference` was served in `first`."""
+    """The record of what was served in the pass `each`; `reference` was served in `first`. `lone_s`
+    as in `serving_metrics`."""
     resolved = prepared.config
     num_differing: int | None = len(differing(reference.requests, served.requests))
     if resolved.sampling.temperature > 0 and each.is_drafting != first.is_drafting:
@@ -41,7 +43,7 @@ def make_record(
     metrics = None
     if status != "diverged":
         peak = served.peak_memory_bytes
-        metrics = serving_metrics(served.requests, served.counts, options.goodput, peak)
+        metrics = serving_metrics(served.requests, served.counts, options.goodput, peak, lone_s)
     of_drafts = ("draft", "kv") if each.is_drafting else ()
     kept = "model", "parallel", "attention", "decoding", "sampling", *of_drafts
     return ServingRecord(

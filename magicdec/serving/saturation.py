@@ -3,9 +3,9 @@ whether earlier ones have ended or not (open loop).
 
 Owns which rate is measured next, and what sustained means. With bounds (`--goodput`), a rate is
 sustained if 90 % of the requests keep all of them, as in DistServe (Zhong et al. 2024, section 2).
-Without bounds, it is sustained if requests leave at 90 % of the rate at which they arrive: faster
-arrivals make the queue grow as long as requests arrive. Must not know how a rate is measured.
-Imports no torch.
+Without bounds, it is sustained if requests are served at 90 % of the rate at which they arrive:
+faster arrivals make the queue grow as long as requests arrive. Must not know how a rate is
+measured. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ END = 0.0  # in place of a rate: no other is measured
 
 
 def share_sustained(metrics: ServingMetrics) -> float:
-    """The share of requests that keep the bounds or, without bounds, the departure rate as a share
-    of the arrival rate, at most 1."""
+    """The share of requests that keep the bounds or, without bounds, the served rate as a share of
+    the arrival rate, at most 1."""
     if metrics.request_goodput is not None:
         return metrics.request_goodput / metrics.request_throughput
-    if metrics.departure_rate is None or metrics.arrival_rate is None:
+    if metrics.served_rate is None or metrics.arrival_rate is None:
         return 1.0
-    return min(1.0, metrics.departure_rate / metrics.arrival_rate)
+    return min(1.0, metrics.served_rate / metrics.arrival_rate)
 
 
 def is_sustained(metrics: ServingMetrics) -> bool:

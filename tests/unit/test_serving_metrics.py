@@ -15,6 +15,7 @@ from magicdec.serving.metrics import (
     parse_goodput,
     serving_metrics,
 )
+from magicdec.serving.saturation import is_sustained, share_sustained
 
 
 def finished(number: int, arrived_s: float, token_times_s: list[float]) -> Request:
@@ -34,10 +35,12 @@ COUNTS = StepCounts(num_steps=8, num_preemptions=2, num_in_flight=20)
 
 
 def test_metrics_are_those_of_the_time_stamps() -> None:
-    found = serving_metrics(REQUESTS, COUNTS, peak_memory_bytes=7)
+    found = serving_metrics(REQUESTS, COUNTS, peak_memory_bytes=7, lone_s=1.0)
     assert found.makespan_s == 4.0 and found.peak_memory_bytes == 7  # from 10 to 14
     assert found.request_throughput == 3 / 4 and found.output_throughput == 9 / 4
-    assert (found.arrival_rate, found.departure_rate) == (2 / 2, 2 / 3)  # 10 to 12, 11 to 14
+    assert (found.arrival_rate, found.served_rate) == (2 / 2, 2 / 3)  # in 2 s, in 4 - 1 s
+    assert share_sustained(found) == pytest.approx(2 / 3) and not is_sustained(found)
+    assert share_sustained(serving_metrics(REQUESTS, COUNTS, {"ttft": 1000.0})) == 2 / 3
     assert (found.mean_in_flight, found.num_steps, found.num_preemptions) == (2.5, 8, 2)
     ttft = found.mean_ttft_ms, found.p50_ttft_ms, found.p90_ttft_ms, found.p99_ttft_ms
     assert ttft == pytest.approx((3500 / 3, 1000, 1800, 1980))
@@ -70,7 +73,7 @@ def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
     missing = {f.name for f in fields(ServingMetrics) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
-    rates = {"arrival_rate", "departure_rate"}
+    rates = {"arrival_rate", "served_rate"}
     assert missing == {*names, *rates, "request_goodput", "peak_memory_bytes"}
 
 

@@ -170,7 +170,7 @@ def build_parser(base: RunConfig) -> Parser:
         "display itself is shown on a terminal only")  # fmt: skip
     add("--plot", type=Path, metavar="FILE",
         help="draw when each request waited, was prefilled and decoded, for each batching; with "
-        "--sweep_rate, departures and times to first token at each rate. A file that ends in "
+        "--sweep_rate, the rate served and times to first token at each rate. A file that ends in "
         f"{' or '.join(PICTURES)}")  # fmt: skip
     add("--out", type=Path, default=Path("results/serving.jsonl"), metavar="FILE",
         help="append a record for each batching, one JSON line [results/serving.jsonl]",

@@ -1,5 +1,5 @@
 """Shows what `--sweep_rate` found: a table with a row for each rate, the saturation rate, and a
-picture of departures and times to first token by rate.
+picture of the rate served and times to first token by rate.
 
 Reads records only. Imports rich and matplotlib only when it shows them.
 """
@@ -21,7 +21,7 @@ from magicdec.serving.saturation import (
 )
 
 COLUMNS = (
-    *("arrival_rate", "departure_rate", "request_goodput", "output_throughput", "p50_ttft_ms"),
+    *("arrival_rate", "served_rate", "request_goodput", "output_throughput", "p50_ttft_ms"),
     *("p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "mean_in_flight", "peak_memory_bytes"),
 )
 
@@ -42,7 +42,7 @@ def conclusion(records: Sequence[ServingRecord]) -> str:
     found = measured(records)
     rate = saturation_rate([(rate, is_sustained(metrics)) for rate, metrics in found])
     bounds = records[0].config["workload"]["goodput"]
-    what = f"requests leave at {SUSTAINED:.0%} of the rate at which they arrive, or faster"
+    what = f"requests are served at {SUSTAINED:.0%} of the rate at which they arrive, or faster"
     if bounds:
         kept = ", ".join(f"{name} {ms:g} ms" for name, ms in bounds.items())
         what = f"{SUSTAINED:.0%} of the requests keep {kept}"
@@ -83,9 +83,7 @@ def draw_rates(records: Sequence[ServingRecord], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     rates = [rate for rate, _ in found]
     left.plot(rates, rates, ":", color="#666666", label="arrivals")
-    left.plot(
-        rates, [m.departure_rate for _, m in found], "o-", color="#0072B2", label="departures"
-    )
+    left.plot(rates, [m.served_rate for _, m in found], "o-", color="#0072B2", label="served")
     if found and found[0][1].request_goodput is not None:
         good = [m.request_goodput for _, m in found]
         left.plot(rates, good, "s--", color="#009E73", label="goodput")
