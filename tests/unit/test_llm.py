@@ -10,6 +10,7 @@ from conftest import ROOT, random_prompts
 
 from magicdec import LLM
 from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.request import Request, SamplingParams
 
 PROMPTS = random_prompts([5, 70, 1, 33], 97)
 
@@ -104,3 +105,30 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     )
     exec(re.sub(r"^    ", "", example, flags=re.MULTILINE), {})
     assert len(capsys.readouterr().out) > 20
+
+
+def test_a_reader_that_stops_and_one_that_cancels_leave_the_others_alone(
+    expected: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    llm = make_llm(tiny_checkpoint, max_concurrency=3, block_tokens=64)
+    unread, cancelled, read = (llm.submit(p, 100, ignore_eos=True) for p in PROMPTS[:3])
+    blocks = llm._engine.runner.cache.blocks
+    assert next(unread) == expected[0][0] and next(cancelled) == expected[1][0]
+    row = cancelled._request.row
+    assert row is not None and blocks[row]
+    cancelled.cancel()
+    llm.step()
+    assert not blocks[row] and cancelled.is_done, "one step frees its blocks"
+    assert list(read) == expected[2]
+    assert list(llm.submit(PROMPTS[3], 100, ignore_eos=True)) == expected[3]
+    assert [expected[0][0], *unread] == expected[0], "nothing was lost"
+
+
+def test_serving_refuses_what_can_never_be_held_before_the_first_step(
+    tiny_checkpoint: Path,
+) -> None:
+    engine = make_llm(tiny_checkpoint, max_tokens=100)._engine
+    requests = [Request(i, (5,) * n, SamplingParams(30)) for i, n in enumerate((9, 90))]
+    with pytest.raises(ValueError, match=r"request 1 needs 119 tokens .* holds at most 100"):
+        engine.serve(LLM.step, requests)  # type: ignore[arg-type]
+    assert not engine.scheduler.waiting and engine.runner.counts.num_forwards == 0
