@@ -13,6 +13,7 @@ from magicdec.report.panels import common, group, make_panels, rank, richest, sa
 from magicdec.report.point import Point
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAME, HEADING = "step_phases", "Phases of a decode step"
@@ -102,20 +103,7 @@ def draw_bars(bars: Sequence[Bar]) -> Figure:
     panels = make_panels([bar.point for bar in bars], ALONG)
     keys = varying(panels) or ["B"]
     for place, bar in enumerate(bars):
-        left = 0.0
-        for phase, ms in bar.phases.items():
-            handles[phase] = ax.barh(
-                place, ms, left=left, height=0.72, color=PHASES[phase], hatch=HATCHES[phase],
-                edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
-            left += ms
-        if bar.baseline_ms is not None:
-            handles["autoregressive step"] = ax.vlines(
-                bar.baseline_ms, place - 0.42, place + 0.42, color="black", linewidth=2
-            )
-        text = beside(bar)
-        reach = max(left, bar.baseline_ms or 0.0)
-        ax.annotate(text, (reach, place), (5, 0), textcoords="offset points", va="center", size=7)
+        handles |= draw_bar(ax, place, bar)
     names = [name_of(bar.point, keys) for bar in bars]
     ax.set_yticks(range(len(bars)), names)
     ax.invert_yaxis()
@@ -125,6 +113,26 @@ def draw_bars(bars: Sequence[Bar]) -> Figure:
     order = [name for name in (*PHASES, "autoregressive step") if name in handles]
     legend_below(figure, [handles[name] for name in order], order, columns=5)
     return figure
+
+
+def draw_bar(ax: Axes, place: int, bar: Bar) -> dict[str, object]:
+    """One bar with its tick and what stands beside it. Returns the handles for a legend."""
+    handles: dict[str, object] = {}
+    left = 0.0
+    for phase, ms in bar.phases.items():
+        handles[phase] = ax.barh(
+            place, ms, left=left, height=0.72, color=PHASES[phase], hatch=HATCHES[phase],
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+        left += ms
+    if bar.baseline_ms is not None:
+        handles["autoregressive step"] = ax.vlines(
+            bar.baseline_ms, place - 0.42, place + 0.42, color="black", linewidth=2
+        )
+    text = beside(bar)
+    reach = max(left, bar.baseline_ms or 0.0)
+    ax.annotate(text, (reach, place), (5, 0), textcoords="offset points", va="center", size=7)
+    return handles
 
 
 def beside(bar: Bar) -> str:

@@ -15,6 +15,7 @@ from magicdec.report.prediction import NotPredicted, Predictor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAME, HEADING = "predicted_measured", "Predicted against measured"
 KINDS = {
@@ -39,6 +40,23 @@ def draw(points: Sequence[Point], predictor: Predictor) -> Drawn | LeftOut:
             problems[str(error)] += 1
     if not pairs:
         return LeftOut(NAME, HEADING, problems.most_common(1)[0][0])
+    rows: list[list[Cell]] = [[p.number, p.method, kind, x, y] for p, kind, x, y in pairs]
+    columns = ("run", "method", "quantity", "predicted", "measured")
+    left = "; ".join(
+        f"{count} run{'s' * (count > 1)}: {reason}" for reason, count in problems.items()
+    )
+    caption = sentences(
+        "Predicted from the shape of the model, the ceilings of the machine and the acceptance of "
+        "the run. Above the line, the run took longer (left) or gained more (right) than "
+        "predicted",
+        errors(pairs),
+        f"Not predicted: {left}" if left else "",
+    )
+    return Drawn(NAME, HEADING, caption, draw_sides(pairs), columns, rows)
+
+
+def draw_sides(pairs: Sequence[Pair]) -> Figure:
+    """The times of the steps on the left, the speedups on the right."""
     steps = [pair for pair in pairs if pair[1] != "speedup"]
     speedups = [pair for pair in pairs if pair[1] == "speedup"]
     figure, axes = make_axes(2, height=3.5)
@@ -57,19 +75,7 @@ def draw(points: Sequence[Point], predictor: Predictor) -> Drawn | LeftOut:
     for axis in (axes[0].xaxis, axes[0].yaxis):
         label_sizes(axis)
     legend_below(figure, list(handles.values()), list(handles))
-    rows: list[list[Cell]] = [[p.number, p.method, kind, x, y] for p, kind, x, y in pairs]
-    columns = ("run", "method", "quantity", "predicted", "measured")
-    left = "; ".join(
-        f"{count} run{'s' * (count > 1)}: {reason}" for reason, count in problems.items()
-    )
-    caption = sentences(
-        "Predicted from the shape of the model, the ceilings of the machine and the acceptance of "
-        "the run. Above the line, the run took longer (left) or gained more (right) than "
-        "predicted",
-        errors(pairs),
-        f"Not predicted: {left}" if left else "",
-    )
-    return Drawn(NAME, HEADING, caption, figure, columns, rows)
+    return figure
 
 
 def compare(point: Point, predictor: Predictor) -> list[Pair]:
