@@ -86,7 +86,7 @@ COMMANDS = {
         "magicdec.cli.front.reproduce:main",
     ),
     "simulate": (
-        "decoding on a pipeline of stages in virtual time: speculation, the ring",
+        "decode on a pipeline of stages in virtual time, with speculation",
         "magicdec.cli.simulate.command:main",
     ),
     "advise": (
