@@ -25,6 +25,7 @@ LABELS = {
     "runs": "runs", "decode_tokens_per_s": "tokens/s", "speedup": "speedup", "net_speedup": "net",
     "acceptance_rate": "accept", "roofline_fraction": "roof", "status": "status",
 }  # fmt: skip
+NARROW_LABELS = LABELS | {"gamma": "γ", "decode_tokens_per_s": "tok/s"}  # of a text table
 DIGITS = {
     "decode_tokens_per_s": 1,
     "speedup": 2,
@@ -98,6 +99,23 @@ def without_constants(listing: Listing) -> Listing:
     return Listing(columns, listing.rows, constants)
 
 
+def compact(listing: Listing) -> Listing:
+    """The listing with fewer columns for the same: the draft is a model or what else drafts, and
+    the budget stands behind its policy. Columns that are not all there stay as they are."""
+    columns, rows = listing.columns, listing.rows
+    if {"draft_model", "drafter"} <= {*columns}:
+        columns = tuple(key for key in columns if key != "drafter")
+        rows = [row | {"draft_model": row["draft_model"] or row["drafter"]} for row in rows]
+    if {"kv_policy", "budget"} <= {*columns}:
+        columns = tuple(key for key in columns if key != "budget")
+        named = ("kv_policy", "budget")
+        rows = [
+            row | {"kv_policy": " ".join(str(row[key]) for key in named if row[key] is not None)}
+            for row in rows
+        ]
+    return Listing(columns, rows, listing.constants)
+
+
 def _grouped(rows: list[Row], group_by: Sequence[str]) -> list[Row]:
     groups: dict[tuple[Setting, ...], list[Row]] = {}
     for row in rows:
@@ -130,12 +148,12 @@ def print_text(listing: Listing, notes: Sequence[str] = ()) -> None:
     is 80 columns wide. Names are folded where that is narrow; numbers are never cut."""
     from rich.table import Table
 
-    listing, console = without_constants(listing), make_console()
+    listing, console = compact(without_constants(listing)), make_console()
     if not console.is_terminal:
         console.width = NARROW
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
     for key in listing.columns:
-        label, is_text = LABELS.get(key, key), key in TEXT_COLUMNS
+        label, is_text = NARROW_LABELS.get(key, key), key in TEXT_COLUMNS
         justify: Literal["left", "right"] = "left" if is_text else "right"
         table.add_column(label, justify=justify, overflow="fold", no_wrap=not is_text)
     for row in listing.rows:
@@ -202,8 +220,10 @@ def _cell(key: str, value: Setting, half: Setting = None) -> str:
     if key not in METRICS or not isinstance(value, float):
         return str(value)
     digits = DIGITS.get(key, 2)
-    text = f"{value:.{digits}f}"
-    return text if half is None else f"{text}±{half:.{min(2, digits)}f}"
+    if half is None:
+        return f"{value:.{digits}f}"
+    digits = min(2, digits)  # no more than the interval says
+    return f"{value:.{digits}f}±{half:.{digits}f}"
 
 
 def _escape_md(text: str) -> str:

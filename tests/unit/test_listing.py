@@ -179,3 +179,13 @@ def test_an_export_that_cannot_be_written_is_one_line(
         export.main()
     err = capsys.readouterr().err
     assert stopped.value.code == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_text_table_has_a_line_of_80_columns_for_each_run(run: Callable[..., str]) -> None:
+    lines = run(table, ROOT / "results" / "cpu" / "records.jsonl.gz").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("draft "))
+    rows = lines[start + 1 : start + 79]
+    assert all(len(line) <= 80 for line in lines[: start + 79])
+    known = ("none", "self", "ngram", "demo-draft")
+    assert all(line.startswith(known) for line in rows), "no name is folded"
+    assert any(line.startswith("self       streaming_llm 257 ") for line in rows)

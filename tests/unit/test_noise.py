@@ -58,7 +58,7 @@ def test_a_table_has_the_interval_and_the_statement(
     out = printed(tmp_path, monkeypatch, capsys, [BEST, NEAR])
     assert BEST.metrics is not None and BEST.metrics.acceptance_rate_interval is not None
     low, high = BEST.metrics.acceptance_rate_interval
-    assert f"{BEST.metrics.acceptance_rate:.3f}±{(high - low) / 2:.2f}" in out
+    assert f"{BEST.metrics.acceptance_rate:.2f}±{(high - low) / 2:.2f}" in out
     assert "inside the noise of the best" in out
     assert "noise" not in printed(tmp_path, monkeypatch, capsys, [BEST, NEAR], "--group_by", "B")
     assert "±" not in printed(tmp_path, monkeypatch, capsys, [BEST], "--format", "csv")
