@@ -80,6 +80,7 @@ def add_flags(parser: argparse.ArgumentParser, is_named: bool = True) -> argpars
 def check(args: argparse.Namespace, named: str) -> argparse.Namespace:
     """The flags with the default of `--out`. `named` is what the checkpoint's argument is called.
     Raises ValueError for flags that exclude each other."""
+    args.named = named
     if (args.checkpoint_dir is None) == (args.verify is None):
         raise ValueError(f"give either {named} or --verify")
     if args.verify and (args.out or args.dtype or args.quantize):
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from magicdec.console import make_progress
     from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
 
-    source = find_checkpoint("--checkpoint_dir", args.checkpoint_dir)
+    source = find_checkpoint(args.named, args.checkpoint_dir)
     if args.quantize:
         source = quantized(source)
     elif source.is_int8 and args.dtype:
