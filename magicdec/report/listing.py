@@ -25,7 +25,8 @@ LABELS = {
     "runs": "runs", "decode_tokens_per_s": "tokens/s", "speedup": "speedup", "net_speedup": "net",
     "acceptance_rate": "accept", "roofline_fraction": "roof", "status": "status",
 }  # fmt: skip
-NARROW_LABELS = LABELS | {"gamma": "γ", "decode_tokens_per_s": "tok/s"}  # of a text table
+GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
+NARROW_LABELS = LABELS | {"gamma": GAMMA, "decode_tokens_per_s": "tok/s"}  # of a text table
 DIGITS = {
     "decode_tokens_per_s": 1,
     "speedup": 2,
