@@ -12,7 +12,8 @@ import pytest
 from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
 
 from magicdec.cli.serving.flags import Asked, parse
-from magicdec.cli.serving.inflight import Kept, main, measure
+from magicdec.cli.serving.inflight import main, measure
+from magicdec.cli.serving.kept import Kept
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks

@@ -13,15 +13,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import announce_backend, refuse, run_on_ranks
 from magicdec.cli.serving.flags import Asked, parse
+from magicdec.cli.serving.kept import Kept
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.records.writing import append_line, to_json
 
 if TYPE_CHECKING:
     from magicdec.serving.record import ServingRecord
@@ -93,18 +92,3 @@ def show(records: list[ServingRecord], asked: Asked) -> None:
     if asked.plot is not None:
         (draw_rates if is_sweep else draw_timeline)(records, asked.plot)
         print(f"drawn to {asked.plot}", file=sys.stderr)
-
-
-class Kept:
-    """The file that records are appended to, and how many were."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.count = path, 0
-
-    def append(self, record: ServingRecord) -> None:
-        """Append the record, or say why it is lost."""
-        try:
-            append_line(self.path, to_json(record))
-            self.count += 1
-        except OSError as error:
-            print(f"--out {self.path}: {error.strerror}; the record is lost", file=sys.stderr)

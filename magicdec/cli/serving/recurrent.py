@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import (
@@ -26,13 +26,14 @@ from magicdec.cli.flags import (
 )
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.serving.kept import Kept
 from magicdec.config.run_config import RunConfig
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.processes import PeerLost, report_error
 from magicdec.distributed.ranks import find_world_size
 from magicdec.pipeline.options import BASELINES, NO_BASELINES, RingOptions, read_baselines
-from magicdec.records.writing import append_line, check_writable, to_json
+from magicdec.records.writing import check_writable
 from magicdec.workload.arrivals import BURST, Arrival
 from magicdec.workload.request_shapes import (
     DEFAULT_NUM_REQUESTS,
@@ -41,9 +42,6 @@ from magicdec.workload.request_shapes import (
     UNIFORM,
     make_shapes,
 )
-
-if TYPE_CHECKING:
-    from magicdec.pipeline.record import PipelineRecord
 
 FAILED, INTERRUPTED = 1, 130
 EVERYDAY = (
@@ -96,20 +94,16 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         print(f"{'memory':<10} {prepared.run.memory}", flush=True)
     from magicdec.pipeline.measure import measure
 
-    def keep(record: PipelineRecord) -> None:
-        try:
-            append_line(asked.out, to_json(record))
-        except OSError as error:
-            raise ValueError(f"--out {asked.out}: {error.strerror}") from error
-
-    records = measure(prepared, keep)
+    kept = Kept(asked.out)
+    records = measure(prepared, kept.append)
     if launch.rank != 0:
         return 0
     from magicdec.pipeline.table import print_table
 
     print_table(records)
-    print(f"{len(records)} records appended to {asked.out}", file=sys.stderr)
-    return FAILED if any(record.metrics is None for record in records) else 0
+    print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
+    is_lost = kept.count < len(records)
+    return FAILED if is_lost or any(record.metrics is None for record in records) else 0
 
 
 def say_lost(error: PeerLost, launch: Launch) -> NoReturn:
