@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from magicdec.console import make_progress
 from magicdec.distributed.groups import close_groups
-from magicdec.pipeline.passes import Outcome, Passes
+from magicdec.pipeline.measured_pass import Outcome
+from magicdec.pipeline.passes import Passes
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.record import PipelineRecord
 from magicdec.pipeline.recording import make_record

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from magicdec.pipeline.measured_pass import Outcome
 from magicdec.pipeline.metrics import RingMetrics, ring_metrics
 from magicdec.pipeline.options import RING, SEQUENTIAL, TENSOR_PARALLEL
-from magicdec.pipeline.passes import Outcome
 from magicdec.pipeline.prepare import PreparedRing, of_one_process
 from magicdec.pipeline.record import UNCHECKED, PipelineRecord
 from magicdec.records.environment import Environment

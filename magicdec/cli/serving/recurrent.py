@@ -98,7 +98,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     records = measure(prepared, kept.append)
     if launch.rank != 0:
         return 0
-    from magicdec.pipeline.table import print_table
+    from magicdec.pipeline.showing.table import print_table
 
     print_table(records)
     print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)

@@ -1,0 +1,84 @@
+"""How a pass serves the requests of `magicdec recurrent`: a few shortened ones first, unmeasured,
+then all of them.
+
+Owns the requests of a pass, their limits, and what a pass leaves behind. Must not know how a pass
+computes, nor what is computed from the time stamps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from magicdec.pipeline.metrics import StageUse
+from magicdec.pipeline.prepare import PreparedRing
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
+from magicdec.scheduling.plan import Limits
+from magicdec.serving.counts import StepCounts
+
+WARM_UP_TOKENS = 3
+Serve = Callable[[list[Request], StepCounts, Callable[[int], None]], None]
+
+
+@dataclass(frozen=True)
+class RingUse:
+    """What the ring measured beside the times of requests."""
+
+    uses: list[StageUse]  # of the stages in order
+    hop_bytes: int
+    link_s: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All requests of a pass, finished, and what was counted meanwhile."""
+
+    requests: list[Request]
+    counts: StepCounts
+    begin_s: float
+    ring: RingUse | None = None
+
+
+def serve_measured(
+    prepared: PreparedRing,
+    serve: Serve,
+    rows: int,
+    observe: Callable[[int], None],
+    after_warm_up: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Serve the first requests once, shortened, so that what happens once is not measured. Then
+    serve all. `serve` gets the requests, where to count steps, and `observe`, which it tells the
+    number of tokens of every step."""
+    serve(make_requests(prepared, rows, is_warm_up=True), StepCounts(), lambda num_tokens: None)
+    after_warm_up()
+    requests, counts = make_requests(prepared), StepCounts()
+    begin_s = requests[0].arrived_s
+    serve(requests, counts, observe)
+    return Outcome(requests, counts, begin_s)
+
+
+def make_requests(
+    prepared: PreparedRing, count: int | None = None, is_warm_up: bool = False
+) -> list[Request]:
+    """The first `count` requests, which arrive now. Their random numbers follow from their
+    places, so that they are the same in every pass."""
+    run, now, made = prepared.run, time.perf_counter(), []
+    decoding, chunk = run.config.decoding, run.config.attention.prefill_chunk
+    ends = () if decoding.ignore_eos else run.source.config.eos_token_ids
+    shapes = prepared.options.asked.shapes[:count]
+    for i, (prompt, shape) in enumerate(zip(run.workload.prompts, shapes, strict=False)):
+        num_new = min(shape.output_len, WARM_UP_TOKENS) if is_warm_up else shape.output_len
+        params = make_params(run.config.sampling, num_new, ends, i)
+        made.append(Request(i, prompt[:chunk] if is_warm_up else prompt, params))
+        made[-1].arrived_s = now
+    return made
+
+
+def limits_of(prepared: PreparedRing, runner: ModelRunner) -> Limits:
+    """The same for the engine and for a lane, so that both prefill alike."""
+    chunk = prepared.run.config.attention.prefill_chunk
+    most = prepared.options.prefill_tokens(prepared.grid.num_stages, chunk)
+    return Limits(runner.max_tokens, prefill_tokens=most)
