@@ -72,7 +72,8 @@ def make_requests(
     for i, (prompt, shape) in enumerate(zip(run.workload.prompts, shapes, strict=False)):
         num_new = min(shape.output_len, WARM_UP_TOKENS) if is_warm_up else shape.output_len
         params = make_params(run.config.sampling, num_new, ends, i)
-        made.append(Request(i, prompt[:chunk] if is_warm_up else prompt, params))
+        most = min(chunk, shape.prompt_len) if is_warm_up else shape.prompt_len
+        made.append(Request(i, prompt[:most], params))
         made[-1].arrived_s = now
     return made
 

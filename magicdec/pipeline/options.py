@@ -68,9 +68,13 @@ class RingOptions:
         return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
 
     @property
+    def longest_prompt(self) -> int:
+        return max(shape.prompt_len for shape in self.shapes)
+
+    @property
     def longest(self) -> int:
-        """Output tokens of the longest request."""
-        return max(shape.output_len for shape in self.shapes)
+        """Tokens of the longest request, output included."""
+        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
 
     @property
     def passes(self) -> tuple[str, ...]:

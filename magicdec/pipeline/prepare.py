@@ -51,11 +51,12 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     num_stages = count_stages(options.layer_split, launch.world_size)
     grid = make_grid(f"{FLAG} {options.layer_split}", num_stages, launch.world_size)
     settled = options.settle(grid)
+    # A row has room for the longest request, which need not have the longest prompt.
     workload = replace(
         asked.workload,
         batch_size=settled.n_samples,
-        prefix_len=options.shapes[0].prompt_len,
-        gen_len=options.longest,
+        prefix_len=options.longest_prompt,
+        gen_len=options.longest - options.longest_prompt,
         num_batches=1,
     )
     known = Known()

@@ -12,14 +12,15 @@ from random import Random
 from magicdec.workload.arrivals import Arrival
 from magicdec.workload.trace import RequestShape, read_trace
 
-DEFAULT_NUM_REQUESTS, DEFAULT_PROMPT_LEN, DEFAULT_OUTPUT_LEN = 16, 512, "32"
+DEFAULT_NUM_REQUESTS, DEFAULT_PROMPT_LEN, DEFAULT_OUTPUT_LEN = 16, "512", "32"
 UNIFORM = "uniform"
+FORMS = f"a number, or {UNIFORM}:LOW:HIGH"
 
 
 def make_shapes(
     arrival: Arrival,
     num_requests: int | None,
-    prompt_len: int | None,
+    prompt_len: str | None,
     output_len: str | None,
     seed: int,
 ) -> list[RequestShape]:
@@ -27,20 +28,20 @@ def make_shapes(
     Of its requests, the first `num_requests` count. None stands for the default, or for the whole
     trace. Arrivals and lengths are drawn from separate generators with the same `seed`, so that
     each stays the same when the other changes. Raises ValueError, naming the flag."""
-    for flag, value in (("--num_requests", num_requests), ("--prefix_len", prompt_len)):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value} is too small; it must be at least 1")
+    if num_requests is not None and num_requests < 1:
+        raise ValueError(f"--num_requests {num_requests} is too small; it must be at least 1")
     if arrival.trace is not None:
         for flag, given in (("--prefix_len", prompt_len), ("--output_len", output_len)):
             if given is not None:
                 raise ValueError(f"{flag} {given} does nothing: the trace has the lengths")
         return _first(arrival, num_requests)
     count = num_requests or DEFAULT_NUM_REQUESTS
-    low, high = parse_output_len(output_len or DEFAULT_OUTPUT_LEN)
-    lengths, times = Random(f"output_len {seed}"), Random(f"arrival {seed}")
+    prompts = parse_lengths("--prefix_len", prompt_len or DEFAULT_PROMPT_LEN)
+    outputs = parse_lengths("--output_len", output_len or DEFAULT_OUTPUT_LEN)
+    of_prompts, of_outputs = Random(f"prefix_len {seed}"), Random(f"output_len {seed}")
     return [
-        RequestShape(at_ms, prompt_len or DEFAULT_PROMPT_LEN, lengths.randint(low, high))
-        for at_ms in arrival.times_ms(count, times)
+        RequestShape(at_ms, of_prompts.randint(*prompts), of_outputs.randint(*outputs))
+        for at_ms in arrival.times_ms(count, Random(f"arrival {seed}"))
     ]
 
 
@@ -56,8 +57,8 @@ def _first(arrival: Arrival, count: int | None) -> list[RequestShape]:
     return [replace(s, arrival_ms=s.arrival_ms - begin_ms) for s in shapes[:count]]
 
 
-def parse_output_len(text: str) -> tuple[int, int]:
-    """The smallest and the largest output length. Raises ValueError, naming the flag."""
+def parse_lengths(flag: str, text: str) -> tuple[int, int]:
+    """The smallest and the largest length. Raises ValueError, naming the flag."""
     name, colon, ends = text.partition(":")
     low, middle, high = ends.partition(":")
     try:
@@ -69,8 +70,8 @@ def parse_output_len(text: str) -> tuple[int, int]:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--output_len {text} is not known; choose a whole number, or {UNIFORM}:LOW:HIGH"
+            f"{flag} {text} is not known; choose a whole number, or {UNIFORM}:LOW:HIGH"
         ) from None
     if not 1 <= found[0] <= found[1]:
-        raise ValueError(f"--output_len {text}: lengths are at least 1, and LOW is at most HIGH")
+        raise ValueError(f"{flag} {text}: lengths are at least 1, and LOW is at most HIGH")
     return found

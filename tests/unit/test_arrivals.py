@@ -14,7 +14,7 @@ import pytest
 
 from magicdec.names import ARRIVALS
 from magicdec.workload.arrivals import Arrival, parse_arrival
-from magicdec.workload.request_shapes import make_shapes, parse_output_len
+from magicdec.workload.request_shapes import make_shapes, parse_lengths
 from magicdec.workload.trace import RequestShape, read_trace
 
 LINES = [
@@ -76,21 +76,20 @@ def test_unknown_arrivals_are_refused(text: str, message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_output_lengths_are_fixed_or_uniform() -> None:
-    assert parse_output_len("64") == (64, 64)
-    shapes = make_shapes(parse_arrival("burst"), 400, 9, "uniform:3:6", seed=5)
+def test_lengths_are_fixed_or_uniform() -> None:
+    assert parse_lengths("--output_len", "64") == (64, 64)
+    shapes = make_shapes(parse_arrival("burst"), 400, "9", "uniform:3:6", seed=5)
     assert {shape.output_len for shape in shapes} == {3, 4, 5, 6}
     assert {shape.prompt_len for shape in shapes} == {9}
-    again = make_shapes(parse_arrival("poisson:4"), 400, 9, "uniform:3:6", seed=5)
+    again = make_shapes(parse_arrival("poisson:4"), 400, "uniform:7:8", "uniform:3:6", seed=5)
     assert [s.output_len for s in again] == [s.output_len for s in shapes]
+    assert {shape.prompt_len for shape in again} == {7, 8}
     for text in ("", "many", "uniform", "uniform:3", "uniform:3:x", "poisson:3:4"):
-        with pytest.raises(
-            ValueError, match=r"--output_len .* is not known; choose a whole number"
-        ):
-            parse_output_len(text)
+        with pytest.raises(ValueError, match=r"--prefix_len .* is not known; choose a whole numbe"):
+            parse_lengths("--prefix_len", text)
     for text in ("0", "uniform:0:3", "uniform:4:3"):
-        with pytest.raises(ValueError, match="lengths are at least 1"):
-            parse_output_len(text)
+        with pytest.raises(ValueError, match=r"--output_len .*: lengths are at least 1"):
+            parse_lengths("--output_len", text)
 
 
 def test_a_trace_is_read_in_the_order_of_arrival_and_begins_at_0(tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_a_trace_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     for sizes, message in (
         ((4, None, None), r"--num_requests 4: .* has 3; choose fewer"),
         ((0, None, None), "--num_requests 0 is too small"),
-        ((None, 512, None), "--prefix_len 512 does nothing: the trace has the lengths"),
+        ((None, "512", None), "--prefix_len 512 does nothing: the trace has the lengths"),
         ((None, None, "8"), "--output_len 8 does nothing"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -30,9 +30,9 @@ from magicdec.workload.request_shapes import (
     DEFAULT_NUM_REQUESTS,
     DEFAULT_OUTPUT_LEN,
     DEFAULT_PROMPT_LEN,
-    UNIFORM,
     make_shapes,
 )
+from magicdec.workload.request_shapes import FORMS as LENGTH_FORMS
 
 WINDOW_MS = 1000.0
 PICTURES = (".png", ".svg", ".pdf")
@@ -186,12 +186,12 @@ def add_requests(parser: Parser) -> None:
         help=f"when requests arrive: {FORMS}. MS is the mean time between two arrivals. A line of "
         f"a {TRACE} is a JSON object with arrival_ms, prompt_len and output_len [poisson:100]",
     )  # fmt: skip
-    add("--prefix_len", type=int, metavar="N",
-        help=f"prompt tokens of each request [{DEFAULT_PROMPT_LEN}; with a trace, its own]",
-    )  # fmt: skip
+    add("--prefix_len", metavar="LENGTH",
+        help=f"prompt tokens of each request: {LENGTH_FORMS} [{DEFAULT_PROMPT_LEN}; with a trace, "
+        "its own]")  # fmt: skip
     add("--output_len", metavar="LENGTH",
-        help="output tokens of each request, past any end token: a number, or "
-        f"{UNIFORM}:LOW:HIGH [{DEFAULT_OUTPUT_LEN}; with a trace, its own]")  # fmt: skip
+        help=f"output tokens of each request, past any end token: {LENGTH_FORMS} "
+        f"[{DEFAULT_OUTPUT_LEN}; with a trace, its own]")  # fmt: skip
 
 
 def add_serving(parser: Parser) -> None:

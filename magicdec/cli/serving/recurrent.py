@@ -39,7 +39,7 @@ from magicdec.workload.request_shapes import (
     DEFAULT_NUM_REQUESTS,
     DEFAULT_OUTPUT_LEN,
     DEFAULT_PROMPT_LEN,
-    UNIFORM,
+    FORMS,
     make_shapes,
 )
 
@@ -169,11 +169,11 @@ def add_requests(parser: Parser) -> None:
     add("--num_requests", type=int, metavar="N",
         help=f"prompts to serve; all are there from the start [{DEFAULT_NUM_REQUESTS}]",
     )  # fmt: skip
-    add("--prefix_len", type=int, metavar="N",
-        help=f"prompt tokens of each request [{DEFAULT_PROMPT_LEN}]")  # fmt: skip
+    add("--prefix_len", metavar="LENGTH",
+        help=f"prompt tokens of each request: {FORMS} [{DEFAULT_PROMPT_LEN}]")  # fmt: skip
     add("--output_len", metavar="LENGTH", default=DEFAULT_OUTPUT_LEN,
-        help="output tokens of each request, unless an end token ends it: a number, or "
-        f"{UNIFORM}:LOW:HIGH [{DEFAULT_OUTPUT_LEN}]")  # fmt: skip
+        help=f"output tokens of each request, unless an end token ends it: {FORMS} "
+        f"[{DEFAULT_OUTPUT_LEN}]")  # fmt: skip
 
 
 def add_pipeline(parser: Parser) -> None:
