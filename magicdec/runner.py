@@ -123,7 +123,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(
         self,
-        token_ids: Tensor,
+        x: Tensor,
         rows: Rows,
         policy: Visible | None = None,
         committed: Lengths | Sequence[int] | None = None,
@@ -132,22 +132,22 @@ class ModelRunner:
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
     ) -> Tensor:
-        """Append token_ids [B, T] to `rows` and return this rank's logits [B, T, V], or [B, 1, V]
-        with `last_only`.
+        """Append the tokens of x, which are ids [B, T] or hidden states [B, T, hidden], to `rows`
+        and return what `Transformer.forward` does: this rank's logits [B, T, V] or [B, 1, V] with
+        `last_only`, or hidden states of a model's part.
 
         `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
         tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
         is counted separately as well.
         """
-        num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
+        num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy or self.policy, num_new, committed, self.window)
         if self.executor is not None and num_new <= self.executor.most_tokens:
-            logits, keys = self.executor.forward(
-                token_ids, view, self.offsets, last_only, watch, watch_queries
-            )
+            call = x, view, self.offsets, last_only, watch, watch_queries
+            out, keys = self.executor.forward(*call)
             self.cache.advance(rows, num_new)
             self._count_keys(keys, 1, num_new, rows, is_draft)
-            return logits
+            return out
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,10 +163,10 @@ class ModelRunner:
         positions = view.query_positions()
         if self.offsets is not None:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
-        logits = self.model(token_ids, positions, attend, self.group.all_reduce, last_only)
+        out = self.model(x, positions, attend, self.group.all_reduce, last_only)
         self.cache.advance(rows, num_new)
         self._count(view, rows, is_draft)
-        return logits
+        return out
 
     @property
     def can_chain(self) -> bool:

@@ -93,12 +93,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def tiny_transformer(
-    config: ModelConfig = TINY, seed: int = 0, dtype: torch.dtype = torch.float32
+    config: ModelConfig = TINY,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    layers: range | None = None,
+    has_ends: bool | None = None,
 ) -> Transformer:
     """Random weights large enough that logits are far apart and output does not settle on one
     token."""
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(config)
+    model = Transformer(config, layers=layers, has_ends=has_ends)
     for name, p in model.named_parameters():
         p.requires_grad_(False)
         if p.ndim == 2:

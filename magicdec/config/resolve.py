@@ -85,6 +85,20 @@ def resolve(
     ).resolve_graphs()
 
 
+def without_collectives(
+    config: ResolvedConfig, machine: Machine, layer_obstacle: str | None
+) -> ResolvedConfig:
+    """The config of a rank that computes a model, or some of its layers, without the other ranks.
+    It has native steps even where `auto` avoids them because of the collectives."""
+    model = config.model
+    parts = StepParts(
+        config.parallel.device, config.attention.backend_choice, model.linear, model.elementwise,
+        None, machine.avoids_native_steps,
+    )  # fmt: skip
+    choice = choose_native_steps(config.asked.model.native_steps, parts, layer_obstacle)
+    return dataclasses.replace(config, model=dataclasses.replace(model, native_steps_choice=choice))
+
+
 def choose_device(asked: str, machine: Machine) -> str:
     """Raises ValueError if the user asked for CUDA and there is none."""
     if asked == "cuda" and not machine.has_cuda:

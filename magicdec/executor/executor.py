@@ -1,9 +1,10 @@
-"""Executor: a whole forward of a model on a CPU, or a chain of greedy draft forwards, in one native
-call (`forward.cpp`), with no Python and no torch operator between its parts.
+"""Executor: a forward of a model or of some of its layers on a CPU, or a chain of greedy draft
+forwards, in one native call (`forward.cpp`), with no Python and no torch operator between its
+parts.
 
-Owns the description of a model's weights that the library reads. The library calls the same kernels
-in the same order as `model.transformer` with native attention, so every token has the same bits
-either way. Must not know what the tokens are for.
+Owns the calls. The library calls the same kernels in the same order as `model.transformer` with
+native attention, so every token has the same bits either way. Must not know what the tokens are
+for.
 
 Shapes: B rows, T new tokens, K draft tokens, H query heads, G KV heads, D head size, V vocabulary
 rows of this rank.
@@ -17,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
 from magicdec.attention.native import STORAGE
@@ -28,6 +29,7 @@ from magicdec.distributed.shared_memory import (
     SLOT_BYTES,
     SharedMemoryExchange,
 )
+from magicdec.executor.descriptions import describe_cache, describe_layer, describe_model
 from magicdec.executor.received import received
 from magicdec.executor.structures import (
     CacheFields,
@@ -35,15 +37,12 @@ from magicdec.executor.structures import (
     ExchangeFields,
     KeepWaiting,
     LayerFields,
-    LinearFields,
     ModelFields,
 )
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
 from magicdec.kv.view import KVView
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
-from magicdec.model.linear.int8 import PackedInt8Linear
 from magicdec.model.linear.packed import HEADERS as LINEAR_HEADERS
-from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.transformer import Block, Transformer
 
 SOURCE = Path(__file__).with_name("forward.cpp")
@@ -87,12 +86,13 @@ class Executor:
         blocks = [block for block in model.blocks if isinstance(block, Block)]
         attention = blocks[0].attention
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self.dtype = blocks[0].attention_norm.weight.dtype
         self.library = library(self.config.head_dim)
         self.exchange: SharedMemoryExchange | None = None
         if group.size > 1:
             assert isinstance(group.exchange, SharedMemoryExchange), "checked before the run"
             self.exchange = group.exchange
-        self._layers = (LayerFields * len(blocks))(*map(_layer, blocks))
+        self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks))
         self._model: ModelFields | None = None
         self._rope: Tensor | None = None
         self._error: BaseException | None = None
@@ -101,30 +101,31 @@ class Executor:
 
     def forward(
         self,
-        token_ids: Tensor,
+        x: Tensor,
         view: KVView,
         offsets: Tensor | None,
         last_only: bool,
         watch: Observe | None,
         watch_queries: Observe | None,
     ) -> tuple[Tensor, int]:
-        """This rank's logits [B, T, V], or [B, 1, V] with `last_only`, of token_ids [B, T], which
-        are appended to the cache; and the number of keys that one head saw, summed over rows.
-        `watch` is called with each layer's attention weights [B, G, blocks], `watch_queries` with
-        its queries [B, T, H, D]."""
-        (rows, count), model = token_ids.shape, self.model
-        logits = torch.empty(
-            rows, 1 if last_only else count, model.head_rows[1] - model.head_rows[0],
-            dtype=model.embedding.weight.dtype,
-        )  # fmt: skip
+        """What `Transformer.forward` returns for x, token ids [B, T] or hidden states [B, T,
+        hidden], which are appended to the cache; and the number of keys that one head saw, summed
+        over rows. `watch` is called with each layer's attention weights [B, G, blocks],
+        `watch_queries` with its queries [B, T, H, D]."""
+        (rows, count), model = x.shape[:2], self.model
+        last_only = last_only and model.is_last
+        out = torch.empty(rows, 1 if last_only else count, model.width_out, dtype=self.dtype)
         layers, size = len(model.blocks), self.config.head_dim
         weights = queries = None
         if watch is not None:
             weights = torch.empty(layers, rows, self.num_kv_heads, view.num_weight_blocks)
         if watch_queries is not None:
-            queries = logits.new_empty(layers, rows, count, self.num_heads, size)
-        call = self._call(token_ids, view, offsets, 1, last_only)
-        call.logits = logits.data_ptr()
+            queries = out.new_empty(layers, rows, count, self.num_heads, size)
+        call = self._call(x, view, offsets, 1, last_only)
+        if model.is_last and model.has_head:
+            call.logits = out.data_ptr()
+        else:
+            call.hidden_out = out.data_ptr()
         if weights is not None:
             call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
         if queries is not None:
@@ -135,7 +136,7 @@ class Executor:
                 watch_queries(layer, queries[layer])
             if watch is not None and weights is not None:
                 watch(layer, weights[layer])
-        return logits, call.keys_seen
+        return out, call.keys_seen
 
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int
@@ -150,16 +151,17 @@ class Executor:
         return drafts, call.keys_seen
 
     def _call(
-        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, steps: int, last_only: bool
+        self, x: Tensor, view: KVView, offsets: Tensor | None, steps: int, last_only: bool
     ) -> CallFields:
         ranges = view.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
-        tensors = [token_ids.contiguous(), view.row_index, view.seq_lens, view.committed, ranges]
+        tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed, ranges]
         if offsets is not None:
             tensors.append(offsets[view.row_index])
-        tokens, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        given, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        tokens, hidden = (given, None) if self.model.has_embedding else (None, given)
         call = CallFields(
-            *token_ids.shape, steps, tokens, rows, seq_lens, committed,
-            None if offsets is None else tensors[-1].data_ptr(), ranges.data_ptr(),
+            *x.shape[:2], steps, tokens, rows, seq_lens, committed,
+            None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
             ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
             ranges.shape[-2], view.window or 0, last_only,
         )  # fmt: skip
@@ -171,7 +173,7 @@ class Executor:
         if exchange is not None:
             peers.turn = exchange.turn
         failed = self.library.magicdec_forward(
-            STORAGE.index(cache.k.dtype), self._describe_model(), _describe_cache(view), peers, call
+            STORAGE.index(cache.k.dtype), self._describe_model(), describe_cache(view), peers, call
         )
         self.keys_read += call.keys_read
         if exchange is not None:
@@ -201,46 +203,8 @@ class Executor:
 
     def _describe_model(self) -> ModelFields:
         """Made again if a longer table of rotations has replaced the one before."""
-        model, config = self.model, self.config
-        if self._model is None or self._rope is not model.rope:
-            self._rope = model.rope
-            assert model.head is not None, "packed models have a head"
-            self._model = ModelFields(
-                len(model.blocks), config.hidden_size, self.num_heads, self.num_kv_heads,
-                config.vocab_size, model.rope.shape[2], config.rope.interleaved, config.norm_eps,
-                config.rope.attention_factor**2, model.embedding.weight.data_ptr(),
-                model.norm.weight.data_ptr(), model.rope.data_ptr(), _linear(model.head, True),
-                model.head_rows[0], self._layers,
-            )  # fmt: skip
+        if self._model is None or self._rope is not self.model.rope:
+            self._rope = self.model.rope
+            heads = self.num_heads, self.num_kv_heads
+            self._model = describe_model(self.model, *heads, self._layers)
         return self._model
-
-
-def _describe_cache(view: KVView) -> CacheFields:
-    cache = view.cache
-    return CacheFields(
-        cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0) * cache.k.element_size(),
-        cache.block_table.shape[1], cache.shape.block_size, cache.block_table.data_ptr(),
-    )  # fmt: skip
-
-
-def _layer(block: Block) -> LayerFields:
-    attention, mlp, mlp_norm = block.attention, block.mlp, block.mlp_norm
-    norms = (block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm)
-    return LayerFields(
-        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
-        _pointer(attention.output.bias), _pointer(mlp.down.bias), _linear(attention.qkv, True),
-        _linear(attention.output, False), _linear(mlp.gate_up, True), _linear(mlp.down, False),
-    )  # fmt: skip
-
-
-def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
-    assert isinstance(linear, PackedLinear | PackedInt8Linear), "checked before the run"
-    scale = linear.scale if isinstance(linear, PackedInt8Linear) else None
-    return LinearFields(
-        linear.packed.data_ptr(), _pointer(linear.bias) if adds_bias else None, _pointer(scale),
-        linear.out_features, linear.in_features,
-    )  # fmt: skip
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -1,5 +1,6 @@
-// A forward of a whole model over the paged KV cache, or several in a row that draft greedily: embedding, layers,
-// attention, head, all-reduce over ranks and the largest logit, in one parallel region. Nothing is computed here that the
+// A forward of a model over the paged KV cache, or several in a row that draft greedily: embedding, layers, attention,
+// head, all-reduce over ranks and the largest logit, in one parallel region. The layers may be some of a model's (a stage
+// of a pipeline): hidden states then come in, or go out, or both. Nothing is computed here that the
 // kernels of single layers do not compute: this file calls them in order, so that a token has the same bits either way.
 //
 // A decoder with RMS norms, rotary embedding, a gated SiLU MLP and sequential residuals. Activations are S: bfloat16, or
@@ -29,9 +30,9 @@ struct Layer {
 struct Model {
     int64_t num_layers, hidden, H, G, vocab_size, rope_pairs, interleaved;
     float eps, query_scale;  // query_scale: YaRN's factor for rotated queries, 1 without
-    const void *embedding, *norm;
+    const void *embedding, *norm;  // null where this part of the model has none
     const float* rope;  // [positions, 2, rope_pairs]
-    LinearLayer head;
+    LinearLayer head;  // N is 0 without a head
     int64_t first_id;  // vocabulary id of the head's first row
     const Layer* layers;
 };
@@ -49,10 +50,12 @@ struct Exchange {  // the all-reduce; size 1: none
 struct Call {
     int64_t B, T, steps;  // `steps` forwards: the first over T tokens of each row, the others over one draft token
     const int64_t *tokens, *rows, *seq_lens, *committed, *offsets;  // [B, T], then [B] each; offsets may be null
+    const void* hidden_in;  // S [B, T, hidden] instead of tokens, or null
     const int64_t* ranges;  // visible committed tokens [range_layers, B, range_heads, num_ranges, 2]
     int64_t range_layers, range_heads, num_ranges, window;
-    int64_t last_only;  // whether the head sees only the last token of each row
+    int64_t last_only;  // whether only the last token of each row is wanted
     void* logits;       // S [B, T or 1, V], or null
+    void* hidden_out;   // S [B, T or 1, hidden] after the last of these layers, instead of logits, or null
     int64_t* drafts;    // [B, steps], or null
     float* mass;        // attention weights [layers, B, G, num_blocks], or null
     int64_t num_blocks;
@@ -92,7 +95,7 @@ public:
         status = DONE;
         attention.keys_read = 0;
         call.keys_seen = 0;
-        tokens.assign(call.tokens, call.tokens + call.B * call.T);
+        tokens.assign(call.tokens, call.tokens + (call.tokens ? call.B * call.T : 0));
         lengths.assign(call.seq_lens, call.seq_lens + call.B);
         resize();
 #pragma omp parallel
@@ -101,7 +104,10 @@ public:
             begin(step);
             embed();
             for (int64_t layer = 0; layer < m->num_layers; ++layer) run_layer(layer);
-            run_head();
+            if (call.hidden_out)
+                hand_on();
+            else
+                run_head();
             if (call.drafts) draft(step);
         }
         call.keys_read = attention.keys_read;
@@ -169,7 +175,8 @@ private:
         const Layer& first = m->layers[0];
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < num_tokens(); ++r) {
-            std::memcpy(&x[r * m->hidden], (const S*)m->embedding + tokens[r] * m->hidden, m->hidden * sizeof(S));
+            const S* rows = (const S*)(c->hidden_in ? c->hidden_in : m->embedding);
+            std::memcpy(&x[r * m->hidden], rows + (c->hidden_in ? r : tokens[r]) * m->hidden, m->hidden * sizeof(S));
             norm(first.attention_norm, r);
         }
     }
@@ -193,7 +200,8 @@ private:
             std::fill(&hidden[r * stride] + width, &hidden[r * stride] + stride, S{});
         }
         linear(w.down, hidden.data(), R, room, part.data());
-        add_part(w.down_bias, layer + 1 < m->num_layers ? m->layers[layer + 1].attention_norm : m->norm);
+        const bool is_last = layer + 1 == m->num_layers;
+        add_part(w.down_bias, !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
     }
 
     void attend(int64_t layer) {
@@ -238,7 +246,7 @@ private:
         rms_norm_row(from, (const S*)weight, m->eps, problem.D, head);
     }
 
-    // Sum `part` over the ranks, add it to x, and norm x for what follows.
+    // Sum `part` over the ranks, add it to x, and norm x for what follows, if anything does.
     void add_part(const void* bias, const void* weight) {
         if (peers->size > 1) {
 #pragma omp master
@@ -249,8 +257,15 @@ private:
         for (int64_t r = 0; r < num_tokens(); ++r) {
             if (bias) add_row((const S*)bias, m->hidden, &part[r * m->hidden]);
             add_row(&part[r * m->hidden], m->hidden, &x[r * m->hidden]);
-            norm(weight, r);
+            if (weight) norm(weight, r);
         }
+    }
+
+    void hand_on() {
+        const int64_t T = problem.T, each = c->last_only ? 1 : T, bytes = each * m->hidden * sizeof(S);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < problem.B; ++b)
+            std::memcpy((char*)c->hidden_out + b * bytes, &x[(b * T + T - each) * m->hidden], bytes);
     }
 
     void run_head() {

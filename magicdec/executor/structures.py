@@ -52,7 +52,8 @@ class ExchangeFields(ctypes.Structure):
 
 class CallFields(ctypes.Structure):
     _fields_: ClassVar = _fields(
-        "B T steps tokens* rows* seq_lens* committed* offsets* ranges* range_layers range_heads "
-        "num_ranges window last_only logits* drafts* mass* num_blocks queries* keys_seen keys_read"
+        "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
+        "range_heads num_ranges window last_only logits* hidden_out* drafts* mass* num_blocks "
+        "queries* keys_seen keys_read"
     )
     kept: list[Any]  # tensors that the fields point into

@@ -195,6 +195,12 @@ class Transformer(nn.Module):
         x = x[:, -1:] if last_only else x
         return self.logits(x) if self.has_head else x
 
+    @property
+    def width_out(self) -> int:
+        """The last size of what `forward` returns: this rank's vocabulary, or the hidden size."""
+        first, last = self.head_rows
+        return last - first if self.is_last and self.has_head else self.config.hidden_size
+
     def logits(self, x: Tensor) -> Tensor:
         """This rank's logits [B,T,V] from hidden states [B,T,hidden] after the last layer."""
         x = self.norm(x)

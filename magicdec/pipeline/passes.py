@@ -66,7 +66,7 @@ class Passes:
         """By the engine, with requests that join and leave a running batch of `rows`."""
         run, config = self.prepared.run, self.prepared.whole
         if group.size == 1:
-            config = of_one_process(config, rows)
+            config = of_one_process(self.prepared.alone, rows)
         models, chunk = LoadedModels(self.device, self.progress), config.attention.prefill_chunk
         runner = make_target(config, run.source, group, models, max_tokens(config))
         limits = limits_of(self.prepared, runner)

@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 
-from magicdec.config.choices.choice import Choice, asked_for
+from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.distributed.layer_split import FLAG, count_stages, split_layers
 from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.executor.requirements import layer_obstacle
+from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import add_up, check_together, describe_place
 from magicdec.memory.free_memory import free_host_memory
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
@@ -36,10 +38,12 @@ from magicdec.setup.prepare import Known, Prepared, complete, find
 
 @dataclass(frozen=True)
 class PreparedRing:
-    """`run.config` is that of this rank's stage, `whole` that of a model over all ranks."""
+    """`run.config` is that of this rank's stage, `whole` that of a model over all ranks, `alone`
+    that of a rank that needs no other to compute what it holds."""
 
     run: Prepared
     whole: ResolvedConfig
+    alone: ResolvedConfig
     options: SettledOptions
     grid: StageGrid
     layers: tuple[range, ...]
@@ -64,6 +68,8 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     whole, model = found.config, found.source.config
     if whole.parallel.device != "cpu":
         raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
+    machine = known.get(("machine",), lambda: probe_machine(launch))
+    alone = without_collectives(whole, machine, layer_obstacle(model))
     layers = split_layers(options.layer_split, num_stages, model.num_layers)
     if TENSOR_PARALLEL in options.baselines:
         check_tensor_parallel(model, launch.world_size)
@@ -74,14 +80,14 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
         return check_memory(whole, model, grid, layers, options.passes, launch)
 
     run = complete(
-        replace(found, config=of_stage(whole, grid, stage)),
+        replace(found, config=of_stage(alone if grid.tensor_parallel == 1 else whole, grid, stage)),
         known,
         lambda at, _: check_together(at, check_here),
         (len(options.shapes), "--num_requests"),
     )
     settings = {"layers": [len(each) for each in layers], **settled.describe()}
     check_agreement(launch, run.source, settings)
-    return PreparedRing(run, whole, settled, grid, layers)
+    return PreparedRing(run, whole, alone, settled, grid, layers)
 
 
 def check_files(
@@ -113,18 +119,9 @@ def check_agreement(launch: Launch, source: ModelSource, settings: Mapping[str, 
 
 
 def of_stage(config: ResolvedConfig, grid: StageGrid, stage: int) -> ResolvedConfig:
-    """The config of the ranks of one stage. Native steps compute whole models alone. Raises
-    ValueError if the user asked for them."""
+    """The config of the ranks of one stage."""
     parallel = replace(config.parallel, rank_group=grid.ranks_of(stage))
-    if grid.num_stages == 1:
-        return replace(config, parallel=parallel)
-    if config.asked.model.native_steps == "on":
-        raise ValueError("--native_steps on: a stage has no whole model; choose from auto, off")
-    off = Choice("off", "auto: off, a stage has no whole model")
-    if not config.model.native_steps_choice.is_auto:
-        off = asked_for("off")
-    model = replace(config.model, native_steps_choice=off)
-    return replace(config, parallel=parallel, model=model)
+    return replace(config, parallel=parallel)
 
 
 def of_one_process(config: ResolvedConfig, num_rows: int) -> ResolvedConfig:

@@ -101,6 +101,37 @@ def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dty
         check_equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ends", ["ring", "chain"])
+def test_native_stages_have_the_bits_of_their_layers(ends: str, dtype: torch.dtype) -> None:
+    """In a ring the first stage has the head, in a chain the last one."""
+    config, group, lengths = replace(TINY, num_layers=4), Group((0,), 0), [70, 3]
+    native, layered = [], []
+    for layers in (range(0, 1), range(1, 3), range(3, 4)):
+        has_ends = None if ends == "chain" else layers.start == 0
+        model = pack(tiny_transformer(config, dtype=dtype, layers=layers, has_ends=has_ends))
+        for runners, executor in ((native, Executor(model, group)), (layered, None)):
+            runners.append(ModelRunner(model, NativeBackend(), group, 2, MOST, executor=executor))
+            for row in range(len(lengths)):
+                runners[-1].allocate(row)
+    for count, last_only in ((20, True), (1, True), (5, False), (5, True), (1, False)):
+        shown = []
+        for stages in (native, layered):
+            x, passed = ids_for(2, count), []
+            for runner in stages:
+                x = runner.forward(x, [0, 1], last_only=last_only)
+                passed.append(x)
+            assert passed[0].shape[1] == count and passed[-1].shape[1] == (
+                1 if last_only else count
+            )
+            shown.append(passed)
+        for ours, theirs in zip(*shown, strict=True):
+            assert torch.equal(ours, theirs)
+    for ours, theirs in zip(native, layered, strict=True):
+        assert ours.executor is not None and theirs.executor is None
+        check_equal(ours, theirs)
+
+
 @hypothesis_settings(max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, 560), min_size=1, max_size=5),

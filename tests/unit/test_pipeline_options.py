@@ -43,7 +43,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--B", "0"], 2, "--B 0 is too small"),
         (["--baselines", "fast"], 2, "--baselines fast is not known; choose from sequential"),
         (["--baselines", "tensor_parallel"], 1, "tensor_parallel needs several ranks"),
-        (["--native_steps", "on"], 2, "--native_steps on"),
+        (["--native_steps", "on", "--collectives", "gloo"], 2, "--native_steps on"),
         (["--prefix_len", "1000000"], 2, "exceeds"),
         (["--model", "random:llama-3.1-8b", "--layer_split", "16,15"], 2, "adds up to 31 layers"),
         (["--output_len", "0"], 2, "--output_len 0"),

@@ -1,0 +1,67 @@
+"""Describes a model's weights and its cache to the native library (`forward.h`).
+
+Must not know what is computed. The structures hold addresses, so the tensors must outlive them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor, nn
+
+from magicdec.executor.structures import CacheFields, LayerFields, LinearFields, ModelFields
+from magicdec.kv.view import KVView
+from magicdec.model.linear.int8 import PackedInt8Linear
+from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.transformer import Block, Transformer
+
+
+def describe_model(
+    model: Transformer, num_heads: int, num_kv_heads: int, layers: ctypes.Array[LayerFields]
+) -> ModelFields:
+    """`num_heads` and `num_kv_heads` are those of this rank. A part of a model that has no
+    embedding, norm or head has null pointers for them."""
+    config, has_head = model.config, model.is_last and model.has_head
+    head = LinearFields()
+    if has_head:
+        assert model.head is not None, "packed models have a head"
+        head = _linear(model.head, True)
+    return ModelFields(
+        len(model.blocks), config.hidden_size, num_heads, num_kv_heads, config.vocab_size,
+        model.rope.shape[2], config.rope.interleaved, config.norm_eps,
+        config.rope.attention_factor**2,
+        model.embedding.weight.data_ptr() if model.has_embedding else None,
+        model.norm.weight.data_ptr() if has_head else None,
+        model.rope.data_ptr(), head, model.head_rows[0], layers,
+    )  # fmt: skip
+
+
+def describe_cache(view: KVView) -> CacheFields:
+    cache = view.cache
+    return CacheFields(
+        cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0) * cache.k.element_size(),
+        cache.block_table.shape[1], cache.shape.block_size, cache.block_table.data_ptr(),
+    )  # fmt: skip
+
+
+def describe_layer(block: Block) -> LayerFields:
+    attention, mlp, mlp_norm = block.attention, block.mlp, block.mlp_norm
+    norms = (block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm)
+    return LayerFields(
+        *(None if norm is None else norm.weight.data_ptr() for norm in norms),
+        _pointer(attention.output.bias), _pointer(mlp.down.bias), _linear(attention.qkv, True),
+        _linear(attention.output, False), _linear(mlp.gate_up, True), _linear(mlp.down, False),
+    )  # fmt: skip
+
+
+def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
+    assert isinstance(linear, PackedLinear | PackedInt8Linear), "checked before the run"
+    scale = linear.scale if isinstance(linear, PackedInt8Linear) else None
+    return LinearFields(
+        linear.packed.data_ptr(), _pointer(linear.bias) if adds_bias else None, _pointer(scale),
+        linear.out_features, linear.in_features,
+    )  # fmt: skip
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
