@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "magicdec"
 # Rooms, from the ground up. A room may import from rooms of lower layers and from itself.
 LAYERS = (
-    {"names", "console", "kernels"},
+    {"names", "console", "gantt", "kernels"},
     {"config", "distributed", "model.linear", "kv"},
     {"model.elementwise", "request", "attention"},
     {"model", "scheduling", "records", "pipelined_speculation"},

@@ -1,0 +1,117 @@
+"""Gantt charts: what happened when, with a bar for each span of time.
+
+Owns the drawing. Must not know what the rows and the bars are. Imports matplotlib only when
+something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_ROWS = 64  # that can be told apart in a panel
+ROW_INCHES, WIDTH_INCHES = 0.22, 10.0
+TEXT_SHARE = 0.011  # of the width of a panel, for each character of a bar's text
+EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How bars of one kind look. `height` is a share of the row."""
+
+    colour: str
+    height: float = 0.84
+    hatch: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`text` is written on the bar if there is room for it."""
+
+    row: int
+    begin_s: float
+    end_s: float
+    look: Look
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`rows` are the names of the rows, first the one at the top. `marks_s` are times with an
+    upright line."""
+
+    title: str
+    rows: Sequence[str]
+    bars: Sequence[Bar]
+    end_s: float
+    marks_s: Sequence[float] = ()
+
+
+def draw(
+    flag: str,
+    path: Path,
+    panels: Sequence[Panel],
+    legend: Mapping[str, Look],
+    until_s: float | None = None,
+) -> None:
+    """Write a PNG with the panels below each other, up to a time. Raises ValueError, naming the
+    flag, if a panel has too many rows or the file cannot be written."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    most = max(len(panel.rows) for panel in panels)
+    if most > MOST_ROWS:
+        raise ValueError(f"{flag}: {most} rows are too many to draw; at most {MOST_ROWS}")
+    heights = [len(panel.rows) + 3 for panel in panels]
+    size = (WIDTH_INCHES, ROW_INCHES * sum(heights) + 1)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
+    for ax, panel in zip(axes.flat, panels, strict=True):
+        _draw_panel(ax, panel, until_s)
+    axes[-1, 0].set_xlabel("time, ms")
+    handles = [
+        Patch(facecolor=look.colour, label=name, hatch=look.hatch, **EDGE)
+        for name, look in legend.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+
+
+def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:
+    end_s = until_s or panel.end_s
+    for (look, row), spans in _together(panel.bars, end_s).items():
+        place = row - look.height / 2, look.height
+        ax.broken_barh(spans, place, facecolor=look.colour, hatch=look.hatch, **EDGE)
+    for bar in panel.bars:
+        width_s = min(bar.end_s, end_s) - bar.begin_s
+        if bar.text and width_s > TEXT_SHARE * len(bar.text) * end_s:
+            ax.text(
+                1e3 * (bar.begin_s + width_s / 2), bar.row, bar.text,
+                fontsize=6, ha="center", va="center_baseline",
+            )  # fmt: skip
+    for at_s in panel.marks_s:
+        if at_s <= end_s:
+            ax.axvline(1e3 * at_s, color="black", linewidth=0.4, alpha=0.5)
+    ax.set_yticks(range(len(panel.rows)), panel.rows, fontsize=7)
+    ax.set_ylim(len(panel.rows) - 0.5, -0.5)
+    ax.set_xlim(0, 1e3 * end_s)
+    ax.set_title(panel.title, loc="left", fontsize=10)
+
+
+def _together(bars: Sequence[Bar], end_s: float) -> dict[tuple[Look, int], list[Any]]:
+    """(begin, length) in ms of the bars that begin before the end, by their look and their row."""
+    found: dict[tuple[Look, int], list[Any]] = {}
+    for bar in bars:
+        if bar.end_s > bar.begin_s and bar.begin_s < end_s:
+            span = 1e3 * bar.begin_s, 1e3 * (bar.end_s - bar.begin_s)
+            found.setdefault((bar.look, bar.row), []).append(span)
+    return found
