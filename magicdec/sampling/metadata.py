@@ -17,7 +17,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import upload
 from magicdec.request import Request, SamplingParams
-from magicdec.sampling.randomness import Purpose, uniforms_ahead
+from magicdec.sampling.randomness import Purpose, branching_uniforms_ahead, uniforms_ahead
 
 NO_TOP_K = torch.iinfo(torch.int64).max
 
@@ -65,6 +65,12 @@ class Draws:
     def ahead(self, count: int, purpose: Purpose, skip: int = 0) -> Tensor:
         """Random numbers for the next positions, float64 [B, count]; see `uniforms_ahead`."""
         return uniforms_ahead(self.seeds, self.emitted, count, purpose, skip)
+
+    def branching_ahead(self, count: int, branches: int, purpose: Purpose, skip: int = 0) -> Tensor:
+        """Several random numbers for each of the next positions, float64 [B, count, branches]; see
+        `branching_uniforms_ahead`."""
+        args = (self.seeds, self.emitted, count, branches, purpose, skip)
+        return branching_uniforms_ahead(*args)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Every rank therefore computes the same number without communication, a request g
 in any batch, and going back to an earlier state needs no special care. A step may draw numbers for
 positions that it does not reach in the end, and the next step draws the same numbers for them
 again. That is correct, because no token that was emitted before a position depends on the numbers
-of that position.
+of that position. Where a tree of drafts has several candidates for a position, each has a number of
+its own, a hash of the position's number.
 
 Source: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"). Its
 i-th output depends only on its initial state and on i.
@@ -41,7 +42,7 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     with `seeds` [B]. Positions are int64 and counted in the request's output."""
     started = _mix(seeds).view(-1, *[1] * (positions.ndim - 1))
     bits = splitmix64(started, positions * len(Purpose) + int(purpose))
-    return _shift_right(bits, 11).double() * 2.0**-53
+    return _to_unit(bits)
 
 
 def uniforms_ahead(
@@ -54,10 +55,27 @@ def uniforms_ahead(
     return uniforms(seeds, first + torch.arange(count, device=seeds.device), purpose)
 
 
+def branching_uniforms_ahead(
+    seeds: Tensor, emitted: Tensor, count: int, branches: int, purpose: Purpose, skip: int = 0
+) -> Tensor:
+    """As `uniforms_ahead`, with `branches` independent numbers for each position: float64 [B,
+    count, branches]. The first of them is the position's number in `uniforms_ahead`."""
+    first = emitted.unsqueeze(1) + skip
+    positions = first + torch.arange(count, device=seeds.device)
+    bits = splitmix64(_mix(seeds).unsqueeze(1), positions * len(Purpose) + int(purpose))
+    others = splitmix64(bits.unsqueeze(2), torch.arange(branches - 1, device=seeds.device))
+    return _to_unit(torch.cat([bits.unsqueeze(2), others], dim=2))
+
+
 def derive_seed(seed: int, request_id: int) -> int:
     """The seed of one request, 0 <= seed < 2^63."""
     bits = splitmix64(_mix(torch.tensor(seed)), torch.tensor(request_id))
     return int(_shift_right(bits, 1))
+
+
+def _to_unit(bits: Tensor) -> Tensor:
+    """64 random bits as float64 in [0, 1)."""
+    return _shift_right(bits, 11).double() * 2.0**-53
 
 
 def _mix(x: Tensor) -> Tensor:
