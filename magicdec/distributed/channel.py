@@ -239,10 +239,10 @@ def connect_ring(
     return RingEnds(inbound, outbound)
 
 
-def time_round(ends: RingEnds, form: MessageForm, num_rows: int, rounds: int) -> list[float]:
-    """Seconds that messages with one token of `num_rows` rows take around the ring, one at a time,
-    if every stage only passes them on. Only a rank of the first stage calls it."""
-    payload, seconds = torch.zeros(num_rows, 1, form.width, dtype=form.dtype), []
+def time_round(ends: RingEnds, form: MessageForm, num_tokens: int, rounds: int) -> list[float]:
+    """Seconds that messages with so many tokens, of all rows together, take around the ring, one at
+    a time, if every stage only passes them on. Only a rank of the first stage calls it."""
+    payload, seconds = torch.zeros(num_tokens, 1, form.width, dtype=form.dtype), []
     for _ in range(rounds):
         started = time.perf_counter()
         ends.outbound.send(Message(Kind.PROBE, payload=payload))

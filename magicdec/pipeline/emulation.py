@@ -18,15 +18,17 @@ from magicdec.pipeline.stage import Stage
 
 @dataclass
 class EmulatedStage(Stage):
-    """Takes `seconds` for a message of any size. Rows take memory and free it as in a stage."""
+    """Takes `seconds` for a message of any size. Rows have the lengths and the memory that they
+    have in a stage that computes."""
 
     seconds: float = 0.0
 
-    def compute(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
         time.sleep(self.seconds)
-        config = self.runner.model.config
+        config, cache = self.runner.model.config, self.runner.cache
+        cache.advance(rows, x.shape[1])
         width = config.vocab_size if self.is_whole else config.hidden_size
-        num_tokens = 1 if self.is_last else x.shape[1]
+        num_tokens = 1 if self.is_last and last_only else x.shape[1]
         dtype = next(self.runner.model.parameters()).dtype
         return torch.zeros(x.shape[0], num_tokens, width, dtype=dtype)
 

@@ -5,7 +5,10 @@ Large Language Models at the Edge", section III).
 Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
 with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
 one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
-Must not know how a stage computes (`stage`) nor what is measured.
+Must not know how a stage computes (`stage`), what drafts (`speculation`), nor what is measured.
+
+With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
+many tokens every stage keeps of each row: without those drafts that were rejected last.
 
 Messages come home in the order in which they were sent. So all ranks of the first stage, which do
 the same work, see the same order without agreeing on it.
@@ -23,7 +26,8 @@ from torch import Tensor
 from magicdec.distributed.channel import Kind, Message, RingEnds
 from magicdec.hardware.clock import Clock, RealClock
 from magicdec.kv.cache import upload
-from magicdec.pipeline.stage import WANTED, Stage
+from magicdec.pipeline.speculation import Draft, Speculation
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import next_tokens
@@ -57,11 +61,20 @@ class Flight:
     requests: tuple[Request, ...]
     is_wanted: bool
     is_decode: bool
+    draft: Draft | None = None
     ends_step: bool = False
+
+    @property
+    def status(self) -> int:
+        """Of the message."""
+        if self.draft is not None:
+            return VERIFY
+        return WANTED if self.is_wanted else 0
 
 
 class RecurrentPipeline:
-    """The first stage of the ring. `limits` are those of each lane, of `lane_size` rows."""
+    """The first stage of the ring. `limits` are those of each lane, of `lane_size` rows. With
+    `speculation`, messages carry drafts."""
 
     def __init__(
         self,
@@ -72,10 +85,11 @@ class RecurrentPipeline:
         limits: Limits,
         prefill_chunk: int,
         clock: Clock | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         assert num_lanes * lane_size <= stage.runner.num_rows and limits.num_blocks is None
         self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
-        self.clock = clock or RealClock()
+        self.clock, self.speculation = clock or RealClock(), speculation
         waiting = WaitingQueue(fcfs)
         self.lanes = [
             Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
@@ -124,33 +138,40 @@ class RecurrentPipeline:
             return
         assert not plan.preempted, "every row has room for its whole text"
         watch(plan)
-        messages = list(self._messages(lane, plan))
-        for flight, token_ids in messages[:-1]:
-            self._send(flight, token_ids)
-        flight, token_ids = messages[-1]
-        self._send(replace(flight, ends_step=True), token_ids)
+        chunks = list(self._chunks(lane, plan))
+        for i, (flight, token_ids) in enumerate(chunks, 1):
+            ends_step = i == len(chunks) and plan.decoding is None
+            self._send(replace(flight, ends_step=ends_step), token_ids)
+        if plan.decoding is not None:
+            self._send(*self._newest(lane, plan.decoding.requests))
 
-    def _messages(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tensor]]:
-        """The messages of a step with their token ids [B, T]: one for each chunk of a prompt, and
-        one for all rows that decode."""
-        device = self.stage.runner.device
+    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tensor]]:
+        """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
         for part in plan.parts:
             text = part.request.cached_ids[part.start : part.stop]
-            chunks = upload([text], device).split(self.prefill_chunk, dim=1)
+            ids = upload([text], self.stage.runner.device)
+            chunks = ids.split(self.prefill_chunk, dim=1)
             for i, chunk in enumerate(chunks):
                 is_wanted = part.is_last and i + 1 == len(chunks)
                 yield Flight(lane, (part.request,), is_wanted, False), chunk
-        if plan.decoding is not None:
-            requests = plan.decoding.requests
-            newest = upload([[r.last_token] for r in requests], device)
-            yield Flight(lane, requests, True, True), newest
+
+    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tensor]:
+        """The last message of a step, of all rows that decode, with its token ids [B, T]: their
+        newest tokens, and drafts."""
+        flight = Flight(lane, requests, True, True, ends_step=True)
+        if self.speculation is None:
+            return flight, upload([[r.last_token] for r in requests], self.stage.runner.device)
+        draft = self.speculation.draft(lane.rows(requests))
+        return replace(flight, draft=draft), draft.tokens
 
     def _send(self, flight: Flight, token_ids: Tensor) -> None:
         """Compute the first stage's layers, and send the result to the next stage."""
-        rows, status = flight.lane.rows(flight.requests), WANTED if flight.is_wanted else 0
-        out = self.stage.forward(token_ids, rows, status)
+        words, status = flight.lane.rows(flight.requests), flight.status
+        if status == VERIFY:
+            words += [request.num_cached for request in flight.requests]
+        out = self.stage.forward(token_ids, words, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
-        self.ends.outbound.send(Message(kind, flight.lane.index, status, tuple(rows), out))
+        self.ends.outbound.send(Message(kind, flight.lane.index, status, tuple(words), out))
         self._under_way.append(flight)
 
     def _land(self, flight: Flight, message: Message) -> int:
@@ -159,20 +180,46 @@ class RecurrentPipeline:
         if not flight.is_wanted:
             return 0
         assert message.payload is not None, "the last stage sends what is wanted"
-        requests, runner = flight.requests, self.stage.runner
-        vocab_size = runner.model.config.vocab_size
+        requests, lane = flight.requests, flight.lane
         logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
-        sampling = SamplingMetadata.of(requests, vocab_size, runner.device)
-        tokens = next_tokens(runner, logits, sampling).tolist()
-        output = StepOutput(tokens)
-        flight.lane.scheduler.commit(Batch(requests), output, self.clock.now())
+        output = self._tokens(flight, logits)
+        output = lane.scheduler.commit(Batch(requests), output, self.clock.now())
         ended = [request for request in requests if request.status is Status.FINISHED]
         if ended:
-            rows = flight.lane.rows(ended)
-            self.stage.free(rows)
-            if not self.stage.is_whole:
-                self.ends.outbound.send(Message(Kind.FREE, flight.lane.index, words=tuple(rows)))
-        return len(tokens)
+            self._free(lane, lane.rows(ended))
+        if self.speculation is not None and len(ended) < len(requests):
+            going = [request for request in requests if request.status is Status.RUNNING]
+            self._follow(self.speculation, flight, going)
+        return sum(map(len, output.token_ids))
+
+    def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
+        """The tokens that follow, from this rank's logits [B, T, V]."""
+        if flight.draft is not None:
+            assert self.speculation is not None, "it has drafted"
+            return self.speculation.judge(flight.draft, logits)
+        runner = self.stage.runner
+        vocab_size = runner.model.config.vocab_size
+        sampling = SamplingMetadata.of(flight.requests, vocab_size, runner.device)
+        return StepOutput(next_tokens(runner, logits, sampling).tolist())
+
+    def _free(self, lane: Lane, rows: Sequence[int]) -> None:
+        self.stage.free(rows)
+        if self.speculation is not None:
+            self.speculation.release(rows)
+        if not self.stage.is_whole:
+            self.ends.outbound.send(Message(Kind.FREE, lane.index, words=tuple(rows)))
+
+    def _follow(
+        self, speculation: Speculation, flight: Flight, requests: Sequence[Request]
+    ) -> None:
+        """Let the drafter follow `requests`, which go on. The other stages forget what was rejected
+        when they get the lane's next message."""
+        rows = flight.lane.rows(requests)
+        if flight.draft is None:
+            return speculation.admit(requests, rows)
+        lengths = [request.num_cached for request in requests]
+        self.stage.keep(rows, lengths)
+        speculation.commit(rows, lengths)
 
 
 def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:

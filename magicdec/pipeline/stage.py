@@ -3,9 +3,11 @@
 Owns the order of a stage's work: a message is computed when it arrives and passed on, and rows are
 freed when a message says so. Must not know of requests, nor why a row is computed.
 
-A HIDDEN message holds the hidden states of new tokens of some rows, one row after the other in its
-`words`. Its status is WANTED if logits of the last of these tokens are wanted; otherwise the last
-stage sends VOID home.
+A HIDDEN message holds the hidden states of new tokens of some rows, which its `words` name. Its
+status says what is wanted of the last stage. WANTED: the hidden state of the last of these tokens.
+VERIFY: those of all these tokens, which are a row's newest token and drafts. Otherwise the last
+stage sends VOID home. The words of a VERIFY message also say how many tokens each row keeps of
+those that it holds so far, so that every stage forgets the drafts that were rejected last.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from magicdec.distributed.channel import Kind, Message, RingEnds
 from magicdec.runner import ModelRunner
 
-WANTED = 1
+WANTED, VERIFY = 1, 2
 
 
 @dataclass
@@ -52,22 +54,30 @@ class Stage:
         model = self.runner.model
         return model.has_head and model.is_last
 
-    def forward(self, x: Tensor, rows: Sequence[int], status: int) -> Tensor | None:
+    def forward(self, x: Tensor, words: Sequence[int], status: int) -> Tensor | None:
         """From token ids [B,T] or hidden states [B,T,hidden] to what is sent on; None if nobody
-        needs it. After the last layer this is of the last token alone."""
+        needs it. After the last layer this is of the last token alone, unless status is VERIFY."""
+        rows = words
+        if status == VERIFY:
+            rows, kept = split_words(words)
+            self.keep(rows, kept)
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
-        out = self.compute(x, rows)
-        return None if self.is_last and status != WANTED else out
+        out = self.compute(x, rows, last_only=status != VERIFY)
+        return out if status or not self.is_last else None
 
-    def compute(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        return self.runner.forward(x, rows, last_only=True)
+    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
+        return self.runner.forward(x, rows, last_only=last_only)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits [B,1,V] of hidden states [B,1,hidden] that came home."""
+        """This rank's logits [B,T,V] of hidden states [B,T,hidden] that came home."""
         return self.runner.model.logits(hidden)
+
+    def keep(self, rows: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """Forget the tokens of each row after its first `num_tokens`."""
+        self.runner.truncate(rows, num_tokens)
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -106,7 +116,15 @@ class Stage:
         ends.outbound.send(message)
 
 
+def split_words(words: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """The rows of a VERIFY message, and the number of tokens that each of them keeps."""
+    count = len(words) // 2
+    return words[:count], words[count:]
+
+
 def is_decode(message: Message) -> bool:
-    """Whether a message of one token a row came, from which tokens follow."""
-    is_hidden = message.kind is Kind.HIDDEN and message.status == WANTED
-    return is_hidden and message.payload is not None and message.payload.shape[1] == 1
+    """Whether a message came from which tokens follow: of one token a row, or of drafts."""
+    if message.kind is not Kind.HIDDEN or message.payload is None:
+        return False
+    is_newest = message.status == WANTED and message.payload.shape[1] == 1
+    return is_newest or message.status == VERIFY

@@ -10,17 +10,19 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import make_requests, random_prompts
+from conftest import make_draft, make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.config.sections import SamplingSection
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.channel import MessageForm, connect_ring
-from magicdec.distributed.groups import close_groups, make_stage_groups, read_launch
+from magicdec.distributed.groups import Group, close_groups, make_stage_groups, read_launch
 from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
+from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import Stage
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
@@ -29,18 +31,22 @@ from magicdec.scheduling.plan import Limits
 CHUNK, MAX_TOKENS = 16, 90
 LENGTHS = [5, 40, 1, 33, 9, 61, 17, 2, 28, 3, 50]
 NEW = [20, 9, 20, 1, 14, 6, 20, 11, 2, 20, 7]
+NUM_DRAFTS, NOISE = 3, 0.01
+PENALISED = SamplingSection(repetition_penalty=1.2)
 SAMPLED = SamplingSection(temperature=0.8, top_k=20, repetition_penalty=1.2)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`rounds` times as many lanes as stages, of `lane_size` samples each."""
+    """`rounds` times as many lanes as stages, of `lane_size` samples each. `drafter`: messages
+    carry drafts of it."""
 
     rounds: int
     lane_size: int = 1
     tensor_parallel: int = 1
     collectives: str = "shared_memory"
     sampling: SamplingSection = SamplingSection()
+    drafter: str | None = None
 
 
 CASES = [
@@ -48,8 +54,11 @@ CASES = [
     Case(2),
     Case(1, lane_size=3),
     Case(1, tensor_parallel=2, lane_size=2, collectives="gloo", sampling=SAMPLED),
+    Case(2, drafter="ngram"),
+    Case(1, lane_size=3, collectives="gloo", drafter="model"),
+    Case(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model"),
 ]
-ALONE = Case(0)  # one sample in flight: the stages work in turn
+ALONE = [Case(0), Case(0, drafter="ngram")]  # one sample in flight: the stages work in turn
 
 
 def requests_of(case: Case) -> list[Request]:
@@ -59,7 +68,7 @@ def requests_of(case: Case) -> list[Request]:
 
 def cases_of(num_ranks: int) -> list[Case]:
     """Those whose stages `num_ranks` ranks can have."""
-    alone = [ALONE] if num_ranks == 2 else []
+    alone = ALONE if num_ranks == 2 else []
     return [*alone, *(case for case in CASES if num_ranks % case.tensor_parallel == 0)]
 
 
@@ -76,21 +85,49 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     sizes = num_lanes * case.lane_size, MAX_TOKENS
     runner = ModelRunner(model, GroupedBackend(), groups.target, *sizes)
     stage = Stage(runner, model.is_last)
-    limits = Limits(MAX_TOKENS, prefill_tokens=2 * CHUNK)
+    limits = Limits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
     depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
-    form = MessageForm(source.config.hidden_size, torch.float32, case.lane_size)
+    form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
     ends = connect_ring(grid, launch.rank, form, depth, 1 << 16, case.collectives)
     requests = requests_of(case)
     if groups.stage == 0:
         place_of = num_lanes, case.lane_size, limits, CHUNK
-        pipeline = RecurrentPipeline(stage, ends, *place_of)
+        speculation = None if case.drafter is None else make_speculation(runner, case, source)
+        pipeline = RecurrentPipeline(stage, ends, *place_of, speculation=speculation)
         pipeline.serve(requests)
         pipeline.close()
         assert stage.occupancy.num_decodes > 0
+        if speculation is not None:
+            check_counts(speculation, requests)
     else:
         stage.serve(ends)
     assert not any(runner.cache.blocks), "the memory of every sample was freed"
     return [request.output_ids for request in requests]
+
+
+def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Speculation:
+    """The draft model is the target with noise, on the first rank of the first stage."""
+    assert case.drafter is not None
+    decoding, draft = DecodingSection("speculative", case.drafter, NUM_DRAFTS), None
+    kv = KVSection("full", budget=-1)
+    if case.drafter == "model" and runner.group.index == 0:
+        cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(5)
+        model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
+        for weight in model.parameters():
+            weight.data += NOISE * torch.randn(weight.shape, generator=generator)
+        draft = make_draft(model, kv, runner.num_rows, MAX_TOKENS, group=Group((0,), 0))
+    elif case.drafter == "model":
+        draft = DraftModel(None, 0, CHUNK)
+    drafter = make_drafter(case.drafter, DraftSetup(runner, decoding, kv, draft))
+    return Speculation(runner, drafter, NUM_DRAFTS)
+
+
+def check_counts(speculation: Speculation, requests: Sequence[Request]) -> None:
+    """Some drafts are accepted, with a model also past the end of a sample; some are rejected."""
+    counts, later = speculation.counts, sum(len(r.output_ids) - 1 for r in requests)
+    assert 0 < counts.num_accepted < counts.num_drafted == NUM_DRAFTS * counts.num_verified
+    past_ends = counts.num_verified + counts.num_accepted - later
+    assert later > counts.num_verified and past_ends >= (speculation.drafter.draft_kv is not None)
 
 
 def main(paths: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Samples that circulate through 2, 3 and 4 ranks have the tokens of one process: ragged prompts
 and lengths, end tokens, lanes of several samples, stages of several ranks, greedy and sampled, in
-Llama-type and GPT-2-type blocks."""
+Llama-type and GPT-2-type blocks; also where their messages carry drafts."""
 
 from __future__ import annotations
 
