@@ -16,14 +16,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
 from magicdec.executor.executor import Executor
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.kv.view import FULL, KVView, Visible, make_view
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.view import FULL, KVView, make_view
+from magicdec.kv.visible import Visible
 from magicdec.model.transformer import Transformer
 
 Watch = Callable[[int, Tensor], None]
@@ -131,6 +133,7 @@ class ModelRunner:
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
+        tree: DraftTree | None = None,
     ) -> Tensor:
         """Append the tokens of x, which are ids [B, T] or hidden states [B, T, hidden], to `rows`
         and return what `Transformer.forward` does: this rank's logits [B, T, V] or [B, 1, V] with
@@ -139,10 +142,19 @@ class ModelRunner:
         `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
         tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
         is counted separately as well.
+
+        With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
+        The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
+        must follow; but with explicit `tree.cells` their lengths stay. Raises ValueError if the
+        attention backend does not support trees.
         """
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
-        view = make_view(self.cache, rows, policy or self.policy, num_new, committed, self.window)
-        if self.executor is not None and num_new <= self.executor.most_tokens:
+        if tree is not None:
+            check_trees(self.backend.capabilities.name)
+        view = make_view(
+            self.cache, rows, policy or self.policy, num_new, committed, self.window, tree
+        )
+        if self.executor is not None and num_new <= self.executor.most_tokens and tree is None:
             call = x, view, self.offsets, last_only, watch, watch_queries
             out, keys = self.executor.forward(*call)
             self.cache.advance(rows, num_new)
@@ -164,7 +176,8 @@ class ModelRunner:
         if self.offsets is not None:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
         out = self.model(x, positions, attend, self.group.all_reduce, last_only)
-        self.cache.advance(rows, num_new)
+        if tree is None or tree.cells is None:
+            self.cache.advance(rows, num_new)
         self._count(view, rows, is_draft)
         return out
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from magicdec.config.capabilities import Capabilities
+from magicdec.config.capabilities import Capabilities, list_backends
 from magicdec.kv.layout import Layout
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView
 from magicdec.names import ATTENTION_BACKENDS, REFERENCE_BACKEND, load_named
@@ -84,7 +84,7 @@ class AttentionBackend(Protocol):
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
         """Append k, v [B,T,G,D] to the cache and compute attention: q [B,T,H,D] -> [B,T,H,D]. The
-        score of a key is q.k / sqrt(D)."""
+        score of a key is q.k / sqrt(D). A view has a tree only if the backend supports it."""
         ...
 
     def run_with_weights(
@@ -97,13 +97,18 @@ class AttentionBackend(Protocol):
 
 
 def visible_mask(
-    view: KVView, key_positions: Tensor, first: int = 0, last: int | None = None
+    view: KVView, key_cells: Tensor, first: int = 0, last: int | None = None
 ) -> Tensor:
     """The attention mask of rows `first` to `last` of the view: bool [B, G or 1, T, N], true where
-    a new token sees a key. `key_positions` [B, G or 1, N] is -1 for padding."""
-    keys = key_positions.unsqueeze(2)
+    a new token sees a key. `key_cells` [B, G or 1, N] is -1 for padding."""
     queries = view.query_positions()[first:last, None, :, None]
-    seen = (keys >= 0) & (keys <= queries)
+    if view.tree is None:
+        keys = key_cells.unsqueeze(2)
+        seen = (keys >= 0) & (keys <= queries)
+    else:
+        tree = view.tree.rows(first, last)
+        seen = tree.sees(key_cells)[:, :, -view.num_new :]
+        keys = tree.positions_of(key_cells).unsqueeze(2)
     return seen if view.window is None else seen & (keys > queries - view.window)
 
 
@@ -119,6 +124,15 @@ def backend_class(name: str) -> type[AttentionBackend]:
     """The class of the backend of that name. The library that it needs may be missing."""
     found: type[AttentionBackend] = load_named(ATTENTION_BACKENDS, name)
     return found
+
+
+def check_trees(backend: str) -> None:
+    """Raise ValueError if the backend does not compute draft trees."""
+    fitting = list_backends(lambda c: c.supports_trees)
+    if backend not in fitting:
+        raise ValueError(
+            f"--attention {backend} computes no draft trees; choose from {', '.join(fitting)}"
+        )
 
 
 def check_weights(backend: str, num_new: int, limit: int) -> None:

@@ -78,7 +78,7 @@ class GroupedBackend(AttentionBackend):
         return PLAIN
 
     def plan(self, view: KVView) -> None:
-        self._new = view.cache.slots(view.row_index, view.query_positions())
+        self._new = view.cache.slots(view.row_index, view.query_cells())
         in_place = view.is_full and all(len(view.cache.blocks[row]) == 1 for row in view.rows)
         self._runs = None
         if in_place:

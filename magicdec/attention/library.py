@@ -80,7 +80,7 @@ class LibraryBackend(AttentionBackend, ABC):
 
     def plan(self, view: KVView) -> None:
         assert view.window is None, "a sliding window is refused before the run"
-        self._new = view.cache.slots(view.row_index, view.query_positions())
+        self._new = view.cache.slots(view.row_index, view.query_cells())
         self._in_place = view.is_full and self.can_read_in_place(view)
         chooses_alike = not self._in_place and not view.per_head
         self._chosen = choose_keys(0, view) if chooses_alike else None

@@ -19,7 +19,7 @@ class SDPABackend(AttentionBackend):
     """Copies the visible keys and values in every layer. Correct for any block size, row lengths,
     KV policy and dtype."""
 
-    capabilities = Capabilities("sdpa", int8_kv_dtypes=DTYPES)
+    capabilities = Capabilities("sdpa", int8_kv_dtypes=DTYPES, supports_trees=True)
 
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
@@ -44,7 +44,7 @@ class SDPABackend(AttentionBackend):
         return INT8_TILED if dtype == torch.int8 else PLAIN
 
     def plan(self, view: KVView) -> None:
-        self._new = view.cache.slots(view.row_index, view.query_positions())
+        self._new = view.cache.slots(view.row_index, view.query_cells())
         self._chosen = None if view.per_head else _choose(0, view)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
@@ -77,6 +77,7 @@ class SDPABackend(AttentionBackend):
 def _choose(layer: int, view: KVView) -> tuple[Tensor, Tensor, Tensor]:
     """The keys that a layer reads: their positions [B, G or 1, N], their slots [B, G, N] and their
     mask [B, G or 1, T, N]."""
-    positions = view.key_positions(layer)
-    slots = view.cache.slots(view.row_index, positions.clamp(min=0))
-    return positions, slots, visible_mask(view, positions)
+    cells = view.key_cells(layer)
+    slots = view.cache.slots(view.row_index, cells.clamp(min=0))
+    positions = cells if view.tree is None else view.tree.positions_of(cells)
+    return positions, slots, visible_mask(view, cells)

@@ -27,9 +27,9 @@ class Chosen:
 
 def choose_keys(layer: int, view: KVView) -> Chosen:
     """The keys that a layer reads, padded to the longest row."""
-    positions = view.key_positions(layer)  # [B, G or 1, N]
-    slots = view.cache.slots(view.row_index, positions.clamp(min=0))
-    lengths = (positions >= 0).sum(2, dtype=torch.int32)
+    cells = view.key_cells(layer)  # [B, G or 1, N]
+    slots = view.cache.slots(view.row_index, cells.clamp(min=0))
+    lengths = (cells >= 0).sum(2, dtype=torch.int32)
     return Chosen(slots, lengths.expand(slots.shape[:2]).reshape(-1))
 
 

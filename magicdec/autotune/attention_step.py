@@ -13,7 +13,8 @@ import torch
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import load_policy, make_policy
-from magicdec.kv.view import FULL, Visible
+from magicdec.kv.view import FULL
+from magicdec.kv.visible import Visible
 from magicdec.memory.working_memory import max_tokens
 from magicdec.model.config import ModelConfig
 from magicdec.names import FULL_KV_POLICY

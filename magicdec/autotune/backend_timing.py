@@ -21,7 +21,8 @@ from magicdec.drafting.block_kv import BlockSelection, ChosenBlocks
 from magicdec.hardware.timing import synchronize
 from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView, make_view
+from magicdec.kv.visible import Visible
 from magicdec.setup.loading import make_backend
 
 REPEATS = 10

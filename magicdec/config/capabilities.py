@@ -65,6 +65,7 @@ class Capabilities(Requirements):
     int8_kv_dtypes: tuple[str, ...] = ()  # dtypes of runs in which it reads an int8 KV cache
     int8_kv_needs_avx512_bf16: bool = False
     keeps_window: bool = True  # it supports the sliding window of a model
+    supports_trees: bool = False  # it computes draft trees (`kv.tree.DraftTree`)
     returns_weights: bool = True  # it can return the attention weights of each block of keys
     can_be_recorded: bool = True  # in a CUDA graph; otherwise it needs exact lengths on the host
     is_part_of_native_steps: bool = False  # its kernels are those of `--native_steps`

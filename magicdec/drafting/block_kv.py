@@ -23,7 +23,7 @@ from magicdec.drafting.observation import sum_over_replicas
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
-from magicdec.kv.view import Visible
+from magicdec.kv.visible import Visible
 from magicdec.runner import ModelRunner
 
 Number = TypeVar("Number", int, Tensor)

@@ -27,7 +27,8 @@ from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.observation import newest_queries, weights_in_cache
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
-from magicdec.kv.view import SinksAndWindow, first_key
+from magicdec.kv.view import first_key
+from magicdec.kv.visible import SinksAndWindow
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, Rows
-from magicdec.kv.view import Visible
+from magicdec.kv.visible import Visible
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 from magicdec.sampling.metadata import SamplingMetadata

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from magicdec.device_batch import NEWEST
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
-from magicdec.kv.view import SinksAndWindow, Visible
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.visible import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
@@ -85,21 +86,24 @@ class RollingRunner(ModelRunner):
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
+        tree: DraftTree | None = None,
     ) -> Tensor:
         """As `ModelRunner.forward`, always under the runner's own policy. The host evicts and
         allocates blocks first, so that a forward cannot be captured."""
         assert policy is None or policy == self.policy, "evicted tokens cannot be shown"
         rows = BatchRows.of(rows, self.device)
         assert not rows.is_captured, "blocks are allocated and freed by the host"
+        assert tree is None or tree.cells is None, "cells follow the rows' lengths"
         held = self.cache.lengths_of(rows)
-        settled = held if committed is None else Lengths.of(committed, self.device)
+        before = held if tree is None else held.plus(-tree.num_cached(token_ids.shape[1]))
+        settled = before if committed is None else Lengths.of(committed, self.device)
         self._roll(rows.numbers, settled.bounds)
         for row, length, start in zip(rows.numbers, held.bounds, settled.bounds, strict=True):
             tail = length + token_ids.shape[1] - start
             assert tail <= self.max_tail, "the tail is as long as was announced"
             self.cache.allocate(row, start + tail)
         return super().forward(
-            token_ids, rows, self.policy, settled, last_only, watch, watch_queries, is_draft
+            token_ids, rows, self.policy, settled, last_only, watch, watch_queries, is_draft, tree
         )
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:

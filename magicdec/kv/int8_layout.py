@@ -16,6 +16,7 @@ from magicdec.kv.layout import TILE
 
 SCALE_BYTES = 4
 LARGEST = 127
+Places = tuple[slice | Tensor, ...]
 
 
 class Int8Tiled:
@@ -32,10 +33,9 @@ class Int8Tiled:
         return head_dim + SCALE_BYTES
 
     def read_keys(self, pool: Tensor, slots: Tensor) -> Tensor:
-        numbers, scales = _key_bytes(pool), _scales(pool)
-        tile, lane = slots // TILE, slots % TILE
-        found = numbers[:, tile, :, lane // 16, lane % 16 // 4, :, lane % 4]
-        return _widened(found.flatten(2), scales[:, tile, lane].transpose(0, 1)).transpose(0, 1)
+        found = _key_bytes(pool)[_key_places(slots)]
+        scales = _scales(pool)[_scale_places(slots)].transpose(0, 1)
+        return _widened(found.flatten(2), scales).transpose(0, 1)
 
     def read_key_blocks(self, layer: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
         heads, size = layer.shape[1:3]
@@ -46,24 +46,46 @@ class Int8Tiled:
         return self.read_keys(layer.unsqueeze(0), slots.flatten()).view(*slots.shape, -1)
 
     def write_keys(self, pool: Tensor, slots: Tensor, keys: Tensor) -> None:
-        tile, lane = slots // TILE, slots % TILE
         found, scales = _quantised(keys)
         found = found.unflatten(2, (-1, 2, 2)).transpose(0, 1)  # [N, layers, D / 4, 2, 2]
-        _key_bytes(pool)[:, tile, :, lane // 16, lane % 16 // 4, :, lane % 4] = found
-        _scales(pool)[:, tile, lane] = scales
+        _key_bytes(pool)[_key_places(slots)] = found
+        _scales(pool)[_scale_places(slots)] = scales
 
     def read_values(self, pool: Tensor, slots: Tensor) -> Tensor:
-        tile, lane = slots // TILE, slots % TILE
-        found = _value_bytes(pool)[:, tile, lane // 4, :, :, lane % 4 // 2, :, lane % 2]
-        scales = _scales(pool)[:, tile, lane].transpose(0, 1)
+        found = _value_bytes(pool)[_value_places(slots)]
+        scales = _scales(pool)[_scale_places(slots)].transpose(0, 1)
         return _widened(found.flatten(2), scales).transpose(0, 1)
 
     def write_values(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
-        tile, lane = slots // TILE, slots % TILE
         found, scales = _quantised(values)
         found = found.unflatten(2, (-1, 4, 4)).transpose(0, 1)  # [N, layers, D / 16, 4, 4]
-        _value_bytes(pool)[:, tile, lane // 4, :, :, lane % 4 // 2, :, lane % 2] = found
-        _scales(pool)[:, tile, lane] = scales
+        _value_bytes(pool)[_value_places(slots)] = found
+        _scales(pool)[_scale_places(slots)] = scales
+
+    def copy_keys(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
+        numbers, scales = _key_bytes(pool), _scales(pool)
+        numbers[_key_places(target)] = numbers[_key_places(source)]
+        scales[_scale_places(target)] = scales[_scale_places(source)]
+
+    def copy_values(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
+        numbers, scales = _value_bytes(pool), _scales(pool)
+        numbers[_value_places(target)] = numbers[_value_places(source)]
+        scales[_scale_places(target)] = scales[_scale_places(source)]
+
+
+def _key_places(slots: Tensor) -> Places:
+    """Where the keys of slots [N] are in `_key_bytes`."""
+    tile, lane, every = slots // TILE, slots % TILE, slice(None)
+    return every, tile, every, lane // 16, lane % 16 // 4, every, lane % 4
+
+
+def _value_places(slots: Tensor) -> Places:
+    tile, lane, every = slots // TILE, slots % TILE, slice(None)
+    return every, tile, lane // 4, every, every, lane % 4 // 2, every, lane % 2
+
+
+def _scale_places(slots: Tensor) -> Places:
+    return slice(None), slots // TILE, slots % TILE
 
 
 def _quantised(numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,13 @@ class Layout(Protocol):
 
     def write_values(self, pool: Tensor, slots: Tensor, values: Tensor) -> None: ...
 
+    def copy_keys(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy the keys at slots `source` [N] of all layers to slots `target` [N] of the same pool,
+        without a change of any bit."""
+        ...
+
+    def copy_values(self, pool: Tensor, source: Tensor, target: Tensor) -> None: ...
+
 
 class Plain:
     """The D numbers of a token are adjacent: [blocks, G, block_size, D]."""
@@ -61,7 +68,10 @@ class Plain:
     def write_keys(self, pool: Tensor, slots: Tensor, keys: Tensor) -> None:
         _tokens(pool).index_copy_(1, slots, keys)
 
-    read_values, write_values = read_keys, write_keys
+    def copy_keys(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
+        self.write_keys(pool, target, self.read_keys(pool, source))
+
+    read_values, write_values, copy_values = read_keys, write_keys, copy_keys
 
     def read_key_blocks(self, layer: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
         return layer[:, :, :num_tokens].index_select(0, blocks)
@@ -98,6 +108,12 @@ class Tiled:
 
     def write_values(self, pool: Tensor, slots: Tensor, values: Tensor) -> None:
         _value_pairs(pool)[:, slots // 2, :, slots % 2] = values.transpose(0, 1)
+
+    def copy_keys(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
+        self.write_keys(pool, target, self.read_keys(pool, source))
+
+    def copy_values(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
+        self.write_values(pool, target, self.read_values(pool, source))
 
 
 def _tokens(pool: Tensor) -> Tensor:

@@ -86,6 +86,14 @@ class KVPool:
         write.write_keys(self.k, target, read.read_keys(other.k, source))
         write.write_values(self.v, target, read.read_values(other.v, source))
 
+    def copy_within(self, source: Tensor, target: Tensor) -> None:
+        """Copy K and V of all layers from slots `source` to slots `target`, of one shape, without a
+        change of any bit. All are read before any is written. Where a target occurs twice, its
+        sources must be equal."""
+        layout, source, target = self.shape.layout, source.flatten(), target.flatten()
+        layout.copy_keys(self.k, source, target)
+        layout.copy_values(self.v, source, target)
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
         flat, shape = slots.flatten(), (*slots.shape, self.shape.head_dim)

@@ -1,8 +1,9 @@
-"""KVView: what attention reads in one forward. Visible: the rule that chooses it from the lengths.
+"""KVView: what attention reads in one forward.
 
-A rule names a few half-open ranges of the committed context. The uncommitted tail (draft tokens and
-the forward's own tokens) is always visible as well. Tokens outside the ranges are not read at all;
-they are not masked.
+A rule (`visible.Visible`) names a few half-open ranges of the committed context. The uncommitted
+tail (draft tokens and the forward's own tokens) is always visible as well. Tokens outside the
+ranges are not read at all; they are not masked. The nodes of a draft tree (`tree`) see only their
+ancestors of the tree.
 
 The sliding window of a model limits every rule: with a window of W tokens, a token at position p
 sees only positions p - W + 1 to p. Keys that no token of a forward sees are not read either. Where
@@ -14,33 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.visible import Visible, num_within
 
 WEIGHTS_BLOCK = 16  # keys of a block whose attention weights are summed
-
-
-class Visible(Protocol):
-    """Which committed tokens a forward reads: a policy, or a choice that a policy has made."""
-
-    def ranges(self, committed: Tensor) -> Tensor:
-        """Visible token ranges (start, stop) of rows with `committed` [B] tokens: [B, R, 2], or
-        [L, B, G, R, 2] where each layer and KV head has its own. They are disjoint and ascending
-        and may be empty. Every layer and head of a row sees the same number of tokens."""
-        ...
-
-    def num_visible(self, committed: int) -> int:
-        """The number of tokens in the ranges of a row with `committed` tokens, computed on the
-        host."""
-        ...
-
-    def most_visible(self, committed: int) -> int:
-        """An upper bound of `num_visible` for rows of at most `committed` tokens."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,33 +44,14 @@ FULL = FullView()
 
 
 @dataclass(frozen=True)
-class SinksAndWindow:
-    """The first `num_sink_tokens` tokens and the newest ones are visible, at most `budget` in
-    all."""
-
-    num_sink_tokens: int
-    budget: int
-
-    def ranges(self, committed: Tensor) -> Tensor:
-        sinks = committed.clamp(max=self.num_sink_tokens)
-        start = torch.maximum(sinks, committed - (self.budget - self.num_sink_tokens))
-        zero = torch.zeros_like(committed)
-        return torch.stack([torch.stack([zero, sinks], 1), torch.stack([start, committed], 1)], 1)
-
-    def num_visible(self, committed: int) -> int:
-        return min(committed, self.budget)
-
-    def most_visible(self, committed: int) -> int:
-        return self.num_visible(committed)
-
-
-@dataclass(frozen=True)
 class KVView:
     """What attention reads for one forward of T new tokens over `rows`.
 
     Rows hold `seq_lens` tokens before the forward, of which the first `committed` are committed.
     New token t of a row has position seq_lens + t. It sees the ranges and every tail token up to
-    itself, but only the last `window` positions of these.
+    itself, but only the last `window` positions of these. With a `tree`, the new tokens are its
+    last T nodes, and `tree` says what positions and cells they have. A cell is the place of a token
+    in its row of the cache; without a tree it equals the position.
 
     `lengths` and `num_visible` are the host's numbers. They are exact, except for captured rows,
     where they are upper bounds.
@@ -104,11 +68,22 @@ class KVView:
     num_new: int
     is_full: bool  # every cached token is visible, except those before the window
     window: int | None = None  # most tokens that a token sees, itself included; None: no limit
+    tree: DraftTree | None = None
+
+    @property
+    def num_tail(self) -> int:
+        """The number of nodes of the tree. Without a tree, the number of new tokens."""
+        return self.num_new if self.tree is None else self.tree.num_nodes
+
+    @property
+    def num_cached(self) -> int:
+        """The nodes of the tree that the rows hold before the forward. Without a tree, none."""
+        return 0 if self.tree is None else self.tree.num_cached(self.num_new)
 
     @property
     def first_keys(self) -> tuple[int, ...]:
         """The first position of each row that its new tokens may see, on the host."""
-        return tuple(first_key(length, self.window) for length in self.lengths)
+        return tuple(first_key(length - self.num_cached, self.window) for length in self.lengths)
 
     @property
     def per_head(self) -> bool:
@@ -119,37 +94,66 @@ class KVView:
     def num_weight_blocks(self) -> int:
         """The number of blocks of WEIGHTS_BLOCK positions that the longest row has, its new tokens
         included."""
-        return -(-(max(self.lengths) + self.num_new) // WEIGHTS_BLOCK)
+        return -(-(max(self.lengths) - self.num_cached + self.num_tail) // WEIGHTS_BLOCK)
 
     @cached_property
     def _visible(self) -> Tensor:
         """The ranges, with the tail as the last one: [L or 1, B, G or 1, R+1, 2]."""
         ranges = self.ranges if self.per_head else self.ranges[None, :, None]
-        start = self.committed
+        start, before = self.committed, self.seq_lens if self.tree is None else self.tree.base
         if self.window is not None:
-            start = torch.maximum(start, self.seq_lens + 1 - self.window)
-        tail = torch.stack([start, self.seq_lens + self.num_new], dim=1)
+            start = torch.maximum(start, before + 1 - self.window)
+        tail = torch.stack(
+            [start, before if self.tree is not None else before + self.num_new], dim=1
+        )
         tail = tail[None, :, None, None].expand(len(ranges), -1, ranges.shape[2], 1, 2)
         return torch.cat([ranges, tail], dim=3)
 
     def layer_ranges(self, layer: int) -> Tensor:
-        """The ranges that a layer sees, with the tail and the new tokens: [B, G, R+1, 2], or
-        [B, 1, R+1, 2] if all heads see the same."""
+        """The ranges that a layer sees, with the tail and the new tokens, but without the nodes of
+        a tree: [B, G, R+1, 2], or [B, 1, R+1, 2] if all heads see the same."""
         return self._visible[layer if self.per_head else 0]
 
     def count_keys(self) -> Tensor:
         """The number of visible keys of each row, its new tokens included: int64 [B]."""
         first_head = self.layer_ranges(0)[:, 0]  # every head sees the same number
-        return (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
+        keys = (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
+        return keys if self.tree is None else keys + self.tree.num_nodes
 
     def query_positions(self) -> Tensor:
         """Positions of the new tokens, [B, T]."""
+        if self.tree is not None:
+            return self.tree.positions[:, -self.num_new :]
         return self.seq_lens.unsqueeze(1) + torch.arange(self.num_new, device=self.seq_lens.device)
 
+    def query_cells(self) -> Tensor:
+        """Cells of the new tokens, [B, T]."""
+        if self.tree is not None:
+            return self.tree.node_cells[:, -self.num_new :]
+        return self.query_positions()
+
     def key_positions(self, layer: int = 0) -> Tensor:
-        """The positions of all visible keys, new tokens included, in ascending order: [B, G, N], or
-        [B, 1, N] if all heads see the same. Padded with -1 to the longest row."""
-        size = max(self.num_visible) + self.num_new
+        """The positions of the tokens in `key_cells`."""
+        cells = self.key_cells(layer)
+        return cells if self.tree is None else self.tree.positions_of(cells)
+
+    def key_cells(self, layer: int = 0) -> Tensor:
+        """The cells of all visible keys, new tokens included, in ascending order: [B, G, N], or [B,
+        1, N] if all heads see the same. Padded with -1 to the longest row. The nodes of a tree come
+        last, after the padding."""
+        if self.tree is None:
+            return self._list_cells(layer, max(self.num_visible) + self.num_new)
+        before = self._list_cells(layer, self.num_shared(max(self.num_visible)))
+        nodes = self.tree.node_cells.unsqueeze(1).expand(-1, before.shape[1], -1)
+        return torch.cat([before, nodes], dim=2)
+
+    def num_shared(self, num_visible: int) -> int:
+        """Of `num_visible` tokens that a row sees before the forward, those that each of its new
+        tokens sees, if there is no sliding window."""
+        return num_visible + self.num_new - self.num_tail
+
+    def _list_cells(self, layer: int, size: int) -> Tensor:
+        """The first `size` cells in the ranges of a layer, [B, G or 1, size]."""
         ranges = self.layer_ranges(layer)
         stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
         index = torch.arange(size, device=stops.device).expand(*stops.shape[:2], size).contiguous()
@@ -178,29 +182,36 @@ def make_view(
     num_new: int,
     committed: Lengths | Sequence[int] | None = None,
     window: int | None = None,
+    tree: DraftTree | None = None,
 ) -> KVView:
-    """The view of `rows` under a rule. `committed` defaults to all tokens that the rows hold. A
-    rule whose heads have ranges of their own must keep them within the `window` itself."""
+    """The view of `rows` under a rule. `committed` defaults to all tokens that the rows hold, or
+    all before the `tree`. A rule whose heads have ranges of their own must keep them within the
+    `window` itself."""
     device = cache.seq_lens.device
     rows = BatchRows.of(rows, device)
     held = cache.lengths_of(rows)
-    base = held if committed is None else Lengths.of(committed, device)
+    before = held if tree is None else held.plus(-tree.num_cached(num_new))
+    base = before if committed is None else Lengths.of(committed, device)
     start = base.tensor
     if rows.is_captured and committed is not None:
-        start = torch.where(rows.active > 0, start, held.tensor)
+        start = torch.where(rows.active > 0, start, before.tensor)
     ranges = visible.ranges(start)
     if window is not None and ranges.ndim == 3:
-        first_keys = (held.tensor + 1 - window).clamp(min=0)
+        first_keys = (before.tensor + 1 - window).clamp(min=0)
         ranges = torch.maximum(ranges, first_keys.view(-1, 1, 1))
+    num_tail = num_new if tree is None else tree.num_nodes
     if rows.is_captured:
         is_row = (-1, 1, 1) if ranges.ndim == 3 else (1, -1, 1, 1, 1)
         ranges = ranges * rows.active.view(is_row)
-        bounds = _captured_bounds(cache, rows, visible, num_new, committed is None, window)
+        bounds = _captured_bounds(cache, rows, visible, num_tail, committed is None, window)
     else:
-        bounds = _exact_bounds(held.bounds, base.bounds, visible, ranges.ndim == 5, window)
+        bounds = _exact_bounds(before.bounds, base.bounds, visible, ranges.ndim == 5, window)
+    num_visible = tuple(seen + num_tail - num_new for seen in bounds.num_visible)
+    cached = 0 if tree is None else tree.num_cached(num_new)
+    lengths = tuple(length + cached for length in bounds.lengths)
     return KVView(
         cache, rows.numbers, rows.index, held.tensor, start, ranges,
-        bounds.lengths, bounds.num_visible, num_new, bounds.is_full, window,
+        lengths, num_visible, num_new, bounds.is_full, window, tree,
     )  # fmt: skip
 
 
@@ -237,12 +248,3 @@ def _captured_bounds(
 def first_key(position: int, window: int | None) -> int:
     """The first position that a token at `position` sees."""
     return 0 if window is None else max(0, position + 1 - window)
-
-
-def num_within(
-    visible: Visible, committed: Sequence[int], first_keys: Sequence[int]
-) -> tuple[int, ...]:
-    """As `Visible.num_visible` for each row, but counts only tokens from `first_keys` on."""
-    ranges = visible.ranges(torch.tensor(committed))  # on the CPU: the host reads the result
-    ranges = ranges.clamp(min=torch.tensor(first_keys).view(-1, 1, 1))
-    return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())

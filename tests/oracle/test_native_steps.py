@@ -20,7 +20,8 @@ from magicdec.drafting.draft_kv import DraftKV, draft_chain
 from magicdec.executor.executor import Executor
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.kv.cache import BatchRows
-from magicdec.kv.view import FULL, SinksAndWindow, Visible
+from magicdec.kv.view import FULL
+from magicdec.kv.visible import SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.runner import ModelRunner

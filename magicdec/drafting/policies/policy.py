@@ -12,7 +12,7 @@ import torch
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.kv.view import SinksAndWindow, Visible
+from magicdec.kv.visible import SinksAndWindow, Visible
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.runner import ModelRunner
 

@@ -1,0 +1,163 @@
+"""Draft trees: the logits of each node are those of its path as a chain, by `transformers` and by
+our own forwards; and what is kept of an accepted path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import TINY, make_runner, random_prompts, tiny_transformer
+from tiny_families import VOCAB, Reference, make_checkpoint
+from torch import Tensor
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.flash_attn import FlashAttnBackend
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.capabilities import capabilities_of
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.visible import SinksAndWindow
+from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.transformer import Transformer
+from magicdec.runner import ModelRunner
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "sdpa, blocks of 4": lambda: SDPABackend(4),
+    "sdpa": SDPABackend,
+}
+FAMILIES = ["llama-3.1", "mistral", "bloom", "gpt2"]  # RoPE, a window, ALiBi, learned positions
+LENGTHS, NODES = [150, 7, 62], 9
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Transformer, Reference]:
+    directory = tmp_path_factory.mktemp(request.param)
+    reference = make_checkpoint(directory, request.param)
+    source = find_model("--model", str(directory))
+    place = (Shard(), None, torch.float32, torch.device("cpu"))
+    return load_transformer(source.config, source.weights, *place), reference
+
+
+def drawn_parents(num_rows: int, num_nodes: int, seed: int) -> list[list[int]]:
+    """Trees of different shapes: the first is a chain, the second has only roots."""
+    draw = random.Random(seed)
+    others = [[draw.randrange(-1, u) for u in range(num_nodes)] for _ in range(num_rows)]
+    return [list(range(-1, num_nodes - 1)), [-1] * num_nodes, *others][:num_rows]
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root to `node`."""
+    return [] if node < 0 else [*path_of(parents, parents[node]), node]
+
+
+def prefilled(runner: ModelRunner, prompts: list[tuple[int, ...]]) -> ModelRunner:
+    for row, prompt in enumerate(prompts):
+        runner.allocate(row)
+        runner.forward(torch.tensor([prompt]), [row])
+    return runner
+
+
+def levels(
+    runner: ModelRunner, base: Tensor, parents: Tensor, ids: Tensor, cuts: list[int]
+) -> Tensor:
+    """The logits of all nodes [B, U, V], with one forward for each level. A level ends at each of
+    `cuts`."""
+    rows, found, first = list(range(len(base))), [], 0
+    for last in cuts:
+        tree = DraftTree(base, parents[:, :last])
+        found.append(runner.forward(ids[:, first:last], rows, tree=tree))
+        first = last
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("cuts", [[NODES], [1, 4, 7, NODES]], ids=["at once", "by levels"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_node_has_the_logits_of_its_path(
+    name: str, cuts: list[int], family: tuple[Transformer, Reference]
+) -> None:
+    """Then the longest path of each row is kept, and a chain of tokens after it."""
+    model, reference = family
+    prompts = random_prompts(LENGTHS, VOCAB)
+    runner = prefilled(make_runner(model, 3, 192, BACKENDS[name]()), prompts)
+    parents, ids = drawn_parents(3, NODES, 1), torch.randint(VOCAB, (3, NODES))
+    base = runner.cache.seq_lens.clone()
+    logits = levels(runner, base, torch.tensor(parents), ids, cuts)
+    assert runner.cache.lengths == [length + NODES for length in LENGTHS]
+    texts = []
+    for row, prompt in enumerate(prompts):
+        paths = [path_of(parents[row], node) for node in range(NODES)]
+        for node, path in enumerate(paths):
+            text = [*prompt, *ids[row, path].tolist()]
+            expected = reference.logits(torch.tensor([text]))[0, -1]
+            torch.testing.assert_close(logits[row, node], expected, atol=1e-4, rtol=0)
+        texts.append(max(paths, key=len))
+    assert sorted({len(path) for path in texts}) != [NODES], "paths of different lengths"
+    kept = torch.full((3, NODES), -1)
+    for row, path in enumerate(texts):
+        kept[row, : len(path)] = base[row] + torch.tensor(path)
+    runner.cache.keep_path([0, 1, 2], base.tolist(), kept)
+    lengths = [n + len(path) for n, path in zip(LENGTHS, texts, strict=True)]
+    assert runner.cache.seq_lens.tolist() == lengths
+    runner.cache.set_host_lengths([0, 1, 2], lengths)
+    following = torch.randint(VOCAB, (3, 2))
+    logits = runner.forward(following, [0, 1, 2])
+    for row, (prompt, path) in enumerate(zip(prompts, texts, strict=True)):
+        text = [*prompt, *ids[row, path].tolist(), *following[row].tolist()]
+        expected = reference.logits(torch.tensor([text]))[0, -2:]
+        torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_draft_tree_reads_what_its_policy_shows(name: str) -> None:
+    """Sinks, a window before the committed length, and a tail of a chain before the tree: the same
+    logits as of chains under the policy."""
+    policy, committed = SinksAndWindow(4, 30), [n - 3 for n in LENGTHS]
+    prompts = random_prompts(LENGTHS, TINY.vocab_size)
+    runner = prefilled(make_runner(tiny_transformer(), 3, 192, BACKENDS[name]()), prompts)
+    parents, ids = drawn_parents(3, NODES, 2), torch.randint(TINY.vocab_size, (3, NODES))
+    tree = DraftTree(runner.cache.seq_lens.clone(), torch.tensor(parents))
+    before = runner.counts.copy()
+    logits = runner.forward(ids, [0, 1, 2], policy, committed, tree=tree)
+    read = runner.counts.minus(before).kv_tokens_read
+    assert read == sum(min(n, 30) + 3 + NODES for n in committed)
+    runner.truncate([0, 1, 2], LENGTHS)
+    for row in range(3):
+        for node in range(NODES):
+            path = path_of(parents[row], node)
+            chain = runner.forward(
+                ids[row : row + 1, path], [row], policy, committed[row : row + 1]
+            )
+            torch.testing.assert_close(logits[row, node], chain[0, -1], atol=1e-4, rtol=0)
+            runner.truncate([row], [LENGTHS[row]])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_nodes_may_lie_in_any_cells(name: str) -> None:
+    """Two forwards of one tree, whose nodes lie far behind the row's end, before and after each
+    other. The lengths of the rows stay."""
+    prompts = random_prompts(LENGTHS, TINY.vocab_size)
+    runner = prefilled(make_runner(tiny_transformer(), 3, 192, BACKENDS[name]()), prompts)
+    parents, ids = drawn_parents(3, NODES, 3), torch.randint(TINY.vocab_size, (3, NODES))
+    cells = torch.stack([torch.randperm(192 - 160)[:NODES] + 160 for _ in range(3)])
+    base, found = runner.cache.seq_lens.clone(), []
+    for first, last in ((0, 4), (4, NODES)):
+        tree = DraftTree(base, torch.tensor(parents)[:, :last], cells[:, :last])
+        found.append(runner.forward(ids[:, first:last], [0, 1, 2], tree=tree))
+    assert runner.cache.lengths == LENGTHS
+    ours = torch.cat(found, 1)
+    theirs = levels(runner, base, torch.tensor(parents), ids, [NODES])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_other_backends_refuse_a_tree_by_name() -> None:
+    runner = make_runner(tiny_transformer(), 1, 64)
+    runner.allocate(0)
+    runner.backend = FlashAttnBackend.__new__(FlashAttnBackend)
+    assert not capabilities_of("flash_attn").supports_trees
+    tree = DraftTree(torch.zeros(1, dtype=torch.int64), torch.tensor([[-1]]))
+    with pytest.raises(ValueError, match=r"--attention flash_attn .* choose from .*sdpa"):
+        runner.forward(torch.tensor([[3]]), [0], tree=tree)
