@@ -1,33 +1,104 @@
 """`--layer_split`: which layers each stage of a pipeline owns. Imports nothing of this package and
 no torch.
 
-Owns the rule that turns shares into whole layers. Must not know of ranks or of a model's weights.
+Owns the rules that turn counts, shares, names and times into whole layers. Must not know of ranks,
+of a model's weights, nor where times come from.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
 FLAG = "--layer_split"
+AUTO, MDI_LLM = "auto", "mdi_llm"
 SHARE = re.compile(r"\d+\.\d*|\.\d+")
+NAMED = re.compile(rf"({AUTO}|{MDI_LLM})(?::([1-9]\d*))?")
+GRAMMAR = "layers or shares of the stages (10,12 or 0.25,0.75), auto, mdi_llm, or auto:2"
+# Layers of the first stage, by the number of all layers and of stages. The others have equally many
+# of the rest. Source: MDI-LLM's src/sub/config.py, which knows no other combination.
+MDI_LLM_TABLE = {
+    5: {2: 2, 3: 1},
+    7: {2: 3, 3: 1},
+    9: {2: 4, 3: 1},
+    12: {2: 5, 3: 2},
+    22: {2: 10, 3: 6, 4: 4, 5: 2},
+    24: {2: 10, 3: 4},
+    32: {2: 14, 3: 8, 4: 5, 5: 4},
+    36: {2: 16, 3: 10},
+    48: {2: 22, 3: 14},
+}
 
 
-def split_layers(text: str | None, num_stages: int, num_layers: int) -> tuple[range, ...]:
-    """The layers of each stage. `text` has a layer count for each stage (10,12), or shares of all
-    layers, which contain a point (0.25,0.75). None stands for `num_stages` equal shares; otherwise
-    the text says how many stages there are.
+@dataclass(frozen=True)
+class StageTimes:
+    """The time of a stage with n layers: `fixed_s` + n * `layer_s` seconds."""
+
+    fixed_s: float
+    layer_s: float
+
+    def seconds(self, num_layers: int) -> float:
+        return self.fixed_s + num_layers * self.layer_s
+
+
+def split_layers(
+    text: str | None,
+    num_stages: int,
+    num_layers: int,
+    times: Sequence[StageTimes] | None = None,
+) -> tuple[range, ...]:
+    """The layers of each stage. `text` has a layer count for each stage (10,12), shares of all
+    layers, which contain a point (0.25,0.75), or the name of a rule: `auto` minimises the slowest
+    stage by `times`, which only it needs, and `mdi_llm` is the rule of that system. None stands for
+    `num_stages` equal shares. Raises ValueError, naming the flag.
+    """
+    named = None if text is None else NAMED.fullmatch(text)
+    if (text is None or named is not None) and num_stages > num_layers:
+        asked = "" if text is None else f"{FLAG} {text}: "
+        raise ValueError(f"{asked}{num_stages} stages cannot share {num_layers} layers; use fewer")
+    if text is None:
+        return _ranges(round_shares([Fraction(1, num_stages)] * num_stages, num_layers))
+    if named is None:
+        return _ranges(read_counts(text, num_layers))
+    if named[1] == MDI_LLM:
+        return _ranges(mdi_llm_counts(num_stages, num_layers))
+    if num_stages == 1:
+        return (range(num_layers),)
+    if times is None:
+        raise ValueError(
+            f"{FLAG} {text} needs the times of stages, which are not known here; give a layer "
+            "count for each stage, such as 10,12"
+        )
+    return _ranges(balance(times, num_layers))
+
+
+def is_auto(text: str | None) -> bool:
+    """Whether the split follows from times."""
+    named = None if text is None else NAMED.fullmatch(text)
+    return named is not None and named[1] == AUTO
+
+
+def count_stages(text: str | None, world_size: int) -> int:
+    """The number of stages that `text` names. Without it, and with the name of a rule that is not
+    followed by a number (auto:2), every rank is a stage."""
+    if text is None:
+        return world_size
+    named = NAMED.fullmatch(text)
+    if named is None:
+        return len(text.split(","))
+    return world_size if named[2] is None else int(named[2])
+
+
+def read_counts(text: str, num_layers: int) -> list[int]:
+    """Layers of each stage from counts or shares.
 
     A stage gets the whole layers of its share. The layers that are left go, one each, to the stages
     with the largest remainders; of equal ones, to the later stage, because the first stage computes
-    the embedding and the head too. Raises ValueError, naming the flag.
+    the embedding and the head too.
     """
-    if text is None:
-        if num_stages > num_layers:
-            raise ValueError(f"{num_stages} stages cannot share {num_layers} layers; use fewer")
-        return _ranges(round_shares([Fraction(1, num_stages)] * num_stages, num_layers))
     words = text.split(",")
     if len(words) > num_layers:
         raise ValueError(f"{FLAG} {text} names {len(words)} stages for {num_layers} layers")
@@ -43,20 +114,12 @@ def split_layers(text: str | None, num_stages: int, num_layers: int) -> tuple[ra
             raise ValueError(f"{FLAG} {text} adds up to {float(sum(shares)):g}; shares add up to 1")
         counts = round_shares(shares, num_layers)
     else:
-        raise ValueError(
-            f"{FLAG} {text} is not known; choose a layer count for each stage, such as 10,12, or "
-            "shares, such as 0.25,0.75"
-        )
+        raise ValueError(f"{FLAG} {text} is not known; choose from {GRAMMAR}")
     if 0 in counts:
         raise ValueError(
             f"{FLAG} {text} leaves stage {counts.index(0)} without a layer of {num_layers}"
         )
-    return _ranges(counts)
-
-
-def count_stages(text: str | None, world_size: int) -> int:
-    """The number of stages that `text` names; without it, every rank is a stage."""
-    return world_size if text is None else len(text.split(","))
+    return counts
 
 
 def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
@@ -67,6 +130,52 @@ def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
     for stage in order[: total - sum(counts)]:
         counts[stage] += 1
     return counts
+
+
+def balance(times: Sequence[StageTimes], num_layers: int) -> list[int]:
+    """The layers of each stage with which the slowest stage is as fast as it can be; each stage has
+    at least one. `num_layers` are all layers.
+
+    Each layer goes to the stage that is fastest with it; of equal ones, to the later stage. No
+    other split has a faster slowest stage, since a stage's time only grows with its layers. The
+    links have no part in the choice: they carry the same hidden states with every split.
+    """
+    counts = [1] * len(times)
+    for _ in range(num_layers - len(times)):
+        fastest = min(
+            range(len(times)), key=lambda stage: (times[stage].seconds(counts[stage] + 1), -stage)
+        )
+        counts[fastest] += 1
+    return counts
+
+
+def mdi_llm_counts(num_stages: int, num_layers: int) -> list[int]:
+    """The layers of each stage by MDI-LLM's table.
+
+    All stages but the first have equally many layers. Where the table ends, these are as few as
+    leave the first stage at least two fewer than each of them, but at most as many as leave it one.
+    For 3 and more stages, this rule gives every entry of the table but one. Raises ValueError if it
+    gives the first stage, which also computes the embedding and the head, more than the others.
+    """
+    first = MDI_LLM_TABLE.get(num_layers, {}).get(num_stages)
+    if num_stages == 1:
+        first = num_layers
+    if first is None:
+        others = min(-(-(num_layers + 2) // num_stages), (num_layers - 1) // (num_stages - 1))
+        first = num_layers - (num_stages - 1) * others
+        if first > others:
+            raise ValueError(
+                f"{FLAG} {MDI_LLM} has no entry for {num_layers} layers on {num_stages} stages: "
+                f"all but the first have equally many, which leaves it {first} beside {others}; "
+                f"choose {AUTO}, counts or shares"
+            )
+    return [first, *[(num_layers - first) // max(1, num_stages - 1)] * (num_stages - 1)]
+
+
+def round_seconds(stages_s: Sequence[float], links_s: Sequence[float], num_lanes: int) -> float:
+    """Seconds until each of `num_lanes` lanes has gained a token. Either the slowest stage never
+    waits, or a lane finds every stage free and its round takes the sum of all stages and links."""
+    return max(num_lanes * max(stages_s), sum(stages_s) + sum(links_s))
 
 
 def _ranges(counts: Sequence[int]) -> tuple[range, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from magicdec.distributed.layer_split import round_seconds
 from magicdec.records.fields import recorded
 
 
@@ -94,6 +95,5 @@ def ring_metrics(
 
 
 def predict_round(stage_s: Sequence[float], link_s: float, num_lanes: int) -> float:
-    """Seconds until every lane has gained a token. Either the slowest stage never waits, or a lane
-    finds every stage free and its round takes the sum of all stages and links."""
-    return max(num_lanes * max(stage_s), sum(stage_s) + len(stage_s) * link_s)
+    """Seconds until every lane has gained a token, with equal links."""
+    return round_seconds(stage_s, [link_s] * len(stage_s), num_lanes)

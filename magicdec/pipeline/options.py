@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from magicdec.distributed.layer_split import AUTO, FLAG, is_auto
 from magicdec.distributed.stages import StageGrid
 from magicdec.pipeline.link import Link
 from magicdec.workload.trace import RequestShape
@@ -36,6 +38,7 @@ class RingOptions:
     emulate_stage_ms: float | None = None
     emulate_link_ms: float | None = None
     emulate_link_mbps: float | None = None
+    machine: Path | None = None
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -52,6 +55,15 @@ class RingOptions:
         ):
             if given is not None and not 0 < given < math.inf:
                 raise ValueError(f"{flag} {given} is out of range; it must be larger than 0")
+        if self.machine is not None and not is_auto(self.layer_split):
+            raise ValueError(
+                f"--machine {self.machine} does nothing here: it is for {FLAG} {AUTO}; leave it out"
+            )
+        if self.emulate_stage_ms is not None and is_auto(self.layer_split):
+            raise ValueError(
+                f"{FLAG} {self.layer_split}: with --emulate_stage_ms {self.emulate_stage_ms} a "
+                "stage takes the same time with any layers; give layer counts or shares"
+            )
         if self.emulate_stage_ms is not None and self.baselines:
             raise ValueError(
                 f"--emulate_stage_ms {self.emulate_stage_ms}: stages that sleep emit no tokens to "
@@ -75,6 +87,12 @@ class RingOptions:
     def longest(self) -> int:
         """Tokens of the longest request, output included."""
         return max(shape.prompt_len + shape.output_len for shape in self.shapes)
+
+    @property
+    def mean_context(self) -> int:
+        """Cached tokens of a request, halfway through its output, in the mean over requests."""
+        total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
+        return total // len(self.shapes)
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -101,6 +119,7 @@ class RingOptions:
         """These options as the record's `config.workload` has them."""
         values = asdict(self)
         del values["shapes"], values["n_samples"]
+        values["machine"] = None if self.machine is None else str(self.machine)
         return values | {"num_requests": len(self.shapes)}
 
 

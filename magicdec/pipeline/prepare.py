@@ -15,7 +15,13 @@ from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch, exchange_texts
-from magicdec.distributed.layer_split import FLAG, count_stages, split_layers
+from magicdec.distributed.layer_split import (
+    FLAG,
+    StageTimes,
+    count_stages,
+    is_auto,
+    split_layers,
+)
 from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.requirements import layer_obstacle
@@ -26,6 +32,8 @@ from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import ModelSource, check_part
 from magicdec.model.config import ModelConfig
+from magicdec.pipeline.auto_split.choose import ChosenSplit, choose_split
+from magicdec.pipeline.auto_split.find import check_source, describe_source, find_times
 from magicdec.pipeline.options import (
     RING,
     SEQUENTIAL,
@@ -39,7 +47,8 @@ from magicdec.setup.prepare import Known, Prepared, complete, find
 @dataclass(frozen=True)
 class PreparedRing:
     """`run.config` is that of this rank's stage, `whole` that of a model over all ranks, `alone`
-    that of a rank that needs no other to compute what it holds."""
+    that of a rank that needs no other to compute what it holds. `split` says in one line what
+    `--layer_split auto` chose; it is empty for another split."""
 
     run: Prepared
     whole: ResolvedConfig
@@ -47,6 +56,7 @@ class PreparedRing:
     options: SettledOptions
     grid: StageGrid
     layers: tuple[range, ...]
+    split: str = ""
 
 
 def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedRing:
@@ -70,7 +80,7 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
         raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
     machine = known.get(("machine",), lambda: probe_machine(launch))
     alone = without_collectives(whole, machine, layer_obstacle(model))
-    layers = split_layers(options.layer_split, num_stages, model.num_layers)
+    check_split(options.layer_split, grid, found.source)
     if TENSOR_PARALLEL in options.baselines:
         check_tensor_parallel(model, launch.world_size)
     stage = grid.stage_of(launch.rank)
@@ -82,12 +92,35 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     run = complete(
         replace(found, config=of_stage(alone if grid.tensor_parallel == 1 else whole, grid, stage)),
         known,
-        lambda at, _: check_together(at, check_here),
+        lambda at, _: "",  # what ranks must agree on follows
         (len(options.shapes), "--num_requests"),
     )
+    split = find_split(run, options, grid, launch)
+    layers = split.layers
+    run = replace(run, memory=check_together(launch, check_here))
+    settled = replace(settled, asked=replace(options, layer_split=split.asked))
     settings = {"layers": [len(each) for each in layers], **settled.describe()}
+    del settings["machine"]  # every host has a file of its own
     check_agreement(launch, run.source, settings)
-    return PreparedRing(run, whole, alone, settled, grid, layers)
+    return PreparedRing(run, whole, alone, settled, grid, layers, split.reason)
+
+
+def check_split(asked: str | None, grid: StageGrid, source: ModelSource) -> None:
+    """Raises ValueError for a split that cannot be, before anything is timed."""
+    if asked is not None and is_auto(asked):
+        check_source(asked, source)
+    any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
+    split_layers(asked, grid.num_stages, source.config.num_layers, any_times)
+
+
+def find_split(run: Prepared, options: RingOptions, grid: StageGrid, launch: Launch) -> ChosenSplit:
+    """The split that all ranks come to, before any process group starts. `run.config` is that of
+    this rank's stage."""
+    place = options.machine, options.lane_size, options.mean_context
+    return choose_split(
+        options.layer_split, grid, run.source.config.num_layers, launch, describe_source(*place),
+        lambda: find_times(run.config, run.source, grid, launch, *place),
+    )  # fmt: skip
 
 
 def check_files(

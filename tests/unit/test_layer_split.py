@@ -3,10 +3,25 @@ stage."""
 
 from __future__ import annotations
 
+import json
+from itertools import combinations, pairwise
+from typing import Any
+
 import pytest
 
-from magicdec.distributed.layer_split import count_stages, split_layers
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.layer_split import (
+    MDI_LLM_TABLE,
+    StageTimes,
+    balance,
+    count_stages,
+    is_auto,
+    mdi_llm_counts,
+    round_seconds,
+    split_layers,
+)
 from magicdec.distributed.stages import StageGrid, make_grid
+from magicdec.pipeline.auto_split.choose import RankTimes, choose_split
 
 
 @pytest.mark.parametrize(
@@ -51,6 +66,9 @@ def test_equal_shares_differ_by_at_most_one_layer(num_layers: int, num_stages: i
         ("0.5;0.5", "is not known"),
         ("", "is not known"),
         ("2,2,", "is not known"),
+        ("auto:0", "is not known"),
+        ("mdi", "is not known"),
+        ("auto", "--layer_split auto needs the times of stages"),
     ],
 )
 def test_bad_splits_are_refused(text: str, expected: str) -> None:
@@ -73,3 +91,115 @@ def test_ranks_of_a_grid() -> None:
 def test_ranks_that_do_not_fit_are_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match="names 3 stages"):
         make_grid("--layer_split 2,2,2", 3, world_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "expected"),
+    [("auto", 3, 3), ("auto:2", 4, 2), ("mdi_llm", 2, 2), ("mdi_llm:5", 10, 5), ("3,3", 4, 2)],
+)
+def test_a_rule_has_a_stage_for_each_rank_or_says_how_many(
+    text: str, world_size: int, expected: int
+) -> None:
+    assert count_stages(text, world_size) == expected
+    assert is_auto(text) == text.startswith("auto")
+
+
+def slowest(counts: list[int], times: list[StageTimes]) -> float:
+    return max(time.seconds(count) for count, time in zip(counts, times, strict=True))
+
+
+@pytest.mark.parametrize("num_layers", [4, 7, 11])
+@pytest.mark.parametrize(
+    "times",
+    [
+        [StageTimes(0.0, 1.0)] * 2,
+        [StageTimes(2.4, 1.0), StageTimes(0.1, 1.0), StageTimes(0.1, 1.0)],  # the head
+        [StageTimes(9.0, 1.0), StageTimes(0.1, 1.0)],
+        [StageTimes(0.5, 1.0), StageTimes(0.1, 0.3), StageTimes(0.2, 2.5), StageTimes(0, 0.4)],
+        [StageTimes(0.0, 0.0)] * 3,
+    ],
+)
+def test_auto_has_the_fastest_slowest_stage_of_all_splits(
+    times: list[StageTimes], num_layers: int
+) -> None:
+    every = [
+        [b - a for a, b in pairwise((0, *cuts, num_layers))]
+        for cuts in combinations(range(1, num_layers), len(times) - 1)
+    ]
+    found = split_layers("auto", len(times), num_layers, times)
+    counts = [len(layers) for layers in found]
+    assert counts in every and counts == balance(times, num_layers)
+    assert slowest(counts, times) == min(slowest(each, times) for each in every)
+
+
+def test_auto_on_one_stage_needs_no_times() -> None:
+    assert split_layers("auto", 1, 4) == (range(4),)
+
+
+def test_mdi_llm_is_its_table_and_beyond_it_a_rule() -> None:
+    for num_layers, by_stages in MDI_LLM_TABLE.items():
+        for num_stages, first in by_stages.items():
+            counts = [len(x) for x in split_layers("mdi_llm", num_stages, num_layers)]
+            assert counts[0] == first and sum(counts) == num_layers and len(set(counts[1:])) == 1
+    assert mdi_llm_counts(2, 32) == [14, 18] and mdi_llm_counts(5, 22) == [2, 5, 5, 5, 5]
+    assert mdi_llm_counts(1, 40) == [40]
+    assert mdi_llm_counts(2, 40) == [19, 21] and mdi_llm_counts(4, 40) == [7, 11, 11, 11]
+    assert mdi_llm_counts(2, 6) == [2, 4] and mdi_llm_counts(3, 6) == [2, 2, 2]
+    with pytest.raises(ValueError, match="--layer_split mdi_llm has no entry for 9 layers on 4"):
+        mdi_llm_counts(4, 9)
+
+
+def test_the_rule_of_mdi_llm_is_that_of_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All entries for three and more stages but one, which is the claim of its docstring."""
+    entries = [(n, N, first) for n, row in MDI_LLM_TABLE.items() for N, first in row.items()]
+    monkeypatch.setattr("magicdec.distributed.layer_split.MDI_LLM_TABLE", {})
+    other = [(n, N) for n, N, first in entries if mdi_llm_counts(N, n)[0] != first and N > 2]
+    assert other == [(24, 3)]
+
+
+def test_a_round_is_bound_by_the_slowest_stage_or_by_all() -> None:
+    assert round_seconds([0.01, 0.02], [0.001, 0.003], 1) == pytest.approx(0.034)
+    assert round_seconds([0.01, 0.02], [0.001, 0.003], 2) == pytest.approx(0.04)
+
+
+def choose(
+    monkeypatch: pytest.MonkeyPatch, others: list[dict[str, Any]], asked: str = "auto"
+) -> Any:
+    """`choose_split` on rank 0 of two stages, with what the other ranks say."""
+    ranks = 1 + len(others)
+
+    def exchange(launch: Launch, text: str, topic: str) -> list[str]:
+        return [text, *map(json.dumps, others)]
+
+    monkeypatch.setattr("magicdec.pipeline.auto_split.choose.exchange_texts", exchange)
+    launch, grid = Launch(0, ranks, 0, 1), StageGrid(2, ranks // 2)
+    return choose_split(asked, grid, 12, launch, "given", lambda: RankTimes(1e-3, 1e-4, 4e-3))
+
+
+def said(host: int, layer_s: float, first_s: float | None = None) -> dict[str, Any]:
+    times = {"layer_s": layer_s, "fixed_s": 1e-4, "first_fixed_s": first_s}
+    return {"asked": "auto", "host": host, "times": times}
+
+
+def test_ranks_choose_one_split_by_the_times_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal = choose(monkeypatch, [said(1, 1e-3)])
+    assert equal.asked == "4,8" and equal.layers == (range(4), range(4, 12))
+    assert "--layer_split 4,8" in equal.reason and "1 ms a layer" in equal.reason
+    assert "8, 8.1 ms on the stages" in equal.reason and "(given)" in equal.reason
+    slow = choose(monkeypatch, [said(1, 4e-3)])
+    assert slow.asked == "9,3" and "1 to 4 ms a layer" in slow.reason
+    # Ranks of one host count as equally fast, whatever noise one of them had.
+    noisy = choose(monkeypatch, [said(0, 1e-3, 4e-3), said(0, 5e-3), said(0, 1e-3)])
+    assert noisy.asked == "4,8"
+    # A stage is as slow as its slowest rank.
+    mixed = choose(monkeypatch, [said(1, 1e-3, 8e-3), said(2, 1e-3), said(3, 2e-3)])
+    assert mixed.asked == "6,6"
+
+
+def test_ranks_that_cannot_choose_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--layer_split: rank 0 has auto, rank 1 has 6,6"):
+        choose(monkeypatch, [{"asked": "6,6", "host": 1}])
+    with pytest.raises(ValueError, match="--machine m"):
+        choose(monkeypatch, [said(1, 1.0) | {"refusal": "--machine m.json was measured elsewhere"}])
+    told = {"asked": "6,6", "host": 1}
+    assert choose(monkeypatch, [told], "6,6").asked == "6,6"

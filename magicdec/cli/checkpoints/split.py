@@ -48,7 +48,8 @@ def build_parser() -> Parser:
     add("--n_nodes", type=_count, metavar="N",
         help="number of stages, which share the layers equally without --layer_split")  # fmt: skip
     add("--layer_split", metavar="SPLIT",
-        help="layers or shares of the stages, as in 10,12 or 0.25,0.75")  # fmt: skip
+        help="layers or shares of the stages (10,12 or 0.25,0.75), or mdi_llm, the table of that "
+        "system")  # fmt: skip
     add("--out", type=Path, metavar="DIR",
         help="directory of the chunks; default: DIR/chunks/<N>nodes")  # fmt: skip
     return parser
@@ -65,6 +66,8 @@ def find_num_stages(n_nodes: int | None, layer_split: str | None) -> int:
     if n_nodes is None and layer_split is None:
         raise ValueError("give --n_nodes, --layer_split or both")
     named = count_stages(layer_split, n_nodes or 0)
+    if named == 0:
+        raise ValueError(f"--layer_split {layer_split} has no number of stages; give --n_nodes too")
     if n_nodes not in (None, named):
         raise ValueError(f"--n_nodes {n_nodes}: --layer_split {layer_split} has {named} stages")
     return named

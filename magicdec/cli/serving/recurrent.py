@@ -28,7 +28,7 @@ from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.kept import Kept
 from magicdec.config.run_config import RunConfig
-from magicdec.console import spinner
+from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.processes import PeerLost, report_error
 from magicdec.distributed.ranks import find_world_size
@@ -91,6 +91,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         prepared = prepare(asked.config, asked.options, launch)
     announce_backend(prepared.run.config, launch)
     if launch.rank == 0:
+        if prepared.split:
+            print(labelled("split", prepared.split))
         print(f"{'memory':<10} {prepared.run.memory}", flush=True)
     from magicdec.pipeline.measure import measure
 
@@ -130,6 +132,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     shapes = make_shapes(Arrival(BURST), *lengths, config.workload.seed)
     options = RingOptions(
         layer_split=args.layer_split,
+        machine=args.machine,
         lane_size=args.lane_size,
         n_samples=args.n_samples,
         prefill_tokens=args.prefill_tokens,
@@ -179,9 +182,14 @@ def add_requests(parser: Parser) -> None:
 def add_pipeline(parser: Parser) -> None:
     add = parser.add_argument_group("pipeline").add_argument
     add("--layer_split", metavar="SPLIT",
-        help="layers of each stage, as counts (10,12) or as shares (0.25,0.75). With more ranks "
-        "than stages, the ranks of a stage share its layers by tensor parallelism. Default: a "
-        "stage for each rank, with equal shares")  # fmt: skip
+        help="layers of each stage: counts (10,12), shares (0.25,0.75), auto, which minimises the "
+        "slowest stage by times of layers that are measured before the run, or mdi_llm, the table "
+        "of that system. With more ranks than stages, the ranks of a stage share its layers by "
+        "tensor parallelism; auto:2 and mdi_llm:2 have two stages. Default: a stage for each rank, "
+        "with equal shares")  # fmt: skip
+    add("--machine", type=Path, metavar="FILE",
+        help="the file that `magicdec probe` wrote with as many ranks: --layer_split auto takes "
+        "its times from there. Default: it measures them")  # fmt: skip
     add("--n_samples", type=int, metavar="R",
         help="samples that are in flight together, a multiple of --B. Default: --B for each stage",
     )  # fmt: skip
