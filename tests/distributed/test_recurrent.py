@@ -25,7 +25,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     [
         (1, ["--n_samples", 3], [2]),
         (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5"], [1, 1]),
-        pytest.param(4, ["--layer_split", "1,1", "--collectives", "gloo"], [1, 1],
+        pytest.param(4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1],
                      marks=pytest.mark.wide),
     ],
 )  # fmt: skip

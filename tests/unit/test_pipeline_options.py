@@ -3,6 +3,7 @@ and what a stage needs of the memory."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,16 @@ from typing import Any
 import pytest
 
 from magicdec.cli.serving.recurrent import parse
+from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.hardware.environment import describe_environment
 from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
+from magicdec.pipeline.auto_split.find import check_source, find_times
+from magicdec.pipeline.auto_split.measure import Timed, measure_times
 from magicdec.pipeline.metrics import StageUse, predict_round, ring_metrics
 from magicdec.pipeline.prepare import check_agreement, check_files, prepare
 
@@ -113,3 +120,39 @@ def test_one_rank_has_no_tensor_parallelism_to_compare_with(tmp_path: Path) -> N
     for world_size, count in ((1, 3), (2, 4)):
         asked = parse(["--out", str(tmp_path / "r.jsonl")], Launch(0, world_size, 0, world_size))
         assert len(asked.options.passes) == count and asked.options.passes[-1] == "ring"
+
+
+def test_times_of_layers_are_measured_or_come_from_a_machine_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured has no bounds, so only its order is known: the first stage does more."""
+    monkeypatch.setattr("magicdec.pipeline.auto_split.measure.ENOUGH_S", 0.0)
+    launch = Launch(0, 1, 0, 1)
+    options = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl")], launch)
+    found = prepare(options.config, options.options, launch)
+    config, source = found.run.config, found.run.source
+    times = measure_times(Timed(config, source, Shard(), rows=2, context=50, is_first=True))
+    assert times.layer_s > 0 and times.first_fixed_s is not None
+    assert times.first_fixed_s >= times.fixed_s >= 0
+    other = measure_times(Timed(config, source, Shard(1, 2), rows=1, context=50, is_first=False))
+    assert other.layer_s > 0 and other.first_fixed_s is None
+    here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
+    machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
+    dtype, path = config.model.dtype, tmp_path / "machine.json"
+    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
+    MachineFile(machine, 1e9, *rates).save(path)
+    place = config, source, found.grid, launch, path
+    known = find_times(*place, rows=2, context=50)
+    assert known.layer_s > 1e-3 and known.fixed_s == 0
+    head_bytes = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype]
+    assert known.first_fixed_s == pytest.approx(head_bytes / 1e9, rel=0.01)
+    MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
+    with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
+        find_times(*place, rows=2, context=50)
+
+
+def test_auto_is_refused_for_files_that_have_a_split(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    split_checkpoint(find_model("--model", str(tiny_checkpoint)), tmp_path, [range(1), range(1, 2)])
+    source = find_model("--model", str(tmp_path))
+    with pytest.raises(ValueError, match=r"--layer_split auto: .* made with --layer_split 1,1"):
+        check_source("auto", source)
