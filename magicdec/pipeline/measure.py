@@ -17,10 +17,12 @@ from magicdec.pipeline.recording import make_record
 from magicdec.setup.session import RankSession
 
 
-def measure(prepared: PreparedRing, keep: Callable[[PipelineRecord], None]) -> list[PipelineRecord]:
-    """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
-    only that one. All ranks call it; only the first makes records. Raises PeerLost if another rank
-    has ended."""
+def measure(
+    prepared: PreparedRing, keep: Callable[[PipelineRecord, Outcome], None]
+) -> list[PipelineRecord]:
+    """`keep` gets each record, and the requests of its pass, as soon as the pass is done, so that
+    what ends a later pass costs only that one. All ranks call it; only the first makes records.
+    Raises PeerLost if another rank has ended."""
     launch, asked = prepared.run.launch, prepared.options.asked
     session = RankSession(launch, prepared.whole.parallel)
     progress = make_progress(launch.rank == 0)
@@ -37,6 +39,6 @@ def measure(prepared: PreparedRing, keep: Callable[[PipelineRecord], None]) -> l
                 reference = name, outcome
             environment = session.describe_environment()
             records.append(make_record(prepared, environment, name, outcome, reference))
-            keep(records[-1])
+            keep(records[-1], outcome)
     close_groups()
     return records

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from magicdec.pipeline.metrics import StageUse
 from magicdec.pipeline.prepare import PreparedRing
+from magicdec.pipeline.tracing.trace import RingTrace
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -30,6 +31,7 @@ class RingUse:
     uses: list[StageUse]  # of the stages in order
     hop_bytes: int
     link_s: float | None
+    trace: RingTrace | None = None
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,18 @@ class StageUse:
     decode_s: float
     num_decodes: int
     num_bytes: int
+    num_sent: int  # messages
+    queued_s: float  # summed over the messages to the stage, from their sending until it took them
 
     @property
     def busy(self) -> float:
         return 1 - self.waiting_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def queue_depth(self) -> float:
+        """The mean number of messages that are sent and not taken, which is their rate times the
+        time that each is (Little 1961)."""
+        return self.queued_s / self.total_s if self.total_s else 0.0
 
     @property
     def mean_decode_s(self) -> float:
@@ -48,7 +56,13 @@ class RingMetrics:
         "result is sent; of the first stage with the head, sampling and scheduling",
         "ms",
     )
-    sent_bytes: list[int] = recorded("bytes that each rank of a stage sent to the next", "bytes")
+    queue_depth: list[float] = recorded(
+        "messages that were sent to a stage and that it had not taken yet, on the link or waiting; "
+        "mean over the time",
+        "messages",
+    )
+    sent_messages: list[int] = recorded("messages that each rank of a stage sent to the next")
+    sent_bytes: list[int] = recorded("bytes of these, headers included", "bytes")
     decode_hop_bytes: int = recorded(
         "bytes of a message of a whole lane that decodes: its header and hidden states", "bytes"
     )
@@ -86,6 +100,8 @@ def ring_metrics(
         lane_size=lanes[1],
         busy=[use.busy for use in uses],
         decode_ms=[1e3 * seconds for seconds in stage_s],
+        queue_depth=[use.queue_depth for use in uses],
+        sent_messages=[use.num_sent for use in uses],
         sent_bytes=[use.num_bytes for use in uses],
         decode_hop_bytes=hop_bytes,
         link_ms=None if link_s is None else 1e3 * link_s,

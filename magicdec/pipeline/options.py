@@ -26,7 +26,8 @@ BYTES_PER_MBIT = 1e6 / 8
 @dataclass(frozen=True)
 class RingOptions:
     """`shapes` are all requests. The other fields are the flags of the same names; `lane_size` is
-    --B. None stands for a default that follows from the number of stages."""
+    --B, and `has_spans` says whether every stage notes when it computes what. None stands for a
+    default that follows from the number of stages."""
 
     layer_split: str | None
     lane_size: int
@@ -39,6 +40,7 @@ class RingOptions:
     emulate_link_ms: float | None = None
     emulate_link_mbps: float | None = None
     machine: Path | None = None
+    has_spans: bool = False
 
     def __post_init__(self) -> None:
         for flag, value in (

@@ -95,6 +95,7 @@ class RecurrentPipeline:
             Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
             for i in range(num_lanes)
         ]
+        self.on_send: Callable[[Flight], None] = lambda flight: None
         self._under_way: deque[Flight] = deque()
 
     def serve(
@@ -165,7 +166,9 @@ class RecurrentPipeline:
         return replace(flight, draft=draft), draft.tokens
 
     def _send(self, flight: Flight, token_ids: Tensor) -> None:
-        """Compute the first stage's layers, and send the result to the next stage."""
+        """Compute the first stage's layers, and send the result to the next stage. `on_send` is
+        called before."""
+        self.on_send(flight)
         words, status = flight.lane.rows(flight.requests), flight.status
         if status == VERIFY:
             words += [request.num_cached for request in flight.requests]

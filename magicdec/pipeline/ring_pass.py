@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed
 
 from magicdec.console import Progress
 from magicdec.distributed.channel import MessageForm, connect_ring, time_round
@@ -24,6 +23,9 @@ from magicdec.pipeline.metrics import StageUse
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.stage import Occupancy, Stage
+from magicdec.pipeline.tracing.ends import CountingEnds
+from magicdec.pipeline.tracing.gathering import gather
+from magicdec.pipeline.tracing.trace import RingTrace
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.serving.counts import StepCounts
@@ -66,39 +68,56 @@ class RingPass:
         ends = connect_ring(*place, prepared.whole.parallel.collectives)
         if (link := options.asked.link) is not None:
             ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
+        counting = CountingEnds(ends, is_first=self.stages.stage == 0)
         if self.stages.stage == 0:
             lanes = options.num_lanes, lane_size, limits, chunk
-            return self._lead(RecurrentPipeline(stage, ends, *lanes), form, observe)
+            pipeline = RecurrentPipeline(stage, counting.ends, *lanes)
+            return self._lead(pipeline, counting, form, observe)
         for _ in ("warm-up", "links"):
-            stage.serve(ends)
-        sent, stage.occupancy = ends.outbound.num_bytes, Occupancy()
-        stage.serve(ends)
-        self._uses(stage, ends.outbound.num_bytes - sent)
+            stage.serve(counting.ends)
+        self._restart(stage, counting)
+        stage.serve(counting.ends)
+        self._gather(stage, counting)
         return None
 
     def _lead(
-        self, pipeline: RecurrentPipeline, form: MessageForm, observe: Callable[[int], None]
+        self,
+        pipeline: RecurrentPipeline,
+        counting: CountingEnds,
+        form: MessageForm,
+        observe: Callable[[int], None],
     ) -> Outcome:
         """The part of the first stage."""
         stage, ends, num_stages = pipeline.stage, pipeline.ends, self.prepared.grid.num_stages
         options = self.prepared.options
-        lane_size, rounds, sent = options.asked.lane_size, list[float](), 0
+        lane_size, rounds = options.asked.lane_size, list[float]()
 
         def serve(requests: list[Request], counts: StepCounts, tell: Callable[[int], None]) -> None:
             pipeline.serve(requests, tell, counts.watch)
             pipeline.close()
 
         def time_links() -> None:
-            nonlocal sent
             if num_stages > 1:
                 rounds.extend(time_round(ends, form, lane_size, PROBES))
             pipeline.close()
-            sent, stage.occupancy = ends.outbound.num_bytes, Occupancy()
+            self._restart(stage, counting)
+            pipeline.on_send = counting.begin
 
         outcome = serve_measured(self.prepared, serve, options.n_samples, observe, time_links)
-        uses = self._uses(stage, ends.outbound.num_bytes - sent)
+        uses, trace = self._gather(stage, counting)
         link_s = statistics.median(rounds) / num_stages if rounds else None
-        return replace(outcome, ring=RingUse(uses, form.num_bytes(lane_size), link_s))
+        return replace(outcome, ring=RingUse(uses, form.num_bytes(lane_size), link_s, trace))
+
+    def _restart(self, stage: Stage, counting: CountingEnds) -> None:
+        """Begin to count what is measured."""
+        stage.occupancy = Occupancy()
+        counting.restart(self.prepared.options.asked.has_spans)
+
+    def _gather(
+        self, stage: Stage, counting: CountingEnds
+    ) -> tuple[list[StageUse], RingTrace | None]:
+        """What all stages counted; it is whole on the first rank alone. All ranks must call it."""
+        return gather(self.prepared.run.launch, self.prepared.grid, stage.occupancy, counting)
 
     def _load_stage(self) -> Stage:
         prepared, number = self.prepared, self.stages.stage
@@ -115,20 +134,3 @@ class RingPass:
         if emulated_ms is not None:
             return EmulatedStage(runner, model.is_last, seconds=emulated_ms / 1e3)
         return Stage(runner, model.is_last)
-
-    def _uses(self, stage: Stage, num_bytes: int) -> list[StageUse]:
-        """What the first rank of each stage counted. All ranks must call it."""
-        spent = stage.occupancy
-        counted = [spent.total_s, spent.waiting_s, spent.decode_s, spent.num_decodes, num_bytes]
-        ours = torch.tensor(counted, dtype=torch.float64)
-        grid = self.prepared.grid
-        found = [torch.empty_like(ours) for _ in range(grid.world_size)]
-        if grid.world_size == 1:
-            found = [ours]
-        else:
-            torch.distributed.all_gather(found, ours)
-        first = [found[grid.ranks_of(number)[0]].tolist() for number in range(grid.num_stages)]
-        return [
-            StageUse(total_s, waiting_s, decode_s, int(num_decodes), int(sent))
-            for total_s, waiting_s, decode_s, num_decodes, sent in first
-        ]

@@ -15,7 +15,7 @@ from conftest import make_draft, make_requests, random_prompts
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.channel import MessageForm, connect_ring
-from magicdec.distributed.groups import Group, close_groups, make_stage_groups, read_launch
+from magicdec.distributed.groups import Group, Launch, close_groups, make_stage_groups, read_launch
 from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.tensor_parallel import Shard
@@ -24,6 +24,7 @@ from magicdec.model.checkpoint.source import ModelSource, find_model, load_trans
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import Stage
+from magicdec.pipeline.tracing.clocks import compare_clocks
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
@@ -130,12 +131,20 @@ def check_counts(speculation: Speculation, requests: Sequence[Request]) -> None:
     assert later > counts.num_verified and past_ends >= (speculation.drafter.draft_kv is not None)
 
 
+def check_clocks(launch: Launch) -> None:
+    """The ranks of one host have one clock, so that no difference is more than its error."""
+    clocks = compare_clocks(launch.rank, range(1, launch.world_size))
+    assert len(clocks) == (launch.world_size - 1 if launch.rank == 0 else 0)
+    assert all(abs(each.ahead_s) <= each.error_s < 10 for each in clocks.values())
+
+
 def main(paths: Sequence[str]) -> None:
     torch.set_num_threads(1)
     launch = read_launch()
     outputs = [[tokens_of(case, path) for case in cases_of(launch.world_size)] for path in paths]
     if launch.rank == 0:
         print(json.dumps(outputs), flush=True)
+    check_clocks(launch)
     close_groups()
 
 

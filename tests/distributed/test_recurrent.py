@@ -24,7 +24,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     ("num_ranks", "flags", "layers"),
     [
         (1, ["--n_samples", 3], [2]),
-        (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5"], [1, 1]),
+        (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5", "--gantt", "gantt.png",
+             "--plots", "plots", "--time_run", "runs.csv"], [1, 1]),
         pytest.param(4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1],
                      marks=pytest.mark.wide),
     ],
@@ -60,6 +61,14 @@ def test_every_pass_has_the_same_tokens_and_a_record(
         prompts = [request["prompt_len"] for request in records[-1]["requests"]]
         assert len(set(prompts)) > 4, "prompts of several lengths"
         assert ring["sent_bytes"][0] > sum(prompts) * 48 * 4 > ring["sent_bytes"][1] > 0
+    assert min(ring["queue_depth"]) >= 0 and max(ring["queue_depth"]) < 20
+    assert min(ring["sent_messages"]) > sum(lengths[0]) / ring["lane_size"]
+    drawn = {path.name for path in tmp_path.glob("**/*.png")}
+    plot = f"time_vs_tokens_{tiny_checkpoint.name}_9samples.png"
+    assert drawn == ({"gantt.png", plot} if "--gantt" in flags else set())
+    if drawn:
+        assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3, "a head and two runs"
+        assert len(list((tmp_path / "plots").glob("*_2nodes_*.csv"))) == 2
     assert records[-1]["config"]["parallel"]["rank_group"] == list(range(ring["tensor_parallel"]))
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import (
@@ -27,13 +27,13 @@ from magicdec.cli.flags import (
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.kept import Kept
+from magicdec.cli.serving.ring_outputs import RingOutputs, add_outputs, read_outputs
 from magicdec.config.run_config import RunConfig
 from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.processes import PeerLost, report_error
 from magicdec.distributed.ranks import find_world_size
 from magicdec.pipeline.options import BASELINES, NO_BASELINES, RingOptions, read_baselines
-from magicdec.records.writing import check_writable
 from magicdec.workload.arrivals import BURST, Arrival
 from magicdec.workload.request_shapes import (
     DEFAULT_NUM_REQUESTS,
@@ -42,6 +42,10 @@ from magicdec.workload.request_shapes import (
     FORMS,
     make_shapes,
 )
+
+if TYPE_CHECKING:
+    from magicdec.pipeline.measured_pass import Outcome
+    from magicdec.pipeline.record import PipelineRecord
 
 FAILED, INTERRUPTED = 1, 130
 EVERYDAY = (
@@ -65,6 +69,7 @@ class Asked:
     config: RunConfig
     options: RingOptions
     out: Path
+    outputs: RingOutputs
 
 
 def main() -> NoReturn:
@@ -96,15 +101,21 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         print(f"{'memory':<10} {prepared.run.memory}", flush=True)
     from magicdec.pipeline.measure import measure
 
-    kept = Kept(asked.out)
-    records = measure(prepared, kept.append)
+    kept, outputs = Kept(asked.out), asked.outputs
+
+    def keep(record: PipelineRecord, outcome: Outcome) -> None:
+        kept.append(record)
+        if record.metrics is not None:
+            outputs.write(prepared, record.name, outcome)
+
+    records = measure(prepared, keep)
     if launch.rank != 0:
         return 0
     from magicdec.pipeline.showing.table import print_table
 
     print_table(records)
     print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
-    is_lost = kept.count < len(records)
+    is_lost = kept.count < len(records) or outputs.failures
     return FAILED if is_lost or any(record.metrics is None for record in records) else 0
 
 
@@ -142,10 +153,9 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         emulate_stage_ms=args.emulate_stage_ms,
         emulate_link_ms=args.emulate_link_ms,
         emulate_link_mbps=args.emulate_link_mbps,
+        has_spans=args.gantt is not None,
     )
-    if launch.rank == 0:
-        check_writable("--out", args.out)
-    return Asked(config, options, args.out)
+    return Asked(config, options, args.out, read_outputs(args, launch.rank == 0))
 
 
 def build_parser() -> Parser:
@@ -160,10 +170,7 @@ def build_parser() -> Parser:
         add_section(parser, section, getattr(base, section), only=fields)
     add_requests(parser)
     add_pipeline(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, default=Path("results/pipeline.jsonl"), metavar="FILE",
-        help="append a record for each pass, one JSON line [results/pipeline.jsonl]",
-    )  # fmt: skip
+    add_outputs(parser)
     return parser
 
 

@@ -4,6 +4,7 @@ know how a metric is computed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from magicdec.console import make_console
 from magicdec.pipeline.metrics import RingMetrics
@@ -11,9 +12,15 @@ from magicdec.pipeline.record import UNCHECKED, PipelineRecord
 from magicdec.records.fields import described_fields
 from magicdec.serving.metrics import ServingMetrics
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 ROWS = (
     *("makespan_s", "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms"),
     *("p50_itl_ms", "p99_itl_ms", "mean_e2el_ms"),
+)
+STAGE_COLUMNS = (
+    *("layers", "busy", "idle", "ms a message", "queue depth", "messages", "bytes a message"),
 )
 
 
@@ -24,7 +31,8 @@ def print_table(records: Sequence[PipelineRecord]) -> None:
     for record in records:
         style = "bold red" if record.status == "diverged" else "bold"
         console.print(verdict(record), style=style)
-    table = Table(title=title(records[-1]), title_justify="left")
+    console.print(title(records[-1]))
+    table = Table()
     table.add_column("")
     for record in records:
         table.add_column(record.name, justify="right")
@@ -35,7 +43,8 @@ def print_table(records: Sequence[PipelineRecord]) -> None:
             table.add_row(described.label, *cells)
     console.print(table)
     if (ring := records[-1].ring) is not None:
-        for line in describe_ring(ring):
+        console.print(stage_table(ring))
+        for line in describe_round(ring):
             console.print(line)
 
 
@@ -60,13 +69,26 @@ def verdict(record: PipelineRecord) -> str:
     return f"{record.name}: {record.status.upper()}, {text}"
 
 
-def describe_ring(ring: RingMetrics) -> list[str]:
-    """A line for each stage, and the round as predicted and as measured."""
-    stages = zip(ring.num_layers, ring.busy, ring.decode_ms, ring.sent_bytes, strict=True)
-    lines = [
-        f"stage {i}: {layers} layers, {busy:.0%} busy, {ms:.2f} ms a message, {sent:,} bytes sent"
-        for i, (layers, busy, ms, sent) in enumerate(stages)
-    ]
+def stage_table(ring: RingMetrics) -> Table:
+    """A row for each stage."""
+    from rich.table import Table
+
+    table = Table("stage")
+    for column in STAGE_COLUMNS:
+        table.add_column(column, justify="right")
+    columns = (ring.num_layers, ring.busy, ring.decode_ms, ring.queue_depth, ring.sent_messages)
+    for stage, cells in enumerate(zip(*columns, ring.sent_bytes, strict=True)):
+        layers, busy, ms, depth, messages, num_bytes = cells
+        table.add_row(
+            str(stage), str(layers), f"{busy:.0%}", f"{1 - busy:.0%}", f"{ms:.2f}", f"{depth:.2f}",
+            f"{messages:,}", f"{num_bytes / messages:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def describe_round(ring: RingMetrics) -> list[str]:
+    """The link, and the round as predicted and as measured."""
+    lines = []
     if ring.link_ms is not None:
         lines.append(f"link: {1e3 * ring.link_ms:.0f} us for {ring.decode_hop_bytes:,} bytes")
     if ring.measured_round_ms is not None:

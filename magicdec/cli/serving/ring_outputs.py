@@ -1,0 +1,115 @@
+"""The files that `magicdec recurrent` writes beside its records: charts, curves and run times.
+
+Owns their flags. Must not know how anything is measured or drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from magicdec.cli.parsing.parser import Parser
+from magicdec.pipeline.options import RING, SEQUENTIAL
+from magicdec.records.writing import check_writable
+
+if TYPE_CHECKING:
+    from magicdec.pipeline.measured_pass import Outcome
+    from magicdec.pipeline.prepare import PreparedRing
+
+
+@dataclass(frozen=True)
+class RingOutputs:
+    """The flags of the same names. `failures` has what could not be written."""
+
+    gantt: Path | None
+    gantt_ms: float | None
+    plots: Path | None
+    time_run: Path | None
+    failures: list[str]
+
+    def write(self, prepared: PreparedRing, name: str, outcome: Outcome) -> None:
+        """Write the files of the pass `name`. One that cannot be written costs nothing else."""
+        if name not in (SEQUENTIAL, RING):
+            return
+        num_nodes = 1 if name == SEQUENTIAL else prepared.grid.world_size
+        if self.time_run is not None:
+            self._try("--time_run", lambda: self._append_run(prepared, num_nodes, outcome))
+        if self.plots is not None:
+            self._try("--plots", lambda: self._plot(prepared, num_nodes, outcome))
+        if self.gantt is not None and name == RING:
+            self._try("--gantt", lambda: self._draw_gantt(outcome))
+
+    def _try(self, flag: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            self.failures.append(
+                str(error) if isinstance(error, ValueError) else f"{flag}: {error}"
+            )
+            print(self.failures[-1], file=sys.stderr)
+
+    def _append_run(self, prepared: PreparedRing, num_nodes: int, outcome: Outcome) -> None:
+        from magicdec.pipeline.showing.curves import append_run, points_of
+
+        assert self.time_run is not None
+        asked, layers = prepared.options.asked, prepared.run.source.config.num_layers
+        seconds, _ = points_of(outcome.requests, outcome.begin_s)[-1]
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        row = now, len(asked.shapes), layers, asked.longest, f"{seconds:.6f}", num_nodes
+        append_run(self.time_run, row)
+
+    def _plot(self, prepared: PreparedRing, num_nodes: int, outcome: Outcome) -> None:
+        from magicdec.pipeline.showing.curves import Curves
+
+        assert self.plots is not None
+        model, count = prepared.run.config.model.model, len(outcome.requests)
+        curves = Curves("--plots", self.plots, model, count)
+        curves.write(num_nodes, outcome.requests, outcome.begin_s)
+        curves.draw()
+
+    def _draw_gantt(self, outcome: Outcome) -> None:
+        from magicdec.pipeline.showing.gantt import draw_ring
+
+        assert self.gantt is not None and outcome.ring is not None
+        assert outcome.ring.trace is not None, "it was asked for"
+        draw_ring("--gantt", self.gantt, outcome.ring.trace, self.gantt_ms)
+
+
+def add_outputs(parser: Parser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=Path("results/pipeline.jsonl"), metavar="FILE",
+        help="append a record for each pass, one JSON line [results/pipeline.jsonl]",
+    )  # fmt: skip
+    add("--gantt", type=Path, metavar="FILE",
+        help="draw which sample every stage computes when (PNG). Default: no chart, and the times "
+        "are not noted")  # fmt: skip
+    add("--gantt_ms", type=float, metavar="X",
+        help="how much time the chart shows, in ms. Default: 60 times what the slowest stage takes "
+        "for a message")  # fmt: skip
+    add("--plots", type=Path, metavar="DIR",
+        help="write tokens against time of the ring and of the sequential baseline to CSV files in "
+        "this directory, and draw a curve for each number of nodes that has files there. Default: "
+        "no files")  # fmt: skip
+    add("--time_run", type=Path, metavar="FILE",
+        help="append the times of the ring and of the sequential baseline to this CSV file, a line "
+        "each. Default: no file")  # fmt: skip
+
+
+def read_outputs(args: argparse.Namespace, is_writer: bool) -> RingOutputs:
+    """Raises ValueError, naming the flag, for a file that the writer cannot write."""
+    if args.gantt_ms is not None:
+        if args.gantt is None:
+            raise ValueError("--gantt_ms does nothing without --gantt; leave it out")
+        if not 0 < args.gantt_ms < float("inf"):
+            raise ValueError(f"--gantt_ms {args.gantt_ms} is out of range; it must be more than 0")
+    for flag, path in (("--out", args.out), ("--gantt", args.gantt), ("--time_run", args.time_run)):
+        if path is not None and is_writer:
+            check_writable(flag, path)
+    if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
+        raise ValueError(f"--plots {args.plots} is not a directory; name one to write to")
+    return RingOutputs(args.gantt, args.gantt_ms, args.plots, args.time_run, [])

@@ -1,0 +1,139 @@
+"""What a ring shows of its time: the spans of its stages, the queues between them, Gantt charts,
+and tokens against time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import TINY, make_requests, make_runner
+from test_recurrent_order import CHUNK, LIMITS, Ring
+
+from magicdec.distributed.channel import RingEnds
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.transformer import Transformer
+from magicdec.pipeline.emulation import EmulatedStage
+from magicdec.pipeline.recurrent import RecurrentPipeline
+from magicdec.pipeline.showing.curves import RUN_COLUMNS, Curves, append_run, by_sample, points_of
+from magicdec.pipeline.showing.gantt import HEAD, LEGEND, PROMPT, draw_ring, panels_of
+from magicdec.pipeline.tracing.clocks import Ahead
+from magicdec.pipeline.tracing.ends import CountingEnds
+from magicdec.pipeline.tracing.gathering import uses_of
+from magicdec.pipeline.tracing.trace import RingTrace, StageTrace, spans_of
+from magicdec.request import Request
+
+
+def served(has_spans: bool) -> tuple[CountingEnds, list[Request]]:
+    """Five samples of two chunks and four tokens each, three of them in flight."""
+    model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
+    stage, ring = EmulatedStage(make_runner(model, 3, 60), is_last=False), Ring()
+    counting = CountingEnds(RingEnds(ring, ring), is_first=True)
+    counting.restart(has_spans)
+    pipeline = RecurrentPipeline(stage, counting.ends, 3, 1, LIMITS, CHUNK)
+    pipeline.on_send = counting.begin
+    requests = make_requests([(5,) * 12] * 5, 4)
+    pipeline.serve(requests)
+    pipeline.close()
+    return counting, requests
+
+
+def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
+    counting, requests = served(has_spans=True)
+    trace = counting.traffic.trace
+    assert trace is not None
+    spans, heads = spans_of(trace.spans), spans_of(trace.head_spans)
+    assert len(spans) == len(trace.samples) == 5 * (2 + 3)
+    assert counting.traffic.num_taken == len(spans) + 1, "the last ends the ring"
+    assert counting.traffic.num_sent == len(spans) + 5 + 1, "one for each sample that is freed"
+    assert [trace.samples.count([request.request_id]) for request in requests] == [5] * 5
+    assert sum(trace.are_prompts) == 2 * 5
+    every = sorted([*spans, *heads])
+    assert all(begin <= end for begin, end in every)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(every))
+    assert len(heads) == len(spans)
+
+
+def test_nothing_is_noted_unless_asked_for() -> None:
+    counting, _ = served(has_spans=False)
+    assert counting.traffic.trace is None and counting.traffic.num_taken == 26
+
+
+def test_queues_by_the_times_of_both_sides() -> None:
+    """A stage whose clock is ahead takes messages later by that clock alone."""
+    first = [10.0, 1.0, 4.0, 6, 640, 8, 800.0, 8, 820.0]
+    second = [10.0, 2.0, 3.0, 6, 320, 8, 816.0, 8, 812.0 + 8 * 5]
+    uses = uses_of([first, second], [Ahead(), Ahead(5.0, 0.1)])
+    assert uses[1].queued_s == pytest.approx(12.0) and uses[1].queue_depth == pytest.approx(1.2)
+    assert uses[0].queued_s == pytest.approx(820 - (816 - 8 * 5))
+    assert uses[0].num_sent == 8 and uses[1].num_bytes == 320
+    assert uses_of([first], [Ahead()])[0].queued_s == pytest.approx(20.0)
+
+
+def make_trace(num_samples: int = 3) -> RingTrace:
+    """Two stages whose messages take a second each."""
+    count = 2 * num_samples
+    stages = [[(100.0 + s + i, 101.0 + s + i) for i in range(count)] for s in range(2)]
+    samples = [[i % num_samples] for i in range(count)]
+    heads = [(102.0 + i, 102.25 + i) for i in range(count)]
+    return RingTrace(stages, heads, samples, [i < num_samples for i in range(count)], 0.0)
+
+
+def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) -> None:
+    trace = make_trace()
+    stages, samples = panels_of(trace, 100.0, 4.5)
+    assert list(stages.rows) == ["stage 0", "stage 1"]
+    assert list(samples.rows) == ["sample 0", "sample 1", "sample 2"]
+    of_first = [(bar.begin_s, bar.text) for bar in stages.bars if bar.row == 0 and bar.text]
+    assert of_first == [(0.0, "0"), (1.0, "1"), (2.0, "2"), (3.0, "0"), (4.0, "1")]
+    assert [bar.look.hatch for bar in stages.bars[:4]] == [LEGEND[PROMPT].hatch] * 3 + [""]
+    assert sum(bar.look == LEGEND[HEAD] for bar in stages.bars) == 3
+    of_sample = [(bar.begin_s, bar.text) for bar in samples.bars if bar.row == 0]
+    assert of_sample == [(0.0, "0"), (3.0, "0"), (1.0, "1"), (4.0, "1")]
+    path = tmp_path / "new" / "chart.png"
+    draw_ring("--gantt", path, replace(trace, clock_error_s=0.01), None)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="--gantt: 80 rows are too many to draw; at most 64"):
+        draw_ring("--gantt", path, make_trace(80), 1e9)
+
+
+def test_a_stage_between_others_has_a_span_from_taking_to_sending() -> None:
+    trace = StageTrace()
+    for begin_s, end_s in ((1.0, 2.0), (2.5, 4.0)):
+        trace.begin(begin_s)
+        trace.end(end_s)
+    assert spans_of(trace.spans, ahead_s=1.0) == [(0.0, 1.0), (1.5, 3.0)]
+    assert not trace.head_spans
+
+
+def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
+    curves = Curves("--plots", tmp_path / "plots", "/some/where/TinyLlama-1.1B/", 2)
+    requests = make_requests([(5,)] * 2, 2)
+    for request, times in zip(requests, ([10.5, 12.0], [10.75, 11.0]), strict=True):
+        request.token_times_s = list(times)
+    assert points_of(requests, 10.0) == [(0.0, 0), (0.5, 1), (0.75, 2), (1.0, 3), (2.0, 4)]
+    for num_nodes in (12, 1, 3):
+        curves.write(num_nodes, requests, 10.0)
+    replace(curves, model="other").write(2, requests, 10.0)
+    assert curves.numbers_of_nodes() == [1, 3, 12]
+    lines = curves.path(3).read_text().splitlines()
+    assert curves.path(3).name == "tokens_time_samples_3nodes_TinyLlama-1.1B_2samples.csv"
+    assert lines[:2] == ["0.000000,0", "0.500000,1"] and len(lines) == 5
+    each = [line.split(",") for line in curves.samples_path(3).read_text().splitlines()]
+    assert each[0] == ["sample", "tokens", "time_s"]
+    assert list(by_sample(each[1:])) == [[(0.5, 1), (2.0, 2)], [(0.75, 1), (1.0, 2)]]
+    curves.draw()
+    assert curves.plot.read_bytes().startswith(b"\x89PNG")
+    curves.samples_path(12).unlink()
+    with pytest.raises(ValueError, match=r"--plots .*12nodes.* cannot be read"):
+        curves.draw()
+
+
+def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    append_run(path, ("2026-01-02 03:04:05", 3, 6, 210, "1.500000", 2))
+    append_run(path, ("2026-01-02 03:04:06", 3, 6, 210, "1.250000", 3))
+    head, first, second = path.read_text().splitlines()
+    assert head.split(",") == list(RUN_COLUMNS)
+    assert first.endswith(",3,6,210,1.500000,2") and second.endswith(",1.250000,3")
