@@ -3,6 +3,8 @@ test_recurrent.py."""
 
 import os
 import signal
+import time
+from pathlib import Path
 
 from magicdec.cli.serving.recurrent import main
 from magicdec.pipeline.stage import Stage
@@ -15,6 +17,7 @@ def count(self, x, rows, status):
     global forwards
     forwards += 1
     if forwards == 40 and os.environ["RANK"] == os.environ["KILLED_RANK"]:
+        Path("killed_at").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     return forward(self, x, rows, status)
 
