@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
 
+from magicdec.attention.native import has_bfloat16_path
+
 FLAGS = (
     *("--prefix_len", "uniform:20:110", "--prefill_chunk", 32, "--output_len", "uniform:4:20"),
     *("--num_requests", 9, "--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
@@ -81,6 +83,24 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A layer for each of three stages."""
     config = replace(TINY, num_layers=3, vocab_size=2051, eos_token_ids=(2, 5))
     return save_checkpoint(tiny_transformer(config), tmp_path_factory.mktemp("deep"))
+
+
+@pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: a row's bits may change")
+def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
+    launch: Launch, deep_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """Two samples a message, beside one sample at a time and all at once in one process."""
+    done = launch(
+        "recurrent_benchmark.py", "--model", deep_checkpoint, "--dataset", text_file, *FLAGS,
+        "--dtype", "bfloat16", "--attention", "native", "--linear", "packed", "--B", 2,
+        "--baselines", "sequential", "batched", num_ranks=3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = read(tmp_path / "r.jsonl")
+    assert [r["name"] for r in records] == ["sequential", "batched", "ring"]
+    assert [(r["status"], r["num_differing"]) for r in records] == [("ok", 0)] * 3
+    config = records[-1]["config"]
+    assert config["model"]["dtype"] == "bfloat16" and records[-1]["ring"]["lane_size"] == 2
 
 
 @pytest.mark.parametrize(
