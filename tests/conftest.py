@@ -192,6 +192,7 @@ def decode_both(
     draft: DraftModel | None = None,
     recorder: Recorder | None = None,
     names: Sequence[str] = ("autoregressive", "speculative"),
+    tree: str | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill;
     steps are replayed if there is a recorder. The baseline's tokens are [] if it is not decoded,
@@ -199,7 +200,7 @@ def decode_both(
     engine = Engine(runner, chunk)
     keep_queries(runner if draft is None or draft.runner is None else draft.runner, kv)
     snapshots = engine.prefill(requests)
-    decoding = DecodingSection("speculative", drafter, num_draft_tokens)
+    decoding = DecodingSection("speculative", drafter, num_draft_tokens, tree)
     accepted: list[list[int]] = []
     outputs: list[list[list[int]]] = []
     for name in names:

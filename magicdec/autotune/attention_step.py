@@ -80,7 +80,7 @@ def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
 
 def _drafts(config: ResolvedConfig, model: ModelConfig) -> Read:
     """Each as the first of a step; the few tokens that later ones see more are left out."""
-    policy, times = make_policy(config.kv), config.decoding.most_draft_tokens
+    policy, times = make_policy(config.kv), config.decoding.num_draft_steps
     held, visible = policy.draft_reads(config.workload.prefix_len)
     # The cache of a draft that rolls is no longer than its window.
     rolls = config.draft is not None and policy.can_roll
@@ -90,7 +90,7 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> Read:
 def _name_drafts(config: ResolvedConfig) -> str:
     kv = config.kv
     of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
-    return f"{config.decoding.most_draft_tokens} drafts ({kv.policy}{of})"
+    return f"{config.decoding.num_draft_steps} drafts ({kv.policy}{of})"
 
 
 def _window(config: ResolvedConfig, model: ModelConfig, held: int) -> int | None:

@@ -103,6 +103,9 @@ def _obstacle(
         "it does not return attention weights": (
             needs_weights and not capabilities.returns_weights
         ),
+        "it computes no draft trees": (
+            config.decoding.tree is not None and not capabilities.supports_trees
+        ),
         "it does not keep to a sliding window": (
             not capabilities.keeps_window and (model.sliding_window or longest) < longest
         ),

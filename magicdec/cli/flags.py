@@ -22,9 +22,9 @@ from magicdec.cli.parsing.config_file import file_words
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.choices.choice import How
+from magicdec.config.output_section import OutputSection
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.processes import report_error

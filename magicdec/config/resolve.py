@@ -51,7 +51,8 @@ def resolve(
     dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
     parallel = resolve_parallel(config.parallel, device, machine)
     asked, kv = config.attention.backend, config.kv.resolve()
-    backend = choose_backend(asked, device, machine, head_dim, dtype)
+    drafts_trees = config.decoding.tree is not None
+    backend = choose_backend(asked, device, machine, head_dim, dtype, drafts_trees)
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
     of_draft = [] if config.draft is None else [config.draft.draft_dtype]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
@@ -66,7 +67,7 @@ def resolve(
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
-        drafting = choose_backend(asked, device, machine, size, dtype)
+        drafting = choose_backend(asked, device, machine, size, dtype, drafts_trees)
         parts = dataclasses.replace(parts, backend=drafting)
         drafts_native = choose_native_steps(config.model.native_steps, parts, layer_obstacles[1])
         draft = resolve_draft(config.draft, drafting, drafts_native, parallel.rank_group, dtype)

@@ -14,8 +14,9 @@ from typing import Any
 
 from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
+from magicdec.config.output_section import OutputSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, OutputSection, SamplingSection
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class ResolvedDecoding(DecodingSection):
             "strategy": self.strategy,
             "drafter": self.drafter,
             "num_draft_tokens": self.num_draft_tokens,
+            "tree": self.tree,
+            "tree_nodes": None if self.tree is None else self.most_draft_tokens,
             "machine": self.machine,
             "cuda_graphs": self.cuda_graphs,
             "cuda_graphs_reason": self.graphs_choice.why,
@@ -158,7 +161,7 @@ class ResolvedConfig:
         backends = [self.attention.backend_choice.settled, *drafts]
         d = self.decoding
         asked = "auto" if d.graphs_choice.is_auto else d.cuda_graphs
-        graphs = choose_graphs(asked, self.parallel.device, backends)
+        graphs = choose_graphs(asked, self.parallel.device, backends, d.tree is not None)
         decoding = dataclasses.replace(d, cuda_graphs=graphs.name, graphs_choice=graphs)
         return dataclasses.replace(self, decoding=decoding)
 

@@ -19,12 +19,13 @@ from magicdec.config.checks import (
 )
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.model_section import ModelSection
+from magicdec.config.output_section import OutputSection
 from magicdec.config.policies import policy_name
 from magicdec.config.sections import (
+    MOST_TREE_NODES,
     AttentionSection,
     DecodingSection,
     KVSection,
-    OutputSection,
     ParallelSection,
     SamplingSection,
     WorkloadSection,
@@ -73,6 +74,7 @@ class RunConfig:
                 f"--machine {self.decoding.machine} is for --gamma auto, which predicts step times "
                 f"from it; --gamma is {self.decoding.num_draft_tokens}"
             )
+        self._check_tree()
         check_budget(kv, self.decoding.most_draft_tokens)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size, is_target=True)
         check_sampling(self.sampling)
@@ -80,6 +82,25 @@ class RunConfig:
         self._check_draft(world_size)
         policy = policy_name(kv.policy, kv.budget)
         check_draft_kv(kv.draft_kv_dtype, self.decoding.drafter, policy)
+
+    def _check_tree(self) -> None:
+        """A draft tree needs a model that drafts, and steps of one shape."""
+        tree = self.decoding.tree
+        if tree is None:
+            return
+        flag = f"--tree {tree}"
+        if self.decoding.num_draft_tokens == "auto":
+            raise ValueError(
+                f"{flag} and --gamma auto: auto chooses among chains; give one of them"
+            )
+        if self.decoding.drafter == "ngram":
+            raise ValueError(
+                f"{flag} --drafter ngram: prompt lookup drafts chains; choose self or model"
+            )
+        if (nodes := self.decoding.most_draft_tokens) > MOST_TREE_NODES:
+            raise ValueError(
+                f"{flag} has {nodes} draft tokens; it must have at most {MOST_TREE_NODES}"
+            )
 
     def _check_draft(self, world_size: int) -> None:
         drafter = self.decoding.drafter

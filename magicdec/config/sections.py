@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from magicdec.config.options import count_or_auto, option
 from magicdec.config.policies import policy_called, policy_name
+from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
     ATTENTION_BACKENDS,
     COLLECTIVES,
@@ -22,6 +23,7 @@ from magicdec.names import (
 )
 
 MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
+MOST_TREE_NODES = 255  # draft tokens of a tree
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,12 @@ class DecodingSection:
         "--gamma",
         parse=count_or_auto,
     )
+    tree: str | None = option(
+        None,
+        "Draft a tree in each step: the children of each token by level, such as 3,2,1,1. A step "
+        "accepts at most as many tokens as there are levels. Default: a chain of --gamma tokens.",
+        "--tree",
+    )
     machine: str | None = option(
         None,
         "File that `magicdec probe` wrote with the same ranks and threads. --gamma auto predicts "
@@ -159,8 +167,22 @@ class DecodingSection:
     )
 
     @property
+    def tree_shape(self) -> TreeShape | None:
+        """Raises ValueError if `tree` is no expansion configuration."""
+        return None if self.tree is None else TreeShape.of(parse_expansion(self.tree))
+
+    @property
+    def num_draft_steps(self) -> int:
+        """The largest number of draft forwards in a step, and of draft tokens that a row accepts
+        in it."""
+        shape = self.tree_shape
+        return self.most_draft_tokens if shape is None else shape.depth
+
+    @property
     def most_draft_tokens(self) -> int:
-        """The largest number of tokens that a step may draft."""
+        """The largest number of tokens that a step may draft for a row, and append to it."""
+        if self.tree_shape is not None:
+            return self.tree_shape.num_nodes
         if isinstance(self.num_draft_tokens, int):
             return self.num_draft_tokens
         return MOST_DRAFT_TOKENS
@@ -225,28 +247,3 @@ class WorkloadSection:
     @property
     def num_prompts(self) -> int:
         return self.batch_size * self.num_batches
-
-
-@dataclass(frozen=True)
-class OutputSection:
-    results: str = option(
-        "results/runs.jsonl",
-        "The file that records are appended to, one JSON line for each run.",
-        "--out",
-        "--results",
-    )
-    save_tokens: str | None = option(
-        None,
-        "Write prompt and output ids to this file, one JSON line for each sequence.",
-        "--save_tokens",
-    )
-    printoutput: bool = option(False, "Print the generated text.", "--printoutput")
-    benchmark: bool = option(
-        False,
-        "Time draft and verify separately on CUDA too, by events on its stream.",
-        "--benchmark",
-    )
-    profile: str | None = option(
-        None, "Trace an unmeasured pass of each strategy into this directory, a file per rank.",
-        "--profile",
-    )  # fmt: skip

@@ -6,7 +6,6 @@ Source: SpecInfer (Miao et al. 2024), section 3, token tree and expansion config
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,6 @@ class TreeShape:
     @classmethod
     def of(cls, expansion: Sequence[int]) -> TreeShape:
         """Every node of level i has `expansion`[i] children; level 0 is the newest token."""
-        assert expansion and min(expansion) >= 1, "refused before"
         parents: list[int] = []
         level = [0]
         for count in expansion:
@@ -96,13 +94,13 @@ class TreeShape:
 
 
 def parse_expansion(text: str) -> tuple[int, ...]:
-    """The expansion configuration that a user wrote, such as 3,2,1,1."""
+    """The children of each node by level, of an expansion configuration such as 3,2,1,1."""
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         counts = ()
     if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not known; give the children of each node by level, such as 3,2,1,1"
+        raise ValueError(
+            f"--tree {text} is not known; give the children of each token by level, such as 3,2,1,1"
         )
     return counts

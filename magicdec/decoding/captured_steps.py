@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.recorder import Recorder, Work, record
 from magicdec.decoding.steps import ANY_NUMBER, Steps
 from magicdec.decoding.strategy import Phase
@@ -68,7 +69,8 @@ class CapturedSteps(Steps):
         if self.is_in_flight:
             super().release(rows)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
+        assert tree is None, "refused before"
         drafter = self.drafter
         assert drafter is not None, "only a strategy with a drafter drafts"
         most = NEWEST if self._captures_drafts else ANY_NUMBER

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.steps import ANY_NUMBER, Steps
 from magicdec.device_batch import DeviceBatch
 from magicdec.kv.cache import BatchRows
@@ -39,7 +40,8 @@ class PaddedSteps(Steps):
         between = range(rows[0], rows[-1] + 1)
         return tuple(row for row in between if row in decoding or not blocks[row])
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
+        assert tree is None, "refused before"
         assert self.drafter is not None, "only a strategy with a drafter drafts"
         pending = self.drafter.prepare(batch.requests, num_draft_tokens, ANY_NUMBER)
         live = DeviceBatch.of(batch, self._vocab_size, self.runner.device)

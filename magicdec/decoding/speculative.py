@@ -75,10 +75,13 @@ class Speculative:
 
     def _speculate(self, batch: Batch, num_draft_tokens: int) -> StepOutput:
         """One draft and one verification. The host reads the device once."""
-        proposal = self.steps.draft(batch, num_draft_tokens)
+        tree = self.draft_length.tree
+        proposal = self.steps.draft(batch, num_draft_tokens, tree)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]
-        return StepOutput(emitted, num_draft_tokens, [row[0] for row in verdict])
+        num_nodes = None if tree is None else tree.num_nodes
+        accepted = [row[0] for row in verdict]
+        return StepOutput(emitted, num_draft_tokens, accepted, num_nodes=num_nodes)
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""

@@ -15,10 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.strategy import Phase
 from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import Drafter
 from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.kv.tree import DraftTree
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 from magicdec.sampling.model_tokens import Proposal, judge
@@ -74,16 +77,17 @@ class Steps:
         return [row[1:] for row in verdict]
 
     @torch.inference_mode()
-    def draft(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        """A proposal for the rows of `batch`, valid until the next draft."""
+    def draft(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None = None) -> Proposal:
+        """A proposal for the rows of `batch`, valid until the next draft: a chain of
+        `num_draft_tokens`, or a tree of that depth."""
         with self.phase("draft"):
             self._show(batch)
-            return self._drafted(batch, num_draft_tokens)
+            return self._drafted(batch, num_draft_tokens, tree)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal) -> list[list[int]]:
-        """For each row: the number n of accepted drafts, then K + 1 ids, of which the row emits
-        the first n + 1."""
+        """For each row: the number n of accepted drafts, then the ids of which the row emits the
+        first n + 1."""
         with self.phase("verify"):
             self._show(batch)
             return self._judged(proposal)
@@ -108,10 +112,10 @@ class Steps:
             self._runners.append(draft_kv.runner)
         self._vocab_size = max(r.model.config.vocab_size for r in self._runners)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
         assert self.drafter is not None, "only a strategy with a drafter drafts"
         pending = self.drafter.prepare(batch.requests, num_draft_tokens, ANY_NUMBER)
-        return self.drafter.propose(self._batch, num_draft_tokens, pending)
+        return self.drafter.propose(self._batch, num_draft_tokens, pending, tree)
 
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:
         """Verify, and read the result, which is the only read of a step."""
@@ -125,9 +129,9 @@ class Steps:
         return [row[len(self._runners) :] for row in found]
 
     def _verify(self, proposal: Proposal | None, tells_drafter: bool) -> Tensor:
-        """int64 [B, caches + 1 + K + 1]: the length of each cache, the number of accepted drafts,
-        and the ids of which the row emits the first. `tells_drafter`: the drafter's `commit` is
-        part of this work."""
+        """int64 [B, caches + 1 + ids]: the length of each cache, the number of accepted drafts, and
+        the ids of which the row emits the first. `tells_drafter`: the drafter's `commit` is part of
+        this work."""
         batch, runner, drafter = self._batch, self.runner, self.drafter
         rows, last = batch.rows, batch.newest[:, -1:]
         watch = watch_queries = None
@@ -138,18 +142,23 @@ class Steps:
             tokens = torch.cat([last, proposal.ids], dim=1)
             watch, watch_queries = self._watches()
         before = runner.cache.lengths_of(rows)
-        logits = runner.forward(tokens, rows, watch=watch, watch_queries=watch_queries)
-        accepted, ids = judge(runner, batch.sampling, proposal, logits)
+        tree = None if proposal.tree is None else _nodes(proposal.tree, before)
+        logits = runner.forward(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
+        judged = judge(runner, batch.sampling, proposal, logits)
+        accepted, ids = judged.accepted, judged.ids
         batch.sampling.take(ids, accepted + 1, rows.active)
         # The newest token and the accepted drafts stay cached. The last emitted token is not cached
         # yet.
-        kept = Lengths(before.tensor + 1 + accepted, before.plus(tokens.shape[1]).bounds)
-        if tokens.shape[1] > 1:
+        kept = Lengths(before.tensor + 1 + accepted, before.plus(ids.shape[1]).bounds)
+        path = None if judged.path is None else AcceptedPath(before, accepted, judged.path)
+        if path is not None:
+            runner.cache.keep_path(rows, before, path.places())
+        elif tokens.shape[1] > 1:
             runner.truncate(rows, kept)
         places = torch.stack([accepted, accepted + 1], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
         if drafter is not None and tells_drafter:
-            drafter.commit(rows, kept)
+            drafter.commit(rows, kept, path)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
         return torch.cat([*lengths, accepted.unsqueeze(1), ids], dim=1)
 
@@ -174,3 +183,9 @@ class Steps:
         self._batch, self._shown, self._rows = device_batch, batch.requests, batch.rows
         self._places = [place_of[row] for row in self._rows]
         self._place_index = upload(self._places, self.runner.device)
+
+
+def _nodes(shape: TreeShape, before: Lengths) -> DraftTree:
+    """The nodes that a verification appends to rows of `before` tokens."""
+    parents = torch.tensor([-1, *shape.parents], device=before.tensor.device)
+    return DraftTree(before.tensor, parents.expand(len(before.bounds), -1))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_choice import top_blocks
-from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
 from magicdec.drafting.observation import sum_over_replicas
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
 from magicdec.kv.cache import BatchRows, Lengths, Rows
@@ -203,7 +203,7 @@ class BlockKV(DraftKV):
         self._choice = None
         return 0
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         self._choice = None
 
 

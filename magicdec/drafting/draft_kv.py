@@ -9,16 +9,35 @@ copied. Must not know how drafts are verified.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, Rows
+from magicdec.kv.tree import DraftTree
 from magicdec.kv.visible import Visible
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, draft_token
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """The path of a draft tree that a verification accepted. Node u of the tree was appended as
+    token `base` + u of a row."""
+
+    base: Lengths
+    accepted: Tensor  # int64 [B]
+    nodes: Tensor  # int64 [B, D + 1]: the newest token and the accepted drafts, the last repeated
+
+    def places(self, most: int | None = None) -> Tensor:
+        """The places [B, N] of its tokens in the order of the path, of the first `most` at most. A
+        shorter path ends in -1."""
+        nodes = self.nodes[:, :most]
+        is_on_path = torch.arange(nodes.shape[1], device=nodes.device) <= self.accepted.unsqueeze(1)
+        return torch.where(is_on_path, self.base.tensor.unsqueeze(1) + nodes, -1)
 
 
 class DraftKV:
@@ -62,13 +81,19 @@ class DraftKV:
         """The number of tokens of context of each row after which the next forward continues."""
         return self.runner.cache.lengths_of(BatchRows.of(rows, self.runner.device))
 
-    def forward(self, token_ids: Tensor, rows: Rows, committed: Lengths) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, rows: Rows, committed: Lengths, parents: Tensor | None = None
+    ) -> Tensor:
         """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`. The policy chooses
         among the first `committed` tokens of each row; all tokens after them are read. `committed`
-        is one object for all forwards between two verifications."""
-        return self.runner.forward(
-            token_ids, rows, self.select(rows, committed), self.held(rows, committed), is_draft=True
-        )
+        is one object for all forwards between two verifications.
+
+        With `parents` [B, U], the tokens after the committed ones are a tree (`kv.tree`), of which
+        token_ids are the last nodes."""
+        held = self.held(rows, committed)
+        tree = None if parents is None else DraftTree(held.tensor, parents)
+        visible = self.select(rows, committed)
+        return self.runner.forward(token_ids, rows, visible, held, is_draft=True, tree=tree)
 
     def chain(self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int) -> Tensor:
         """`count` drafts [B, count] that are chosen greedily one after the other, as by forwards;
@@ -90,8 +115,17 @@ class DraftKV:
         """Forget the tokens of `rows` after the first `lengths` tokens of context."""
         self.runner.truncate(rows, lengths)
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """A verification has ended. The target now holds `lengths` committed tokens of `rows`."""
+    def keep_path(self, rows: BatchRows, path: AcceptedPath, most: int) -> None:
+        """Keep the first `most` tokens at most of an accepted path, in the order of the path, and
+        forget all others that were drafted with them."""
+        base, places = self.held(rows, path.base), path.places(most)
+        cells = places - (path.base.tensor - base.tensor).unsqueeze(1)
+        cells = torch.where(places < 0, -1, cells)
+        self.runner.cache.keep_path(rows, base, cells)
+
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        """A verification has ended. The target now holds `lengths` committed tokens of `rows`. If
+        it verified a tree, the newest of them are those of `path`."""
 
 
 def draft_chain(

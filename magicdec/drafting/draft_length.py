@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from magicdec.config.sections import DecodingSection
+from magicdec.config.tree_shape import TreeShape
 from magicdec.distributed.groups import Group
 from magicdec.drafting import forecast
 from magicdec.drafting.forecast import Acceptance, tokens_of_steps
@@ -45,6 +46,11 @@ class DraftLength(Protocol):
     @property
     def most(self) -> int:
         """The largest number of tokens that a step drafts."""
+        ...
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """The tree that each step drafts, whose depth is `most`; None: steps draft chains."""
         ...
 
     @property
@@ -81,8 +87,8 @@ class DraftLength(Protocol):
 class FixedLength:
     calibration_s = None
 
-    def __init__(self, most: int) -> None:
-        self.most, self.choices = most, (most,)
+    def __init__(self, most: int, tree: TreeShape | None = None) -> None:
+        self.most, self.choices, self.tree = most, (most,), tree
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Nothing to measure."""
@@ -105,6 +111,8 @@ class AutoLength:
     It is kept for all passes of a run. The times of a batch size and context length, and the
     acceptance, are used for later batches too. `estimate` replaces the measurement before decoding.
 
+    It chooses among chains.
+
     With `per_row`, a step may draft for some rows and not for others, if that yields more tokens a
     second although each group takes a forward. (Padding costs as much as drafting for all rows.)
     """
@@ -119,7 +127,7 @@ class AutoLength:
     ) -> None:
         self.most, self.group, self.device = most, group, device
         self.estimate, self.per_row = estimate, per_row
-        self.choices = range(most + 1)
+        self.choices, self.tree = range(most + 1), None
         self.acceptance = Acceptance(most)
         self.calibration_s = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
@@ -246,4 +254,4 @@ def make_draft_length(
     """The draft length that `--gamma` asks for."""
     if decoding.num_draft_tokens == "auto":
         return AutoLength(decoding.most_draft_tokens, group, device, estimate, per_row)
-    return FixedLength(decoding.most_draft_tokens)
+    return FixedLength(decoding.num_draft_steps, decoding.tree_shape)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.request import Request
@@ -98,14 +99,22 @@ class Drafter(Protocol):
         `most_pending`."""
         ...
 
-    def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
-        """The device phase: draft tokens that follow each request's newest token. `pending` is what
-        `prepare` returned. The target's cache is the same afterwards. The host reads no result, and
-        all shapes follow from the batch and the two numbers, so that the phase can be captured."""
+    def propose(
+        self,
+        batch: DeviceBatch,
+        num_draft_tokens: int,
+        pending: int = 1,
+        tree: TreeShape | None = None,
+    ) -> Proposal:
+        """The device phase: draft tokens that follow each request's newest token, a chain of
+        `num_draft_tokens` or a `tree` of that depth. `pending` is what `prepare` returned. The
+        target's cache is the same afterwards. The host reads no result, and all shapes follow from
+        the batch and the arguments, so that the phase can be captured."""
         ...
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`."""
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`. If a
+        tree was verified, the newest of them are those of `path`."""
         ...
 
     def move(self, source: int, target: int) -> int:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
+from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import NEWEST, DeviceBatch, last_tokens
-from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.drafting.draft_kv import AcceptedPath, DraftKV, draft_chain
+from magicdec.drafting.draft_tree import draft_tree, fold
 from magicdec.drafting.drafter import DraftModel, DraftSetup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths, upload
@@ -126,34 +128,56 @@ class ModelDrafter:
         for chunk in chunks:
             kv.forward(self._known(chunk), rows, kv.lengths(rows))
 
-    def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
+    def propose(
+        self,
+        batch: DeviceBatch,
+        num_draft_tokens: int,
+        pending: int = 1,
+        tree: TreeShape | None = None,
+    ) -> Proposal:
         """As `Drafter.propose`. All draft tokens are in the target's vocabulary."""
         group, source, device = self.target.group, self.draft.source, self.target.device
-        shape = (len(batch.rows), num_draft_tokens)
         if self.draft_kv is not None:
-            proposal = self._draft(self.draft_kv, batch, num_draft_tokens, pending)
+            proposal = self._draft(self.draft_kv, batch, num_draft_tokens, pending, tree)
         else:
-            ids, probs = torch.zeros(shape, dtype=torch.int64, device=device), None
+            rows, num_drafts, num_drawn = len(batch.rows), num_draft_tokens, num_draft_tokens
+            if tree is not None:
+                num_drafts, num_drawn = tree.num_nodes, tree.num_expanded
+            ids = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
+            probs = None
             if batch.sampling.draws is not None:
-                probs = torch.zeros(*shape, self.vocab_size, dtype=torch.float64, device=device)
+                shape = (rows, num_drawn, self.vocab_size)
+                probs = torch.zeros(shape, dtype=torch.float64, device=device)
             proposal = Proposal(ids, probs)
         ids, probs = group.broadcast(proposal.ids, source), proposal.probabilities
-        return Proposal(ids, None if probs is None else group.broadcast(probs, source))
+        return Proposal(ids, None if probs is None else group.broadcast(probs, source), tree)
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """Forget rejected drafts. The policy's own `commit` is not called, because it would copy K
         and V from the target, and the draft model has its own."""
-        if self.draft_kv is not None:
+        if self.draft_kv is None:
+            return
+        if path is None:
             self.draft_kv.rewind(rows, lengths)
+        else:  # the last level of the tree was not computed
+            self.draft_kv.keep_path(rows, path, path.nodes.shape[1] - 1)
 
     def _draft(
-        self, kv: DraftKV, batch: DeviceBatch, num_draft_tokens: int, pending: int
+        self,
+        kv: DraftKV,
+        batch: DeviceBatch,
+        num_draft_tokens: int,
+        pending: int,
+        tree: TreeShape | None,
     ) -> Proposal:
         # The target holds all tokens but the newest.
         kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - pending))
         newest = batch.newest[:, -pending:] if pending <= NEWEST else self._missing
         committed, newest = kv.lengths(batch.rows), self._known(newest)
-        proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, num_draft_tokens)
+        args = kv, batch.rows, committed, newest, batch.sampling
+        if tree is not None:
+            return draft_tree(*args, tree, self.vocab_size)
+        proposal = draft_chain(*args, num_draft_tokens)
         probs = proposal.probabilities
         return Proposal(
             proposal.ids.clamp(max=self.vocab_size - 1),
@@ -165,13 +189,3 @@ class ModelDrafter:
         to different sizes; no text holds the padding."""
         assert self.draft.runner is not None, "asked on ranks with the draft"
         return token_ids.clamp(max=self.draft.runner.model.config.vocab_size - 1)
-
-
-def fold(probs: Tensor, vocab_size: int) -> Tensor:
-    """The probabilities of ids that are clamped to `vocab_size`: probs [B, K, any] to [B, K,
-    vocab_size]."""
-    missing = vocab_size - probs.shape[2]
-    if missing >= 0:
-        return torch.nn.functional.pad(probs, (0, missing))
-    last = probs[:, :, vocab_size - 1 :].sum(dim=2, keepdim=True)
-    return torch.cat([probs[:, :, : vocab_size - 1], last], dim=2)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftSetup
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Request
@@ -104,8 +106,15 @@ class NgramDrafter:
         )
         return 1
 
-    def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
+    def propose(
+        self,
+        batch: DeviceBatch,
+        num_draft_tokens: int,
+        pending: int = 1,
+        tree: TreeShape | None = None,
+    ) -> Proposal:
+        assert tree is None, "refused before"
         return Proposal(self._found[batch.rows.index, :num_draft_tokens])
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """Nothing to do: `prepare` reads the emitted tokens from the requests."""

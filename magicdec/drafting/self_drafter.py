@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.drafting.draft_kv import AcceptedPath, DraftKV, draft_chain
+from magicdec.drafting.draft_tree import draft_tree
 from magicdec.drafting.drafter import DraftSetup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths
@@ -46,16 +48,26 @@ class SelfDrafter:
         self.draft_kv.prepare(requests, num_draft_tokens)
         return 1
 
-    def propose(self, batch: DeviceBatch, num_draft_tokens: int, pending: int = 1) -> Proposal:
+    def propose(
+        self,
+        batch: DeviceBatch,
+        num_draft_tokens: int,
+        pending: int = 1,
+        tree: TreeShape | None = None,
+    ) -> Proposal:
         kv, rows = self.draft_kv, batch.rows
         kv.follow(rows, num_draft_tokens + 1)
         committed, newest = kv.lengths(rows), batch.newest[:, -1:]
-        proposal = draft_chain(kv, rows, committed, newest, batch.sampling, num_draft_tokens)
+        args = kv, rows, committed, newest, batch.sampling
+        if tree is None:
+            proposal = draft_chain(*args, num_draft_tokens)
+        else:
+            proposal = draft_tree(*args, tree, kv.runner.model.config.vocab_size)
         kv.rewind(rows, committed)
         return proposal
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
-        self.draft_kv.commit(rows, lengths)
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        self.draft_kv.commit(rows, lengths, path)
 
     def move(self, source: int, target: int) -> int:
         return self.draft_kv.move(source, target)

@@ -78,8 +78,8 @@ class Speculation:
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
         """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
-        accepted, ids = judge(self.runner, draft.sampling, draft.proposal, logits)
-        counts, emitted = accepted.tolist(), ids.tolist()
+        judged = judge(self.runner, draft.sampling, draft.proposal, logits)
+        counts, emitted = judged.accepted.tolist(), judged.ids.tolist()
         num_drafted = draft.proposal.ids.shape[1]
         self.counts.num_verified += len(counts)
         self.counts.num_drafted += num_drafted * len(counts)

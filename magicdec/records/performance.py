@@ -102,11 +102,11 @@ class Metrics(Uncertainty):
         "the rest of `mean_step_ms` without these phases", "other", null="if no phase is known"
     )
     mean_draft_tokens: float | None = recorded(
-        "mean number of draft tokens for each row in a step, over all steps, including those "
-        "without drafts",
+        "mean number of draft tokens for each row in a step, of a tree its levels, over all steps, "
+        "including those without drafts",
         "tokens",
         null="in `baseline_metrics`; " + NO_STEP + CHANCE,
-        label="draft tokens a step",
+        label="draft positions a step",
         digits=2,
         is_later=True,
         by_chance=True,

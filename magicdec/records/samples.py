@@ -123,7 +123,8 @@ class SamplesRecord:
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
     num_drafted: list[list[int]] | None = recorded(
-        "draft tokens for each row, by batch and step; 0 in a step without drafts",
+        "draft tokens for each row, of a tree its levels, by batch and step; 0 in a step without "
+        "drafts",
         "tokens",
         null=UNDRAFTED,
         is_later=True,

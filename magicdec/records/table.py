@@ -33,7 +33,8 @@ def print_record(record: RunRecord) -> None:
 
 
 def method(record: RunRecord) -> str:
-    """How a run decoded, in a few words: drafter, KV policy, budget and gamma."""
+    """How a run decoded, in a few words: drafter, KV policy, budget, and gamma or
+    the tree."""
     return method_of(record.config)
 
 
@@ -45,7 +46,9 @@ def method_of(config: dict[str, Any]) -> str:
     names = {"model": "standalone draft", "self": "self-speculation"}
     drafter = names.get(decoding["drafter"], f"{decoding['drafter']} draft")
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
-    gamma = f"gamma {decoding['num_draft_tokens']}"
+    tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens']}"
+    if tree is not None:
+        gamma = f"tree {tree} ({decoding['tree_nodes']} tokens)"
     # Prompt lookup reads no cache, whatever policy the run names.
     return ", ".join([drafter, *([budget] if decoding["drafter"] in names else []), gamma])
 

@@ -39,10 +39,8 @@ def noise_lines(records: Sequence[RunRecord]) -> list[str]:
     sets: dict[object, list[RunRecord]] = {}
     for record in records:
         if record.workload is not None and _rate(record) is not None:
-            gamma, dtype = (
-                record.config["decoding"]["num_draft_tokens"],
-                record.config["model"]["dtype"],
-            )
+            decoding, dtype = record.config["decoding"], record.config["model"]["dtype"]
+            gamma = decoding.get("tree") or decoding["num_draft_tokens"]
             key = record.workload.sha256, record.workload.model_sha256, gamma, dtype
             sets.setdefault(key, []).append(record)
     return [line for same in sets.values() if len(same) > 1 and (line := _line(same))]

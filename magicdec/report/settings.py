@@ -26,6 +26,9 @@ def _drafted(section: str, key: str) -> Callable[[RunRecord], Setting]:
     return lambda record: None if is_baseline(record) else read(record)
 
 
+_tree, _num_draft_tokens = (_drafted("decoding", key) for key in ("tree", "num_draft_tokens"))
+
+
 def _read_policy(record: RunRecord) -> Setting:
     """The KV policy, if a model drafts."""
     if is_baseline(record) or not reads_kv(record):
@@ -54,7 +57,7 @@ SETTINGS: dict[str, Callable[[RunRecord], Setting]] = {
     "drafter": _drafted("decoding", "drafter"),
     "kv_policy": _read_policy,
     "budget": _budget,
-    "gamma": _drafted("decoding", "num_draft_tokens"),
+    "gamma": lambda r: _tree(r) or _num_draft_tokens(r),
     "B": _config("workload", "batch_size"),
     "prefix_len": _config("workload", "prefix_len"),
     "gen_len": _config("workload", "gen_len"),

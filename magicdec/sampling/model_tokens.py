@@ -1,5 +1,5 @@
 """Turns a model's logits into tokens: the next token of each row, the next draft token, and the
-verification of a chain of draft tokens.
+verification of a chain or a tree of draft tokens.
 
 Owns the step from logits that are sharded over ranks to tokens, with the sampling metadata of a
 batch. The arithmetic is in `sampling` and `verification`.
@@ -13,11 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magicdec.config.tree_shape import TreeShape
 from magicdec.distributed.groups import Group
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.randomness import Purpose
 from magicdec.sampling.sampling import probabilities, process, sample
+from magicdec.sampling.tree_verification import (
+    TreeVerdict,
+    ancestor_mask,
+    longest_path,
+    verify_tree,
+)
 from magicdec.sampling.verification import count_accepted, verify
 
 
@@ -26,35 +33,58 @@ class Proposal:
     """Draft tokens of a batch and the distributions they were drawn from.
 
     `probabilities` is None if the drafts were not drawn at random: with greedy requests and with
-    prompt lookup.
+    prompt lookup. With a `tree`, the drafts are its nodes 1 to K, and the probabilities are those
+    after each of its E expanded nodes, from which their children were drawn without replacement.
     """
 
     ids: Tensor  # int64 [B, K]
-    probabilities: Tensor | None = None  # float64 [B, K, V] over the whole vocabulary
+    probabilities: Tensor | None = None  # float64 [B, K or E, V] over the whole vocabulary
+    tree: TreeShape | None = None  # None: the drafts are a chain
 
     def first(self, count: int) -> Proposal:
-        """The first `count` drafts of each row."""
+        """The first `count` drafts of each row of a chain."""
+        assert self.tree is None, "a tree is judged as a whole"
         probs = self.probabilities
         return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """A row that accepts n drafts emits the first n + 1 of its ids. With a tree, these drafts are
+    those of the nodes 1 to n of its path, which begins with node 0, the newest token before them;
+    the rest of the path repeats its last node."""
+
+    accepted: Tensor  # int64 [B]
+    ids: Tensor  # int64 [B, 1 + most drafts that can be accepted]
+    path: Tensor | None = None  # int64, of the same shape
+
+
 def greedy_tokens(
-    runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor | None = None
+    runner: ModelRunner,
+    logits: Tensor,
+    sampling: SamplingMetadata,
+    drafts: Tensor | None = None,
+    is_before: Tensor | None = None,
 ) -> Tensor:
     """The greedy token ids [B, T] from this rank's logits [B, T, V]. They are the same on every
-    rank of the runner's group. `sampling.process` explains the T positions and `drafts`."""
+    rank of the runner's group. `sampling.process` explains the T positions and the other
+    arguments."""
     if sampling.penalties is None:
         return greedy(logits, runner.model.head_rows[0], runner.group)
-    return whole_logits(runner, logits, sampling, drafts).argmax(dim=-1)
+    return whole_logits(runner, logits, sampling, drafts, is_before).argmax(dim=-1)
 
 
 def whole_logits(
-    runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor | None = None
+    runner: ModelRunner,
+    logits: Tensor,
+    sampling: SamplingMetadata,
+    drafts: Tensor | None = None,
+    is_before: Tensor | None = None,
 ) -> Tensor:
     """The logits over the whole vocabulary after each request's penalties, float32 [B, T, V]. They
     are the same on every rank."""
     whole = gather_vocab(logits, runner.vocab_places, runner.group)
-    return process(whole, sampling.penalties, drafts)
+    return process(whole, sampling.penalties, drafts, is_before)
 
 
 def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
@@ -83,17 +113,19 @@ def draft_token(
 
 def judge(
     runner: ModelRunner, sampling: SamplingMetadata, proposal: Proposal, logits: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Judgement:
     """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
-    and of the K drafts. Returns how many drafts of each row are accepted, [B], and ids [B, K+1]: a
-    row that accepts n drafts emits the first n + 1 of its ids."""
+    and of the K drafts."""
+    if proposal.tree is not None:
+        verdict = _judge_tree(runner, sampling, proposal, proposal.tree, logits)
+        return Judgement(verdict.accepted, verdict.emitted(proposal.ids), verdict.path)
     draws, drafts = sampling.draws, proposal.ids
     if drafts.shape[1] == 0:
         token = next_tokens(runner, logits, sampling)
-        return torch.zeros_like(token[:, 0]), token
+        return Judgement(torch.zeros_like(token[:, 0]), token)
     if draws is None:
         target = greedy_tokens(runner, logits, sampling, drafts)
-        return count_accepted(drafts, target), target
+        return Judgement(count_accepted(drafts, target), target)
     probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
     count, following = verify(
         drafts,
@@ -103,7 +135,30 @@ def judge(
         draws.ahead(drafts.shape[1] + 1, Purpose.RESAMPLE),
     )
     tokens = torch.cat([drafts, following.unsqueeze(1)], dim=1)
-    return count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1))
+    return Judgement(count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1)))
+
+
+def _judge_tree(
+    runner: ModelRunner,
+    sampling: SamplingMetadata,
+    proposal: Proposal,
+    tree: TreeShape,
+    logits: Tensor,
+) -> TreeVerdict:
+    draws, drafts = sampling.draws, proposal.ids
+    is_before = ancestor_mask(tree, drafts.device)[:, 1:]
+    if draws is None:
+        target = greedy_tokens(runner, logits, sampling, drafts, is_before)
+        return longest_path(tree, drafts, target)
+    whole = whole_logits(runner, logits, sampling, drafts, is_before)
+    return verify_tree(
+        tree,
+        drafts,
+        proposal.probabilities,
+        probabilities(whole, draws.filters),
+        draws.branching_ahead(tree.depth, tree.most_children, Purpose.ACCEPT),
+        draws.ahead(tree.depth + 1, Purpose.RESAMPLE),
+    )
 
 
 def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:

@@ -18,13 +18,19 @@ from magicdec.sampling.metadata import Filters, Penalties
 from magicdec.sampling.randomness import derive_seed
 
 
-def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None = None) -> Tensor:
+def process(
+    logits: Tensor,
+    penalties: Penalties | None,
+    drafts: Tensor | None = None,
+    is_before: Tensor | None = None,
+) -> Tensor:
     """Apply the penalties of each row to its logits [B, T, V]: float32 [B, T, V]. The vocabulary of
     `penalties` may be larger than V.
 
     `drafts` [B, D] are the tokens proposed after the committed output. D + 1 positions follow that
     output, and the T positions of the logits are the last of these: T = D + 1 when a chain is
-    verified, T = 1 when its next token is drafted. The history of a position is the prompt, the
+    verified, T = 1 when its next token is drafted. If the drafts are a tree, `is_before`, bool [T,
+    D], says which of them come before a position. The history of a position is the prompt, the
     output and the drafts before it; drafts count as output. The repetition penalty comes first (as
     in transformers, it divides positive logits and multiplies negative ones), then the presence
     penalty (as in vLLM, it is subtracted once for each token).
@@ -36,7 +42,8 @@ def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None =
     _, num_positions, vocab_size = x.shape
     in_output = penalties.in_output[:, :vocab_size].unsqueeze(1)
     if drafts is not None:
-        in_output = in_output | _drafted(drafts[penalties.index], num_positions, vocab_size)
+        before = _chain_before(drafts, num_positions) if is_before is None else is_before
+        in_output = in_output | _drafted(drafts[penalties.index], before, vocab_size)
     in_prompt = penalties.in_prompt[:, :vocab_size].unsqueeze(1)
     weakened = torch.where(x < 0, x * penalties.repetition, x / penalties.repetition)
     x = torch.where(in_prompt | in_output, weakened, x) - penalties.presence * in_output
@@ -107,14 +114,19 @@ def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(scores < floor, -torch.inf, scores)
 
 
-def _drafted(drafts: Tensor, num_positions: int, vocab_size: int) -> Tensor:
-    """Which tokens of the drafts [R, D] come before a position, for each of the last
-    T = `num_positions` of D + 1 positions: bool [R, T, V]."""
-    num_rows, num_drafts = drafts.shape
+def _chain_before(drafts: Tensor, num_positions: int) -> Tensor:
+    """Which drafts of a chain [B, D] come before each of the last T = `num_positions` of the D + 1
+    positions: bool [T, D]."""
+    num_drafts = drafts.shape[1]
     assert num_positions <= num_drafts + 1
-    shape = (num_rows, num_drafts + 1, vocab_size)
-    before = torch.zeros(shape, dtype=torch.bool, device=drafts.device)
-    before[:, 1:].scatter_(2, drafts.unsqueeze(2), True)
-    for place in range(1, num_drafts + 1):
-        before[:, place] |= before[:, place - 1]
-    return before[:, -num_positions:]
+    shape = (num_drafts + 1, num_drafts)
+    before = torch.ones(shape, dtype=torch.bool, device=drafts.device).tril(-1)
+    return before[-num_positions:]
+
+
+def _drafted(drafts: Tensor, is_before: Tensor, vocab_size: int) -> Tensor:
+    """Which tokens of the drafts [R, D] come before each position, given which drafts do, [T, D]:
+    bool [R, T, V]."""
+    shape = (len(drafts), drafts.shape[1], vocab_size)
+    tokens = torch.zeros(shape, device=drafts.device).scatter_(2, drafts.unsqueeze(2), 1.0)
+    return is_before.float() @ tokens > 0

@@ -65,13 +65,16 @@ def emitted(
     kv: KVSection,
     num_draft_tokens: int,
     recorder: Recorder | None = None,
+    tree: str | None = None,
 ) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
-    backend, draft = GroupedBackend() if recorder is None else SDPABackend(16), None
+    is_plain, draft = recorder is None and tree is None, None
+    backend = GroupedBackend() if is_plain else SDPABackend(16)
     runner = make_runner(tiny_transformer(TOY), ROWS, 32, backend)
     if drafter == "model":
-        draft = make_draft(tiny_transformer(TOY, seed=4), kv, ROWS, 32, copy(backend))
-    decoding = DecodingSection(strategy, drafter, num_draft_tokens)
+        size = ROWS, 32
+        draft = make_draft(tiny_transformer(TOY, seed=4), kv, *size, copy(backend), max_drafts=16)
+    decoding = DecodingSection(strategy, drafter, num_draft_tokens, tree)
     setup = Setup(runner, decoding, kv, draft=draft, recorder=recorder or Eager())
     for seed in range(ROUNDS):
         engine = Engine(runner, 16)
@@ -113,6 +116,21 @@ def test_speculation_samples_from_the_targets_distribution(
     drafter: str, kv: KVSection, num_draft_tokens: int
 ) -> None:
     counts = emitted("speculative", drafter, kv, num_draft_tokens)
+    assert p_value(counts, exact_distribution(SECTION)) > 0.001
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kv", "tree"),
+    [
+        ("self", KVSection("streaming_llm", 3, 1), "3,2"),
+        pytest.param("model", KVSection("full"), "2,2,1", marks=pytest.mark.wide),
+        pytest.param("model", KVSection("streaming_llm", 5, 2), "6", marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
+def test_trees_sample_from_the_targets_distribution(drafter: str, kv: KVSection, tree: str) -> None:
+    """Children of a node are drawn from up to all tokens that the filters leave."""
+    counts = emitted("speculative", drafter, kv, 1, tree=tree)
     assert p_value(counts, exact_distribution(SECTION)) > 0.001
 
 

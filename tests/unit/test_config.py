@@ -85,8 +85,19 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
         ),
         (
             "--kv_policy verified --gamma 31",
-            "--gamma 31 is too large for --kv_policy verified; it must be at most 30",
+            "31 draft tokens (--gamma or --tree) are too many for --kv_policy verified; "
+            "it takes at most 30",
         ),
+        (
+            "--kv_policy verified --tree 4,4,1",
+            "36 draft tokens (--gamma or --tree) are too many for --kv_policy verified; "
+            "it takes at most 30",
+        ),
+        ("--tree 3,0", "--tree 3,0 is not known; give the children of each token by level"),
+        ("--tree 4,4,4,4", "--tree 4,4,4,4 has 340 draft tokens; it must have at most 255"),
+        ("--tree 3,2 --drafter ngram", "--tree 3,2 --drafter ngram: prompt lookup drafts chains"),
+        ("--tree 3,2 --gamma 4", "--gamma does nothing here: --tree says what a step drafts"),
+        ("--tree 3,2 --gamma auto", "--gamma does nothing here: --tree says what a step drafts"),
         (
             "--draft_budget 4 --num_sink_tokens 9",
             "budget 4 must be larger than --num_sink_tokens 9",
@@ -414,6 +425,8 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = resolve(config, Machine(num_cpus=8, world_size=2, local_world_size=2))
     open_ends = {
         ("decoding", "machine"),
+        ("decoding", "tree"),
+        ("decoding", "tree_nodes"),
         ("output", "save_tokens"),
         ("output", "profile"),
         ("kv", "recent_window"),

@@ -35,7 +35,7 @@ SHARED = {
     "attention": {"backend", "library", "sequences", "triton_kernels"},
     "drafting": {
         *("drafter", "draft_length", "forecast", "draft_kv", "copied_kv", "block_kv", "policy"),
-        *("observation", "block_choice", "step_times"),
+        *("observation", "block_choice", "step_times", "draft_tree"),
         "streaming_llm",  # whose budget bounds the cache of `rolling_runner`
     },
 }

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from magicdec.config.model_section import ModelSection
+from magicdec.config.output_section import OutputSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
-    OutputSection,
     ParallelSection,
     WorkloadSection,
 )

@@ -16,6 +16,7 @@ from magicdec.config.choices.choice import asked_for
 from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.model_section import ModelSection, TargetSection
+from magicdec.config.output_section import OutputSection
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
@@ -23,7 +24,6 @@ from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
-    OutputSection,
     ParallelSection,
     WorkloadSection,
 )

@@ -14,7 +14,7 @@ from conftest import HANG, ROOT, Launch
 from test_record import RECORDS
 
 from magicdec.cli import report
-from magicdec.config.sections import OutputSection
+from magicdec.config.output_section import OutputSection
 from magicdec.records.reading import load_records
 from magicdec.records.writing import append_line, check_writable, write_text
 from magicdec.run.outcome import Outcome

@@ -88,6 +88,7 @@ def with_recorded(asked: RunConfig, config: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(
         asked,
         kv=dataclasses.replace(asked.kv, policy=kv["policy"], budget=kv["budget"]),
+        decoding=dataclasses.replace(asked.decoding, tree=config["decoding"].get("tree")),
         sampling=dataclasses.replace(asked.sampling, temperature=temperature),
     )
 

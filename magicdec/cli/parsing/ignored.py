@@ -10,7 +10,9 @@ from magicdec.config.run_config import RunConfig
 from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
-OF_DRAFTING = ("decoding.num_draft_tokens", "decoding.machine", "decoding.baseline")
+OF_DRAFTING = tuple(
+    f"decoding.{name}" for name in ("num_draft_tokens", "tree", "machine", "baseline")
+)
 # Fields of the KV section that are not a policy's settings.
 OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")
 
@@ -21,6 +23,8 @@ def why_ignored(config: RunConfig, field: str) -> str | None:
     decoding = config.decoding
     if decoding.strategy == BASELINE and (section in ("kv", "draft") or field in OF_DRAFTING):
         return "autoregressive decoding drafts nothing"
+    if field == "decoding.num_draft_tokens" and decoding.tree is not None:
+        return "--tree says what a step drafts"
     if section == "draft" and decoding.drafter != "model":
         return "no other model drafts"
     if section == "kv" and name != "draft_kv_dtype" and decoding.drafter == "ngram":

@@ -19,15 +19,27 @@ INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
 
 
 def choose_backend(
-    asked: str, device: str, machine: Machine, head_dim: int, dtype: str = "float32"
+    asked: str,
+    device: str,
+    machine: Machine,
+    head_dim: int,
+    dtype: str = "float32",
+    needs_trees: bool = False,
 ) -> Choice:
     """The attention backend to use. Raises ValueError if the user named one that cannot serve. On
-    CUDA, `auto` is the portable backend until a measurement has chosen."""
+    CUDA, `auto` is the portable backend until a measurement has chosen. `needs_trees`: the run
+    drafts trees."""
     if asked == "auto" and device == "cuda":
         return Choice(PORTABLE_BACKEND, "auto: to be measured", How.TO_BE_MEASURED)
     if asked == "auto":
-        return _choose_on_cpu(device, machine, head_dim, dtype)
+        return _choose_on_cpu(device, machine, head_dim, dtype, needs_trees)
     capabilities = capabilities_of(asked)
+    if needs_trees and not capabilities.supports_trees:
+        fitting = ", ".join(list_backends(lambda c: c.supports_trees))
+        raise ValueError(
+            f"--attention {asked} computes no draft trees, which --tree needs; choose from auto, "
+            f"{fitting}"
+        )
     obstacle = capabilities.obstacle(machine, device, head_dim, dtype)
     if obstacle:
         raise ValueError(
@@ -37,11 +49,16 @@ def choose_backend(
     return asked_for(asked, capabilities.is_interpreted_on_cpu and device == "cpu")
 
 
-def _choose_on_cpu(device: str, machine: Machine, head_dim: int, dtype: str) -> Choice:
+def _choose_on_cpu(
+    device: str, machine: Machine, head_dim: int, dtype: str, needs_trees: bool
+) -> Choice:
     """The first of AUTO_BACKENDS that can serve, and why those before it cannot."""
     obstacles: list[str] = []
     for name in AUTO_BACKENDS:
-        obstacle = capabilities_of(name).obstacle(machine, device, head_dim, dtype)
+        capabilities = capabilities_of(name)
+        obstacle = capabilities.obstacle(machine, device, head_dim, dtype)
+        if needs_trees and not capabilities.supports_trees:
+            obstacle = f"{name} computes no draft trees"
         if obstacle is None:
             how = How.SECOND_BEST if obstacles else How.AUTO
             return Choice(name, "; ".join([f"auto: {name}", *obstacles]), how)
@@ -78,7 +95,9 @@ def check_returns_weights(backend: str, policy: str) -> None:
         )
 
 
-def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> Choice:
+def choose_graphs(
+    asked: str, device: str, backends: Sequence[str | None], drafts_trees: bool = False
+) -> Choice:
     """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; None stands for
     one that a measurement will choose. Raises ValueError if the user asked for graphs that cannot
     be captured."""
@@ -87,6 +106,7 @@ def choose_graphs(asked: str, device: str, backends: Sequence[str | None]) -> Ch
     obstacles = {
         f"--device {device} has none": device != "cuda",
         f"--attention {unfit} needs lengths on the host": unfit is not None,
+        "steps with a --tree are not captured": drafts_trees,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
     if asked == "on" and obstacle:

@@ -22,7 +22,7 @@ from torch import Tensor
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_choice import add_mean_keys, score_blocks
 from magicdec.drafting.block_kv import BLOCK, BlockKV, BlockSelection
-from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
 from magicdec.drafting.observation import newest_queries
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Request
@@ -111,16 +111,17 @@ class RetrievedBlocks(BlockKV):
         kept = self._query[:, target], self._mean_keys[:, target], self._committed[target]
         return sum(each.nbytes for each in kept)
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """Keep the query of the last committed token that a verification showed."""
         before = self._committed[rows.index]
         for layer, queries in self._seen.items():
-            place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)
-            newest = queries.gather(1, place.view(-1, 1, 1, 1).expand(-1, 1, *queries.shape[2:]))
-            self._query[layer].index_copy_(0, rows.index, self._by_kv_head(newest[:, 0]))
+            newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]
+            place = newest.clamp(0, queries.shape[1] - 1)
+            query = queries.gather(1, place.view(-1, 1, 1, 1).expand(-1, 1, *queries.shape[2:]))
+            self._query[layer].index_copy_(0, rows.index, self._by_kv_head(query[:, 0]))
         self._seen.clear()
         self._committed.index_copy_(0, rows.index, lengths.tensor)
-        super().commit(rows, lengths)
+        super().commit(rows, lengths, path)
 
     def _by_kv_head(self, queries: Tensor) -> Tensor:
         """queries [B, H, D] to float32 [B, G, H/G, D]."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from magicdec.config.checks import MOST_WATCHED
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BlockKV, BlockSelection
-from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
 from magicdec.drafting.observation import newest_cached
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.request import Request
@@ -42,8 +42,8 @@ class VerifiedKV(BlockSelection):
         super().check(kv, num_draft_tokens, flag)
         if num_draft_tokens >= MOST_WATCHED:
             raise ValueError(
-                f"--gamma {num_draft_tokens} is too large for --kv_policy {kv.policy}; "
-                f"it must be at most {MOST_WATCHED - 1}"
+                f"{num_draft_tokens} draft tokens (--gamma or --tree) are too many for --kv_policy "
+                f"{kv.policy}; it takes at most {MOST_WATCHED - 1}"
             )
 
     def rerun_tokens(self, context: int) -> int:
@@ -101,9 +101,9 @@ class WeighedBlocks(BlockKV):
         self._weights[:, target] = self._weights[:, source]
         return self._weights[:, target].nbytes
 
-    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """What was seen of the verification belongs to `rows`."""
         for layer, weights in self._seen.items():
             self._weights[layer, :, :, : weights.shape[2]].index_copy_(0, rows.index, weights)
         self._seen.clear()
-        super().commit(rows, lengths)
+        super().commit(rows, lengths, path)

@@ -40,7 +40,7 @@ def measured_thing(record: RunRecord) -> Key:
         ("draft", None if draft is None else draft.model),
         ("policy", policy),
         *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
-        ("gamma", decoding["num_draft_tokens"]),
+        ("gamma", decoding.get("tree") or decoding["num_draft_tokens"]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -164,7 +165,7 @@ def _draw_curves(
 
 def _series(point: Point) -> str:
     """Drafter, policy and budget, without gamma."""
-    return point.method.rpartition(", gamma ")[0]
+    return re.split(", (?:gamma|tree) ", point.method)[0]
 
 
 def _shares(point: Point) -> list[float]:

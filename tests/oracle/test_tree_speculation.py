@@ -1,0 +1,134 @@
+"""Speculation with trees of drafts is lossless, as with chains: exactly the baseline's greedy
+tokens in float32. `test_sampled_speculation.py` has the distribution of sampled tokens, and
+`tests/distributed/matrix.py` tests trees on several ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    decode_both,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.drafting import draft_tree
+from magicdec.drafting.draft_tree import draw_children, likeliest
+from magicdec.drafting.drafter import DraftModel
+from magicdec.request import Request
+
+RAGGED, NUM_NEW = [5, 70, 1, 33], [60, 60, 9, 60]
+TREE, MOST = "3,2,1", 3 + 6 + 6
+KV_SECTIONS = [
+    KVSection("full"),
+    KVSection("streaming_llm", 17, 4),
+    KVSection("snapkv", 20, window_size=3, reselect_every=7),
+    KVSection("verified", 40, 4),
+    KVSection("retrieval", 40, 4),
+]
+PAIRS = [("self", kv) for kv in KV_SECTIONS] + [("model", kv) for kv in KV_SECTIONS[:3]]
+by_pair = pytest.mark.parametrize(
+    ("drafter", "kv"), PAIRS, ids=[f"{drafter}-{kv.policy}" for drafter, kv in PAIRS]
+)
+
+
+def ragged(
+    section: SamplingSection = SamplingSection(), eos: tuple[int, ...] = ()
+) -> list[Request]:
+    return make_requests(random_prompts(RAGGED, TINY.vocab_size), NUM_NEW, eos, section)
+
+
+def disturbed(kv: KVSection, noise: float) -> DraftModel:
+    """A standalone draft that agrees with the target now and then: its weights with some noise."""
+    model, other = tiny_transformer(), tiny_transformer(seed=1).state_dict()
+    model.load_state_dict({n: w + noise * other[n] for n, w in model.state_dict().items()})
+    size = len(RAGGED), 70 + 60 + MOST
+    return make_draft(model, kv, *size, SDPABackend(), max_drafts=MOST)
+
+
+def decoded(
+    drafter: str, kv: KVSection, tree: str | None, requests: list[Request], noise=0.06
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """As `decode_both`; the depth of every tree is 3."""
+    runner = make_runner(tiny_transformer(), len(RAGGED), 70 + 60 + MOST, SDPABackend())
+    draft = disturbed(kv, noise) if drafter == "model" else None
+    return decode_both(runner, requests, kv, 3, drafter=drafter, draft=draft, tree=tree)
+
+
+@by_pair
+def test_trees_emit_the_baseline_tokens_and_accept_more_than_a_chain(
+    drafter: str, kv: KVSection
+) -> None:
+    accepted = {}
+    for tree in (None, TREE):
+        baseline, ours, steps = decoded(drafter, kv, tree, ragged())
+        assert ours == baseline and list(map(len, ours)) == NUM_NEW
+        assert max(map(max, steps)) <= 3
+        accepted[tree] = sum(map(sum, steps)) / sum(map(len, steps))
+    if drafter == "self" and kv.policy == "full":
+        assert accepted[None] == accepted[TREE] == 3
+    else:
+        assert accepted[None] + 0.05 < accepted[TREE] < 3
+
+
+@by_pair
+def test_whichever_branch_is_accepted_the_next_draft_reads_the_same(
+    drafter: str, kv: KVSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The children of each node in the reverse order are the same tree, in other places of the
+    caches."""
+    expected = decoded(drafter, kv, TREE, ragged())
+
+    def reverse(*args: object) -> torch.Tensor:
+        return likeliest(*args).flip(2)
+
+    monkeypatch.setattr(draft_tree, "likeliest", reverse)
+    assert decoded(drafter, kv, TREE, ragged()) == expected
+
+
+@by_pair
+def test_a_tree_without_branches_is_the_chain(drafter: str, kv: KVSection) -> None:
+    """The same drafts are proposed and accepted, greedy and sampled, with penalties."""
+    for temperature in (0.0, 1.3):
+        section = SamplingSection(temperature, repetition_penalty=1.2, presence_penalty=0.1)
+        chain, tree = (decoded(drafter, kv, t, ragged(section))[1:] for t in (None, "1,1,1"))
+        assert tree == chain
+
+
+@pytest.mark.parametrize("drafter", ["self", "model"])
+def test_greedy_rows_beside_sampled_ones_and_with_penalties_are_the_baselines(drafter: str) -> None:
+    kv = KVSection("streaming_llm", 17, 4)
+    greedy = SamplingSection(repetition_penalty=1.3, presence_penalty=0.2)
+    baseline, ours, _ = decoded(drafter, kv, TREE, ragged(greedy))
+    assert ours == baseline
+    sampled = ragged(SamplingSection(1.0, top_p=0.9))
+    mixed = [
+        b if i % 2 else a for i, (a, b) in enumerate(zip(sampled, ragged(greedy), strict=True))
+    ]
+    _, found, _ = decoded(drafter, kv, TREE, mixed)
+    assert found[1::2] == baseline[1::2]
+    alone = decoded(drafter, kv, TREE, ragged(SamplingSection(1.0, top_p=0.9)))[1]
+    assert found[::2] == alone[::2], "a row samples the same tokens in any batch"
+
+
+def test_rows_end_at_an_end_token_within_a_path() -> None:
+    kv = KVSection("streaming_llm", 34, 4)
+    free, _, _ = decoded("self", kv, TREE, ragged())
+    end = next(t for i, t in enumerate(free[0]) if i > 10 and t not in free[0][:i])
+    baseline, ours, _ = decoded("self", kv, TREE, ragged(eos=(end,)))
+    assert ours == baseline and ours[0] == free[0][: free[0].index(end) + 1]
+    assert len(ours[0]) < 60
+
+
+def test_children_are_drawn_without_replacement_and_then_by_score() -> None:
+    probs = torch.tensor([[[0.5, 0.0, 0.5, 0.0]]], dtype=torch.float64)
+    scores = torch.tensor([[[3.0, 1.0, 4.0, 2.0]]])
+    for first, second in ((0, 2), (2, 0)):
+        u = torch.full((1, 1, 4), 0.1 if first == 0 else 0.9, dtype=torch.float64)
+        assert draw_children(probs, scores, u).flatten().tolist() == [first, second, 3, 1]
