@@ -19,8 +19,7 @@ class StageUse:
 
     total_s: float
     waiting_s: float
-    decode_s: float
-    num_decodes: int
+    decode_s: float  # median of messages of rows that decode
     num_bytes: int
     num_sent: int  # messages
     queued_s: float  # summed over the messages to the stage, from their sending until it took them
@@ -35,10 +34,6 @@ class StageUse:
         time that each is (Little 1961)."""
         return self.queued_s / self.total_s if self.total_s else 0.0
 
-    @property
-    def mean_decode_s(self) -> float:
-        return self.decode_s / self.num_decodes if self.num_decodes else 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class RingMetrics:
@@ -52,8 +47,9 @@ class RingMetrics:
         "share of the time that a stage did not wait for a message; the rest is idle"
     )
     decode_ms: list[float] = recorded(
-        "mean time of a stage for a message of samples that decode, from its arrival until its "
-        "result is sent; of the first stage with the head, sampling and scheduling",
+        "median time of a stage for a message of samples that decode, from its arrival until its "
+        "result is sent; of the first stage with the head, sampling and scheduling, where no "
+        "prompt is prefilled with it",
         "ms",
     )
     queue_depth: list[float] = recorded(
@@ -92,7 +88,7 @@ def ring_metrics(
     measured_round_ms: float | None,
 ) -> RingMetrics:
     """`lanes` are their number and their size; `uses` are those of the stages in order."""
-    stage_s = [use.mean_decode_s for use in uses]
+    stage_s = [use.decode_s for use in uses]
     return RingMetrics(
         num_layers=list(num_layers),
         tensor_parallel=tensor_parallel,

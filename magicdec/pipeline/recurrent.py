@@ -119,10 +119,9 @@ class RecurrentPipeline:
             flight = self._under_way.popleft()
             assert message.run == flight.lane.index, "messages come home in their order"
             observe(self._land(flight, message))
-            if flight.ends_step:
-                self._begin(flight.lane, watch)
-            if flight.is_decode:
-                spent.count_decode(time.perf_counter() - arrived)
+            prefills = flight.ends_step and self._begin(flight.lane, watch)
+            if flight.is_decode and not prefills:
+                spent.decodes_s.append(time.perf_counter() - arrived)
         spent.total_s += time.perf_counter() - started
 
     def close(self) -> None:
@@ -132,11 +131,12 @@ class RecurrentPipeline:
         assert last.kind is Kind.END, "no message is behind the last"
         self.ends.outbound.close()
 
-    def _begin(self, lane: Lane, watch: Watcher) -> None:
-        """Send the messages of the lane's next step, if there is one."""
+    def _begin(self, lane: Lane, watch: Watcher) -> bool:
+        """Send the messages of the lane's next step, if there is one. Returns whether it has
+        prompts to prefill."""
         plan = lane.scheduler.schedule()
         if plan is None:
-            return
+            return False
         assert not plan.preempted, "every row has room for its whole text"
         watch(plan)
         chunks = list(self._chunks(lane, plan))
@@ -145,6 +145,7 @@ class RecurrentPipeline:
             self._send(replace(flight, ends_step=ends_step), token_ids)
         if plan.decoding is not None:
             self._send(*self._newest(lane, plan.decoding.requests))
+        return bool(plan.parts)
 
     def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tensor]]:
         """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""

@@ -12,7 +12,9 @@ those that it holds so far, so that every stage forgets the drafts that were rej
 
 from __future__ import annotations
 
+import statistics
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,12 +33,13 @@ class Occupancy:
 
     total_s: float = 0.0
     waiting_s: float = 0.0
-    decode_s: float = 0.0  # for messages of rows that decode
-    num_decodes: int = 0  # such messages
+    decodes_s: array[float] = field(default_factory=lambda: array("d"))
+    """The time of each message of rows that decode."""
 
-    def count_decode(self, seconds: float) -> None:
-        self.decode_s += seconds
-        self.num_decodes += 1
+    @property
+    def decode_s(self) -> float:
+        """The median of these times, which a message that was held up does not move."""
+        return statistics.median(self.decodes_s) if self.decodes_s else 0.0
 
 
 @dataclass
@@ -101,7 +104,7 @@ class Stage:
                 return
             self._answer(message, ends)
             if is_decode(message):
-                spent.count_decode(time.perf_counter() - arrived)
+                spent.decodes_s.append(time.perf_counter() - arrived)
 
     def _answer(self, message: Message, ends: RingEnds) -> None:
         if message.kind is Kind.FREE:

@@ -97,7 +97,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
         pipeline = RecurrentPipeline(stage, ends, *place_of, speculation=speculation)
         pipeline.serve(requests)
         pipeline.close()
-        assert stage.occupancy.num_decodes > 0
+        assert stage.occupancy.decode_s > 0
         if speculation is not None:
             check_counts(speculation, requests)
     else:

@@ -111,13 +111,13 @@ def test_a_round_is_bound_by_the_slowest_stage_or_by_all() -> None:
 
 
 def test_metrics_of_a_ring() -> None:
-    uses = [StageUse(10.0, 1.0, 4.0, 100, 7, 3, 5.0), StageUse(10.0, 5.0, 2.0, 100, 9, 4, 1.0)]
+    uses = [StageUse(10.0, 1.0, 0.04, 7, 3, 5.0), StageUse(10.0, 5.0, 0.02, 9, 4, 1.0)]
     ring = ring_metrics([1, 2], 1, (2, 3), uses, 64, 0.0005, 80.5)
     assert ring.busy == [0.9, 0.5] and ring.sent_bytes == [7, 9]
     assert ring.queue_depth == [0.5, 0.1] and ring.sent_messages == [3, 4]
     assert ring.decode_ms == [pytest.approx(40), pytest.approx(20)]
     assert ring.predicted_round_ms == pytest.approx(80) and ring.link_ms == pytest.approx(0.5)
-    empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, 0.0, 0, 0, 0, 0.0)], 64, None, None)
+    empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, 0.0, 0, 0, 0.0)], 64, None, None)
     assert empty.busy == [0.0] and empty.predicted_round_ms == 0.0
 
 

@@ -24,7 +24,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.auto_split.choose import RankTimes
 from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.stage import WANTED, Stage
+from magicdec.pipeline.stage import WANTED, Occupancy, Stage
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -112,11 +112,11 @@ def time_passing(stage: FilledStage, timed: Timed) -> float:
 
 def pass_on(stage: FilledStage, message: Message) -> float:
     """Let the stage serve one message. Returns the seconds that it took, 0 for a prompt."""
-    inbound, before = Loopback(), stage.occupancy.decode_s
+    inbound, stage.occupancy = Loopback(), Occupancy()
     inbound.send(message)
     inbound.send(Message(Kind.END))
     stage.serve(RingEnds(inbound, Loopback()))
-    return stage.occupancy.decode_s - before
+    return stage.occupancy.decode_s
 
 
 def time_first(stage: FilledStage, timed: Timed) -> float:

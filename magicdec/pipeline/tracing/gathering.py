@@ -27,7 +27,7 @@ def gather(
     """What the first rank of each stage counted, and the spans if they were asked for. All ranks
     must call it; the times are right on rank 0 alone."""
     traffic, leaders = counting.traffic, [grid.ranks_of(n)[0] for n in range(grid.num_stages)]
-    ours = [spent.total_s, spent.waiting_s, spent.decode_s, spent.num_decodes, counting.sent_bytes]
+    ours = [spent.total_s, spent.waiting_s, spent.decode_s, counting.sent_bytes]
     ours += [traffic.num_sent, traffic.sent_s, traffic.num_taken, traffic.taken_s]
     found = exchange(ours, grid.world_size)
     is_one_host = launch.local_world_size == launch.world_size
@@ -54,10 +54,10 @@ def uses_of(found: Sequence[Sequence[float]], ahead: Sequence[Ahead]) -> list[St
     sent; every message that was sent has been taken."""
     uses = []
     for stage, numbers in enumerate(found):
-        total_s, waiting_s, decode_s, num_decodes, num_bytes, num_sent, _, taken, taken_s = numbers
-        sent_s, between_s = found[stage - 1][6], ahead[stage].ahead_s - ahead[stage - 1].ahead_s
+        total_s, waiting_s, decode_s, num_bytes, num_sent, _, taken, taken_s = numbers
+        sent_s, between_s = found[stage - 1][5], ahead[stage].ahead_s - ahead[stage - 1].ahead_s
         queued_s = max(0.0, taken_s - sent_s - taken * between_s)
-        counts = int(num_decodes), int(num_bytes), int(num_sent)
+        counts = int(num_bytes), int(num_sent)
         uses.append(StageUse(total_s, waiting_s, decode_s, *counts, queued_s))
     return uses
 
