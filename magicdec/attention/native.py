@@ -24,11 +24,13 @@ from magicdec.kernels.build import (
 )
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
+from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import KVView
 
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (
     SOURCE.with_name("native_problem.h"),
+    SOURCE.with_name("native_tree.h"),
     SOURCE.with_name("native_plan.h"),
     SOURCE.with_name("native_team.h"),
     SOURCE.with_name("native_portable.h"),
@@ -46,7 +48,7 @@ HEADERS = (
 FLAGS = (*FAST_MATH, "-fopenmp")
 # The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
 STORAGE = (torch.float32, torch.bfloat16, torch.int8)
-Shape = ctypes.c_int64 * 17
+Shape = ctypes.c_int64 * 18
 
 
 class NativeBackend(AttentionBackend):
@@ -62,6 +64,7 @@ class NativeBackend(AttentionBackend):
         int8_kv_needs_avx512_bf16=True,
         can_be_recorded=False,
         is_part_of_native_steps=True,
+        supports_trees=True,
     )
 
     def __init__(self, portable: bool = False) -> None:
@@ -90,14 +93,16 @@ class NativeBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]."""
         cache = view.cache
-        # On a short context torch's dispatch costs as much as the kernel, so only tracing uses it.
-        compiling = torch.compiler.is_compiling()
-        call = torch.ops.magicdec.native_attention if compiling else attention
-        out: tuple[Tensor, Tensor] = call(
+        arguments = (
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
             view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable,
         )  # fmt: skip
-        return out
+        # On a short context torch's dispatch costs as much as the kernel, so only tracing uses it.
+        if torch.compiler.is_compiling():
+            assert view.tree is None, "a forward with a tree is not traced"
+            out: tuple[Tensor, Tensor] = torch.ops.magicdec.native_attention(*arguments)
+            return out
+        return attention(*arguments, tree=view.tree)
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
@@ -109,6 +114,7 @@ class NativeBackend(AttentionBackend):
         out, _ = attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
             view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable, mass,
+            view.tree,
         )  # fmt: skip
         return out, mass
 
@@ -124,7 +130,7 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     share_openmp()
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
-    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 12 * (
+    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 15 * (
         ctypes.c_void_p,
     )
     library.magicdec_received.restype = None
@@ -140,14 +146,15 @@ def has_bfloat16_path() -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
     block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, window: int,
-    portable: bool, mass: Tensor | None = None,
+    portable: bool, mass: Tensor | None = None, tree: DraftTree | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Append k, v [B,T,G,D] to the pools [blocks, G, block_size, D] of one layer and compute
     attention. Returns the output [B,T,H,D] and the log-sum-exp of the scores, float32 [B,T,H].
 
     `ranges` [B, G or 1, R, 2] holds the start and the end of each range of visible positions. A
     token sees only the last `window` positions of them; 0 stands for all. If `mass`, float32
-    [B, G, blocks], is given, it is filled with the attention weights of each block."""
+    [B, G, blocks], is given, it is filled with the attention weights of each block. The ranges end
+    before a `tree`, of whose last nodes k and v are."""
     if q.dtype not in STORAGE[:2]:
         raise ValueError(f"--attention native computes in float32 or bfloat16, not {q.dtype}")
     assert k_pool.dtype in (q.dtype, torch.int8), "pools have the dtype of q, or int8"
@@ -161,14 +168,15 @@ def attention(
         num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
         ranges.shape[2], *(step for s in strides for step in s[:2]),
         ranges.shape[1], 0 if mass is None else mass.shape[2], window,
+        0 if tree is None else tree.num_nodes,
     )  # fmt: skip
-    tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse)
+    nodes = (None, None, None) if tree is None else tree.tensors
+    tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, *nodes, out, lse, mass)
     failed = kernel(size).magicdec_attention(
         STORAGE.index(k_pool.dtype),
         portable,
         shape,
-        *(t.data_ptr() for t in tensors),
-        None if mass is None else mass.data_ptr(),
+        *(None if t is None else t.data_ptr() for t in tensors),
     )
     if failed:
         raise ValueError(

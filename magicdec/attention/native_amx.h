@@ -13,7 +13,7 @@ struct AmxScratch {
     alignas(64) float scores[MAX_QUERIES * STRETCH];
     alignas(64) uint32_t weights[MAX_QUERIES * STRETCH / 2];  // bfloat16 pairs
     alignas(64) float acc[MAX_QUERIES * HEAD_SIZE];
-    float scale[MAX_QUERIES];
+    PathRoom<bfloat16, STRETCH, HEAD_SIZE> path;
 };
 
 // Keys of one segment that are processed together, in whole groups. `keys` is the pool's tile in which they begin, in its
@@ -40,9 +40,14 @@ struct Stretch {
 class AmxQueries {
 public:
     AmxQueries(const uint32_t* q, int64_t M, AmxScratch& scratch)
-        : q(q), M(M), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), x(scratch) {
-        registers.load(rows);
-        std::fill(x.acc, x.acc + blocks * rows * HEAD_SIZE, 0.0f);
+        : AmxQueries(q, M, scratch.scores, scratch.weights, scratch.acc) {
+        std::fill(acc, acc + blocks * rows * HEAD_SIZE, 0.0f);
+    }
+
+    // Queries [first, first + count) of these, at most amx::ROWS, with the sums that they have so far.
+    AmxQueries part(int64_t first, int64_t count) const {
+        return {q + first * PAIRS, count, scores + first * STRETCH, weights + first * STRETCH / 2,
+                acc + first * HEAD_SIZE};
     }
 
     // Scores of all queries for all groups. While keys are read, as many of `next` are prefetched.
@@ -66,8 +71,8 @@ public:
     // null. All exponents are to base 2.
     float to_weights(int64_t m, int64_t groups, int64_t from, int64_t to, float* maximum, float* total, float* sums) const {
         const __m512 factor = _mm512_set1_ps(1.44269504f / std::sqrt(float(HEAD_SIZE)));
-        const float* scores = x.scores + m * STRETCH;
-        uint32_t* weights = x.weights + m * STRETCH / 2;
+        const float* scores = this->scores + m * STRETCH;
+        uint32_t* weights = this->weights + m * STRETCH / 2;
         const int64_t vectors = 2 * groups;
         __m512 top = _mm512_set1_ps(HIDDEN);
         for (int64_t i = 0; i < vectors; ++i)
@@ -90,7 +95,7 @@ public:
         *total = *total * scale + _mm512_reduce_add_ps(sum);
         *maximum = highest;
         if (scale != 1.0f)
-            for (int d = 0; d < HEAD_SIZE; ++d) x.acc[m * HEAD_SIZE + d] *= scale;
+            for (int d = 0; d < HEAD_SIZE; ++d) acc[m * HEAD_SIZE + d] *= scale;
         return scale;
     }
 
@@ -110,6 +115,12 @@ public:
     }
 
 private:
+    AmxQueries(const uint32_t* q, int64_t M, float* scores, uint32_t* weights, float* acc)
+        : q(q), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), scores(scores),
+          weights(weights), acc(acc) {
+        registers.load(rows);
+    }
+
     static __mmask16 seen(int64_t vector, int64_t from, int64_t to) {
         return first_lanes(to - LANES * vector) & ~first_lanes(from - LANES * vector);
     }
@@ -119,21 +130,23 @@ private:
         amx::zero_sums<BLOCKS * C>();
         amx::add_products<BLOCKS, C>({q + b * rows * PAIRS, PAIRS * 4, rows * PAIRS},
                                      {keys.keys_of(group), TILE * 4}, PAIRS / amx::STEP, ahead);
-        amx::store_sums<BLOCKS, C>(x.scores + b * rows * STRETCH + group * GROUP, STRETCH * 4, rows * STRETCH);
+        amx::store_sums<BLOCKS, C>(scores + b * rows * STRETCH + group * GROUP, STRETCH * 4, rows * STRETCH);
     }
 
     template <int BLOCKS, int C>
     void weigh_part(int64_t b, int d, const Stretch& keys, amx::Ahead& ahead) const {
-        float* acc = x.acc + b * rows * HEAD_SIZE + d;
-        amx::load_sums<BLOCKS, C>(acc, HEAD_SIZE * 4, rows * HEAD_SIZE);
-        amx::add_products<BLOCKS, C>({x.weights + b * rows * STRETCH / 2, STRETCH * 2, rows * STRETCH / 2},
+        float* sums = acc + b * rows * HEAD_SIZE + d;
+        amx::load_sums<BLOCKS, C>(sums, HEAD_SIZE * 4, rows * HEAD_SIZE);
+        amx::add_products<BLOCKS, C>({weights + b * rows * STRETCH / 2, STRETCH * 2, rows * STRETCH / 2},
                                      {keys.values + d, HEAD_SIZE * 4}, keys.groups, ahead);
-        amx::store_sums<BLOCKS, C>(acc, HEAD_SIZE * 4, rows * HEAD_SIZE);
+        amx::store_sums<BLOCKS, C>(sums, HEAD_SIZE * 4, rows * HEAD_SIZE);
     }
 
     const uint32_t* q;
-    int64_t M, blocks, rows;
-    AmxScratch& x;
+    int64_t blocks, rows;
+    float* scores;
+    uint32_t* weights;
+    float* acc;
     amx::Registers registers;
 };
 
@@ -141,8 +154,8 @@ struct AmxBf16 : Bf16 {
     using Scratch = AmxScratch;
     // Whether it is used. For few queries native_bf16.h is as fast or faster, because both
     // wait for memory. The number of tokens must not decide between decoding and verification, which agree to the bit.
-    static bool serves(const Problem& p) {
-        return !p.is_prefill() && p.group() >= FEW_QUERIES && PAIRS % amx::STEP == 0 && may_use_tiles();
+    static bool serves(const Problem& p, bool has_trees = false) {
+        return (has_trees || !p.is_prefill()) && p.group() >= FEW_QUERIES && PAIRS % amx::STEP == 0 && may_use_tiles();
     }
 
     // Like attend_piece of native_portable.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
@@ -150,12 +163,28 @@ struct AmxBf16 : Bf16 {
                           const bfloat16* v_pool, const Query* q, Scratch& x, float* maximum, float* total, float* acc,
                           const Mass& mass) {
         const int64_t M = task.num_queries, head = task.head * p.block_size;
-        const int64_t end = p.seq_lens[task.row] + (task.first_query + M - 1) / p.group() + 1;  // of what is visible
+        // Where what is visible ends. All keys before a tree are, in whichever cells they lie.
+        const int64_t end = p.paths ? INT64_MAX : p.seq_lens[task.row] + (task.first_query + M - 1) / p.group() + 1;
         int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
         const AmxQueries queries(q, M, x);
         mass.clear(M);
         std::fill(maximum, maximum + M, HIDDEN);
         std::fill(total, total + M, 0.0f);
+        // Adds the keys of a stretch, `count` from `position` on, to the results of `some` queries from `first` on.
+        auto add = [&](const AmxQueries& some, const Stretch& keys, const Stretch& next, int64_t position, int64_t count,
+                       bool are_before, int64_t first, int64_t last) {
+            some.score(keys, next.keys);
+            for (int64_t m = first; m < last; ++m) {
+                const auto [from, to] = p.seen(task, m, position, count, are_before);
+                alignas(16) float sums[STRETCH / LANES];
+                const float scale = some.to_weights(m - first, keys.groups, keys.low + from, keys.low + to, maximum + m,
+                                                    total + m, mass.data ? sums : nullptr);
+                if (!mass.data) continue;
+                mass.rescale(m, met, scale);  // one vector holds one block of keys
+                std::copy_n(sums + keys.low / LANES, blocks_touched(position, count), mass.of(m) + met);
+            }
+            some.weigh(keys, next.values);
+        };
         for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
             const Segment& segment = segments[i];
             const int64_t stop = std::min(segment.count, end - segment.first), slot = segment.slot + head;
@@ -164,20 +193,21 @@ struct AmxBf16 : Bf16 {
                 const int64_t position = segment.first + at;
                 count = std::min(position / STRETCH * STRETCH + STRETCH - segment.first, stop) - at;
                 read += count;
-                const auto keys = Stretch::at(k_pool, v_pool, slot + at, count);
-                const auto next = Stretch::at(k_pool, v_pool, at + count < stop ? slot + at + count : following, 1);
-                queries.score(keys, next.keys);
-                for (int64_t m = 0; m < M; ++m) {
-                    const auto [from, to] = p.seen(task, m, position, count);
-                    alignas(16) float sums[STRETCH / LANES];
-                    const float scale = queries.to_weights(m, keys.groups, keys.low + from, keys.low + to, maximum + m,
-                                                           total + m, mass.data ? sums : nullptr);
-                    if (!mass.data) continue;
-                    mass.rescale(m, met, scale);  // one vector holds one block of keys
-                    std::copy_n(sums + keys.low / LANES, blocks_touched(position, count), mass.of(m) + met);
+                if (at + count > segment.num_before) {
+                    by_path<AmxBf16>(p, task, segment, at, count, k_pool, v_pool, x.path,
+                                     [&](int64_t first, int64_t last, int64_t lane) {
+                                         const auto keys = Stretch::at(x.path.keys, x.path.values, lane, count);
+                                         for (int64_t m = first; m < last; m += amx::ROWS) {
+                                             const int64_t until = std::min(m + amx::ROWS, last);
+                                             add(queries.part(m, until - m), keys, keys, position, count, false, m, until);
+                                         }
+                                     });
+                } else {
+                    const auto keys = Stretch::at(k_pool, v_pool, slot + at, count);
+                    const auto next = Stretch::at(k_pool, v_pool, at + count < stop ? slot + at + count : following, 1);
+                    add(queries, keys, next, position, count, p.is_before(segment, at + count), 0, M);
                 }
                 met += blocks_touched(position, count);
-                queries.weigh(keys, next.values);
             }
         }
         std::copy_n(x.acc, M * HEAD_SIZE, acc);

@@ -8,12 +8,15 @@
 constexpr int PAIRS = HEAD_SIZE / 2;
 constexpr int LANES = 16;
 
-// Per thread: the scores and weights of up to MAX_QUERIES queries on one tile.
-struct Bf16Scratch {
+// Per thread: the scores and weights of up to MAX_QUERIES queries on one tile, and room for the tile of a path.
+template <typename Pool, int64_t SIZE>
+struct TileScratch {
     alignas(64) float scores[MAX_QUERIES * TILE];
     alignas(64) uint32_t weights[MAX_QUERIES * TILE / 2];  // bfloat16 pairs
     float scale[MAX_QUERIES];
+    PathRoom<Pool, TILE, SIZE> path;
 };
+using Bf16Scratch = TileScratch<bfloat16, HEAD_SIZE>;
 
 // Keys of one segment that are processed together: vectors of LANES keys from `keys` on, and pairs of values from
 // `values` on. Lanes before `low` and from `high` on do not belong to the segment.
@@ -163,10 +166,10 @@ struct Bf16Tiles {
 };
 
 // Like attend_piece of native_portable.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
-template <typename Tiles>
+template <typename Kernel, typename Tiles, typename Scratch>
 inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
                             const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool, const uint32_t* q,
-                            Bf16Scratch& x, float* maximum, float* total, float* acc, const Mass& mass) {
+                            Scratch& x, float* maximum, float* total, float* acc, const Mass& mass) {
     const int64_t M = task.num_queries, head = task.head * p.block_size;
     int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
     const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
@@ -177,6 +180,47 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     const bool has_registers = Tiles::has_registers && p.is_prefill() && may_use_tiles();
     amx::Registers registers;
     if (has_registers) registers.load(SIDE);
+    // Adds the keys of a tile, `count` from `position` on, to the results of queries [first, last). While they are read,
+    // the keys and values of `next` are prefetched.
+    auto add = [&](const auto& tile, const auto& next, int64_t position, int64_t count, bool are_before, int64_t first,
+                   int64_t last) {
+        const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
+        const bool by_registers = has_registers && tile.low == 0 && tile.high == TILE;
+        by_vectors(tile.high, [&]<int C>() {
+            if (by_registers)
+                score_in_registers(M, q, tile, x.scores);
+            else
+                in_blocks(last - first, [&]<int N>(int64_t i) {
+                    const int64_t m = first + i;
+                    tiles.template score<N, C>(q + m * PAIRS, tile, keys_ahead, x.scores + m * TILE);
+                });
+            for (int64_t m = first; m < last; ++m) {
+#if defined(HAS_TILES)
+                if (by_registers && !mass.data && four_see_all(p, task, m, position)) {
+                    to_four_weights(x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m,
+                                    x.weights + m * TILE / 2);
+                    m += 3;
+                    continue;
+                }
+#endif
+                const auto [from, to] = p.seen(task, m, position, count, are_before);
+                __m512 w[4];
+                to_weights<C>(x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m, total + m,
+                              x.scale + m, w);
+                tiles.template store<C>(w, tile, x.weights + m * TILE / 2);
+                if (!mass.data) continue;
+                mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
+                _mm_mask_storeu_ps(mass.of(m) + met, __mmask8((1 << C) - 1), sum_each(w));
+            }
+        });
+        if (by_registers)
+            weigh_in_registers(M, x.weights, tile, x.scale, acc);
+        else
+            in_blocks(last - first, [&]<int N>(int64_t i) {
+                const int64_t m = first + i;
+                tiles.template weigh<N>(x.weights + m * TILE / 2, tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);
+            });
+    };
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
         for (int64_t at = 0, count; at < segment.count; at += count) {
@@ -184,47 +228,21 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
             count = std::min(tile_end(position) - segment.first, segment.count) - at;
             if (p.is_hidden(task, position)) break;  // all later keys are hidden as well
             read += count;
-            const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
-            const bool is_end = at + count == segment.count, is_last = i + 1 == task.segment_end;
-            const int64_t following = is_end ? (is_last ? task.next : head + segments[i + 1].slot)
-                                             : head + segment.slot + at + count;
-            const auto next = tiles.at(k_pool, v_pool, following, 1);
-            const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
-            const bool by_registers = has_registers && tile.low == 0 && tile.high == TILE;
-            by_vectors(tile.high, [&]<int C>() {
-                if (by_registers)
-                    score_in_registers(M, q, tile, x.scores);
-                else
-                    in_blocks(M, [&]<int N>(int64_t m) {
-                        tiles.template score<N, C>(q + m * PAIRS, tile, keys_ahead, x.scores + m * TILE);
-                    });
-                for (int64_t m = 0; m < M; ++m) {
-#if defined(HAS_TILES)
-                    if (by_registers && !mass.data && four_see_all(p, task, m, position)) {
-                        to_four_weights(x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m,
-                                        x.weights + m * TILE / 2);
-                        m += 3;
-                        continue;
-                    }
-#endif
-                    const auto [from, to] = p.seen(task, m, position, count);
-                    __m512 w[4];
-                    to_weights<C>(x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m, total + m,
-                                  x.scale + m, w);
-                    tiles.template store<C>(w, tile, x.weights + m * TILE / 2);
-                    if (!mass.data) continue;
-                    mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
-                    _mm_mask_storeu_ps(mass.of(m) + met, __mmask8((1 << C) - 1), sum_each(w));
-                }
-            });
+            if (at + count > segment.num_before) {
+                by_path<Kernel>(p, task, segment, at, count, k_pool, v_pool, x.path,
+                                [&](int64_t first, int64_t last, int64_t lane) {
+                                    const auto tile = tiles.at(x.path.keys, x.path.values, lane, count);
+                                    add(tile, tile, position, count, false, first, last);
+                                });
+            } else {
+                const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
+                const bool is_end = at + count == segment.count, is_last = i + 1 == task.segment_end;
+                const int64_t following = is_end ? (is_last ? task.next : head + segments[i + 1].slot)
+                                                 : head + segment.slot + at + count;
+                const auto next = tiles.at(k_pool, v_pool, following, 1);
+                add(tile, next, position, count, p.is_before(segment, at + count), 0, M);
+            }
             met += blocks_touched(position, count);
-            if (by_registers)
-                weigh_in_registers(M, x.weights, tile, x.scale, acc);
-            else
-                in_blocks(M, [&]<int N>(int64_t m) {
-                    tiles.template weigh<N>(x.weights + m * TILE / 2, tile, values_ahead, x.scale + m,
-                                            acc + m * HEAD_SIZE);
-                });
         }
     }
     for (int64_t m = 0; m < M; ++m) maximum[m] *= 0.69314718f;  // to base e
@@ -242,9 +260,17 @@ struct Bf16 {
         for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k_pool + tile + (pair * TILE + lane) * 2, k + 2 * pair, 4);
         for (int d = 0; d < HEAD_SIZE; ++d) v_pool[tile + (lane / 2 * HEAD_SIZE + d) * 2 + lane % 2] = v[d];
     }
+    static void copy(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot, int64_t to, bfloat16* keys,
+                     bfloat16* values) {
+        const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
+        bfloat16 k[HEAD_SIZE], v[HEAD_SIZE];
+        for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k + 2 * pair, k_pool + tile + (pair * TILE + lane) * 2, 4);
+        for (int d = 0; d < HEAD_SIZE; ++d) v[d] = v_pool[tile + (lane / 2 * HEAD_SIZE + d) * 2 + lane % 2];
+        append(k, v, to, keys, values);
+    }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                        const bfloat16* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc,
                        const Mass& mass) {
-        return attend_tiles(Bf16Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
+        return attend_tiles<Bf16>(Bf16Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }
 };

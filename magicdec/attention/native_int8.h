@@ -8,7 +8,7 @@
 // values as [four tokens][dimension].
 constexpr int64_t TILE_NUMBERS = TILE * HEAD_SIZE, TILE_BYTES = TILE_NUMBERS + 4 * TILE;
 
-struct Int8Scratch : Bf16Scratch {
+struct Int8Scratch : TileScratch<uint8_t, HEAD_SIZE + 4> {
     Widen widen;
 };
 
@@ -121,27 +121,39 @@ struct Int8 {
     using Scratch = Int8Scratch;
     static void stage(const bfloat16* from, Query* to) { Bf16::stage(from, to); }
     static void append(const bfloat16* k, const bfloat16* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
-        Pool *keys = k_pool + slot / TILE * TILE_BYTES, *values = v_pool + slot / TILE * TILE_BYTES;
-        const int64_t lane = slot % TILE, pair = lane % 4 / 2;
         const float key_scale = int8_scale(k), value_scale = int8_scale(v);
         uint8_t key_bytes[HEAD_SIZE], value_bytes[HEAD_SIZE];
         to_int8(k, key_scale, key_bytes);
         to_int8(v, value_scale, value_bytes);
-        Pool *key = keys + lane / 16 * 64 + place(lane % 16, 0), *value = values + lane / 4 * 4 * HEAD_SIZE + lane % 2;
-        for (int d = 0; d < HEAD_SIZE; d += 2)
-            std::memcpy(key + d / 4 * 4 * TILE + d % 4 / 2 * 8, key_bytes + d, 2);
-        for (int d = 0; d < HEAD_SIZE; ++d) value[d / 16 * 64 + place(d % 16, pair)] = value_bytes[d];
-        std::memcpy(keys + TILE_NUMBERS + 4 * lane, &key_scale, 4);
-        std::memcpy(values + TILE_NUMBERS + 4 * lane, &value_scale, 4);
+        for (int d = 0; d < HEAD_SIZE; d += 2) std::memcpy(k_pool + key_at(slot, d), key_bytes + d, 2);
+        for (int d = 0; d < HEAD_SIZE; ++d) v_pool[value_at(slot, d)] = value_bytes[d];
+        std::memcpy(k_pool + scale_at(slot), &key_scale, 4);
+        std::memcpy(v_pool + scale_at(slot), &value_scale, 4);
+    }
+    static void copy(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t to, Pool* keys, Pool* values) {
+        for (int d = 0; d < HEAD_SIZE; d += 2) std::memcpy(keys + key_at(to, d), k_pool + key_at(slot, d), 2);
+        for (int d = 0; d < HEAD_SIZE; ++d) values[value_at(to, d)] = v_pool[value_at(slot, d)];
+        std::memcpy(keys + scale_at(to), k_pool + scale_at(slot), 4);
+        std::memcpy(values + scale_at(to), v_pool + scale_at(slot), 4);
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool,
                           const Pool* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc,
                           const Mass& mass) {
-        return attend_tiles(Int8Tiles{scratch.widen}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc,
-                            mass);
+        return attend_tiles<Int8>(Int8Tiles{scratch.widen}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total,
+                                  acc, mass);
     }
 
 private:
+    // Where the numbers d and d + 1 of a key, number d of a value, and the scale of either are in a pool, in bytes.
+    static int64_t key_at(int64_t slot, int d) {
+        const int64_t lane = slot % TILE;
+        return slot / TILE * TILE_BYTES + lane / 16 * 64 + place(lane % 16, 0) + d / 4 * 4 * TILE + d % 4 / 2 * 8;
+    }
+    static int64_t value_at(int64_t slot, int d) {
+        const int64_t lane = slot % TILE;
+        return slot / TILE * TILE_BYTES + lane / 4 * 4 * HEAD_SIZE + lane % 2 + d / 16 * 64 + place(d % 16, lane % 4 / 2);
+    }
+    static int64_t scale_at(int64_t slot) { return slot / TILE * TILE_BYTES + TILE_NUMBERS + slot % TILE * 4; }
     // Byte offset of a pair's first element in the 64 bytes that hold two pairs for each of 16 columns.
     static int64_t place(int64_t column, int64_t pair) { return column / 4 * 16 + pair * 8 + column % 4 * 2; }
 };

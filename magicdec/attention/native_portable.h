@@ -84,48 +84,59 @@ void accumulate(const float* p, const S* v, int64_t count, float* acc) {
 
 // Online softmax over one piece of one KV head: maximum, sum and weighted values of M queries. Returns the number of keys
 // read.
-template <int D, typename S>
+template <typename Kernel, int D, typename S, typename Room>
 int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
-                  const float* q, float* scores, float* maximum, float* total, float* acc, const Mass& mass) {
+                     const float* q, float* scores, Room& room, float* maximum, float* total, float* acc,
+                     const Mass& mass) {
     const int64_t M = task.num_queries;
     int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
     mass.clear(M);
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * D, 0.0f);
+    // Adds `count` keys from `position` on to the results of queries [first, last).
+    auto add = [&](const S* k, const S* v, int64_t position, int64_t count, bool are_before, int64_t first, int64_t last) {
+        score<D>(q + first * D, last - first, k, count, scores + first * TILE);
+        for (int64_t m = first; m < last; ++m) {
+            float* s = scores + m * TILE;
+            const auto [from, to] = p.seen(task, m, position, count, are_before);
+            float top = maximum[m];
+            for (int64_t j = from; j < to; ++j) top = std::max(top, s[j]);
+            const float scale = exp_negative(maximum[m] - top);
+            if (maximum[m] != top)
+                for (int d = 0; d < D; ++d) acc[m * D + d] *= scale;
+            float added = 0;
+            for (int64_t j = from; j < to; ++j) s[j] = exp_negative(s[j] - top);
+            for (int64_t j = from; j < to; ++j) added += s[j];
+            for (int64_t j = 0; j < from; ++j) s[j] = 0.0f;
+            for (int64_t j = to; j < count; ++j) s[j] = 0.0f;
+            if (mass.data) {
+                mass.rescale(m, met, scale);
+                mass.add(m, met, position % BLOCK, s, to);
+            }
+            total[m] = total[m] * scale + added;
+            maximum[m] = top;
+        }
+        int64_t m = first;
+        for (; m + 4 <= last; m += 4) accumulate<D, 4>(scores + m * TILE, v, count, acc + m * D);
+        for (; m + 2 <= last; m += 2) accumulate<D, 2>(scores + m * TILE, v, count, acc + m * D);
+        for (; m < last; ++m) accumulate<D, 1>(scores + m * TILE, v, count, acc + m * D);
+    };
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
         const int64_t base = (segment.slot + task.head * p.block_size) * D;
         for (int64_t at = 0, count; at < segment.count; at += count) {
-            count = std::min(tile_end(segment.first + at) - segment.first, segment.count) - at;
-            const S *k = k_pool + base + at * D, *v = v_pool + base + at * D;
+            const int64_t position = segment.first + at;
+            count = std::min(tile_end(position) - segment.first, segment.count) - at;
             read += count;
-            score<D>(q, M, k, count, scores);
-            for (int64_t m = 0; m < M; ++m) {
-                float* s = scores + m * TILE;
-                const auto [from, to] = p.seen(task, m, segment.first + at, count);
-                float top = maximum[m];
-                for (int64_t j = from; j < to; ++j) top = std::max(top, s[j]);
-                const float scale = exp_negative(maximum[m] - top);
-                if (maximum[m] != top)
-                    for (int d = 0; d < D; ++d) acc[m * D + d] *= scale;
-                float added = 0;
-                for (int64_t j = from; j < to; ++j) s[j] = exp_negative(s[j] - top);
-                for (int64_t j = from; j < to; ++j) added += s[j];
-                for (int64_t j = 0; j < from; ++j) s[j] = 0.0f;
-                for (int64_t j = to; j < count; ++j) s[j] = 0.0f;
-                if (mass.data) {
-                    mass.rescale(m, met, scale);
-                    mass.add(m, met, (segment.first + at) % BLOCK, s, to);
-                }
-                total[m] = total[m] * scale + added;
-                maximum[m] = top;
-            }
-            int64_t m = 0;
-            for (; m + 4 <= M; m += 4) accumulate<D, 4>(scores + m * TILE, v, count, acc + m * D);
-            for (; m + 2 <= M; m += 2) accumulate<D, 2>(scores + m * TILE, v, count, acc + m * D);
-            for (; m < M; ++m) accumulate<D, 1>(scores + m * TILE, v, count, acc + m * D);
-            met += blocks_touched(segment.first + at, count);
+            if (at + count > segment.num_before)
+                by_path<Kernel>(p, task, segment, at, count, k_pool, v_pool, room,
+                                [&](int64_t first, int64_t last, int64_t lane) {
+                                    add(room.keys + lane * D, room.values + lane * D, position, count, false, first, last);
+                                });
+            else
+                add(k_pool + base + at * D, v_pool + base + at * D, position, count, p.is_before(segment, at + count), 0, M);
+            met += blocks_touched(position, count);
         }
     }
     return read;
@@ -138,8 +149,12 @@ struct Portable {
     using Pool = S;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
-    union Scratch {
+    struct PieceScratch {
         float scores[(MAX_QUERIES + 1) * TILE];
+        PathRoom<S, TILE, HEAD_SIZE> path;
+    };
+    union Scratch {
+        PieceScratch piece;
         ChunkScratch chunk;
     };
     static void stage(const S* from, Query* to) {
@@ -150,10 +165,14 @@ struct Portable {
         std::memcpy(k_pool + slot * HEAD_SIZE, k, HEAD_SIZE * sizeof(S));
         std::memcpy(v_pool + slot * HEAD_SIZE, v, HEAD_SIZE * sizeof(S));
     }
+    static void copy(const S* k_pool, const S* v_pool, int64_t slot, int64_t to, S* keys, S* values) {
+        append(k_pool + slot * HEAD_SIZE, v_pool + slot * HEAD_SIZE, to, keys, values);
+    }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
                        const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
         if (p.is_prefill() && !mass.data)
             return attend_chunk(p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
-        return attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc, mass);
+        return attend_piece<Portable, HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.piece.scores,
+                                                 scratch.piece.path, maximum, total, acc, mass);
     }
 };

@@ -57,6 +57,12 @@ class DraftTree:
         return 0 if self.cells is not None else self.num_nodes - num_new
 
     @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Base, parents and cells with adjacent numbers, for native code."""
+        cells = None if self.cells is None else self.cells.contiguous()
+        return self.base.contiguous(), self.parents.contiguous(), cells
+
+    @cached_property
     def ancestors(self) -> Tensor:
         """Which nodes a node sees, itself included: bool [B, U, U], true at [b, u, a] if row b's
         node u sees node a."""
