@@ -151,13 +151,14 @@ class ModelRunner:
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
         if tree is not None:
             check_trees(self.backend.capabilities.name)
+        num_appended = 0 if tree is not None and tree.cells is not None else num_new
         view = make_view(
             self.cache, rows, policy or self.policy, num_new, committed, self.window, tree
         )
-        if self.executor is not None and num_new <= self.executor.most_tokens and tree is None:
+        if self.executor is not None and num_new <= self.executor.most_tokens:
             call = x, view, self.offsets, last_only, watch, watch_queries
             out, keys = self.executor.forward(*call)
-            self.cache.advance(rows, num_new)
+            self.cache.advance(rows, num_appended)
             self._count_keys(keys, 1, num_new, rows, is_draft)
             return out
         self.backend.plan(view)
@@ -176,8 +177,7 @@ class ModelRunner:
         if self.offsets is not None:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
         out = self.model(x, positions, attend, self.group.all_reduce, last_only)
-        if tree is None or tree.cells is None:
-            self.cache.advance(rows, num_new)
+        self.cache.advance(rows, num_appended)
         self._count(view, rows, is_draft)
         return out
 

@@ -49,7 +49,7 @@ def describe_layer(block: Block) -> LayerFields:
     norms = (block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm)
     return LayerFields(
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
-        _pointer(attention.output.bias), _pointer(mlp.down.bias), _linear(attention.qkv, True),
+        pointer(attention.output.bias), pointer(mlp.down.bias), _linear(attention.qkv, True),
         _linear(attention.output, False), _linear(mlp.gate_up, True), _linear(mlp.down, False),
     )  # fmt: skip
 
@@ -58,10 +58,11 @@ def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
     assert isinstance(linear, PackedLinear | PackedInt8Linear), "checked before the run"
     scale = linear.scale if isinstance(linear, PackedInt8Linear) else None
     return LinearFields(
-        linear.packed.data_ptr(), _pointer(linear.bias) if adds_bias else None, _pointer(scale),
+        linear.packed.data_ptr(), pointer(linear.bias) if adds_bias else None, pointer(scale),
         linear.out_features, linear.in_features,
     )  # fmt: skip
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a tensor's numbers; None stands for a null pointer."""
     return None if tensor is None else tensor.data_ptr()

@@ -29,7 +29,7 @@ from magicdec.distributed.shared_memory import (
     SLOT_BYTES,
     SharedMemoryExchange,
 )
-from magicdec.executor.descriptions import describe_cache, describe_layer, describe_model
+from magicdec.executor.descriptions import describe_cache, describe_layer, describe_model, pointer
 from magicdec.executor.received import received
 from magicdec.executor.structures import (
     CacheFields,
@@ -159,13 +159,14 @@ class Executor:
             tensors.append(offsets[view.row_index])
         given, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
         tokens, hidden = (given, None) if self.model.has_embedding else (None, given)
+        nodes = (None, None, None) if view.tree is None else view.tree.tensors
         call = CallFields(
             *x.shape[:2], steps, tokens, rows, seq_lens, committed,
             None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
             ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
-            ranges.shape[-2], view.window or 0, last_only,
+            ranges.shape[-2], view.window or 0, *map(pointer, nodes), view.num_nodes, last_only,
         )  # fmt: skip
-        call.kept = tensors  # the library reads them until it returns
+        call.kept = [tensors, nodes]  # the library reads them until it returns
         return call
 
     def _run(self, view: KVView, call: CallFields) -> None:

@@ -53,6 +53,7 @@ struct Call {
     const void* hidden_in;  // S [B, T, hidden] instead of tokens, or null
     const int64_t* ranges;  // visible committed tokens [range_layers, B, range_heads, num_ranges, 2]
     int64_t range_layers, range_heads, num_ranges, window;
+    Trees trees;  // of which the tokens are the last nodes, if there are nodes
     int64_t last_only;  // whether only the last token of each row is wanted
     void* logits;       // S [B, T or 1, V], or null
     void* hidden_out;   // S [B, T or 1, hidden] after the last of these layers, instead of logits, or null
@@ -136,8 +137,11 @@ private:
     void begin(int64_t step) {
         if (step)
             for (int64_t& length : lengths) length += problem.T;
-        problem = {c->B, step ? 1 : c->T, m->H, m->G, HEAD_SIZE, kv->block_size, lengths.data(), c->window};
+        const int64_t T = step ? 1 : c->T;
         table = {kv->table, c->rows, kv->table_stride};
+        problem = attention.with_trees({c->B, T, m->H, m->G, HEAD_SIZE, kv->block_size, lengths.data(), c->window}, table,
+                                       c->trees);
+        c->keys_seen += c->B * c->trees.num_nodes;
         for (int64_t& id : tokens) {
             if (id < 0 || id >= m->vocab_size) status = UNKNOWN_TOKEN;
             id = std::clamp<int64_t>(id, 0, m->vocab_size - 1);
@@ -153,14 +157,16 @@ private:
         if (c->range_layers == 1) attention.plan_view(problem, table, of_layer(0), c->mass);
     }
 
-    // The ranges of one row and head with its uncommitted tokens, cut at the sliding window as in kv/view.py.
+    // The ranges of one row and head with its uncommitted tokens before a tree, cut at the sliding window as in kv/view.py.
     void add_tail(int64_t place, int64_t b) {
-        const int64_t *from = c->ranges + place * c->num_ranges * 2, first = lengths[b] + 1 - c->window;
+        const int64_t stop = problem.paths ? c->trees.base[b] : lengths[b] + problem.T;
+        const int64_t oldest = problem.paths ? stop : lengths[b];  // the smallest position of a new token
+        const int64_t *from = c->ranges + place * c->num_ranges * 2, first = oldest + 1 - c->window;
         int64_t* to = ranges.data() + place * (c->num_ranges + 1) * 2;
         const bool is_cut = c->window && c->range_heads == 1 && c->range_layers == 1;
         for (int64_t i = 0; i < 2 * c->num_ranges; ++i) to[i] = is_cut ? std::max(from[i], first) : from[i];
         to[2 * c->num_ranges] = c->window ? std::max(c->committed[b], first) : c->committed[b];
-        to[2 * c->num_ranges + 1] = lengths[b] + problem.T;
+        to[2 * c->num_ranges + 1] = stop;
     }
 
     Ranges of_layer(int64_t layer) const {
@@ -228,7 +234,7 @@ private:
             for (int64_t h = 0; h < m->H; ++h) norm_head(w.q_norm, q + h * HEAD_SIZE);
             for (int64_t g = 0; g < m->G; ++g) norm_head(w.k_norm, k + g * HEAD_SIZE);
         }
-        const int64_t position = lengths[b] + t + (c->offsets ? c->offsets[b] : 0);
+        const int64_t position = problem.position(b, t) + (c->offsets ? c->offsets[b] : 0);
         rotate_token(q, m->rope + position * 2 * m->rope_pairs, HEAD_SIZE, m->H + m->G, m->rope_pairs, m->interleaved);
         if (m->query_scale != 1.0f)
             for (int64_t h = 0; h < m->H; ++h)

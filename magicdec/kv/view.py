@@ -71,9 +71,14 @@ class KVView:
     tree: DraftTree | None = None
 
     @property
+    def num_nodes(self) -> int:
+        """The number of nodes of the tree; 0 without one."""
+        return 0 if self.tree is None else self.tree.num_nodes
+
+    @property
     def num_tail(self) -> int:
         """The number of nodes of the tree. Without a tree, the number of new tokens."""
-        return self.num_new if self.tree is None else self.tree.num_nodes
+        return self.num_nodes or self.num_new
 
     @property
     def num_cached(self) -> int:
@@ -118,7 +123,7 @@ class KVView:
         """The number of visible keys of each row, its new tokens included: int64 [B]."""
         first_head = self.layer_ranges(0)[:, 0]  # every head sees the same number
         keys = (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
-        return keys if self.tree is None else keys + self.tree.num_nodes
+        return keys + self.num_nodes
 
     def query_positions(self) -> Tensor:
         """Positions of the new tokens, [B, T]."""

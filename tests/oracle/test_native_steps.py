@@ -3,6 +3,7 @@ and a chain of drafts is the chain of forwards."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from conftest import TINY, pack, tiny_transformer
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from test_draft_trees import drawn_parents, path_of
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
@@ -20,6 +22,7 @@ from magicdec.drafting.draft_kv import DraftKV, draft_chain
 from magicdec.executor.executor import Executor
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.kv.cache import BatchRows
+from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL
 from magicdec.kv.visible import SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
@@ -100,6 +103,35 @@ def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dty
         drafts = [chain(runner, ids_for(3, 2), visible, 4) for runner in (first, second)]
         assert torch.equal(*drafts) and len(drafts[0].unique()) > 1
         check_equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["grouped heads", "window", "yarn"])
+def test_a_native_forward_of_a_tree_has_the_bits_of_its_layers(
+    name: str, dtype: torch.dtype
+) -> None:
+    """At once, level by level, and in cells of its own, which leaves the lengths. In bfloat16 each
+    node also has the bits of its path as a chain."""
+    lengths, rows, count = [70, 3, 126], [0, 1, 2], 9
+    pair = make_pair(MODELS[name], dtype, lengths)
+    parents, ids = torch.tensor(drawn_parents(3, count, 4)), ids_for(3, count)
+    base, cells = torch.tensor(lengths), torch.randperm(60)[:count].expand(3, -1) + 500
+    for cuts, places in (([count], None), ([2, count], None), ([4, count], cells)):
+        found: list[list[Tensor]] = [[], []]
+        for first, last in zip([0, *cuts], cuts, strict=False):
+            tree = DraftTree(base, parents[:, :last], None if places is None else cells[:, :last])
+            for runner, logits in zip(pair, found, strict=True):
+                logits.append(runner.forward(ids[:, first:last], rows, tree=tree))
+            check_equal(*pair)
+        assert torch.equal(*(torch.cat(logits, 1) for logits in found))
+        for runner in pair:
+            runner.truncate(rows, lengths)
+    assert pair[1].executor is not None and pair[1].executor.keys_read > 0, "it was used"
+    for row, node in itertools.product(rows, range(count if dtype == torch.bfloat16 else 0)):
+        path = path_of(parents[row].tolist(), node)
+        chained = pair[1].forward(ids[row : row + 1, path], [row])[0, -1]
+        pair[1].truncate([row], [lengths[row]])
+        assert torch.equal(chained, torch.cat(found[1], 1)[row, node])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
