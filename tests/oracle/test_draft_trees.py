@@ -14,6 +14,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
+from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import capabilities_of
@@ -27,6 +28,7 @@ from magicdec.runner import ModelRunner
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa, blocks of 4": lambda: SDPABackend(4),
     "sdpa": SDPABackend,
+    "grouped": GroupedBackend,
     "native": NativeBackend,
     "native, portable": lambda: NativeBackend(portable=True),
 }
@@ -138,6 +140,21 @@ def test_a_draft_tree_reads_what_its_policy_shows(name: str) -> None:
             )
             torch.testing.assert_close(logits[row, node], chain[0, -1], atol=1e-4, rtol=0)
             runner.truncate([row], [LENGTHS[row]])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_tree_may_have_as_many_nodes_as_a_chunk_of_a_prompt(name: str) -> None:
+    """A chain of so many tokens would be computed as in prefill."""
+    count, prompts = 40, random_prompts(LENGTHS, TINY.vocab_size)
+    runner = prefilled(make_runner(tiny_transformer(), 3, 192, BACKENDS[name]()), prompts)
+    parents, ids = drawn_parents(3, count, 4), torch.randint(TINY.vocab_size, (3, count))
+    tree = DraftTree(runner.cache.seq_lens.clone(), torch.tensor(parents))
+    logits = runner.forward(ids, [0, 1, 2], tree=tree)
+    runner.truncate([0, 1, 2], LENGTHS)
+    for row, node in ((0, 39), (1, 39), (2, 38), (2, 39)):
+        chain = runner.forward(ids[row : row + 1, path_of(parents[row], node)], [row])
+        torch.testing.assert_close(logits[row, node], chain[0, -1], atol=1e-4, rtol=0)
+        runner.truncate([row], [LENGTHS[row]])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

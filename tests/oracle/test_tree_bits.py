@@ -9,6 +9,7 @@ from test_draft_trees import drawn_parents, path_of
 from torch import Tensor
 
 from magicdec.attention import native
+from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.kv.cache import KVCache
@@ -123,17 +124,18 @@ def test_a_node_has_the_bits_of_its_path(
 
 @pytest.mark.parametrize("view_of", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("heads", [(8, 2, 128), (3, 1, 80)], ids=str)
-def test_portable_kernels_compute_what_sdpa_does(
+def test_portable_kernels_and_grouped_compute_what_sdpa_does(
     heads: tuple[int, int, int], view_of: tuple[Visible, int | None]
 ) -> None:
     """With the attention weights of each block, which are those of its positions."""
     backend, qkv = NativeBackend(portable=True), drawn(heads, torch.float32)
     parents = torch.tensor(drawn_parents(len(BASES), NODES, seed=6))
     tree, rows, found = DraftTree(torch.tensor(BASES), parents), list(range(len(BASES))), []
-    for each in (backend, SDPABackend()):
+    for each in (backend, SDPABackend(), GroupedBackend()):
         cache = filled(heads, torch.float32, backend)
         view = make_view(cache, rows, view_of[0], NODES, BASES, view_of[1], tree)
         each.plan(view)
         found.append(each.run_with_weights(0, *qkv, view))
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs, others in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(others, theirs, atol=2e-5, rtol=1e-4)
