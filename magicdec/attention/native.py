@@ -24,8 +24,7 @@ from magicdec.kernels.build import (
 )
 from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
-from magicdec.kv.tree import DraftTree
-from magicdec.kv.view import KVView
+from magicdec.kv.view import NO_NODES, KVView, Nodes
 
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (
@@ -102,7 +101,7 @@ class NativeBackend(AttentionBackend):
             assert view.tree is None, "a forward with a tree is not traced"
             out: tuple[Tensor, Tensor] = torch.ops.magicdec.native_attention(*arguments)
             return out
-        return attention(*arguments, tree=view.tree)
+        return attention(*arguments, nodes=view.nodes)
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
@@ -114,7 +113,7 @@ class NativeBackend(AttentionBackend):
         out, _ = attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
             view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable, mass,
-            view.tree,
+            view.nodes,
         )  # fmt: skip
         return out, mass
 
@@ -146,19 +145,20 @@ def has_bfloat16_path() -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
     block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, window: int,
-    portable: bool, mass: Tensor | None = None, tree: DraftTree | None = None,
+    portable: bool, mass: Tensor | None = None, nodes: Nodes = NO_NODES,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Append k, v [B,T,G,D] to the pools [blocks, G, block_size, D] of one layer and compute
     attention. Returns the output [B,T,H,D] and the log-sum-exp of the scores, float32 [B,T,H].
 
     `ranges` [B, G or 1, R, 2] holds the start and the end of each range of visible positions. A
     token sees only the last `window` positions of them; 0 stands for all. If `mass`, float32
-    [B, G, blocks], is given, it is filled with the attention weights of each block. The ranges end
-    before a `tree`, of whose last nodes k and v are."""
+    [B, G, blocks], is given, it is filled with the attention weights of each block. `nodes` are
+    `KVView.nodes`; with them, k and v are of the last nodes, and the ranges end before the tree."""
     if q.dtype not in STORAGE[:2]:
         raise ValueError(f"--attention native computes in float32 or bfloat16, not {q.dtype}")
     assert k_pool.dtype in (q.dtype, torch.int8), "pools have the dtype of q, or int8"
     num_rows, num_new, num_heads, size = q.shape
+    _, parents, _ = nodes
     strides = q.stride(), k.stride(), v.stride()
     assert all(s[2:] == (size, 1) for s in strides), "heads must be adjacent"
     assert ranges.is_contiguous(), "the library computes addresses from the shape"
@@ -168,9 +168,8 @@ def attention(
         num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
         ranges.shape[2], *(step for s in strides for step in s[:2]),
         ranges.shape[1], 0 if mass is None else mass.shape[2], window,
-        0 if tree is None else tree.num_nodes,
+        0 if parents is None else parents.shape[1],
     )  # fmt: skip
-    nodes = (None, None, None) if tree is None else tree.tensors
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, *nodes, out, lse, mass)
     failed = kernel(size).magicdec_attention(
         STORAGE.index(k_pool.dtype),

@@ -159,14 +159,14 @@ class Executor:
             tensors.append(offsets[view.row_index])
         given, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
         tokens, hidden = (given, None) if self.model.has_embedding else (None, given)
-        nodes = (None, None, None) if view.tree is None else view.tree.tensors
         call = CallFields(
             *x.shape[:2], steps, tokens, rows, seq_lens, committed,
             None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
             ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
-            ranges.shape[-2], view.window or 0, *map(pointer, nodes), view.num_nodes, last_only,
+            ranges.shape[-2], view.window or 0, *map(pointer, view.nodes), view.num_nodes,
+            last_only,
         )  # fmt: skip
-        call.kept = [tensors, nodes]  # the library reads them until it returns
+        call.kept = [tensors, view]  # the library reads them until it returns
         return call
 
     def _run(self, view: KVView, call: CallFields) -> None:

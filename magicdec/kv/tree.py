@@ -58,7 +58,7 @@ class DraftTree:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Base, parents and cells with adjacent numbers, for native code."""
+        """Base, parents and cells, with adjacent numbers."""
         cells = None if self.cells is None else self.cells.contiguous()
         return self.base.contiguous(), self.parents.contiguous(), cells
 

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.visible import Visible, num_within
+from magicdec.kv.visible import Visible, list_cells, num_within
 
+Nodes = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_NODES: Nodes = (None, None, None)
 WEIGHTS_BLOCK = 16  # keys of a block whose attention weights are summed
 
 
@@ -74,6 +76,11 @@ class KVView:
     def num_nodes(self) -> int:
         """The number of nodes of the tree; 0 without one."""
         return 0 if self.tree is None else self.tree.num_nodes
+
+    @property
+    def nodes(self) -> Nodes:
+        """Base, parents and cells of the tree for native code; `NO_NODES` without one."""
+        return NO_NODES if self.tree is None else self.tree.tensors
 
     @property
     def num_tail(self) -> int:
@@ -147,8 +154,8 @@ class KVView:
         1, N] if all heads see the same. Padded with -1 to the longest row. The nodes of a tree come
         last, after the padding."""
         if self.tree is None:
-            return self._list_cells(layer, max(self.num_visible) + self.num_new)
-        before = self._list_cells(layer, self.num_shared(max(self.num_visible)))
+            return list_cells(self.layer_ranges(layer), max(self.num_visible) + self.num_new)
+        before = list_cells(self.layer_ranges(layer), self.num_shared(max(self.num_visible)))
         nodes = self.tree.node_cells.unsqueeze(1).expand(-1, before.shape[1], -1)
         return torch.cat([before, nodes], dim=2)
 
@@ -156,18 +163,6 @@ class KVView:
         """Of `num_visible` tokens that a row sees before the forward, those that each of its new
         tokens sees, if there is no sliding window."""
         return num_visible + self.num_new - self.num_tail
-
-    def _list_cells(self, layer: int, size: int) -> Tensor:
-        """The first `size` cells in the ranges of a layer, [B, G or 1, size]."""
-        ranges = self.layer_ranges(layer)
-        stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
-        index = torch.arange(size, device=stops.device).expand(*stops.shape[:2], size).contiguous()
-        which = torch.searchsorted(stops, index, right=True)  # the range that key i falls in
-        inside = which < ranges.shape[2]
-        which = which.clamp(max=ranges.shape[2] - 1)
-        before = torch.cat([torch.zeros_like(stops[..., :1]), stops[..., :-1]], dim=2)
-        position = ranges[..., 0].gather(2, which) + index - before.gather(2, which)
-        return torch.where(inside, position, -1)
 
 
 @dataclass(frozen=True)

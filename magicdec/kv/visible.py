@@ -61,3 +61,16 @@ def num_within(
     ranges = visible.ranges(torch.tensor(committed))  # on the CPU: the host reads the result
     ranges = ranges.clamp(min=torch.tensor(first_keys).view(-1, 1, 1))
     return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())
+
+
+def list_cells(ranges: Tensor, size: int) -> Tensor:
+    """The first `size` cells in the ranges [B, G or 1, R, 2] of each row: [B, G or 1, size]. Padded
+    with -1."""
+    stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
+    index = torch.arange(size, device=stops.device).expand(*stops.shape[:2], size).contiguous()
+    which = torch.searchsorted(stops, index, right=True)  # the range that key i falls in
+    inside = which < ranges.shape[2]
+    which = which.clamp(max=ranges.shape[2] - 1)
+    before = torch.cat([torch.zeros_like(stops[..., :1]), stops[..., :-1]], dim=2)
+    position = ranges[..., 0].gather(2, which) + index - before.gather(2, which)
+    return torch.where(inside, position, -1)
