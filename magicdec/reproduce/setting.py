@@ -37,6 +37,11 @@ class Setting(ABC):
         """GPUs that its command needs; 0 if it runs without one."""
 
     @property
+    def num_hosts(self) -> int:
+        """Hosts that its command needs. `magicdec reproduce` starts runs on one."""
+        return 1
+
+    @property
     @abstractmethod
     def needs(self) -> str:
         """The hardware that its command needs, such as `8 A100 GPUs`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 MAGICDEC = "magicdec.reproduce.magicdec_setting:MagicDecSetting"
 FLOVER = "magicdec.reproduce.flover_setting:FloverSetting"
+MDI_LLM = "magicdec.reproduce.mdi_llm_setting:MDILLMSetting"
 # (what the table shows, the class of its lines, which is imported only then)
 TABLES = {
     "magicdec_acceptance": (
@@ -21,4 +22,5 @@ TABLES = {
     "magicdec_throughput_latency": ("throughput against time per token on 8 A100", MAGICDEC),
     "flover_constant": ("Flover: requests in flight, one every 500 ms", FLOVER),
     "flover_poisson": ("Flover: 32 requests in flight, Poisson arrivals", FLOVER),
+    "mdi_llm_generation_time": ("MDI-LLM: samples that circulate through 1 to 3 boards", MDI_LLM),
 }

@@ -92,7 +92,7 @@ def reproduce(args: argparse.Namespace) -> int:
         print("\n".join(shown(command) for command in table.commands(is_demo=False)))
         return 0
     if not (args.demo or args.predict):
-        check_gpus(table)
+        check_hardware(table)
     check_writable("--tables", table.path)
     table.predict()
     if args.demo:
@@ -107,8 +107,15 @@ def reproduce(args: argparse.Namespace) -> int:
     return int(num_failed > 0)
 
 
-def check_gpus(table: PublishedTable) -> None:
-    """Raises ValueError if this machine has fewer GPUs than the published runs need."""
+def check_hardware(table: PublishedTable) -> None:
+    """Raises ValueError if the published runs need several hosts, or more GPUs than this machine
+    has."""
+    hosts = max(line.setting.num_hosts for line in table.part(is_demo=False))
+    if hosts > 1:
+        raise ValueError(
+            f"{table.name} needs {hosts} hosts, and this command starts runs on one; --commands "
+            "prints what they run, --predict and --demo need no others"
+        )
     needed = max(line.setting.num_gpus for line in table.part(is_demo=False))
     if not needed:
         return
