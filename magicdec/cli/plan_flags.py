@@ -9,6 +9,7 @@ from magicdec.cost_model.curves import DEFAULT_GAMMA, DEFAULT_POLICY
 from magicdec.names import DTYPES, FULL_KV_POLICY, KV_POLICIES, WEIGHT_DTYPES
 
 MAX_GAMMA = 8
+BATCH_SIZES, PREFIX_LENS = (1, 8, 32), (4096, 16384, 32768)
 # (flag, its unit in SI units, help text, whether it may be 0)
 RATES: tuple[tuple[str, float, str, bool], ...] = (
     ("bandwidth", 1e9, "GB/s that one rank reads; with --flops it replaces --machine", False),
@@ -40,7 +41,8 @@ RATES: tuple[tuple[str, float, str, bool], ...] = (
 def build_parser() -> Parser:
     parser = Parser(
         description="Predict when speculation is faster than autoregressive decoding, from the "
-        "model's shape and the machine's speed.",
+        "model's shape and the machine's speed; or, with --stages, what a pipeline of stages gives "
+        "next to tensor parallelism and to one process.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -53,7 +55,8 @@ def build_parser() -> Parser:
     add("--machine", type=Path, metavar="FILE", help="the file that `magicdec probe` wrote")
     for flag, _, text, _ in RATES:
         add(f"--{flag}", type=float, metavar="X", help=text)
-    either = parser.add_mutually_exclusive_group(required=True)
+    # One of them is required, except with --stages.
+    either = parser.add_mutually_exclusive_group()
     either.add_argument("--acceptance", nargs="+", metavar="A",
         help="the acceptance: an acceptance rate as in a record (accepted / drafted tokens) such "
         "as 0.8, or the probabilities that at least 1, 2, 3 drafts are accepted, such as "
@@ -69,10 +72,12 @@ def build_parser() -> Parser:
     for flag, name in (("--target_dtype", "--model"), ("--draft_dtype", "--draft_model")):
         add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
             help=f"dtype of the matrices of {name}; auto is --dtype [auto]")  # fmt: skip
-    add("--B", nargs="+", type=int, default=[1, 8, 32], metavar="N",
-        help="batch sizes to predict, in sequences [1 8 32]")  # fmt: skip
-    add("--prefix_len", nargs="+", type=int, default=[4096, 16384, 32768], metavar="N",
-        help="cached tokens of each sequence, lengths to predict [4096 16384 32768]")  # fmt: skip
+    add("--B", nargs="+", type=int, metavar="N",
+        help="batch sizes to predict, in sequences; with --stages, of a message "
+        "[1 8 32; with --stages 1]")  # fmt: skip
+    add("--prefix_len", nargs="+", type=int, metavar="N",
+        help="cached tokens of each sequence, lengths to predict "
+        "[4096 16384 32768; with --stages 4096]")  # fmt: skip
     add("--budget", nargs="+", type=int, metavar="N",
         help="KV entries that a draft step reads; default: the budgets of the records, "
         "otherwise 257")  # fmt: skip
@@ -84,10 +89,18 @@ def build_parser() -> Parser:
         help="output tokens of each sequence, for the net speedup [64]")  # fmt: skip
     add("--max_gamma", type=int, metavar="N",
         help=f"largest number of draft tokens in a step to predict [{MAX_GAMMA}]")  # fmt: skip
-    add("--tp", type=int, default=1, metavar="N", help="ranks that share the model [1]")
+    add("--tp", type=int, default=1, metavar="N",
+        help="ranks that share the model, or each stage of it, by tensor parallelism [1]",
+    )  # fmt: skip
     add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
     add("--nodes", type=int, default=1, metavar="N",
         help="number of hosts over which the ranks are spread [1]")  # fmt: skip
+    add("--stages", type=int, metavar="N",
+        help="predict a pipeline of N stages that samples circulate through, as `magicdec "
+        "recurrent` runs it, in place of speculation. Default: speculation")  # fmt: skip
+    add("--layer_split", metavar="SPLIT",
+        help="with --stages, the layers of each stage, as `magicdec recurrent` takes them: counts, "
+        "shares, auto or mdi_llm. Default: equal shares")  # fmt: skip
     add("--out", "--json", type=Path, dest="json", metavar="FILE",
         help="also write the predictions to this file; default: none is written")  # fmt: skip
     return parser

@@ -122,6 +122,18 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int, is_int8: b
     return matrices + outputs * SCALE_BYTES + vectors * dtype_bytes
 
 
+def stored_bytes(
+    model: ModelConfig, shard: Shard, size: int, is_packed: bool, is_int8: bool = False
+) -> int:
+    """All weights of one rank. The embedding is whole on every rank. A tied head is a part of it,
+    unless packing or int8 makes a copy of the head."""
+    first, last = shard.split(model.vocab_size)
+    shared = (last - first) * model.hidden_size * size
+    is_shared = model.tie_word_embeddings and not (is_packed or is_int8)
+    embedding = model.vocab_size * model.hidden_size * size
+    return weight_bytes(model, shard, size, is_int8) + embedding - (shared if is_shared else 0)
+
+
 def int8_kv_bytes_per_token(config: ModelConfig, shard: Shard) -> int:
     """`kv_bytes_per_token` for an int8 cache, which has one scale for K and one for V per head."""
     entry = kv_bytes_per_token(config, shard, 1)

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.cost_model.costs import int8_kv_bytes_per_token, kv_bytes_per_token, weight_bytes
+from magicdec.cost_model.costs import int8_kv_bytes_per_token, kv_bytes_per_token, stored_bytes
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
@@ -94,18 +94,6 @@ def plan_stage(
     shard = Shard(group.index(rank), len(group))
     ends = stored_bytes(replace(model, num_layers=0), shard, size, *kinds)
     return replace(plan, weights=plan.weights - ends)
-
-
-def stored_bytes(
-    model: ModelConfig, shard: Shard, size: int, is_packed: bool, is_int8: bool = False
-) -> int:
-    """All weights of one rank. The embedding is whole on every rank. A tied head is a part of it,
-    unless packing or int8 makes a copy of the head."""
-    first, last = shard.split(model.vocab_size)
-    shared = (last - first) * model.hidden_size * size
-    is_shared = model.tie_word_embeddings and not (is_packed or is_int8)
-    embedding = model.vocab_size * model.hidden_size * size
-    return weight_bytes(model, shard, size, is_int8) + embedding - (shared if is_shared else 0)
 
 
 def _stored_tokens(config: ResolvedConfig, backend: str, tokens: int) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 # The kinds of files other than records, and the version of the schema of each.
-VERSIONS = {"latency": 1, "plan": 1, "machine": 2}
+VERSIONS = {"latency": 1, "plan": 1, "stage_plan": 1, "machine": 2}
 
 
 def to_json(content: Any, indent: int | None = None) -> str:

@@ -27,13 +27,14 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
+from magicdec.cost_model.costs import stored_bytes
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.kv.cache import KVCache
 from magicdec.memory.check import check_memory, largest, needed
 from magicdec.memory.free_memory import free_host_memory
-from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage, stored_bytes
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.model.checkpoint.quantization import untie_head
 from magicdec.model.linear.int8 import Int8Linear
 from magicdec.model.linear.packed import PackedLinear
