@@ -57,10 +57,6 @@ class RingOptions:
         ):
             if given is not None and not 0 < given < math.inf:
                 raise ValueError(f"{flag} {given} is out of range; it must be larger than 0")
-        if self.machine is not None and not is_auto(self.layer_split):
-            raise ValueError(
-                f"--machine {self.machine} does nothing here: it is for {FLAG} {AUTO}; leave it out"
-            )
         if self.emulate_stage_ms is not None and is_auto(self.layer_split):
             raise ValueError(
                 f"{FLAG} {self.layer_split}: with --emulate_stage_ms {self.emulate_stage_ms} a "
@@ -113,6 +109,11 @@ class RingOptions:
             raise ValueError(f"--num_requests {count} is less than the samples in flight, {asked}")
         if grid.world_size == 1 and TENSOR_PARALLEL in self.baselines:
             raise ValueError(f"--baselines {TENSOR_PARALLEL} needs several ranks; see --nproc")
+        if self.machine is not None and not (is_auto(self.layer_split) and grid.num_stages > 1):
+            raise ValueError(
+                f"--machine {self.machine} does nothing here: it is for {FLAG} {AUTO} with several "
+                "stages; leave it out"
+            )
         if grid.num_stages == 1 and self.link is not None:
             raise ValueError("--emulate_link_ms and --emulate_link_mbps: one stage has no link")
         return SettledOptions(self, samples, samples // size)

@@ -122,9 +122,11 @@ def test_the_plan_shown_is_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs" / "plan.md").read_text()
-    command, shown = re.findall(r"^    (magicdec plan .*?)\n\n```\n(.*?)```", text, re.S | re.M)[0]
-    monkeypatch.setattr("sys.argv", command.replace("\\\n", " ").split()[1:])
-    with pytest.raises(SystemExit):
-        start("plan")
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert printed == shown.splitlines()
+    found = re.findall(r"^    (magicdec plan [^`]*?)\n\n```\n(.*?)```", text, re.S | re.M)
+    assert len(found) == 2
+    for command, shown in found:
+        monkeypatch.setattr("sys.argv", command.replace("\\\n", " ").split()[1:])
+        with pytest.raises(SystemExit):
+            start("plan")
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert printed == shown.splitlines()

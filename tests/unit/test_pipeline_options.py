@@ -47,6 +47,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--layer_split", "mdi_llm"], 4, "--layer_split mdi_llm has no entry for 6 layers on 4"),
         (["--layer_split", "auto", "--emulate_stage_ms", "5"], 2, "--layer_split auto: with"),
         (["--machine", "m.json"], 2, "--machine m.json does nothing here: it is for"),
+        (["--layer_split", "auto", "--machine", "m.json"], 1, "--machine m.json does nothing here"),
         (["--layer_split", "half"], 1, "--layer_split half is not known"),
         ([], 7, "--num_requests 4 is less than the samples in flight, --n_samples 7"),
         (["--num_requests", "7"], 7, "7 stages cannot share 6 layers"),
@@ -133,8 +134,10 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     """What is measured has no bounds, so only its order is known: the first stage does more."""
     monkeypatch.setattr("magicdec.pipeline.auto_split.measure.ENOUGH_S", 0.0)
     launch = Launch(0, 1, 0, 1)
-    options = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl")], launch)
+    words = *FLAGS, "--out", str(tmp_path / "r.jsonl"), "--layer_split", "auto"
+    options = parse(words, launch)
     found = prepare(options.config, options.options, launch)
+    assert found.options.describe()["layer_split"] == "6" and found.split == ""
     config, source = found.run.config, found.run.source
     times = measure_times(Timed(config, source, Shard(), rows=2, context=50, is_first=True))
     assert times.layer_s > 0 and times.first_fixed_s is not None

@@ -66,10 +66,11 @@ def choose_split(
             raise ValueError(theirs["refusal"])
     times = stage_times(grid, told) if needs_times else None
     layers = split_layers(asked, grid.num_stages, num_layers, times)
-    if times is None:
+    if not is_auto(asked):
         return ChosenSplit(layers, asked)
     counts = [len(each) for each in layers]
-    return ChosenSplit(layers, ",".join(map(str, counts)), explain(counts, times, source))
+    reason = "" if times is None else explain(counts, times, source)
+    return ChosenSplit(layers, ",".join(map(str, counts)), reason)
 
 
 def stage_times(grid: StageGrid, told: Sequence[Mapping[str, Any]]) -> list[StageTimes]:
