@@ -102,19 +102,12 @@ def time_passing(stage: FilledStage, timed: Timed) -> float:
     """Seconds of a step on a stage that receives hidden states and sends hidden states."""
     rows, width = tuple(range(timed.rows)), timed.source.config.hidden_size
     dtype = next(stage.runner.model.parameters()).dtype
-    newest = torch.full((timed.rows, 1, width), 0.1, dtype=dtype)
-    pass_on(stage, Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, timed.context, -1)))
-    step = Message(Kind.HIDDEN, 0, WANTED, rows, newest)
-    seconds = [pass_on(stage, step) for _ in range(STEPS)]
-    pass_on(stage, Message(Kind.FREE, words=rows))
-    return statistics.median(seconds)
-
-
-def pass_on(stage: FilledStage, message: Message) -> float:
-    """Let the stage serve one message. Returns the seconds that it took, 0 for a prompt."""
-    inbound, stage.occupancy = Loopback(), Occupancy()
-    inbound.send(message)
+    newest, inbound = torch.full((timed.rows, 1, width), 0.1, dtype=dtype), Loopback()
+    for payload in (newest.expand(-1, timed.context, -1), *[newest] * STEPS):
+        inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
+    inbound.send(Message(Kind.FREE, words=rows))
     inbound.send(Message(Kind.END))
+    stage.occupancy = Occupancy()
     stage.serve(RingEnds(inbound, Loopback()))
     return stage.occupancy.decode_s
 
