@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import decode, make_draft, make_requests, pack, random_prompts, refusal
 
 from magicdec.attention.native import NativeBackend
+from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
 from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
@@ -30,7 +32,8 @@ from magicdec.names import DRAFTERS
 from magicdec.runner import ModelRunner
 
 PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
-MAX_TOKENS = 70 + 110 + 4
+TREE, MOST_DRAFTS = "2,2,1", 2 + 4 + 4
+MAX_TOKENS = 70 + 110 + MOST_DRAFTS
 # The three longer rows outgrow these budgets by at least 45 tokens; a prompt outgrows SnapKV's.
 KV_SECTIONS = [
     KVSection("full"),
@@ -48,6 +51,7 @@ class Case:
     kv: KVSection
     gamma: int
     draft_ranks: tuple[int, ...] | None = None
+    tree: str | None = None  # of the depth of gamma
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,18 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
             cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
-    return cases
+    return cases if other_groups else [*cases, *make_tree_cases(groups)]
+
+
+def make_tree_cases(groups: Sequence[tuple[int, ...]]) -> list[Case]:
+    """Trees by self-speculation under two policies, and by a standalone draft on the last of the
+    groups."""
+    _, streaming_llm, _, _, _, retrieval = KV_SECTIONS
+    pairs = [("self", streaming_llm), ("self", retrieval), ("model", KV_SECTIONS[0])]
+    return [
+        Case(drafter, kv, 3, groups[-1] if drafter == "model" else None, TREE)
+        for drafter, kv in pairs
+    ]
 
 
 def target_ranks(num_ranks: int) -> tuple[int, ...]:
@@ -107,13 +122,13 @@ class Rank:
     def decode(self, case: Case | None) -> Result:
         """Case None: the baseline."""
         groups = self.groups[case.draft_ranks if case else None]
-        model = self.load(0, groups.target)
+        model, tree = self.load(0, groups.target), case and case.tree
         runner = ModelRunner(
-            model, NativeBackend(), groups.target, len(PROMPTS), MAX_TOKENS,
-            executor=Executor(model, groups.target),
+            model, SDPABackend() if tree else NativeBackend(), groups.target, len(PROMPTS),
+            MAX_TOKENS, executor=None if tree else Executor(model, groups.target),
         )  # fmt: skip
         name = "speculative" if case else "autoregressive"
-        decoding = DecodingSection(name, case and case.drafter, case.gamma if case else 1)
+        decoding = DecodingSection(name, case and case.drafter, case.gamma if case else 1, tree)
         draft = case and self.make_draft(case, groups)
         setup = Setup(runner, decoding, case.kv if case else KV_SECTIONS[0], draft=draft)
         engine = Engine(runner, 64)
@@ -134,11 +149,13 @@ class Rank:
         assert (groups.draft is not None) == (self.launch.rank in case.draft_ranks)
         if groups.draft is None:
             return DraftModel(None, source, 16)
-        model, backend = self.load(1, groups.draft), NativeBackend()
+        model = self.load(1, groups.draft)
+        backend = SDPABackend() if case.tree else NativeBackend()
         place = {"group": groups.draft, "source": source}
         draft = make_draft(model, case.kv, len(PROMPTS), MAX_TOKENS, backend, **place)
         assert draft.runner is not None
-        draft.runner.executor = Executor(model, groups.draft)
+        if case.tree is None:
+            draft.runner.executor = Executor(model, groups.draft)
         return draft
 
 

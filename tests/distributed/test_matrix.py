@@ -18,7 +18,7 @@ from magicdec.names import DRAFTERS, KV_POLICIES
 
 def key(case: dict[str, Any]) -> tuple[Any, ...]:
     """What a case is, whatever the ranks."""
-    return case["drafter"], case["gamma"], tuple(case["kv"].values())
+    return case["drafter"], case["gamma"], case["tree"], tuple(case["kv"].values())
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,7 @@ def test_the_table_is_complete() -> None:
         cases = make_cases(num_ranks)
         pairs = {(c.drafter, None if c.drafter == "ngram" else c.kv.policy) for c in cases}
         assert pairs == served_pairs()
+    assert {c.drafter for c in cases if c.tree} == {"self", "model"}
     groups = {(0,), (1,), (1, 0)}
     assert {c.draft_ranks for c in cases if c.drafter == "model"} == groups
     drafts = [c for c in [*cases, *make_cases(2, other_groups=True)] if c.drafter == "model"]
