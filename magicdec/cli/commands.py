@@ -56,6 +56,10 @@ COMMANDS = {
         "divide a model by layers among ranks; samples circulate",
         "magicdec.cli.serving.recurrent:main",
     ),
+    "pipeline": (
+        "pipelined speculation: stages on ranks, and a draft that runs ahead",
+        "magicdec.cli.serving.pipeline:main",
+    ),
     "table": (
         "print records as a table: text, Markdown, LaTeX or CSV",
         "magicdec.cli.table:main",

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     FREE = 3  # rows whose memory is free again
     PROBE = 4  # hidden states that are only passed on, to time the links
     END = 5  # no message follows
+    NUMBERS = 6  # a payload of int64 numbers
 
 
 @dataclass(frozen=True)
@@ -213,30 +214,42 @@ def connect_ring(
     if grid.num_stages == 1:
         loop = Loopback()
         return RingEnds(loop, loop)
-    import torch.distributed as dist
-
     processes = Processes.of_ranks()
     inbound: Receiver | None = None
     outbound: Sender | None = None
-    for sender, receiver in grid.edges():
-        handle = dist.new_group([min(sender, receiver), max(sender, receiver)], backend="gloo")
-        if rank not in (sender, receiver):
-            continue
-        peer = receiver if rank == sender else sender
-        if collectives == "shared_memory":
-            from magicdec.distributed.shared_ring import RingReceiver, RingSender
-
-            place = handle, peer, form, capacity, processes
-            if rank == sender:
-                outbound = RingSender(*place)
-            else:
-                inbound = RingReceiver(*place)
-        elif rank == sender:
-            outbound = GlooSender(handle, peer, form, depth, processes)
-        else:
-            inbound = GlooReceiver(handle, peer, form, processes)
+    for edge in grid.edges():
+        ends = connect_edge(edge, rank, form, depth, capacity, collectives, processes)
+        outbound, inbound = outbound or ends[0], inbound or ends[1]
     assert inbound is not None and outbound is not None, "every rank has both ends"
     return RingEnds(inbound, outbound)
+
+
+def connect_edge(
+    edge: tuple[int, int],
+    rank: int,
+    form: MessageForm,
+    depth: int,
+    capacity: int,
+    collectives: str | None,
+    processes: Processes,
+) -> tuple[Sender | None, Receiver | None]:
+    """This rank's end of an edge (sender, receiver), which gets a process group of its own. All
+    ranks must call it together; `depth`, `capacity` and `collectives` as in `connect_ring`."""
+    import torch.distributed as dist
+
+    sender, receiver = edge
+    handle = dist.new_group([min(edge), max(edge)], backend="gloo")
+    if rank not in edge:
+        return None, None
+    peer = receiver if rank == sender else sender
+    if collectives == "shared_memory":
+        from magicdec.distributed.shared_ring import RingReceiver, RingSender
+
+        place = handle, peer, form, capacity, processes
+        return (RingSender(*place), None) if rank == sender else (None, RingReceiver(*place))
+    if rank == sender:
+        return GlooSender(handle, peer, form, depth, processes), None
+    return None, GlooReceiver(handle, peer, form, processes)
 
 
 def time_round(ends: RingEnds, form: MessageForm, num_tokens: int, rounds: int) -> list[float]:

@@ -44,14 +44,21 @@ class Lookup:
         sequence ends before that, they continue with the proposal's own first tokens. If no suffix
         occurred before, the newest token is repeated."""
         tokens = list(self.tokens)
-        start = self._find()
+        start = self._find(self.tokens[-self.max_ngram :])
         for i in range(count):
             tokens.append(tokens[-1] if start is None else tokens[start + i])
         return tokens[len(self.tokens) :]
 
-    def _find(self) -> int | None:
-        for n in range(min(self.max_ngram, len(self.tokens)), 0, -1):
-            found = self._next[n - 1].get(tuple(self.tokens[-n:]))
+    def following(self, path: Sequence[int]) -> int | None:
+        """The token that followed the longest suffix of the sequence and `path` which occurred in
+        the sequence; None if none did."""
+        found = self._find([*self.tokens[-self.max_ngram :], *path])
+        return None if found is None else self.tokens[found]
+
+    def _find(self, end: Sequence[int]) -> int | None:
+        """The place after the newest occurrence of the longest suffix of `end`."""
+        for n in range(min(self.max_ngram, len(end)), 0, -1):
+            found = self._next[n - 1].get(tuple(end[-n:]))
             if found is not None:
                 return found
         return None

@@ -26,6 +26,7 @@ from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.visible import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
+from magicdec.model.transformer import BeforeLayer
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
@@ -78,7 +79,7 @@ class RollingRunner(ModelRunner):
 
     def forward(
         self,
-        token_ids: Tensor,
+        x: Tensor,
         rows: Rows,
         policy: Visible | None = None,
         committed: Lengths | Sequence[int] | None = None,
@@ -87,6 +88,7 @@ class RollingRunner(ModelRunner):
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
         tree: DraftTree | None = None,
+        before_layer: BeforeLayer | None = None,
     ) -> Tensor:
         """As `ModelRunner.forward`, always under the runner's own policy. The host evicts and
         allocates blocks first, so that a forward cannot be captured."""
@@ -95,15 +97,24 @@ class RollingRunner(ModelRunner):
         assert not rows.is_captured, "blocks are allocated and freed by the host"
         assert tree is None or tree.cells is None, "cells follow the rows' lengths"
         held = self.cache.lengths_of(rows)
-        before = held if tree is None else held.plus(-tree.num_cached(token_ids.shape[1]))
+        before = held if tree is None else held.plus(-tree.num_cached(x.shape[1]))
         settled = before if committed is None else Lengths.of(committed, self.device)
         self._roll(rows.numbers, settled.bounds)
         for row, length, start in zip(rows.numbers, held.bounds, settled.bounds, strict=True):
-            tail = length + token_ids.shape[1] - start
+            tail = length + x.shape[1] - start
             assert tail <= self.max_tail, "the tail is as long as was announced"
             self.cache.allocate(row, start + tail)
         return super().forward(
-            token_ids, rows, self.policy, settled, last_only, watch, watch_queries, is_draft, tree
+            x,
+            rows,
+            self.policy,
+            settled,
+            last_only,
+            watch,
+            watch_queries,
+            is_draft,
+            tree,
+            before_layer,
         )
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:

@@ -38,6 +38,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]. The position encoding is already
 applied to q and k; D is the config's `cached_head_dim`."""
 
+BeforeLayer = Callable[[int], None]
+"""A function that is called with each layer before it is computed. It may end the forward by
+raising an exception."""
+
 
 class Embedding(nn.Embedding):
     """An embedding without random initialization on the meta device. There is nothing to
@@ -177,7 +181,13 @@ class Transformer(nn.Module):
             self.rope = rope_table(config.rope, config.head_dim, max_positions).to(device)
 
     def forward(
-        self, x: Tensor, positions: Tensor, attend: Attend, reduce: Reduce, last_only: bool = False
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        reduce: Reduce,
+        last_only: bool = False,
+        before_layer: BeforeLayer = lambda layer: None,
     ) -> Tensor:
         """Token ids [B,T], or hidden states [B,T,hidden] unless this part has the embedding, to
         this rank's logits [B,T,V], or to hidden states unless this part has the last layer and the
@@ -189,6 +199,7 @@ class Transformer(nn.Module):
             x = self._embed(x, positions)
         encode = self._position_encoding(positions)
         for layer, block in zip(self.layers, self.blocks, strict=True):
+            before_layer(layer)
             x = block(x, layer, encode, attend, reduce)
         if not self.is_last:
             return x

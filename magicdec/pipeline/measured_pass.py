@@ -8,7 +8,7 @@ computes, nor what is computed from the time stamps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from magicdec.pipeline.metrics import StageUse
@@ -19,6 +19,8 @@ from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.counts import StepCounts
+from magicdec.setup.prepare import Prepared
+from magicdec.workload.trace import RequestShape
 
 WARM_UP_TOKENS = 3
 Serve = Callable[[list[Request], StepCounts, Callable[[int], None]], None]
@@ -45,7 +47,8 @@ class Outcome:
 
 
 def serve_measured(
-    prepared: PreparedRing,
+    run: Prepared,
+    shapes: Sequence[RequestShape],
     serve: Serve,
     rows: int,
     observe: Callable[[int], None],
@@ -54,23 +57,22 @@ def serve_measured(
     """Serve the first requests once, shortened, so that what happens once is not measured. Then
     serve all. `serve` gets the requests, where to count steps, and `observe`, which it tells the
     number of tokens of every step."""
-    serve(make_requests(prepared, rows, is_warm_up=True), StepCounts(), lambda num_tokens: None)
+    serve(make_requests(run, shapes[:rows], True), StepCounts(), lambda num_tokens: None)
     after_warm_up()
-    requests, counts = make_requests(prepared), StepCounts()
+    requests, counts = make_requests(run, shapes), StepCounts()
     begin_s = requests[0].arrived_s
     serve(requests, counts, observe)
     return Outcome(requests, counts, begin_s)
 
 
 def make_requests(
-    prepared: PreparedRing, count: int | None = None, is_warm_up: bool = False
+    run: Prepared, shapes: Sequence[RequestShape], is_warm_up: bool = False
 ) -> list[Request]:
-    """The first `count` requests, which arrive now. Their random numbers follow from their
+    """Requests of these shapes, which arrive now. Their random numbers follow from their
     places, so that they are the same in every pass."""
-    run, now, made = prepared.run, time.perf_counter(), []
+    now, made = time.perf_counter(), list[Request]()
     decoding, chunk = run.config.decoding, run.config.attention.prefill_chunk
     ends = () if decoding.ignore_eos else run.source.config.eos_token_ids
-    shapes = prepared.options.asked.shapes[:count]
     for i, (prompt, shape) in enumerate(zip(run.workload.prompts, shapes, strict=False)):
         num_new = min(shape.output_len, WARM_UP_TOKENS) if is_warm_up else shape.output_len
         params = make_params(run.config.sampling, num_new, ends, i)

@@ -78,7 +78,8 @@ class Passes:
                 lambda output, seconds: tell(sum(map(len, output.token_ids))), counts.watch,
             )  # fmt: skip
 
-        return serve_measured(self.prepared, serve, rows, observe)
+        shapes = self.prepared.options.asked.shapes
+        return serve_measured(run, shapes, serve, rows, observe)
 
     def _wait_for_all(self) -> None:
         """Wait until every rank is done with a pass. Raises PeerLost if one has ended."""

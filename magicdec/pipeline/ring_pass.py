@@ -103,7 +103,10 @@ class RingPass:
             self._restart(stage, counting)
             pipeline.on_send = counting.begin
 
-        outcome = serve_measured(self.prepared, serve, options.n_samples, observe, time_links)
+        shapes = options.asked.shapes
+        outcome = serve_measured(
+            self.prepared.run, shapes, serve, options.n_samples, observe, time_links
+        )
         uses, trace = self._gather(stage, counting)
         link_s = statistics.median(rounds) / num_stages if rounds else None
         return replace(outcome, ring=RingUse(uses, form.num_bytes(lane_size), link_s, trace))

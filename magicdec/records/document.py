@@ -3,9 +3,8 @@ descriptions in the code.
 
     python -m magicdec.records.document
 
-updates the tables in `docs/record.md`, `docs/latency.md` and `docs/serving.md`, and
-`docs/record.schema.json`. Each table is between the lines `<!-- fields: MODULE:CLASS -->` and
-`<!-- end of fields -->`. Imports no torch.
+updates the tables in the pages of `PAGES` and `docs/record.schema.json`. Each table is between the
+lines `<!-- fields: MODULE:CLASS -->` and `<!-- end of fields -->`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.record import RunRecord
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES, SCHEMA = ("record.md", "latency.md", "serving.md", "pipeline.md"), "record.schema.json"
+PAGES = "record.md", "latency.md", "serving.md", "pipeline.md", "pipelined_speculation.md"
+SCHEMA = "record.schema.json"
 END = "<!-- end of fields -->"
 TABLE = re.compile(rf"(<!-- fields: ([\w.]+):(\w+) -->\n).*?({END})", re.DOTALL)
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

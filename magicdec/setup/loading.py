@@ -27,11 +27,11 @@ from magicdec.setup.prepare import Prepared
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a stage of a pipeline has of a model. `has_ends`: the embedding, the final norm and the
-    head."""
+    """What a stage of a pipeline has of a model. `has_ends`: whether it has the embedding, the
+    final norm and the head; None: those of them that belong to its layers."""
 
     layers: range
-    has_ends: bool
+    has_ends: bool | None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ LAYERS = (
     {"probe", "autotune"},
     {"run", "latency", "report", "serving", "llm", "simulator"},
     {"gate", "pipeline", "study", "reproduce"},
+    {"pipelined_run"},
     {"cli"},
     {"__main__", "__init__"},
 )

@@ -18,6 +18,7 @@ from test_record import RECORDS, small
 from magicdec.latency.report import Latency, write_files
 from magicdec.latency.rows import Row
 from magicdec.pipeline.record import PipelineRecord
+from magicdec.pipelined_run.measured.record import SpeculationRecord
 from magicdec.records.document import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from magicdec.records.fields import described_fields, description_of, is_optional, without_none
 from magicdec.records.performance import Metrics
@@ -26,7 +27,7 @@ from magicdec.records.reading import load_records, parse_record
 from magicdec.records.record import RunRecord
 from magicdec.serving.record import ServingRecord
 
-TOPS = (RunRecord, Row, ServingRecord, PipelineRecord)
+TOPS = (RunRecord, Row, ServingRecord, PipelineRecord, SpeculationRecord)
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 
 

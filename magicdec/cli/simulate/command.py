@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from magicdec.cli.flags import refuse
 from magicdec.cli.simulate.checks import check
-from magicdec.cli.simulate.flags import build_parser
+from magicdec.cli.simulate.flags import build_parser, make_options
 from magicdec.cost_model.acceptance import conditional_rate
 from magicdec.distributed.groups import read_launch
 from magicdec.pipelined_speculation.options import Options
@@ -174,21 +174,6 @@ def _given_stages(base: Machine, count: int, args: argparse.Namespace) -> Machin
     each = times * (count // len(times))
     stage_s = tuple(time / 1e3 for time in each)
     return replace(base, stage_s=stage_s, layers=max(1, args.layers // count))
-
-
-def make_options(args: argparse.Namespace) -> Options:
-    """Raises ValueError, naming the flag, for values that cannot be."""
-    return Options(
-        pa=args.pa,
-        ps=args.ps,
-        pr=args.pr,
-        pd=args.pd,
-        draft=args.draft,
-        np=args.np,
-        recovery=args.recovery,
-        relaunch=args.relaunch,
-        max_in_flight=args.max_in_flight,
-    )
 
 
 def make_work(args: argparse.Namespace) -> Work:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.pipelined_speculation.options import RECOVERIES
+from magicdec.pipelined_speculation.options import RECOVERIES, Options
 from magicdec.simulator.modes import MODES
 
 EVERYDAY = (
@@ -69,7 +70,7 @@ def build_parser() -> Parser:
         help="numbers of nodes; the nodes of a stage share its work by tensor "
         "parallelism")  # fmt: skip
     _add_numbers(group, CLUSTER)
-    _add_speculation(parser.add_argument_group("speculation"))
+    add_speculation(parser.add_argument_group("speculation"))
     _add_workload(parser.add_argument_group("workload"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -92,7 +93,8 @@ def _add_machine(group: Any) -> None:
     _add_numbers(group, MACHINE)
 
 
-def _add_speculation(group: Any) -> None:
+def add_speculation(group: Any) -> None:
+    """The flags of the scheduler, which `make_options` reads."""
     _add_numbers(group, SPECULATION)
     group.add_argument("--recovery", default="acceptance", choices=RECOVERIES,
         help="when the count of --pr starts anew: at a commit (acceptance), or also after an "
@@ -127,3 +129,18 @@ def _add_output(group: Any) -> None:
     group.add_argument("--out", type=Path, metavar="FILE",
         help="append the settings and metrics of each simulation to this file, a line of JSON "
         "each")  # fmt: skip
+
+
+def make_options(args: argparse.Namespace) -> Options:
+    """Raises ValueError, naming the flag, for values that cannot be."""
+    return Options(
+        pa=args.pa,
+        ps=args.ps,
+        pr=args.pr,
+        pd=args.pd,
+        draft=args.draft,
+        np=args.np,
+        recovery=args.recovery,
+        relaunch=args.relaunch,
+        max_in_flight=args.max_in_flight,
+    )

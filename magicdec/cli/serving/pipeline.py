@@ -1,0 +1,205 @@
+"""`magicdec pipeline`: pipelined speculation on ranks that hold a model's layers (Butler et al.
+2024, PipeInfer), beside synchronous speculation and plain decoding on the same stages.
+
+    magicdec pipeline --nproc 3 --layer_split 0.5,0.5/1.0 --mode iterative sync async
+    torchrun --nproc_per_node 2 tests/pipeline_benchmark.py --layer_split 0,1.0/head
+
+Owns the flags of the command and its steps. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from magicdec.cli.checkpoints.hub_models import with_local_models
+from magicdec.cli.flags import (
+    add_section,
+    announce_backend,
+    read_sections,
+    refuse,
+    run_on_ranks,
+)
+from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.serving.kept import Kept
+from magicdec.cli.serving.recurrent import FAILED, INTERRUPTED, add_requests, say_lost
+from magicdec.cli.simulate.flags import add_speculation, make_options
+from magicdec.config.run_config import RunConfig
+from magicdec.console import spinner
+from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.processes import PeerLost
+from magicdec.distributed.ranks import find_world_size
+from magicdec.pipelined_run.options import DRAFTERS, SpeculationOptions, read_modes
+from magicdec.pipelined_run.spans import trace_events
+from magicdec.pipelined_speculation.options import MODES
+from magicdec.records.writing import check_writable
+from magicdec.workload.arrivals import BURST, Arrival
+from magicdec.workload.request_shapes import make_shapes
+
+if TYPE_CHECKING:
+    from magicdec.pipelined_run.layout import Layout
+    from magicdec.pipelined_run.measured.measure import Traces
+
+EVERYDAY = (
+    *("--model", "--drafter", "--dataset", "--layer_split", "--mode", "--draft", "--pa"),
+    *("--num_requests", "--prefix_len", "--output_len", "--nproc", "--trace", "--out"),
+)
+SECTIONS = {  # of a run's config, and which of its fields have a flag here
+    "model": None,
+    "parallel": ("device", "collectives", "threads", "nproc"),
+    "attention": None,
+    "decoding": ("ignore_eos",),
+    "workload": ("dataset", "seed"),
+}
+EMULATION = (  # (flag, metavar, help text)
+    ("emulate_stage_ms", "MS", "stages sleep for so long for a run of any size, in place of "
+     "computing. Default: stages compute"),
+    ("emulate_link_ms", "MS", "messages and cancellations arrive later by so much. Default: as "
+     "fast as the link is"),
+    ("emulate_draft_ms", "MS", "a step of the emulated drafter takes so long. Default: no time"),
+    ("emulate_acceptance", "A", "in place of --drafter: each drafted token is what the target "
+     "writes with this probability, which needs the baseline or emulated stages. Default: "
+     "--drafter drafts"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asked for."""
+
+    config: RunConfig
+    options: SpeculationOptions
+    out: Path
+    trace: Path | None
+
+
+def main() -> NoReturn:
+    """Serve the requests in every pass, and print one table."""
+    launch, words = read_launch(), sys.argv[1:]
+    try:
+        sys.exit(serve(launch, words))
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except PeerLost as error:
+        say_lost(error, launch)
+
+
+def serve(launch: Launch, words: Sequence[str]) -> int:
+    """The whole command on this rank. Returns its exit code."""
+    asked = parse(words, launch)
+    asked = replace(asked, config=with_local_models(asked.config))
+    run_on_ranks(asked.config.parallel.nproc, words, launch)
+    with spinner("preparing", launch.rank == 0):
+        from magicdec.pipelined_run.prepare import prepare
+
+        prepared = prepare(asked.config, asked.options, launch)
+    announce_backend(prepared.run.config, launch)
+    if launch.rank == 0:
+        print(f"{'memory':<10} {prepared.run.memory}", flush=True)
+    from magicdec.pipelined_run.measured.measure import measure
+
+    kept = Kept(asked.out)
+    records, traces = measure(prepared, kept.append)
+    if launch.rank != 0:
+        return 0
+    from magicdec.pipelined_run.measured.table import print_table
+
+    print_table(records)
+    print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
+    if asked.trace is not None:
+        write_trace(asked.trace, traces, prepared.layout)
+    is_lost = kept.count < len(records)
+    return FAILED if is_lost or any(record.metrics is None for record in records) else 0
+
+
+def write_trace(path: Path, traces: Traces, layout: Layout) -> None:
+    """Raises ValueError if the file cannot be written."""
+    names = [f"rank {rank}: {layout.describe(rank)}" for rank in range(layout.world_size)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": trace_events(traces, names)}))
+    except OSError as error:
+        raise ValueError(f"--trace {path}: {error.strerror}") from None
+
+
+def parse(argv: Sequence[str], launch: Launch) -> Asked:
+    """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+    parser = build_parser()
+    args, given = parser.read(argv)
+    config = read_sections(RunConfig(), args)
+    config.check(find_world_size(config.parallel.nproc, launch))
+    for dest in sorted(given):
+        reason = why_ignored(config, dest)
+        if "." in dest and reason is not None:
+            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
+    if args.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
+        config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
+    lengths = args.num_requests, args.prefix_len, args.output_len
+    shapes = make_shapes(Arrival(BURST), *lengths, config.workload.seed)
+    options = SpeculationOptions(
+        layer_split=args.layer_split,
+        modes=read_modes(args.mode),
+        drafter=args.drafter,
+        speculation=replace(make_options(args), lanes=args.lanes),
+        has_baseline=not args.no_baseline,
+        output_len=args.output_len,
+        shapes=tuple(shapes),
+        **{name: getattr(args, name) for name, _, _ in EMULATION},
+    )
+    if launch.rank == 0:
+        check_writable("--out", args.out)
+        if args.trace is not None:
+            check_writable("--trace", args.trace)
+    return Asked(config, options, args.out, args.trace)
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        description="Divide a model by its layers among ranks, and let a draft run ahead of it: "
+        "asynchronous pipelined speculation, whose wrong runs are cancelled inside the stages, "
+        "beside synchronous speculation and plain decoding. All tokens are compared with those of "
+        "one process.",
+        everyday=EVERYDAY,
+    )
+    base = RunConfig()
+    for section, fields in SECTIONS.items():
+        add_section(parser, section, getattr(base, section), only=fields)
+    add_requests(parser)
+    add_pipeline(parser)
+    add_speculation(parser.add_argument_group("speculation"))
+    add = parser.add_argument_group("emulation").add_argument
+    for name, metavar, text in EMULATION:
+        add(f"--{name}", type=float, metavar=metavar, help=text)
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=Path("results/speculation.jsonl"), metavar="FILE",
+        help="append a record for each pass, one JSON line [results/speculation.jsonl]",
+    )  # fmt: skip
+    add("--trace", type=Path, metavar="FILE",
+        help="write what every rank did when in the Chrome trace format, for "
+        "chrome://tracing or ui.perfetto.dev")  # fmt: skip
+    return parser
+
+
+def add_pipeline(parser: Parser) -> None:
+    add = parser.add_argument_group("pipeline").add_argument
+    add("--layer_split", metavar="SPLIT",
+        help="layers of each rank as counts or shares, then a slash and the place of the draft: "
+        "0.1,0.4,0.5/1.0 has the draft on a rank of its own, which is the last, and 0.5,0.5/head "
+        "on the first. A first share of 0 is a head without layers. Default: equal shares of all "
+        "ranks, the draft on the head")  # fmt: skip
+    add("--mode", nargs="+", default=["async"], metavar="NAME",
+        help=f"ways to decode, of {', '.join(MODES)} [async]")  # fmt: skip
+    add("--drafter", default="model:demo-draft", metavar="NAME",
+        help=f"what drafts: {DRAFTERS}, which looks drafts up in the text [model:demo-draft]",
+    )  # fmt: skip
+    add("--lanes", type=int, default=1, metavar="N",
+        help="requests at the same time; the others wait [1]")  # fmt: skip
+    add("--no_baseline", action="store_true",
+        help="do not decode in one process first; the tokens are then not checked")  # fmt: skip

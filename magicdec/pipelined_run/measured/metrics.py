@@ -1,0 +1,71 @@
+"""SpeculationMetrics: how fast the requests were served by pipelined speculation.
+
+Owns the definition of every metric of time. Must not know how anything is measured. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from magicdec.pipelined_run.measured.use import PipelineUse
+from magicdec.records.fields import recorded
+from magicdec.request import Request
+from magicdec.serving.metrics import ONE_TOKEN, gaps_ms, request_ms, summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationMetrics:
+    """Shares of time are of the time between the first token and the last. Percentiles are
+    interpolated linearly, as in numpy."""
+
+    tokens_per_s: float = recorded(
+        "tokens of a request after its first, divided by the time from the first to the last; "
+        "summed over the requests", "tokens/s", label="tokens/s", digits=2,
+    )  # fmt: skip
+    predicted_tokens_per_s: float | None = recorded(
+        "the same as simulated, with the measured times of the stages, links and drafts, and with "
+        "the candidates that the drafter gave", "tokens/s", label="predicted", digits=2,
+        null="of the baseline, and where requests have several output lengths",
+    )  # fmt: skip
+    makespan_s: float = recorded(
+        "time from the arrival of the requests to the last token", "s", label="makespan, s",
+        digits=2,
+    )  # fmt: skip
+    mean_ttft_ms: float = recorded(
+        "time to first token; mean over the requests", "ms", label="TTFT mean, ms", digits=1
+    )
+    p50_ttft_ms: float = recorded("median of the same", "ms")
+    p90_ttft_ms: float = recorded("its 90th percentile", "ms")
+    p99_ttft_ms: float = recorded("its 99th percentile", "ms")
+    mean_itl_ms: float | None = recorded(
+        "time between two commits of tokens of the same request; mean over all of them", "ms",
+        label="ITL mean, ms", digits=2, null=ONE_TOKEN,
+    )  # fmt: skip
+    p50_itl_ms: float | None = recorded(
+        "median of the same", "ms", label="ITL p50, ms", digits=2, null=ONE_TOKEN
+    )
+    p90_itl_ms: float | None = recorded("its 90th percentile", "ms", null=ONE_TOKEN)
+    p99_itl_ms: float | None = recorded(
+        "its 99th percentile", "ms", label="ITL p99, ms", digits=2, null=ONE_TOKEN
+    )
+    use: PipelineUse | None = recorded(
+        "what was launched and skipped, and how the ranks spent their time", null="of the baseline"
+    )
+
+
+def speculation_metrics(
+    requests: Sequence[Request], use: PipelineUse | None, predicted_tokens_per_s: float | None
+) -> SpeculationMetrics:
+    """The metrics of finished requests, which arrived together."""
+    times = [request_ms(request) for request in requests]
+    ends = [request.token_times_s[-1] for request in requests]
+    return SpeculationMetrics(
+        tokens_per_s=sum(1e3 / of["tpot"] for of in times if of.get("tpot")),
+        predicted_tokens_per_s=predicted_tokens_per_s,
+        makespan_s=max(ends) - min(request.arrived_s for request in requests),
+        use=use,
+        **summary("ttft", [of["ttft"] for of in times]),
+        **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),
+    )

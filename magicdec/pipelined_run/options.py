@@ -1,0 +1,122 @@
+"""SpeculationOptions: what `magicdec pipeline` asks for beside the model. Imports no torch.
+
+Owns the checks that need no model. Must not know the flags of other commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from magicdec.pipeline.link import Link
+from magicdec.pipelined_speculation.options import MODES, Options
+from magicdec.workload.trace import RequestShape
+
+BASELINE_PASS = "one process"
+LOOKUP, MODEL_PREFIX = "ngram", "model:"
+DRAFTERS = f"{MODEL_PREFIX}NAME, {LOOKUP}"
+SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """`shapes` are all requests, `modes` the ways in which they are served. The other fields are
+    the flags of the same names; `speculation` has those of the scheduler."""
+
+    layer_split: str | None
+    modes: tuple[str, ...]
+    drafter: str
+    speculation: Options
+    has_baseline: bool
+    output_len: str
+    shapes: tuple[RequestShape, ...]
+    emulate_stage_ms: float | None = None
+    emulate_link_ms: float | None = None
+    emulate_draft_ms: float | None = None
+    emulate_acceptance: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.drafter != LOOKUP and not self.drafter.startswith(MODEL_PREFIX):
+            raise ValueError(f"--drafter {self.drafter} is not known; choose from {DRAFTERS}")
+        for name in ("emulate_stage_ms", "emulate_link_ms", "emulate_draft_ms"):
+            given = getattr(self, name)
+            if given is not None and not 0 < given < math.inf:
+                raise ValueError(f"--{name} {given} is out of range; it must be larger than 0")
+        rate = self.emulate_acceptance
+        if rate is not None and not 0 <= rate <= 1:
+            raise ValueError(f"--emulate_acceptance {rate:g} is not between 0 and 1")
+        self._check_emulation()
+        options = self.speculation
+        for flag, is_given in (("--np", options.np > 1), ("--relaunch", options.relaunch)):
+            if is_given:
+                raise ValueError(
+                    f"{flag} needs cells of the KV cache other than those of the positions, which "
+                    "the stages of ranks do not have; `magicdec simulate` has it"
+                )
+
+    def _check_emulation(self) -> None:
+        if self.emulate_stage_ms is not None and self.emulate_acceptance is None:
+            raise ValueError(
+                "--emulate_stage_ms: stages that sleep emit no tokens that a draft could guess; "
+                "give --emulate_acceptance"
+            )
+        if self.emulate_stage_ms is not None and self.has_baseline:
+            raise ValueError(
+                "--emulate_stage_ms: stages that sleep emit no tokens to compare; "
+                "give --no_baseline"
+            )
+        needs_tokens = self.emulate_acceptance is not None and self.emulate_stage_ms is None
+        if needs_tokens and not self.has_baseline:
+            raise ValueError("--emulate_acceptance needs the tokens of the baseline")
+        if self.emulate_draft_ms is not None and self.emulate_acceptance is None:
+            raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
+
+    @property
+    def draft_model(self) -> str | None:
+        """The name of the draft model; None if no model drafts."""
+        if self.emulate_acceptance is not None or not self.needs_drafts:
+            return None
+        return self.drafter.removeprefix(MODEL_PREFIX) if self.drafter != LOOKUP else None
+
+    @property
+    def needs_drafts(self) -> bool:
+        return any(mode != "iterative" for mode in self.modes)
+
+    @property
+    def link(self) -> Link | None:
+        """The link that is emulated between ranks; None if there is none."""
+        return None if self.emulate_link_ms is None else Link(self.emulate_link_ms / 1e3)
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(shape.prompt_len for shape in self.shapes)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, output included."""
+        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """All ways in which the requests are served, in order."""
+        return (*[BASELINE_PASS] * self.has_baseline, *self.modes)
+
+    def of_mode(self, mode: str) -> Options:
+        return replace(self.speculation, mode=mode)
+
+    def describe(self) -> dict[str, Any]:
+        """These options as the record's `config.workload` has them."""
+        values = asdict(self) | asdict(self.speculation)
+        for name in ("shapes", "speculation", "mode"):
+            del values[name]
+        return values | {"num_requests": len(self.shapes)}
+
+
+def read_modes(names: Sequence[str]) -> tuple[str, ...]:
+    """The modes in the order of MODES. Raises ValueError, naming the flag."""
+    for name in names:
+        if name not in MODES:
+            raise ValueError(f"--mode {name} is not known; choose from {', '.join(MODES)}")
+    return tuple(name for name in MODES if name in names)

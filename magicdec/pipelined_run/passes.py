@@ -1,0 +1,202 @@
+"""Serves the requests of `magicdec pipeline` in each pass, on this rank: by one process, and by
+pipelined speculation in each mode.
+
+Owns what a rank loads and when it serves. Must not know what is computed from the outcome. A rank
+that has no part in a pass waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed
+
+from magicdec.console import Progress
+from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.distributed.groups import Group, make_stage_groups
+from magicdec.distributed.stages import StageGrid
+from magicdec.engine import Engine
+from magicdec.executor.requirements import layer_obstacle
+from magicdec.memory.working_memory import max_tokens
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.names import BASELINE
+from magicdec.pipeline.measured_pass import make_requests, serve_measured
+from magicdec.pipeline.prepare import of_one_process
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
+from magicdec.pipelined_run.gathering import gather, gather_spans
+from magicdec.pipelined_run.head import Drafted, Head
+from magicdec.pipelined_run.options import BASELINE_PASS, SCRIPTED_PROBABILITY
+from magicdec.pipelined_run.prepare import PreparedPipeline
+from magicdec.pipelined_run.rank import Connections, PipelineRank
+from magicdec.pipelined_run.spans import Span
+from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, Part
+from magicdec.pipelined_speculation.counts import Counts
+from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+from magicdec.scheduling.plan import Limits
+from magicdec.serving.counts import StepCounts
+from magicdec.setup.loading import (
+    LoadedModels,
+    StagePart,
+    kinds_of,
+    make_backend,
+    make_executor,
+    make_target,
+)
+from magicdec.simulator.text import draw_ranks
+
+Observe = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All requests of a pass, finished, and what happened meanwhile: nothing of it for the
+    baseline."""
+
+    requests: list[Request]
+    counts: Counts | None = None
+    spans: list[list[Span]] | None = None  # of each rank
+    drafted: list[Drafted] | None = None
+
+
+class Passes:
+    """All ranks make it and serve the same passes together. The outcome of the first rank counts;
+    it is None on the others."""
+
+    def __init__(
+        self, prepared: PreparedPipeline, device: torch.device, progress: Progress
+    ) -> None:
+        self.prepared, self.device, self.progress = prepared, device, progress
+        launch, parallel = prepared.run.launch, prepared.whole.parallel
+        self.rank, self.collectives = launch.rank, parallel.collectives
+        make_stage_groups(launch, StageGrid(launch.world_size), device, self.collectives)
+        options, layout = prepared.options, prepared.layout
+        self.connections = Connections(layout, self.rank, self.collectives, options.link)
+        self.models = LoadedModels(device, progress)
+        self.expected: list[list[int]] | None = None  # the tokens of the baseline
+        self.member: PipelineRank | None = None
+
+    def serve(self, name: str, observe: Observe) -> Outcome | None:
+        """Serve all requests in the pass of that name."""
+        if name != BASELINE_PASS:
+            self.member = self.member or self._join()
+            return self._pipelined(self.member, name, observe)
+        outcome = self._baseline(observe) if self.rank == 0 else None
+        self._tell_expected([] if outcome is None else outcome.requests)
+        return outcome
+
+    def close(self) -> None:
+        if self.member is not None:
+            self.member.close()
+
+    def _baseline(self, observe: Observe) -> Outcome:
+        """One process with all cores of the host, since the other ranks wait; one request after the
+        other."""
+        run, options = self.prepared.run, self.prepared.options
+        config, launch = of_one_process(run.config, 1), run.launch
+        torch.set_num_threads(config.parallel.threads * launch.local_world_size)
+        models, chunk = LoadedModels(self.device, self.progress), config.attention.prefill_chunk
+        runner = make_target(config, run.source, Group((0,), 0), models, max_tokens(config))
+        limits = Limits(runner.max_tokens, prefill_tokens=chunk)
+
+        def serve(requests: list[Request], counts: StepCounts, tell: Observe) -> None:
+            setup = Setup(runner, config.decoding, config.kv, is_in_flight=True)
+            Engine(runner, chunk, limits).serve(
+                make_strategy(BASELINE, setup), requests,
+                lambda output, seconds: tell(sum(map(len, output.token_ids))), counts.watch,
+            )  # fmt: skip
+
+        outcome = serve_measured(run, options.shapes, serve, 1, observe)
+        torch.set_num_threads(config.parallel.threads)
+        return Outcome(outcome.requests)
+
+    def _tell_expected(self, requests: list[Request]) -> None:
+        """Every rank learns the baseline's tokens."""
+        shapes = self.prepared.options.shapes
+        longest = max(shape.output_len for shape in shapes)
+        lines = [[len(r.output_ids), *r.output_ids] for r in requests]
+        padded = [line + [0] * (longest + 1 - len(line)) for line in lines]
+        ours = torch.tensor(padded, dtype=torch.int64).view(-1, longest + 1)
+        told = gather(ours, self.prepared.layout.world_size)[0].tolist()
+        self.expected = [line[1 : line[0] + 1] for line in told]
+
+    def _pipelined(self, member: PipelineRank, mode: str, observe: Observe) -> Outcome | None:
+        run, options = self.prepared.run, self.prepared.options
+        chunk = run.config.attention.prefill_chunk
+        outcome: Outcome | None = None
+        first_run = first_draft = 0
+
+        def lead(head: Head) -> None:
+            nonlocal outcome, first_run, first_draft
+            lanes = options.speculation.lanes
+            warm_up = make_requests(run, options.shapes[:lanes], is_warm_up=True)
+            head.serve(PipelinedScheduler(options.of_mode(mode), chunk), warm_up)
+            first_run, first_draft = head.first_run, head.first_draft
+            scheduler = PipelinedScheduler(options.of_mode(mode), chunk)
+            requests = make_requests(run, options.shapes)
+            head.serve(scheduler, requests, observe)
+            outcome = Outcome(requests, scheduler.counts, drafted=head.drafted)
+
+        found = member.serve(lead)
+        by_rank = gather_spans(found.found, self.prepared.layout.world_size)
+        if outcome is None:
+            return None
+        kept = [[s for s in each if s.counts_from(first_run, first_draft)] for each in by_rank]
+        return replace(outcome, spans=kept)
+
+    def _join(self) -> PipelineRank:
+        """Load what this rank computes, and connect it with the others."""
+        options, layout = self.prepared.options, self.prepared.layout
+        part = self._load_part() if self.rank in layout.stages else None
+        drafter = None
+        if options.needs_drafts and self.rank == layout.draft_rank:
+            drafter = self._make_drafter()
+        wires = self.connections.connect(options.needs_drafts)
+        return PipelineRank(self.rank, wires, part, drafter)
+
+    def _load_part(self) -> Part:
+        prepared, layers = self.prepared, self.prepared.layout.layers[self.rank]
+        seconds = prepared.options.emulate_stage_ms
+        if seconds is not None:
+            is_last = self.rank == prepared.layout.stages[-1]
+            return EmulatedPart(len(layers), seconds / 1e3, is_last)
+        return ModelPart(self._runner(prepared.run.source, StagePart(layers, None)))
+
+    def _make_drafter(self) -> Drafter:
+        prepared, options = self.prepared, self.prepared.options
+        if options.emulate_acceptance is not None:
+            return self._scripted(options.emulate_acceptance)
+        if prepared.draft is None:
+            return LookupDrafter()
+        chunk = prepared.run.config.attention.prefill_chunk
+        return ModelDrafter(self._runner(prepared.draft, None), chunk)
+
+    def _runner(self, source: ModelSource, part: StagePart | None) -> ModelRunner:
+        """A runner of a model or of some of its layers, on this rank alone."""
+        config, alone = self.prepared.run.config, Group((0,), 0)
+        is_target = source is self.prepared.run.source
+        weights = config.model.target_dtype if is_target else config.model.dtype
+        kinds = kinds_of(config.model, "int8" if source.is_int8 else weights)
+        if layer_obstacle(source.config) is not None:
+            kinds = replace(kinds, native_steps="off")
+        model = self.models.get(source, alone, kinds, part)
+        backend = make_backend(config.attention.backend)
+        executor = make_executor(kinds, model, alone)
+        sizes = self.prepared.options.speculation.lanes, max_tokens(config)
+        return ModelRunner(model, backend, alone, *sizes, executor=executor)
+
+    def _scripted(self, acceptance: float) -> ScriptedDrafter:
+        options, seed = self.prepared.options, self.prepared.run.workload.seed
+        lengths = [shape.prompt_len for shape in options.shapes]
+        outputs = self.expected
+        if outputs is None:  # of emulated stages
+            outputs = [[s.prompt_len + i for i in range(s.output_len)] for s in options.shapes]
+        ranks = [
+            draw_ranks([acceptance], shape.output_len, seed + index)
+            for index, shape in enumerate(options.shapes)
+        ]
+        draft_s = (options.emulate_draft_ms or 0.0) / 1e3
+        return ScriptedDrafter(outputs, lengths, ranks, [SCRIPTED_PROBABILITY], draft_s)

@@ -1,0 +1,164 @@
+"""PipelineRank: what one rank does in pipelined speculation, and the channels that join it to the
+others.
+
+Owns which loops and threads a rank has: the first rank leads, with its stage and its drafter in
+threads; every other rank is a stage or the drafter. Must not know what is computed from the spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeVar
+
+from magicdec.distributed.channel import Receiver, Sender, connect_edge
+from magicdec.distributed.processes import Processes
+from magicdec.pipeline.emulated_link import DelayedSender
+from magicdec.pipeline.link import Link
+from magicdec.pipelined_run.board import (
+    BoardCanceller,
+    CancelBoard,
+    Canceller,
+    ChannelCanceller,
+    listen,
+    shared_board,
+)
+from magicdec.pipelined_run.drafter import Drafter, DraftLoop
+from magicdec.pipelined_run.head import Event, Head, forward, in_thread
+from magicdec.pipelined_run.layout import Layout
+from magicdec.pipelined_run.local import LocalChannel
+from magicdec.pipelined_run.parcel import FORM
+from magicdec.pipelined_run.spans import Spans
+from magicdec.pipelined_run.stage import Part, StageLoop
+
+DEPTH = 64  # messages that are under way on an edge through gloo
+CAPACITY = 1 << 22  # bytes of an edge in shared memory
+End = TypeVar("End")
+Ends = tuple[Sender | None, Receiver | None]
+
+
+@dataclass
+class Wires:
+    """This rank's ends of all channels. Between parts of one rank a channel is local."""
+
+    launches: Sender | None = None  # of the head
+    inbound: Receiver | None = None  # of a stage
+    outbound: Sender | None = None
+    results: Receiver | None = None  # of the head
+    asks: Sender | None = None  # of the head, to the drafter
+    asked: Receiver | None = None  # of the drafter
+    answers: Sender | None = None
+    answered: Receiver | None = None  # of the head
+    board: CancelBoard = field(default_factory=CancelBoard)
+    canceller: Canceller | None = None  # of the head
+    listener: Thread | None = None
+
+
+class Connections:
+    """Makes the channels. All ranks make the same ones in the same order."""
+
+    def __init__(
+        self, layout: Layout, rank: int, collectives: str | None, link: Link | None
+    ) -> None:
+        self.layout, self.rank, self.collectives, self.link = layout, rank, collectives, link
+        self.processes = Processes.of_ranks() if layout.world_size > 1 else Processes()
+
+    def connect(self, has_drafter: bool) -> Wires:
+        wires, stages = Wires(), self.layout.stages
+        wires.launches, wires.inbound = self._edge(0, stages[0])
+        for here, there in pairwise(stages):
+            sender, receiver = self._edge(here, there)
+            wires.outbound, wires.inbound = sender or wires.outbound, receiver or wires.inbound
+        sender, wires.results = self._edge(stages[-1], 0)
+        wires.outbound = sender or wires.outbound
+        if has_drafter:
+            wires.asks, wires.asked = self._edge(0, self.layout.draft_rank)
+            wires.answers, wires.answered = self._edge(self.layout.draft_rank, 0)
+        self._connect_cancellations(wires)
+        return wires
+
+    def _edge(self, sender: int, receiver: int) -> Ends:
+        """This rank's ends of a channel from one rank to another, or to itself."""
+        if sender == receiver:
+            channel = LocalChannel()
+            return (channel, channel) if self.rank == sender else (None, None)
+        sends, receives = connect_edge(
+            (sender, receiver), self.rank, FORM, DEPTH, CAPACITY, self.collectives, self.processes
+        )
+        if sends is not None and self.link is not None:
+            sends = DelayedSender(sends, self.link, FORM)
+        return sends, receives
+
+    def _connect_cancellations(self, wires: Wires) -> None:
+        others = [rank for rank in self.layout.stages if rank != 0]
+        delay_s = 0.0 if self.link is None else self.link.delay_s
+        if not others or self.collectives == "shared_memory":
+            if others:
+                wires.board = shared_board(self.rank)
+            wires.canceller = BoardCanceller(wires.board, delay_s)
+            return
+        senders = []
+        for rank in others:
+            sends, receives = self._edge(0, rank)
+            if sends is not None:
+                senders.append(sends)
+            if receives is not None:
+                wires.listener = listen(receives, wires.board)
+        wires.canceller = ChannelCanceller(wires.board, senders)
+
+
+class PipelineRank:
+    """`part` is this rank's stage and `drafter` its drafter, None where it has none."""
+
+    def __init__(self, rank: int, wires: Wires, part: Part | None, drafter: Drafter | None) -> None:
+        self.rank, self.wires, self.part, self.drafter = rank, wires, part, drafter
+        self.first_run = self.first_draft = 0
+
+    def serve(self, lead: Callable[[Head], None]) -> Spans:
+        """Serve until the head has no more. `lead` is what the head does; it is called on the first
+        rank only. Returns what this rank did when."""
+        spans, wires = Spans(), self.wires
+        loops: list[Callable[[], None]] = []
+        if self.part is not None:
+            ends = there(wires.inbound), there(wires.outbound)
+            loops.append(StageLoop(self.part, *ends, wires.board, spans).serve)
+        if self.drafter is not None:
+            ends = there(wires.asked), there(wires.answers)
+            loops.append(DraftLoop(self.drafter, *ends, spans).serve)
+        if self.rank == 0:
+            self._lead(lead, loops, spans)
+        else:
+            for loop in loops:  # one at most: only the first rank is several things
+                loop()
+        return spans
+
+    def _lead(
+        self, lead: Callable[[Head], None], loops: list[Callable[[], None]], spans: Spans
+    ) -> None:
+        wires, events = self.wires, SimpleQueue[Event]()
+        threads = [in_thread(loop, events) for loop in loops]
+        threads.append(forward(there(wires.results), True, events))
+        if wires.answered is not None:
+            threads.append(forward(wires.answered, False, events))
+        head = Head(there(wires.launches), there(wires.canceller), wires.asks, events, spans)
+        head.first_run, head.first_draft = self.first_run, self.first_draft
+        lead(head)
+        head.close()
+        for thread in threads:
+            thread.join()
+        self.first_run, self.first_draft = head.first_run, head.first_draft
+
+    def close(self) -> None:
+        """No rank serves any more. All ranks call it."""
+        if self.rank == 0:
+            there(self.wires.canceller).close()
+        if self.wires.listener is not None:
+            self.wires.listener.join()
+
+
+def there(end: End | None) -> End:
+    assert end is not None, "the layout says that this rank has it"
+    return end

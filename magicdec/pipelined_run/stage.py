@@ -1,0 +1,170 @@
+"""A stage of pipelined speculation: its part of the target, and the loop in which it serves runs in
+the order in which they were launched.
+
+Owns when a stage looks for cancellations: before a run and between its layers. A run that is
+cancelled, or that an earlier stage has skipped, goes on as a void header. Must not know of
+requests, nor why a run is launched or cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from magicdec.distributed.channel import Kind, Message, Receiver, Sender
+from magicdec.model.transformer import BeforeLayer
+from magicdec.pipelined_run.board import CancelBoard
+from magicdec.pipelined_run.parcel import numbers_of, pack, tensor_of
+from magicdec.pipelined_run.spans import Spans, What
+from magicdec.pipelined_speculation.messages import Launch
+from magicdec.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The next token after each row that asked for one, and by how much its logit exceeds the
+    second largest."""
+
+    tokens: Sequence[int]
+    margins: Tensor  # float64 [rows]
+
+
+class Part(Protocol):
+    """Some layers of the target."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def prepare(self, launch: Launch) -> None:
+        """What a run does to the cache beside its rows, even if it is skipped."""
+        ...
+
+    def compute(
+        self, launch: Launch, message: Message, before_layer: BeforeLayer
+    ) -> Tensor | Predictions:
+        """Hidden states [1, rows, hidden]; of the last stage the predictions."""
+        ...
+
+
+class Skipped(Exception):
+    """The run was cancelled before a layer."""
+
+
+class StageLoop:
+    def __init__(
+        self, part: Part, inbound: Receiver, outbound: Sender, board: CancelBoard, spans: Spans
+    ) -> None:
+        self.part, self.inbound, self.outbound = part, inbound, outbound
+        self.board, self.spans = board, spans
+
+    def serve(self) -> None:
+        """Serve runs until the head has no more."""
+        while (message := self.inbound.receive()).kind is not Kind.END:
+            self.outbound.send(self._answer(message))
+        self.outbound.send(message)
+        self.outbound.close()
+
+    def _answer(self, message: Message) -> Message:
+        begin_s, num_done = time.perf_counter(), 0
+
+        def before_layer(layer: int) -> None:
+            nonlocal num_done
+            if self.board.is_cancelled(message.run):
+                raise Skipped
+            num_done += 1
+
+        numbers = numbers_of(message)
+        launch = Launch.from_words(numbers)
+        self.part.prepare(launch)
+        try:
+            if message.kind is Kind.VOID:
+                raise Skipped
+            out = self.part.compute(launch, message, before_layer)
+        except Skipped:
+            self.spans.add(What.STAGE, message.run, begin_s, num_done)
+            return pack(Kind.VOID, message.run, numbers)
+        self.spans.add(What.STAGE, message.run, begin_s, self.part.num_layers)
+        if isinstance(out, Predictions):
+            return pack(Kind.NUMBERS, message.run, out.tokens, out.margins)
+        return pack(Kind.HIDDEN, message.run, numbers, out)
+
+
+class ModelPart:
+    """`runner` has the stage's layers and a row of its cache for each lane. Cell p of a lane is
+    position p, so that a run is appended to its row after the row was cut at its first position."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        for row in range(runner.num_rows):
+            runner.allocate(row)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.runner.model.layers)
+
+    def prepare(self, launch: Launch) -> None:
+        assert launch.positions == launch.cells and not launch.moves, "cells are positions"
+
+    def compute(
+        self, launch: Launch, message: Message, before_layer: BeforeLayer
+    ) -> Tensor | Predictions:
+        model, num_rows = self.runner.model, launch.num_rows
+        self._cut(launch.lane, launch.positions[0])
+        if model.has_embedding:
+            x = torch.tensor([launch.tokens])
+        else:
+            shape, dtype = (1, num_rows, model.config.hidden_size), self._dtype
+            x = tensor_of(message, shape, dtype)
+        last_only = launch.num_outputs < num_rows
+        out = self.runner.forward(x, [launch.lane], last_only=last_only, before_layer=before_layer)
+        return predict(out[0, -launch.num_outputs or num_rows :]) if model.has_head else out
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.runner.model.parameters()).dtype
+
+    def _cut(self, lane: int, length: int) -> None:
+        """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;
+        then this one is cancelled too, and nobody reads what it computes."""
+        cache = self.runner.cache
+        held = cache.lengths[lane]
+        if held > length:
+            cache.truncate([lane], [length])
+        elif held < length:
+            cache.advance([lane], length - held)
+
+
+def predict(logits: Tensor) -> Predictions:
+    """From logits [rows, V]."""
+    best = logits.argmax(dim=-1)
+    largest = logits.double().topk(2, dim=-1).values
+    return Predictions(best.tolist(), largest[:, 0] - largest[:, 1])
+
+
+class EmulatedPart:
+    """Takes `seconds` for a run of any size, in equal shares for each layer. If it is the last
+    stage, it predicts token p + 1 after position p."""
+
+    def __init__(self, num_layers: int, seconds: float, is_last: bool) -> None:
+        self.num_layers, self.seconds, self.is_last = num_layers, seconds, is_last
+
+    def prepare(self, launch: Launch) -> None:
+        """There is no cache."""
+
+    def compute(
+        self, launch: Launch, message: Message, before_layer: BeforeLayer
+    ) -> Tensor | Predictions:
+        begin_s = time.perf_counter()
+        for layer in range(self.num_layers):
+            before_layer(layer)
+            due_s = begin_s + self.seconds * (layer + 1) / self.num_layers
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+        shown = launch.positions[launch.num_rows - launch.num_outputs :]
+        if not self.is_last:
+            return torch.zeros(0)
+        return Predictions([p + 1 for p in shown], torch.zeros(len(shown), dtype=torch.float64))

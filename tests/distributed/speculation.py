@@ -1,0 +1,100 @@
+"""One rank of pipelined speculation. Started by test_speculation_ranks.py with the directories of a
+target and of a draft model; rank 0 prints the tokens of each case as JSON."""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import make_requests, random_prompts
+
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.distributed.groups import Group, close_groups, make_stage_groups, read_launch
+from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter
+from magicdec.pipelined_run.head import Head
+from magicdec.pipelined_run.layout import make_layout
+from magicdec.pipelined_run.rank import Connections, PipelineRank
+from magicdec.pipelined_run.stage import ModelPart
+from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+
+CHUNK, MAX_TOKENS, LANES = 16, 90, 2
+LENGTHS, NEW = [5, 40, 1, 33], [20, 9, 20, 14]
+MODES = ("iterative", "sync", "async")
+
+
+@dataclass(frozen=True)
+class Case:
+    """All modes are served with the same channels, one after the other."""
+
+    split: str
+    drafter: str
+    collectives: str = "shared_memory"
+
+
+CASES = {
+    2: [Case("0,1.0/head", "model"), Case("0.5,0.5/head", "lookup")],
+    3: [Case("0.4,0.6/1.0", "model"), Case("0.2,0.4,0.4/head", "lookup", "gloo")],
+    4: [Case("0,0.5,0.5/1.0", "model", "gloo"), Case("0.2,0.2,0.6/1.0", "lookup")],
+}
+
+
+def served_requests() -> list[Request]:
+    """Two end tokens end some of them early."""
+    return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40))
+
+
+def make_runner(path: str, layers: range | None) -> ModelRunner:
+    source = find_model("--model", path)
+    place = Shard(), layers, torch.float32, torch.device("cpu")
+    model = load_transformer(source.config, source.weights, *place)
+    return ModelRunner(model, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS)
+
+
+def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
+    launch = read_launch()
+    layout = make_layout(
+        case.split, launch.world_size, find_model("--model", target).config.num_layers
+    )
+    make_stage_groups(launch, StageGrid(launch.world_size), torch.device("cpu"), case.collectives)
+    part, drafter = None, None
+    if launch.rank in layout.stages:
+        part = ModelPart(make_runner(target, layout.layers[launch.rank]))
+    if launch.rank == layout.draft_rank:
+        drafter: Drafter | None = LookupDrafter()
+        if case.drafter == "model":
+            drafter = ModelDrafter(make_runner(draft, None), CHUNK)
+    wires = Connections(layout, launch.rank, case.collectives, None).connect(has_drafter=True)
+    member, outputs = PipelineRank(launch.rank, wires, part, drafter), []
+    for mode in MODES:
+        options = Options(mode=mode, draft=3, pa=0.1, lanes=LANES)
+
+        def lead(head: Head, options: Options = options) -> None:
+            requests = served_requests()
+            head.serve(PipelinedScheduler(replace(options), CHUNK), requests)
+            outputs.append([request.output_ids for request in requests])
+
+        member.serve(lead)
+    member.close()
+    return outputs
+
+
+def main(target: str, draft: str) -> None:
+    torch.set_num_threads(1)
+    launch = read_launch()
+    outputs = [tokens_of(case, target, draft) for case in CASES[launch.world_size]]
+    if launch.rank == 0:
+        print(json.dumps(outputs), flush=True)
+    close_groups()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,121 @@
+"""Pipelined speculation on 2, 3 and 4 ranks has the tokens of one process, in every mode, with
+every drafter, wherever the draft and the ends of the model are; the command's records; and a rank
+that is killed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, Launch, decode, make_runner, save_checkpoint, tiny_transformer
+from distributed.speculation import CASES, MAX_TOKENS, MODES, served_requests
+
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding.strategy import Setup
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine import Engine
+from magicdec.model.checkpoint.source import find_model, load_transformer
+
+FLAGS = (
+    *("--prefix_len", 70, "--prefill_chunk", 32, "--output_len", 12, "--num_requests", 3),
+    *("--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A target, and a draft that is like it."""
+    target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
+    model = tiny_transformer(replace(TINY, num_layers=5))
+    save_checkpoint(model, target)
+    for p in model.parameters():
+        p.add_(torch.randn(p.shape) * 0.02 * p.std())
+    save_checkpoint(model, draft)
+    return [target, draft]
+
+
+@cache
+def one_process(path: Path) -> list[list[int]]:
+    source, cpu = find_model("--model", str(path)), torch.device("cpu")
+    model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
+    runner, outputs = make_runner(model, 1, MAX_TOKENS), []
+    for request in served_requests():
+        engine = Engine(runner, 16)
+        engine.prefill([request])
+        setup = Setup(runner, DecodingSection(), KVSection())
+        (done,) = decode(engine, "autoregressive", setup)
+        outputs.append(list(done.output_ids))
+    return outputs
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_tokens_are_those_of_one_process(
+    num_ranks: int, launch: Launch, models: list[Path]
+) -> None:
+    done = launch("distributed/speculation.py", *models, num_ranks=num_ranks)
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads(done.stdout.splitlines()[-1])
+    for case, of_modes in zip(CASES[num_ranks], outputs, strict=True):
+        for mode, tokens in zip(MODES, of_modes, strict=True):
+            assert tokens == one_process(models[0]), (case, mode)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_command_makes_a_record_of_each_mode_and_a_trace(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    done = launch(
+        "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
+        "--drafter", f"model:{tiny_checkpoint}", "--layer_split", "0.5,0.5/1.0", "--mode", *MODES,
+        "--pa", 0, "--lanes", 2, "--trace", "t.json", *FLAGS, num_ranks=3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = read(tmp_path / "r.jsonl")
+    assert [record["name"] for record in records] == ["one process", *MODES]
+    assert all(record["status"] == "ok" for record in records)
+    assert all(record["kind"] == "speculation" for record in records)
+    uses = [record["metrics"]["use"] for record in records[1:]]
+    assert records[0]["metrics"]["use"] is None
+    assert [use["drafted"] > 0 for use in uses][:2] == [False, True]
+    assert [use["num_layers"] for use in uses] == [[1, 1, 0]] * 3
+    assert uses[0]["draft_rank"] == 2 and uses[0]["draft_ms"] is None
+    for use in uses:
+        assert use["layers_computed"] + use["layers_skipped"] == 2 * use["runs"]
+        assert all(0 <= busy <= 1 for busy in use["busy"]) and min(use["stage_ms"]) > 0
+    assert uses[1]["accepted"] == uses[1]["drafted"], "the draft is the target"
+    assert all(record["metrics"]["tokens_per_s"] > 0 for record in records)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"rank 0: head, stage 0", "rank 1: stage 1", "rank 2: draft"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} == set(MODES)
+
+
+@pytest.mark.parametrize(("killed", "collectives"), [("1", "shared_memory"), ("0", "gloo")])
+def test_a_killed_rank_is_named_and_ends_all(
+    killed: str,
+    collectives: str,
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record of the pass before it remains."""
+    monkeypatch.setenv("KILLED_RANK", killed)
+    done = launch(
+        "distributed/killed_stage.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
+        "--drafter", "ngram", "--collectives", collectives, "--layer_split", "0.5,0.5/head",
+        num_ranks=2,
+    )  # fmt: skip
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    other = 1 - int(killed)
+    assert f"rank {other}: rank {killed} has ended" in done.stderr.splitlines()
+    assert [record["name"] for record in read(tmp_path / "r.jsonl")] == ["one process"]

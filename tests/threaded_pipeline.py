@@ -1,0 +1,110 @@
+"""Pipelined speculation in the threads of one process: the parts of a target, a drafter and the
+head, joined by local channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from magicdec.distributed.channel import Message
+from magicdec.model.transformer import BeforeLayer, Transformer
+from magicdec.pipelined_run.board import BoardCanceller, CancelBoard
+from magicdec.pipelined_run.drafter import Drafter, DraftLoop
+from magicdec.pipelined_run.head import Events, Head, forward, in_thread
+from magicdec.pipelined_run.local import LocalChannel
+from magicdec.pipelined_run.spans import Span, Spans
+from magicdec.pipelined_run.stage import Part, Predictions, StageLoop
+from magicdec.pipelined_speculation.messages import Launch
+from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.request import Request
+
+
+@dataclass
+class Served:
+    """What each stage and the drafter did, and the scheduler that decided it."""
+
+    scheduler: PipelinedScheduler
+    stages: list[list[Span]]
+    head: list[Span]
+    drafts: list[Span]
+
+
+def serve(
+    parts: Sequence[Part],
+    drafter: Drafter,
+    options: Options,
+    requests: Sequence[Request],
+    prefill_chunk: int | None = None,
+    board: CancelBoard | None = None,
+) -> Served:
+    """Serve `requests` to their end."""
+    board, events = board or CancelBoard(), Events()
+    channels = [LocalChannel() for _ in range(len(parts) + 1)]
+    asks, answers = LocalChannel(), LocalChannel()
+    spans, of_head, of_drafts = [Spans() for _ in parts], Spans(), Spans()
+    loops: list[Callable[[], None]] = [DraftLoop(drafter, asks, answers, of_drafts).serve]
+    for part, (inbound, outbound), of_stage in zip(parts, pairwise(channels), spans, strict=True):
+        loops.append(StageLoop(part, inbound, outbound, board, of_stage).serve)
+    threads = [in_thread(loop, events) for loop in loops]
+    threads += [forward(channels[-1], True, events), forward(answers, False, events)]
+    head = Head(channels[0], BoardCanceller(board), asks, events, of_head)
+    scheduler = PipelinedScheduler(options, prefill_chunk)
+    head.serve(scheduler, requests)
+    head.close()
+    for thread in threads:
+        thread.join()
+    found = [each.found for each in spans]
+    return Served(scheduler, found, of_head.found, of_drafts.found)
+
+
+@dataclass
+class FakePart:
+    """A stage without a model. `wait(run, layer)` is called before each layer, and `computed(run)`
+    after the last. Behind position p comes token p + 1."""
+
+    num_layers: int
+    is_last: bool
+    wait: Callable[[int, int], None] = lambda run, layer: None
+    computed: Callable[[int], None] = lambda run: None
+
+    def prepare(self, launch: Launch) -> None:
+        """There is no cache."""
+
+    def compute(
+        self, launch: Launch, message: Message, before_layer: BeforeLayer
+    ) -> Tensor | Predictions:
+        for layer in range(self.num_layers):
+            self.wait(message.run, layer)
+            before_layer(layer)
+        self.computed(message.run)
+        if not self.is_last:
+            return torch.zeros(0)
+        shown = launch.positions[launch.num_rows - launch.num_outputs :]
+        return Predictions([p + 1 for p in shown], torch.zeros(len(shown), dtype=torch.float64))
+
+
+def divide(model: Transformer, num_stages: int) -> list[Transformer]:
+    """The model as stages of about equal numbers of layers, the last with the rest."""
+    config, weights, stages = model.config, model.state_dict(), []
+    each = config.num_layers // num_stages
+    for stage in range(num_stages):
+        is_last = stage == num_stages - 1
+        layers = range(stage * each, config.num_layers if is_last else (stage + 1) * each)
+        part = Transformer(config, layers=layers)
+        own = {name: weights[whole_name(name, layers.start)] for name in part.state_dict()}
+        part.load_state_dict(own)
+        stages.append(part.requires_grad_(False).eval())
+    return stages
+
+
+def whole_name(name: str, first_layer: int) -> str:
+    """The name in the whole model of a parameter of a part that begins with that layer."""
+    first, *rest = name.split(".")
+    if first != "blocks":
+        return name
+    return ".".join([first, str(int(rest[0]) + first_layer), *rest[1:]])

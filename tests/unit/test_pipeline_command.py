@@ -1,0 +1,178 @@
+"""`magicdec pipeline`: what is refused before any rank starts, in one line; which rank does what;
+the metrics of spans; and what the simulator makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_requests
+
+from magicdec.cli.serving.pipeline import parse
+from magicdec.distributed.groups import Launch
+from magicdec.pipelined_run.head import Drafted
+from magicdec.pipelined_run.layout import Layout, make_layout
+from magicdec.pipelined_run.measured.metrics import speculation_metrics
+from magicdec.pipelined_run.measured.prediction import (
+    machine_of,
+    predict_tokens_per_s,
+    shown_of,
+)
+from magicdec.pipelined_run.measured.use import Observed, pipeline_use
+from magicdec.pipelined_run.prepare import prepare
+from magicdec.pipelined_run.spans import Span, What, trace_events
+from magicdec.pipelined_speculation.counts import Counts
+from magicdec.pipelined_speculation.options import Options
+from magicdec.request import Request
+
+FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
+EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--no_baseline")
+
+
+def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
+    launch = Launch(0, world_size, 0, world_size)
+    asked = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl"), *words], launch)
+    return prepare(asked.config, asked.options, launch)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer_split", "0.5,0.5/1.0"], "--layer_split 0.5,0.5/1.0 names 3 ranks, but 2 were"),
+        (["--layer_split", "1.0"], "--layer_split 1.0 names 1 ranks, but 2 were started; start 1"),
+        (["--layer_split", "0.5,0.5/0.5,0.5"], "behind the slash is 1.0"),
+        (["--layer_split", "0.5,0.4/head"], "--layer_split 0.5,0.4 adds up to 0.9"),
+        (["--layer_split", "6,0/head"], "--layer_split 6,0 leaves stage 1 without a layer"),
+        (["--mode", "async", "fast"], "--mode fast is not known; choose from iterative, sync"),
+        (["--drafter", "self"], "--drafter self is not known; choose from model:NAME, ngram"),
+        (["--drafter", "model:nowhere"], "--drafter model: 'nowhere' is not known"),
+        (["--drafter", "model:random:llama-68m"], "the target 2048; they must have the same"),
+        (["--np", "2"], "--np needs cells of the KV cache other than those of the positions"),
+        (["--relaunch"], "--relaunch needs cells"),
+        (["--pa", "2"], "--pa 2 is not between 0 and 1"),
+        (["--lanes", "0"], "--lanes 0 is too small"),
+        (["--emulate_stage_ms", "20"], "give --emulate_acceptance"),
+        ([*EMULATED[:-1]], "--emulate_stage_ms: stages that sleep emit no tokens to compare"),
+        ([*EMULATED[2:]], "--emulate_acceptance needs the tokens of the baseline"),
+        (["--emulate_draft_ms", "4"], "--emulate_draft_ms is for --emulate_acceptance"),
+        (["--emulate_acceptance", "2"], "--emulate_acceptance 2 is not between 0 and 1"),
+        (["--emulate_link_ms", "0"], "--emulate_link_ms 0.0 is out of range"),
+    ],
+)
+def test_refuses_in_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        prepared(tmp_path, *words)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes", "draft_rank", "hops"),
+    [
+        (None, [3, 3], 0, [(0, 1), (1, 0)]),
+        ("0.1,0.4,0.5/1.0", [1, 2, 3, 0], 3, [(0, 1), (1, 2), (2, 0)]),
+        ("0,1.0/head", [0, 6], 0, [(0, 1), (1, 0)]),
+        ("0,2,4/1", [0, 2, 4, 0], 3, [(0, 1), (1, 2), (2, 0)]),
+        ("1.0/head", [6], 0, []),
+        ("6/1.0", [6, 0], 1, []),
+    ],
+)
+def test_every_rank_has_its_part(
+    split: str | None, sizes: list[int], draft_rank: int, hops: list[tuple[int, int]]
+) -> None:
+    layout = make_layout(split, len(sizes), 6)
+    assert [len(layers) for layers in layout.layers] == sizes
+    assert layout.draft_rank == draft_rank and layout.hops == hops
+    held = [layer for layers in layout.layers for layer in layers]
+    assert held == list(range(6))
+
+
+def finished(times_s: list[float]) -> Request:
+    (request,) = make_requests([(9,)], len(times_s))
+    for token, time_s in enumerate(times_s, 1):
+        request.append([token], time_s)
+    return request
+
+
+LAYOUT = Layout((range(2), range(2, 4)), 0)
+
+
+def observed() -> Observed:
+    """A prompt, run 1, and run 2, which is stopped in the second stage. The time that counts is
+    from 1 s to 3 s."""
+    head = [
+        Span(What.PROMPT, 0, 0.0, 0.0, 1),
+        Span(What.STAGE, 0, 0.0, 0.4, 2),
+        Span(What.RESULT, 0, 1.0, 1.0),
+        Span(What.LAUNCH, 1, 1.0, 1.0, 1),
+        Span(What.STAGE, 1, 1.0, 1.5, 2),
+        Span(What.DRAFT, 0, 1.0, 1.75),
+        Span(What.LAUNCH, 2, 1.75, 1.75, 1),
+        Span(What.STAGE, 2, 1.75, 2.25, 2),
+        Span(What.RESULT, 1, 2.25, 2.25),
+        Span(What.RESULT, 2, 3.0, 3.0, 1),
+    ]
+    stage = [
+        Span(What.STAGE, 0, 0.5, 0.9, 2),
+        Span(What.STAGE, 1, 1.75, 2.0, 2),
+        Span(What.STAGE, 2, 2.5, 2.75, 1),
+    ]
+    return Observed(LAYOUT, [head, stage], 1.0, 3.0)
+
+
+def test_metrics_follow_from_the_spans() -> None:
+    counts = Counts(runs=3, speculative_runs=1, invalid_runs=1, drafted=1)
+    use = pipeline_use(observed(), counts, has_drafts=True)
+    assert (use.layers_computed, use.layers_skipped) == (2 * 3 + 2 * 2 + 1, 1)
+    assert (use.skipped_before, use.skipped_inside) == (0, 1)
+    assert use.mean_in_flight == pytest.approx((1.25 + 1.25) / 2) and use.most_in_flight == 2
+    assert use.busy == pytest.approx([1.25 / 2, 0.5 / 2]), "its draft and its stage overlap"
+    assert use.idle_s == pytest.approx([0.75, 1.5]) and use.draft_busy == pytest.approx(0.375)
+    assert use.stage_ms == pytest.approx([500, 250]) and use.draft_ms == pytest.approx(750)
+    assert use.link_ms == pytest.approx(250) and use.acceptance_rate == 0
+    metrics = speculation_metrics([finished([1.0, 2.0, 2.0, 3.0])], use, None)
+    assert metrics.tokens_per_s == 1.5 and metrics.mean_ttft_ms == 1000
+    assert metrics.mean_itl_ms == 1000 and metrics.makespan_s == 3.0
+
+
+def test_the_simulator_gets_what_was_measured() -> None:
+    seen = observed()
+    use = pipeline_use(seen, Counts(), has_drafts=True)
+    machine = machine_of(seen, use, link_s=None)
+    assert machine is not None
+    assert machine.stage_s == pytest.approx((0.5, 0.25)) and machine.layers == 2
+    assert machine.link_s == machine.cancel_s == pytest.approx(0.25)
+    assert machine.draft_s == pytest.approx(0.75) and machine.row_cost == 0
+    request = finished([float(i) for i in range(1, 9)])
+    options = Options(mode="iterative")
+    assert predict_tokens_per_s([request], [], machine, options, 0) == pytest.approx(1 / 1.25)
+    drafted = [Drafted(0, place, (), ((place + 1, 0.9),)) for place in range(1, 8)]
+    right = predict_tokens_per_s([request], drafted, machine, Options(draft=1), 0)
+    assert right is not None and right > 1 / 1.25, "right drafts are faster"
+    several = [request, finished([1.0, 2.0])]
+    assert predict_tokens_per_s(several, [], machine, options, 0) is None
+
+
+def test_what_was_drafted_is_replayed_at_its_place() -> None:
+    request = finished([1.0, 2.0, 3.0])  # the tokens 1, 2, 3
+    drafted = [
+        Drafted(0, 1, (), ((7, 0.6), (2, 0.3))),
+        Drafted(0, 1, (2,), ((3, 0.5),)),
+        Drafted(0, 1, (7,), ((9, 0.5),)),  # after a wrong token
+        Drafted(1, 1, (), ((2, 0.9),)),  # of another request
+    ]
+    shown = shown_of(0, request, drafted, seed=0)
+    assert shown[1:] == [(1, (0.6, 0.3)), (0, (0.5,))]
+    assert shown[0] in shown[1:], "nothing is known of the first token"
+
+
+def test_a_trace_has_an_event_for_each_span() -> None:
+    events = trace_events({"async": observed().by_rank}, ["rank 0: head, stage 0", "rank 1"])
+    assert [e["args"] for e in events[:2]] == [
+        {"name": "rank 0: head, stage 0"},
+        {"name": "rank 1"},
+    ]
+    event = next(e for e in events if e["name"] == "stage 1" and e["pid"] == 1)
+    assert (event["ph"], event["ts"], event["dur"]) == ("X", 1.75e6, 0.25e6)
+    assert event["args"] == {"value": 2} and event["cat"] == "async"
+    assert len(events) == 2 + 10 + 3

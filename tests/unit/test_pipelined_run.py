@@ -1,0 +1,219 @@
+"""Pipelined speculation in threads: lossless with every drafter, asynchronous, and cancellation
+saves exactly the layers that it should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from threading import Event
+
+import pytest
+import torch
+from conftest import TINY, decode, make_requests, make_runner, random_prompts, tiny_transformer
+from threaded_pipeline import FakePart, Served, divide, serve
+
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding.strategy import Setup
+from magicdec.engine import Engine
+from magicdec.model.transformer import Transformer
+from magicdec.pipelined_run.board import SLOTS, BoardCanceller, CancelBoard
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
+from magicdec.pipelined_run.parcel import DraftRequest, candidates_of, numbers_of, pack_candidates
+from magicdec.pipelined_run.spans import Span, What
+from magicdec.pipelined_run.stage import EmulatedPart, ModelPart
+from magicdec.pipelined_speculation.options import Options
+from magicdec.request import Request
+
+LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
+PATIENCE_S = 60.0
+
+
+@cache
+def target() -> Transformer:
+    return tiny_transformer(replace(TINY, num_layers=5))
+
+
+@cache
+def similar() -> Transformer:
+    """The target with other numbers here and there: it is often right, and often wrong."""
+    draft, generator = tiny_transformer(replace(TINY, num_layers=5)), torch.Generator()
+    generator.manual_seed(0)
+    for p in draft.parameters():
+        p.add_(torch.randn(p.shape, generator=generator) * 0.02 * p.std())
+    return draft
+
+
+def requests() -> list[Request]:
+    """Two end tokens end some of them early."""
+    return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40))
+
+
+@cache
+def one_process() -> list[list[int]]:
+    runner, outputs = make_runner(target(), 1, MAX_TOKENS), []
+    for request in requests():
+        engine = Engine(runner, CHUNK)
+        engine.prefill([request])
+        setup = Setup(runner, DecodingSection(), KVSection())
+        (done,) = decode(engine, "autoregressive", setup)
+        outputs.append(list(done.output_ids))
+    return outputs
+
+
+def scripted(rank: int) -> ScriptedDrafter:
+    """Always right with rank 0, always wrong with -1."""
+    return ScriptedDrafter(one_process(), LENGTHS, [[rank] * 40] * len(LENGTHS), [0.9])
+
+
+def make_drafter(name: str, lanes: int) -> Drafter:
+    if name == "model":
+        return ModelDrafter(make_runner(similar(), lanes, MAX_TOKENS), CHUNK)
+    return LookupDrafter() if name == "lookup" else scripted({"right": 0, "wrong": -1}[name])
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup", "right", "wrong"])
+@pytest.mark.parametrize(
+    ("mode", "lanes"), [("iterative", 3), ("sync", 1), ("async", 1), ("async", 3)]
+)
+def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str) -> None:
+    served = requests()
+    parts = [ModelPart(make_runner(part, lanes, MAX_TOKENS)) for part in divide(target(), 3)]
+    options = Options(mode=mode, draft=3, pa=0.1, lanes=lanes)
+    found = serve(parts, make_drafter(drafter, lanes), options, served, CHUNK)
+    assert [request.output_ids for request in served] == one_process()
+    counts = found.scheduler.counts
+    if mode != "async":  # in which a busy machine may leave no time to draft
+        assert (counts.drafted > 0) == (mode == "sync")
+    if drafter == "right" and mode == "async":
+        assert counts.accepted == counts.drafted and not counts.invalid_runs
+    for stage, part in zip(found.stages, parts, strict=True):
+        assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
+
+
+def test_a_draft_model_gives_what_it_gives_anew() -> None:
+    """Whatever paths it was asked for before, in whatever order."""
+    drafter = make_drafter("model", 2)
+    text, lengths = list(random_prompts([50], 97)[0]), (20, 20, 21, 24, 24, 50)
+    paths = [(5, 6), (5,), (5, 6, 7, 8), (), (text[24],), (9, 9)]
+    kept = [0, 0]
+    for lane in (0, 1):
+        for end, path in zip(lengths, paths, strict=True):
+            new = tuple(text[kept[lane] : end])
+            asked = DraftRequest(0, lane, kept[lane], new, (path, (1, 2)))
+            kept[lane] = end
+            fresh = make_drafter("model", 2)
+            expected = fresh.propose(replace(asked, kept=0, new=tuple(text[:end])), text[:end])
+            for mine, theirs in zip(drafter.propose(asked, text[:end]), expected, strict=True):
+                assert [token for token, _ in mine] == [token for token, _ in theirs]
+                assert [p for _, p in mine] == pytest.approx([p for _, p in theirs], abs=1e-5)
+
+
+def gated_round() -> tuple[Served, CancelBoard]:
+    """Runs 1 (the newest token), 2 and 3 (wrong drafts) are in flight. The middle one of three
+    stages stops in run 2 before its layer 2 until the runs are cancelled; run 1 goes home when run
+    3 has left the first stage."""
+    board, run_3_is_out = CancelBoard(), Event()
+
+    def at_first(run: int) -> None:
+        if run == 3:
+            run_3_is_out.set()
+
+    def in_middle(run: int, layer: int) -> None:
+        if (run, layer) == (2, 2):
+            while not board.is_cancelled(3):
+                Event().wait(0.001)
+
+    def at_last(run: int, layer: int) -> None:
+        if run == 1:
+            assert run_3_is_out.wait(PATIENCE_S)
+
+    parts = [
+        FakePart(4, False, computed=at_first),
+        FakePart(4, False, wait=in_middle),
+        FakePart(4, True, wait=at_last),
+    ]
+    drafter = ScriptedDrafter([[1, 2, 3, 4, 5]], [1], [[-1] * 5], [0.9])
+    options = Options(draft=1, max_in_flight=3)
+    served = make_requests([(9,)], 5)
+    found = serve(parts, drafter, options, served, board=board)
+    assert served[0].output_ids == [1, 2, 3, 4, 5]
+    return found, board
+
+
+def test_a_cancelled_run_skips_exactly_the_layers_that_are_left() -> None:
+    found, _ = gated_round()
+    layers = [{span.run: span.value for span in stage} for stage in found.stages]
+    assert [of[1] for of in layers] == [4, 4, 4]
+    assert [of[2] for of in layers] == [4, 2, 0], "stopped in the middle stage; then void"
+    assert [of[3] for of in layers] == [4, 0, 0], "it waited behind run 2"
+    runs = found.scheduler.counts.runs
+    assert all(len(of) == runs for of in layers), "every run passes every stage"
+    assert {s.run for s in found.head if s.what is What.RESULT and s.value} >= {2, 3}
+
+
+def test_right_drafts_are_never_cancelled() -> None:
+    drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9])
+    served = make_requests([(9,)], 29)
+    found = serve([FakePart(4, i == 2) for i in range(3)], drafter, Options(draft=2), served)
+    counts = found.scheduler.counts
+    assert counts.invalid_runs == counts.superfluous_runs == 0
+    assert all(span.value == 4 for stage in found.stages for span in stage)
+
+
+def overlap(a: Span, b: Span) -> bool:
+    return a.begin_s < b.end_s and b.begin_s < a.end_s
+
+
+def signs(found: Served) -> list[bool]:
+    """Whether runs were launched before the first result of a run before them, a draft step
+    overlaps a stage, and two stages were busy with different runs at one time."""
+    decoding = [s for s in found.head if s.what in (What.LAUNCH, What.RESULT) and s.run > 0]
+    first_result = next(i for i, s in enumerate(decoding) if s.what is What.RESULT)
+    work = [span for stage in found.stages for span in stage]
+    pairs = combinations(found.stages, 2)
+    return [
+        first_result >= 2,
+        any(overlap(draft, span) for draft in found.drafts for span in work),
+        any(overlap(a, b) for one, other in pairs for a in one for b in other if a.run != b.run),
+    ]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("async", True), ("sync", False)])
+def test_it_is_asynchronous(mode: str, expected: bool) -> None:
+    """The stages and the drafter sleep, so that this needs no cores."""
+    drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9], 0.002)
+    parts = [EmulatedPart(2, 0.01, i == 2) for i in range(3)]
+    found = serve(parts, drafter, Options(mode=mode, draft=2), make_requests([(9,)], 29))
+    assert signs(found) == [expected] * 3
+
+
+def test_a_board_knows_what_was_cancelled() -> None:
+    board = CancelBoard()
+    BoardCanceller(board).cancel([3, 5])
+    assert [run for run in range(8) if board.is_cancelled(run)] == [3, 5]
+    assert not board.is_cancelled(3 + SLOTS)
+    BoardCanceller(board, delay_s=1000.0).cancel([6])
+    assert not board.is_cancelled(6), "it is still on its way"
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    asked = DraftRequest(3, 1, 7, (5, 6), ((), (8, 9), (4,)))
+    message = asked.to_message(12)
+    assert message.run == 12 and DraftRequest.from_message(message) == asked
+    assert DraftRequest.from_message(DraftRequest(0, 0, 0, (1,)).to_message(0)).paths == ()
+    for candidates in ([((3, 0.5), (4, 0.25)), (), ((9, 1.0),)], [()]):
+        assert candidates_of(pack_candidates(2, candidates)) == candidates
+    assert numbers_of(message)[:2] == [3, 1]
+
+
+def test_an_error_in_a_thread_ends_the_head() -> None:
+    def fail(run: int, layer: int) -> None:
+        if run == 2:
+            raise RuntimeError("the stage broke")
+
+    parts: Sequence[FakePart] = [FakePart(2, False, wait=fail), FakePart(2, True)]
+    drafter = ScriptedDrafter([[1, 2, 3]], [1], [[0] * 3], [0.9])
+    with pytest.raises(RuntimeError, match="the stage broke"):
+        serve(parts, drafter, Options(mode="iterative"), make_requests([(9,)], 9))
