@@ -112,11 +112,8 @@ class StagePlan:
         if self.num_stages == 1:
             return []
         tp, per_node, found = self.stage.tp, self.num_ranks // self.nodes, []
-        for stage in range(self.num_stages):
-            ranks = range(stage * tp, (stage + 1) * tp)
-            is_near = all(
-                rank // per_node == (rank + tp) % self.num_ranks // per_node for rank in ranks
-            )
+        for first in range(0, self.num_ranks, tp):  # the other ranks of a stage send as far
+            is_near = first // per_node == (first + tp) % self.num_ranks // per_node
             link = self.stage.hardware.link if is_near else self.stage.hardware.node_link
             assert link is not None, "checked with the flags"
             found.append(link)

@@ -108,7 +108,7 @@ def slowest(counts: list[int], times: list[StageTimes]) -> float:
     return max(time.seconds(count) for count, time in zip(counts, times, strict=True))
 
 
-@pytest.mark.parametrize("num_layers", [4, 7, 11])
+@pytest.mark.parametrize("num_layers", [4, 5, 7, 11])
 @pytest.mark.parametrize(
     "times",
     [
@@ -116,6 +116,7 @@ def slowest(counts: list[int], times: list[StageTimes]) -> float:
         [StageTimes(2.4, 1.0), StageTimes(0.1, 1.0), StageTimes(0.1, 1.0)],  # the head
         [StageTimes(9.0, 1.0), StageTimes(0.1, 1.0)],
         [StageTimes(0.5, 1.0), StageTimes(0.1, 0.3), StageTimes(0.2, 2.5), StageTimes(0, 0.4)],
+        [StageTimes(0.0, 1.0), StageTimes(0.0, 3.0)],
         [StageTimes(0.0, 0.0)] * 3,
     ],
 )
@@ -130,6 +131,10 @@ def test_auto_has_the_fastest_slowest_stage_of_all_splits(
     counts = [len(layers) for layers in found]
     assert counts in every and counts == balance(times, num_layers)
     assert slowest(counts, times) == min(slowest(each, times) for each in every)
+
+
+def test_of_equally_fast_stages_the_later_one_gets_the_layer() -> None:
+    assert balance([StageTimes(0.0, 1.0)] * 3, 8) == [2, 3, 3]
 
 
 def test_auto_on_one_stage_needs_no_times() -> None:
