@@ -1,5 +1,5 @@
-"""Prepares what `magicdec recurrent` measures: checks everything before any process group starts, and
-before memory is allocated for more than the few layers that `--layer_split auto` times.
+"""Prepares what `magicdec recurrent` measures: checks everything before any process group starts,
+and before memory is allocated for more than the few layers that `--layer_split auto` times.
 
 Must not know the flags, nor what is measured.
 """
