@@ -1,7 +1,7 @@
-"""Stages that sleep in place of computing, to see what a pipeline does with its time where there
-are fewer cores than stages.
+"""Stages that sleep, to see what a pipeline does with its time where there are fewer cores than
+stages: in place of computing (`EmulatedStage`), or after it (`PaddedStage`).
 
-Owns what such a stage returns: zeros, from which every next token is the first of the vocabulary.
+Owns what the first kind returns: zeros, from which every next token is the first of the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,3 +35,16 @@ class EmulatedStage(Stage):
     def logits(self, hidden: Tensor) -> Tensor:
         first, last = self.runner.model.head_rows
         return hidden.new_zeros(*hidden.shape[:2], last - first)
+
+
+@dataclass
+class PaddedStage(Stage):
+    """Computes, and takes at least `seconds` for a message."""
+
+    seconds: float = 0.0
+
+    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
+        due = time.perf_counter() + self.seconds
+        out = super().compute(x, rows, last_only)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return out

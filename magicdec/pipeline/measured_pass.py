@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from magicdec.pipeline.metrics import StageUse
+from magicdec.pipeline.metrics import DraftCounts, StageUse
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.tracing.trace import RingTrace
 from magicdec.request import Request
@@ -34,6 +34,7 @@ class RingUse:
     hop_bytes: int
     link_s: float | None
     trace: RingTrace | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from magicdec.distributed.layer_split import round_seconds
 from magicdec.records.fields import recorded
+
+NO_DRAFTS = "without drafts"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,18 @@ class StageUse:
         return self.queued_s / self.total_s if self.total_s else 0.0
 
 
+@dataclass
+class DraftCounts:
+    """What the first rank counted of the drafts in the messages. `num_verified`: rows of messages
+    that carried drafts."""
+
+    num_verified: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_messages: int = 0
+    draft_s: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RingMetrics:
     """Lists have an entry for each stage."""
@@ -48,8 +63,8 @@ class RingMetrics:
     )
     decode_ms: list[float] = recorded(
         "median time of a stage for a message of samples that decode, from its arrival until its "
-        "result is sent; of the first stage with the head, sampling and scheduling, where no "
-        "prompt is prefilled with it",
+        "result is sent; of the first stage with the head, sampling, scheduling and drafting, "
+        "where no prompt is prefilled with it",
         "ms",
     )
     queue_depth: list[float] = recorded(
@@ -69,12 +84,29 @@ class RingMetrics:
     )  # fmt: skip
     predicted_round_ms: float = recorded(
         "`max(num_lanes * largest decode_ms, sum of decode_ms + stages * link_ms)`: the time in "
-        "which every sample gains a token",
+        "which every sample gains a token, or `tokens_per_round` with drafts",
         "ms",
     )
     measured_round_ms: float | None = recorded(
         "the same as measured: the median time between two tokens of a sample",
         "ms", null="if every request has a single output token",
+    )  # fmt: skip
+    num_drafted: int | None = recorded("draft tokens of all samples", null=NO_DRAFTS)
+    num_accepted: int | None = recorded(
+        "draft tokens that were accepted, also past the end of a sample", null=NO_DRAFTS
+    )
+    acceptance_rate: float | None = recorded(
+        "accepted tokens divided by draft tokens", null=NO_DRAFTS
+    )
+    tokens_per_round: float | None = recorded(
+        "output tokens that a sample gains in a round: those of all samples after their first, "
+        "divided by the rounds of all samples",
+        null=NO_DRAFTS,
+    )
+    draft_ms: float | None = recorded(
+        "mean time of the first stage for drafting for such a message, the drafter's part of "
+        "admitting samples included",
+        "ms", null=NO_DRAFTS,
     )  # fmt: skip
 
 
@@ -86,8 +118,11 @@ def ring_metrics(
     hop_bytes: int,
     link_s: float | None,
     measured_round_ms: float | None,
+    drafts: DraftCounts | None = None,
+    num_later: int = 0,
 ) -> RingMetrics:
-    """`lanes` are their number and their size; `uses` are those of the stages in order."""
+    """`lanes` are their number and their size; `uses` are those of the stages in order.
+    `num_later` are the output tokens of all samples without the first of each."""
     stage_s = [use.decode_s for use in uses]
     return RingMetrics(
         num_layers=list(num_layers),
@@ -103,7 +138,19 @@ def ring_metrics(
         link_ms=None if link_s is None else 1e3 * link_s,
         predicted_round_ms=1e3 * predict_round(stage_s, link_s or 0.0, lanes[0]),
         measured_round_ms=measured_round_ms,
+        **describe_drafts(drafts, num_later),
     )
+
+
+def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any]:
+    """The fields of `RingMetrics` about drafts."""
+    names = ("num_drafted", "num_accepted", "acceptance_rate", "tokens_per_round", "draft_ms")
+    if drafts is None or drafts.num_verified == 0:
+        return dict.fromkeys(names)
+    rate, tokens = drafts.num_accepted / drafts.num_drafted, num_later / drafts.num_verified
+    each_ms = 1e3 * drafts.draft_s / drafts.num_messages
+    values = drafts.num_drafted, drafts.num_accepted, rate, tokens, each_ms
+    return dict(zip(names, values, strict=True))
 
 
 def predict_round(stage_s: Sequence[float], link_s: float, num_lanes: int) -> float:

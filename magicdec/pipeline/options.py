@@ -16,10 +16,11 @@ from magicdec.distributed.stages import StageGrid
 from magicdec.pipeline.link import Link
 from magicdec.workload.trace import RequestShape
 
-RING = "ring"
+RING, SPECULATIVE_RING = "ring", "ring_speculative"
+RINGS = (RING, SPECULATIVE_RING)
 SEQUENTIAL, BATCHED, TENSOR_PARALLEL = "sequential", "batched", "tensor_parallel"
 BASELINES = (SEQUENTIAL, BATCHED, TENSOR_PARALLEL)
-NO_BASELINES = "none"
+NO_BASELINES, NO_DRAFT = "none", "none"
 BYTES_PER_MBIT = 1e6 / 8
 
 
@@ -41,6 +42,8 @@ class RingOptions:
     emulate_link_mbps: float | None = None
     machine: Path | None = None
     has_spans: bool = False
+    pad_stage_ms: float | None = None
+    draft: str = NO_DRAFT
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -52,6 +55,7 @@ class RingOptions:
                 raise ValueError(f"{flag} {value} is too small; it must be at least 1")
         for flag, given in (
             ("--emulate_stage_ms", self.emulate_stage_ms),
+            ("--pad_stage_ms", self.pad_stage_ms),
             ("--emulate_link_ms", self.emulate_link_ms),
             ("--emulate_link_mbps", self.emulate_link_mbps),
         ):
@@ -66,6 +70,11 @@ class RingOptions:
             raise ValueError(
                 f"--emulate_stage_ms {self.emulate_stage_ms}: stages that sleep emit no tokens to "
                 f"compare with --baselines {' '.join(self.baselines)}; choose {NO_BASELINES}"
+            )
+        if self.emulate_stage_ms is not None and self.pad_stage_ms is not None:
+            raise ValueError(
+                f"--pad_stage_ms {self.pad_stage_ms} is for stages that compute; leave out "
+                "--emulate_stage_ms"
             )
 
     @property
@@ -96,7 +105,8 @@ class RingOptions:
     def passes(self) -> tuple[str, ...]:
         """All ways in which the requests are served, in order. The tokens of the first are the
         reference of the others."""
-        return (*self.baselines, RING)
+        rings = RINGS if self.draft != NO_DRAFT else RINGS[:1]
+        return (*self.baselines, *rings)
 
     def settle(self, grid: StageGrid) -> SettledOptions:
         """The options for a number of stages. Raises ValueError, naming the flag."""

@@ -20,7 +20,7 @@ from magicdec.engine import Engine
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
 from magicdec.pipeline.measured_pass import Outcome, limits_of, serve_measured
-from magicdec.pipeline.options import RING, SEQUENTIAL, TENSOR_PARALLEL
+from magicdec.pipeline.options import RINGS, SEQUENTIAL, SPECULATIVE_RING, TENSOR_PARALLEL
 from magicdec.pipeline.prepare import PreparedRing, of_one_process
 from magicdec.pipeline.ring_pass import RingPass
 from magicdec.request import Request
@@ -46,8 +46,9 @@ class Passes:
         """Serve all requests in the pass of that name."""
         launch = self.prepared.run.launch
         outcome = None
-        if name == RING:
-            ring = RingPass(self.prepared, self.stages, self.device, self.progress)
+        if name in RINGS:
+            place = self.prepared, self.stages, self.device, self.progress
+            ring = RingPass(*place, drafts=name == SPECULATIVE_RING)
             outcome = ring.serve(observe)
         elif name == TENSOR_PARALLEL:
             assert self.everyone is not None, "the pass was announced"

@@ -32,11 +32,13 @@ from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import ModelSource, check_part
 from magicdec.model.config import ModelConfig
+from magicdec.names import BASELINE
 from magicdec.pipeline.auto_split.choose import ChosenSplit, choose_split
 from magicdec.pipeline.auto_split.find import check_source, describe_source, find_times
 from magicdec.pipeline.options import (
-    RING,
+    RINGS,
     SEQUENTIAL,
+    SPECULATIVE_RING,
     TENSOR_PARALLEL,
     RingOptions,
     SettledOptions,
@@ -47,8 +49,9 @@ from magicdec.setup.prepare import Known, Prepared, complete, find
 @dataclass(frozen=True)
 class PreparedRing:
     """`run.config` is that of this rank's stage, `whole` that of a model over all ranks, `alone`
-    that of a rank that needs no other to compute what it holds. `split` says in one line what
-    `--layer_split auto` chose; it is empty for another split."""
+    that of a rank that needs no other to compute what it holds. None of them drafts; `drafting` is
+    `run` with its drafts, if the command has any. `split` says in one line what `--layer_split
+    auto` chose; it is empty for another split."""
 
     run: Prepared
     whole: ResolvedConfig
@@ -57,6 +60,7 @@ class PreparedRing:
     grid: StageGrid
     layers: tuple[range, ...]
     split: str = ""
+    drafting: Prepared | None = None
 
 
 def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedRing:
@@ -75,11 +79,13 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     )
     known = Known()
     found = find(replace(asked, workload=workload), launch, known, is_part=True)
-    whole, model = found.config, found.source.config
+    drafting, whole, model = found.config, without_drafts(found.config), found.source.config
     if whole.parallel.device != "cpu":
         raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
     machine = known.get(("machine",), lambda: probe_machine(launch))
-    alone = without_collectives(whole, machine, layer_obstacle(model))
+    alone, drafting_alone = (
+        without_collectives(config, machine, layer_obstacle(model)) for config in (whole, drafting)
+    )
     check_split(options.layer_split, grid, found.source)
     if TENSOR_PARALLEL in options.baselines:
         check_tensor_parallel(model, launch.world_size)
@@ -87,14 +93,18 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
 
     def check_here() -> str:
         check_files(found.source, options.passes, layers, stage, launch.rank)
-        return check_memory(whole, model, grid, layers, options.passes, launch)
+        configs = whole, drafting
+        return check_memory(configs, found.models, grid, layers, options.passes, launch)
 
+    of_ranks = drafting_alone if grid.tensor_parallel == 1 else drafting
     run = complete(
-        replace(found, config=of_stage(alone if grid.tensor_parallel == 1 else whole, grid, stage)),
+        replace(found, config=of_stage(of_ranks, grid, stage)),
         known,
         lambda at, _: "",  # what ranks must agree on follows
         (len(options.shapes), "--num_requests"),
     )
+    drafts = run if SPECULATIVE_RING in options.passes else None
+    run = replace(run, config=without_drafts(run.config))
     split = find_split(run, options, grid, launch)
     layers = split.layers
     run = replace(run, memory=check_together(launch, check_here))
@@ -102,7 +112,7 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     settings = {"layers": [len(each) for each in layers], **settled.describe()}
     del settings["machine"]  # every host has a file of its own
     check_agreement(launch, run.source, settings)
-    return PreparedRing(run, whole, alone, settled, grid, layers, split.reason)
+    return PreparedRing(run, whole, alone, settled, grid, layers, split.reason, drafts)
 
 
 def check_split(asked: str | None, grid: StageGrid, source: ModelSource) -> None:
@@ -128,7 +138,8 @@ def check_files(
 ) -> None:
     """Raises ValueError if a chunk of the checkpoint is not on this host that a pass reads here."""
     check_part(source, layers[stage], has_ends=stage == 0)
-    whole = [name for name in passes if name == TENSOR_PARALLEL or (name != RING and rank == 0)]
+    baselines = [name for name in passes if name not in RINGS]
+    whole = [name for name in baselines if name == TENSOR_PARALLEL or rank == 0]
     if not whole:
         return
     try:
@@ -157,6 +168,12 @@ def of_stage(config: ResolvedConfig, grid: StageGrid, stage: int) -> ResolvedCon
     return replace(config, parallel=parallel)
 
 
+def without_drafts(config: ResolvedConfig) -> ResolvedConfig:
+    """The config of a pass that drafts nothing."""
+    decoding = replace(config.decoding, strategy=BASELINE, drafter=None)
+    return replace(config, decoding=decoding, draft=None)
+
+
 def of_one_process(config: ResolvedConfig, num_rows: int) -> ResolvedConfig:
     """The config of the whole model on the first rank, with that many rows."""
     parallel = replace(config.parallel, rank_group=(0,))
@@ -173,24 +190,29 @@ def check_tensor_parallel(model: ModelConfig, world_size: int) -> None:
 
 
 def check_memory(
-    whole: ResolvedConfig,
-    model: ModelConfig,
+    configs: tuple[ResolvedConfig, ResolvedConfig],
+    models: Models,
     grid: StageGrid,
     layers: Sequence[range],
     passes: Sequence[str],
     launch: Launch,
 ) -> str:
-    """The line to print: what the ranks of this host need for the pass that needs most. Raises
-    ValueError if that is more than is free."""
+    """The line to print: what the ranks of this host need for the pass that needs most. `configs`
+    are that of passes without drafts and that of the pass with them. Raises ValueError if that is
+    more than is free."""
+    whole, drafting = configs
     first = launch.rank - launch.local_rank
     ranks = range(first, first + launch.local_world_size)
-    plans = {name: add_up([*plan_pass(name, whole, model, grid, layers, ranks)]) for name in passes}
+    plans = {
+        name: add_up([*plan_pass(name, config, models, grid, layers, ranks)])
+        for name, config in ((n, drafting if n == SPECULATIVE_RING else whole) for n in passes)
+    }
     name, plan = max(plans.items(), key=lambda item: item[1].total)
     place, free = describe_place(whole, launch), free_host_memory()
     if free is None:
         return f"{plan.describe()} {place} for {name}; how much is free is not known here"
     if plan.total > free:
-        others = "" if name == RING else "; leave it out of --baselines"
+        others = "" if name in RINGS else "; leave it out of --baselines"
         raise ValueError(
             f"--n_samples {whole.workload.batch_size} --prefix_len {whole.workload.prefix_len}: "
             f"{name} needs {plan.describe()} {place}, {free / 1e9:.2f} GB are free{others}"
@@ -201,20 +223,26 @@ def check_memory(
 def plan_pass(
     name: str,
     whole: ResolvedConfig,
-    model: ModelConfig,
+    models: Models,
     grid: StageGrid,
     layers: Sequence[range],
     ranks: range,
 ) -> Iterator[MemoryPlan]:
     """The plans of the ranks of this host that hold a model in that pass."""
     yield MemoryPlan(0, 0)
+    model = models.target
     for rank in ranks:
         if name == TENSOR_PARALLEL:
             yield plan_rank(whole, Models(model), rank)
-        elif name == RING:
+        elif name in RINGS:
             stage = grid.stage_of(rank)
-            config = of_stage(whole, grid, stage)
-            yield plan_stage(config, model, len(layers[stage]), stage == 0, rank)
+            config = of_stage(replace(whole, draft=None), grid, stage)
+            plan = plan_stage(config, model, len(layers[stage]), stage == 0, rank)
+            if stage == 0 and whole.draft is not None:
+                with_draft = plan_rank(of_stage(whole, grid, stage), models, rank)
+                of_draft = with_draft.draft_weights, with_draft.draft_kv
+                plan = replace(plan, draft_weights=of_draft[0], draft_kv=of_draft[1])
+            yield plan
         elif rank == 0:
             num_rows = 1 if name == SEQUENTIAL else whole.workload.batch_size
             yield plan_rank(of_one_process(whole, num_rows), Models(model), rank)

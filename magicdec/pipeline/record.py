@@ -28,19 +28,21 @@ class PipelineRecord:
     status: str = recorded(
         "`ok`: every request has the tokens that it has in `reference`; `differs`: some have "
         f"others, in a dtype other than {EXACT_DTYPE}, whose rounding may be the reason; "
-        f"`diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no baseline",
+        f"`diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no other pass, or "
+        "drafts were sampled, which keeps only the distribution",
         choices=STATUSES,
     )
-    name: str = recorded("the pass: a name of `--baselines`, or `ring`")
+    name: str = recorded("the pass: a name of `--baselines`, `ring`, or `ring_speculative`")
     config: dict[str, Any] = recorded(
         "the resolved configuration as in a run's record, in which no value is `auto`; of a ring, "
-        "that of its first stage; `workload` has the flags of this command"
+        "that of its first stage; `workload` has the flags of this command; `draft` and `kv` are "
+        "there with drafts only"
     )
     environment: Environment = recorded("the machine, the software and the launch")
     workload: WorkloadRecord = recorded("the prompts and the model")
-    reference: str | None = recorded("the first pass of the command", null="without baselines")
+    reference: str | None = recorded("the first pass of the command", null="if it is the only one")
     num_differing: int | None = recorded(
-        "requests with tokens other than those in `reference`", null="without baselines"
+        "requests with tokens other than those in `reference`", null="if `unchecked`"
     )
     metrics: ServingMetrics | None = recorded(
         "its metrics, as `magicdec inflight` defines them (serving.md)", null="if `diverged`"

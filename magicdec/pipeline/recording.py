@@ -9,7 +9,7 @@ from typing import Any
 
 from magicdec.pipeline.measured_pass import Outcome
 from magicdec.pipeline.metrics import RingMetrics, ring_metrics
-from magicdec.pipeline.options import RING, SEQUENTIAL, TENSOR_PARALLEL
+from magicdec.pipeline.options import RING, SEQUENTIAL, SPECULATIVE_RING, TENSOR_PARALLEL
 from magicdec.pipeline.prepare import PreparedRing, of_one_process
 from magicdec.pipeline.record import UNCHECKED, PipelineRecord
 from magicdec.records.environment import Environment
@@ -18,6 +18,7 @@ from magicdec.serving.record import describe_requests, status_of
 from magicdec.serving.server import differing
 
 KEPT = ("model", "parallel", "attention", "decoding", "sampling")
+OF_DRAFTS = ("draft", "kv")
 
 
 def make_record(
@@ -27,21 +28,24 @@ def make_record(
     outcome: Outcome,
     reference: tuple[str, Outcome] | None,
 ) -> PipelineRecord:
-    """`reference` is the first pass of the command and its outcome; None without baselines."""
+    """`reference` is the first pass of the command and its outcome; None if it has no other."""
     num_differing, status = None, UNCHECKED
     config = config_of(prepared, name)
     if reference is not None:
-        num_differing = len(differing(reference[1].requests, outcome.requests))
-        status = status_of(num_differing, config["model"]["dtype"])
+        is_sampled = prepared.run.config.sampling.temperature > 0
+        if not (is_sampled and name == SPECULATIVE_RING):
+            num_differing = len(differing(reference[1].requests, outcome.requests))
+            status = status_of(num_differing, config["model"]["dtype"])
     metrics = None
     if status != "diverged":
         metrics = serving_metrics(outcome.requests, outcome.counts)
+    kept = (*KEPT, *OF_DRAFTS) if name == SPECULATIVE_RING else KEPT
     asked = {"dataset": prepared.run.workload.dataset, "seed": prepared.run.workload.seed}
     asked |= prepared.options.describe()
     return PipelineRecord(
         status=status,
         name=name,
-        config={key: config[key] for key in KEPT} | {"workload": asked},
+        config={key: config[key] for key in kept} | {"workload": asked},
         environment=environment,
         workload=prepared.run.describe_workload(),
         reference=None if reference is None else reference[0],
@@ -54,6 +58,8 @@ def make_record(
 
 def config_of(prepared: PreparedRing, name: str) -> dict[str, Any]:
     """The resolved config that a pass ran with."""
+    if name == SPECULATIVE_RING and prepared.drafting is not None:
+        return prepared.drafting.config.to_dict()
     if name == RING:
         return prepared.run.config.to_dict()
     if name == TENSOR_PARALLEL:
@@ -76,4 +82,6 @@ def ring_of(
         ring.hop_bytes,
         ring.link_s,
         metrics.p50_itl_ms,
+        ring.drafts,
+        sum(len(request.output_ids) - 1 for request in outcome.requests),
     )

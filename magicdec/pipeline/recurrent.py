@@ -170,12 +170,11 @@ class RecurrentPipeline:
         """Compute the first stage's layers, and send the result to the next stage. `on_send` is
         called before."""
         self.on_send(flight)
-        words, status = flight.lane.rows(flight.requests), flight.status
-        if status == VERIFY:
-            words += [request.num_cached for request in flight.requests]
-        out = self.stage.forward(token_ids, words, status)
+        rows, status = flight.lane.rows(flight.requests), flight.status
+        kept = [r.num_cached for r in flight.requests] if status == VERIFY else []
+        out = self.stage.forward(token_ids, rows, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
-        self.ends.outbound.send(Message(kind, flight.lane.index, status, tuple(words), out))
+        self.ends.outbound.send(Message(kind, flight.lane.index, status, (*rows, *kept), out))
         self._under_way.append(flight)
 
     def _land(self, flight: Flight, message: Message) -> int:

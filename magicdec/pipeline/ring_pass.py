@@ -14,14 +14,16 @@ import torch
 
 from magicdec.console import Progress
 from magicdec.distributed.channel import MessageForm, connect_ring, time_round
-from magicdec.distributed.groups import ParallelGroups
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.drafting.drafter import DraftSetup, make_drafter
 from magicdec.memory.working_memory import max_tokens
 from magicdec.pipeline.emulated_link import DelayedSender
-from magicdec.pipeline.emulation import EmulatedStage
+from magicdec.pipeline.emulation import EmulatedStage, PaddedStage
 from magicdec.pipeline.measured_pass import Outcome, RingUse, limits_of, serve_measured
-from magicdec.pipeline.metrics import StageUse
+from magicdec.pipeline.metrics import DraftCounts, StageUse
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
+from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import Occupancy, Stage
 from magicdec.pipeline.tracing.ends import CountingEnds
 from magicdec.pipeline.tracing.gathering import gather
@@ -34,15 +36,18 @@ from magicdec.setup.loading import (
     StagePart,
     kinds_of,
     make_backend,
+    make_draft,
     make_executor,
 )
+from magicdec.setup.prepare import Prepared
 
 PROBES = 100  # rounds that are timed without other messages
 LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
 
 
 class RingPass:
-    """All ranks make it and serve together. `stages` are the groups of this rank's stage."""
+    """All ranks make it and serve together. `stages` are the groups of this rank's stage. With
+    `drafts`, messages carry draft tokens."""
 
     def __init__(
         self,
@@ -50,19 +55,27 @@ class RingPass:
         stages: ParallelGroups,
         device: torch.device,
         progress: Progress,
+        drafts: bool = False,
     ) -> None:
         self.prepared, self.stages, self.device, self.progress = prepared, stages, device, progress
+        self.drafting = prepared.drafting if drafts else None
+        self.num_drafts = 0
+        if self.drafting is not None:
+            self.num_drafts = self.drafting.config.decoding.most_draft_tokens
+        # Tokens of a message of a whole lane that decodes.
+        self.lane_tokens = prepared.options.asked.lane_size * (1 + self.num_drafts)
 
     def serve(self, observe: Callable[[int], None]) -> Outcome | None:
         """Serve all requests. The outcome is None on a rank that is not of the first stage."""
         prepared, config, options = self.prepared, self.prepared.run.config, self.prepared.options
         stage, lane_size = self._load_stage(), options.asked.lane_size
-        chunk, limits = config.attention.prefill_chunk, limits_of(prepared, stage.runner)
-        dtype = next(stage.runner.model.parameters()).dtype
-        form = MessageForm(prepared.run.source.config.hidden_size, dtype, lane_size)
+        limits = replace(limits_of(prepared, stage.runner), step_tokens=1 + self.num_drafts)
+        chunk, dtype = config.attention.prefill_chunk, next(stage.runner.model.parameters()).dtype
+        words = lane_size if self.drafting is None else 2 * lane_size
+        form = MessageForm(prepared.run.source.config.hidden_size, dtype, words)
         depth = most_under_way(options.num_lanes, lane_size, limits, chunk)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
-        least = max(LEAST_CAPACITY, depth * form.num_bytes(lane_size))
+        least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
         capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
         place = prepared.grid, self.stages.rank, form, depth, capacity
         ends = connect_ring(*place, prepared.whole.parallel.collectives)
@@ -70,8 +83,10 @@ class RingPass:
             ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
         counting = CountingEnds(ends, is_first=self.stages.stage == 0)
         if self.stages.stage == 0:
-            lanes = options.num_lanes, lane_size, limits, chunk
-            pipeline = RecurrentPipeline(stage, counting.ends, *lanes)
+            lanes, speculation = (options.num_lanes, lane_size, limits, chunk), None
+            if self.drafting is not None:
+                speculation = self._make_speculation(self.drafting, stage.runner)
+            pipeline = RecurrentPipeline(stage, counting.ends, *lanes, speculation=speculation)
             return self._lead(pipeline, counting, form, observe)
         for _ in ("warm-up", "links"):
             stage.serve(counting.ends)
@@ -89,8 +104,8 @@ class RingPass:
     ) -> Outcome:
         """The part of the first stage."""
         stage, ends, num_stages = pipeline.stage, pipeline.ends, self.prepared.grid.num_stages
-        options = self.prepared.options
-        lane_size, rounds = options.asked.lane_size, list[float]()
+        options, speculation = self.prepared.options, pipeline.speculation
+        rounds = list[float]()
 
         def serve(requests: list[Request], counts: StepCounts, tell: Callable[[int], None]) -> None:
             pipeline.serve(requests, tell, counts.watch)
@@ -98,10 +113,12 @@ class RingPass:
 
         def time_links() -> None:
             if num_stages > 1:
-                rounds.extend(time_round(ends, form, lane_size, PROBES))
+                rounds.extend(time_round(ends, form, self.lane_tokens, PROBES))
             pipeline.close()
             self._restart(stage, counting)
             pipeline.on_send = counting.begin
+            if speculation is not None:
+                speculation.counts = DraftCounts()
 
         shapes = options.asked.shapes
         outcome = serve_measured(
@@ -109,7 +126,19 @@ class RingPass:
         )
         uses, trace = self._gather(stage, counting)
         link_s = statistics.median(rounds) / num_stages if rounds else None
-        return replace(outcome, ring=RingUse(uses, form.num_bytes(lane_size), link_s, trace))
+        hop_bytes = form.num_bytes(self.lane_tokens)
+        drafts = None if speculation is None else speculation.counts
+        return replace(outcome, ring=RingUse(uses, hop_bytes, link_s, trace, drafts))
+
+    def _make_speculation(self, drafting: Prepared, runner: ModelRunner) -> Speculation:
+        """The drafter of the first stage. A draft model is on its first rank alone."""
+        config, rank = drafting.config, self.stages.rank
+        groups = replace(self.stages, draft=Group((0,), 0) if rank == 0 else None)
+        models = LoadedModels(self.device, self.progress)
+        draft = make_draft(drafting, groups, runner.max_tokens, models)
+        assert config.decoding.drafter is not None, "the pass drafts"
+        setup = DraftSetup(runner, config.decoding, config.kv, draft)
+        return Speculation(runner, make_drafter(config.decoding.drafter, setup), self.num_drafts)
 
     def _restart(self, stage: Stage, counting: CountingEnds) -> None:
         """Begin to count what is measured."""
@@ -130,10 +159,12 @@ class RingPass:
         models = LoadedModels(self.device, self.progress)
         model = models.get(source, self.stages.target, kinds, part)
         backend = make_backend(config.attention.backend)
-        sizes = prepared.options.n_samples, max_tokens(config)
+        sizes = prepared.options.n_samples, max_tokens(config) + self.num_drafts
         executor = make_executor(kinds, model, self.stages.target)
         runner = ModelRunner(model, backend, self.stages.target, *sizes, executor=executor)
-        emulated_ms = prepared.options.asked.emulate_stage_ms
-        if emulated_ms is not None:
-            return EmulatedStage(runner, model.is_last, seconds=emulated_ms / 1e3)
+        asked = prepared.options.asked
+        if asked.emulate_stage_ms is not None:
+            return EmulatedStage(runner, model.is_last, seconds=asked.emulate_stage_ms / 1e3)
+        if asked.pad_stage_ms is not None:
+            return PaddedStage(runner, model.is_last, seconds=asked.pad_stage_ms / 1e3)
         return Stage(runner, model.is_last)

@@ -19,6 +19,7 @@ from magicdec.decoding.steps import ANY_NUMBER
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.drafter import Drafter
 from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.pipeline.metrics import DraftCounts
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
@@ -33,17 +34,6 @@ class Draft:
     tokens: Tensor
     proposal: Proposal
     sampling: SamplingMetadata
-
-
-@dataclass
-class DraftCounts:
-    """Sums over rows and their verifications."""
-
-    num_verified: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_messages: int = 0  # that carried drafts
-    draft_s: float = 0.0
 
 
 class Speculation:

@@ -57,13 +57,9 @@ class Stage:
         model = self.runner.model
         return model.has_head and model.is_last
 
-    def forward(self, x: Tensor, words: Sequence[int], status: int) -> Tensor | None:
+    def forward(self, x: Tensor, rows: Sequence[int], status: int) -> Tensor | None:
         """From token ids [B,T] or hidden states [B,T,hidden] to what is sent on; None if nobody
         needs it. After the last layer this is of the last token alone, unless status is VERIFY."""
-        rows = words
-        if status == VERIFY:
-            rows, kept = split_words(words)
-            self.keep(rows, kept)
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
@@ -113,7 +109,11 @@ class Stage:
                 ends.outbound.send(message)
             return
         if message.kind is Kind.HIDDEN and message.payload is not None:
-            out = self.forward(message.payload, message.words, message.status)
+            rows: Sequence[int] = message.words
+            if message.status == VERIFY:
+                rows, kept = split_words(message.words)
+                self.keep(rows, kept)
+            out = self.forward(message.payload, rows, message.status)
             kind = Kind.VOID if out is None else Kind.HIDDEN
             message = replace(message, kind=kind, payload=out)
         ends.outbound.send(message)

@@ -21,6 +21,7 @@ from conftest import (
     tiny_transformer,
 )
 from scipy.stats import chisquare
+from two_stages import serve_with_drafts
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
@@ -132,6 +133,20 @@ def test_trees_sample_from_the_targets_distribution(drafter: str, kv: KVSection,
     """Children of a node are drawn from up to all tokens that the filters leave."""
     counts = emitted("speculative", drafter, kv, 1, tree=tree)
     assert p_value(counts, exact_distribution(SECTION)) > 0.001
+
+
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param("model", marks=pytest.mark.wide)])
+def test_drafts_in_a_ring_sample_from_the_targets_distribution(drafter: str) -> None:
+    """Two stages, two lanes of many samples."""
+    model, num_rows, draft = tiny_transformer(TOY), ROWS // 5, None
+    if drafter == "model":
+        draft = make_draft(tiny_transformer(TOY, seed=4), KVSection("full", -1), num_rows, 32)
+    requests = make_requests([PROMPT] * ROWS * ROUNDS, NUM_TOKENS, sampling=SECTION)
+    lanes = (2, num_rows // 2)
+    drafted = serve_with_drafts(model, requests, lanes, 32, 2, drafter, draft)
+    counts = Counter(tuple(request.output_ids) for request in requests)
+    assert p_value(counts, exact_distribution(SECTION)) > 0.001
+    assert 0 < drafted.num_accepted < drafted.num_drafted
 
 
 def test_the_baseline_samples_from_it_and_another_temperature_fails() -> None:

@@ -1,5 +1,6 @@
 """The order of messages in a ring, with stages that do not compute: how many are under way, how the
-rows of ended samples are used again, and links that are emulated."""
+rows of ended samples are used again, what messages say about drafts, and links that are emulated.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from conftest import TINY, make_requests, make_runner, tiny_transformer
 
 from magicdec.distributed.channel import Kind, Loopback, Message, MessageForm, RingEnds
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.ngram import NgramDrafter
 from magicdec.hardware.clock import VirtualClock
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.emulated_link import DelayedSender
 from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.link import Link
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
-from magicdec.pipeline.stage import WANTED
+from magicdec.pipeline.speculation import Speculation
+from magicdec.pipeline.stage import VERIFY, WANTED
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
 
@@ -42,7 +45,9 @@ class Ring:
             return
         if message.kind is Kind.HIDDEN:
             assert message.payload is not None
-            home = message.payload[:, -1:] if message.status == WANTED else None
+            home = {0: None, WANTED: message.payload[:, -1:], VERIFY: message.payload}[
+                message.status
+            ]
             kind = Kind.VOID if home is None else Kind.HIDDEN
             message = replace(message, kind=kind, payload=home)
         self.under_way.append(message)
@@ -55,12 +60,15 @@ class Ring:
         """There is nothing to wait for."""
 
 
-def serve(requests: Sequence[Request], num_lanes: int, lane_size: int) -> Ring:
+def serve(requests: Sequence[Request], num_lanes: int, lane_size: int, num_drafts: int = 0) -> Ring:
     model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
     stage = EmulatedStage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
-    ring = Ring()
-    lanes = num_lanes, lane_size, LIMITS, CHUNK
-    pipeline = RecurrentPipeline(stage, RingEnds(ring, ring), *lanes, VirtualClock())
+    ring, runner, speculation = Ring(), stage.runner, None
+    if num_drafts:
+        drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
+        speculation = Speculation(runner, drafter, num_drafts)
+    place = RingEnds(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, VirtualClock()
+    pipeline = RecurrentPipeline(stage, *place, speculation)
     pipeline.serve(requests)
     assert not any(stage.runner.cache.blocks) and not ring.under_way
     return ring
@@ -93,6 +101,20 @@ def test_a_freed_row_is_taken_by_the_lanes_next_step() -> None:
 def test_one_sample_alone_takes_turns() -> None:
     ring = serve(make_requests([(5,) * 4] * 2, 3), num_lanes=1, lane_size=1)
     assert set(ring.depths) == {1} and len(ring.depths) == 2 * 3
+
+
+def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
+    """The emulated model continues every prompt with zeros, which the drafter proposes. Of the two
+    samples of the lane one ends, and another takes its row, while the other still runs."""
+    requests = make_requests([(5,) * 4, (5,) * 6, (5,) * 9], [3, 9, 2])
+    ring = serve(requests, num_lanes=1, lane_size=2, num_drafts=3)
+    assert [request.output_ids for request in requests] == [[0] * 3, [0] * 9, [0] * 2]
+    assert [(m.status, m.words) for m in ring.sent if m.kind is Kind.HIDDEN and m.status] == [
+        (WANTED, (0,)), (WANTED, (1,)), (VERIFY, (0, 1, 4, 6)),
+        (WANTED, (0,)), (VERIFY, (1, 10)), (VERIFY, (0, 9)),
+    ]  # fmt: skip
+    drafts = [m.payload for m in ring.sent if m.status == VERIFY]
+    assert all(payload is not None and payload.shape[1] == 1 + 3 for payload in drafts)
 
 
 def test_an_emulated_link_keeps_the_order() -> None:

@@ -24,6 +24,7 @@ from magicdec.cli.flags import (
     refuse,
     run_on_ranks,
 )
+from magicdec.cli.front.run import MODEL_PREFIX, config_of_draft, last_value
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.kept import Kept
@@ -33,7 +34,13 @@ from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.processes import PeerLost, report_error
 from magicdec.distributed.ranks import find_world_size
-from magicdec.pipeline.options import BASELINES, NO_BASELINES, RingOptions, read_baselines
+from magicdec.pipeline.options import (
+    BASELINES,
+    NO_BASELINES,
+    NO_DRAFT,
+    RingOptions,
+    read_baselines,
+)
 from magicdec.workload.arrivals import BURST, Arrival
 from magicdec.workload.request_shapes import (
     DEFAULT_NUM_REQUESTS,
@@ -50,13 +57,16 @@ if TYPE_CHECKING:
 FAILED, INTERRUPTED = 1, 130
 EVERYDAY = (
     *("--model", "--dataset", "--layer_split", "--n_samples", "--B", "--num_requests"),
-    *("--prefix_len", "--output_len", "--baselines", "--temperature", "--nproc", "--out"),
+    *("--prefix_len", "--output_len", "--baselines", "--draft", "--temperature", "--nproc"),
+    "--out",
 )
 SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "model": None,
     "parallel": ("device", "collectives", "threads", "nproc"),
     "attention": None,
-    "decoding": ("ignore_eos",),
+    "decoding": ("num_draft_tokens", "ignore_eos"),
+    "draft": ("draft_dtype",),
+    "kv": None,
     "sampling": None,
     "workload": ("dataset", "seed"),
 }
@@ -130,9 +140,20 @@ def say_lost(error: PeerLost, launch: Launch) -> NoReturn:
 
 def parse(argv: Sequence[str], launch: Launch) -> Asked:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
-    parser = build_parser()
+    draft = last_value(argv, "--draft") or NO_DRAFT
+    base = config_of_draft(draft)
+    if base.decoding.drafter == "self":
+        raise ValueError(
+            f"--draft {draft}: the first stage lacks layers to draft with; choose from ngram, "
+            f"{MODEL_PREFIX}NAME, {NO_DRAFT}"
+        )
+    parser = build_parser(base)
     args, given = parser.read(argv)
-    config = read_sections(RunConfig(), args)
+    config = read_sections(base, args)
+    if config.decoding.drafter != "model":
+        config = replace(config, draft=None)
+    if config.decoding.num_draft_tokens == "auto":
+        raise ValueError("--gamma auto: a ring drafts a fixed number of tokens; name one")
     world_size = find_world_size(config.parallel.nproc, launch)
     config.check(world_size)
     for dest in sorted(given):
@@ -154,18 +175,19 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         emulate_link_ms=args.emulate_link_ms,
         emulate_link_mbps=args.emulate_link_mbps,
         has_spans=args.gantt is not None,
+        pad_stage_ms=args.pad_stage_ms,
+        draft=args.draft,
     )
     return Asked(config, options, args.out, read_outputs(args, launch.rank == 0))
 
 
-def build_parser() -> Parser:
+def build_parser(base: RunConfig) -> Parser:
     parser = Parser(
         description="Divide a model by its layers among ranks, and let samples circulate through "
         "them, so that every stage works on a different one. All tokens are compared with those "
         "of one process.",
         everyday=EVERYDAY,
     )
-    base = RunConfig()
     for section, fields in SECTIONS.items():
         add_section(parser, section, getattr(base, section), only=fields)
     add_requests(parser)
@@ -209,9 +231,16 @@ def add_pipeline(parser: Parser) -> None:
         help=f"what to measure beside the ring, of {', '.join(BASELINES)}; the tokens of the first "
         f"are the reference. {NO_BASELINES}: nothing, and the tokens are not checked. Default: "
         "all; on one rank the first two")  # fmt: skip
+    add("--draft", default=NO_DRAFT, metavar="DRAFT",
+        help="serve the requests once more by the ring, whose messages then carry --gamma draft "
+        f"tokens of each sample, by a smaller model on the first rank ({MODEL_PREFIX}NAME) or from "
+        f"the text so far (ngram) [{NO_DRAFT}]")  # fmt: skip
     add("--emulate_stage_ms", type=float, metavar="MS",
         help="stages sleep for so long for a message of any size, in place of computing. Their "
         "tokens mean nothing, so there are no baselines. Default: stages compute")  # fmt: skip
+    add("--pad_stage_ms", type=float, metavar="MS",
+        help="stages compute, and then sleep until a message has taken so long. Default: they do "
+        "not sleep")  # fmt: skip
     add("--emulate_link_ms", type=float, metavar="MS",
         help="messages arrive later by so much. Default: as fast as the link is")  # fmt: skip
     add("--emulate_link_mbps", type=float, metavar="X",

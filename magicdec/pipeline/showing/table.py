@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from magicdec.console import make_console
 from magicdec.pipeline.metrics import RingMetrics
+from magicdec.pipeline.options import RING, SPECULATIVE_RING
 from magicdec.pipeline.record import UNCHECKED, PipelineRecord
 from magicdec.records.fields import described_fields
 from magicdec.serving.metrics import ServingMetrics
@@ -42,10 +43,15 @@ def print_table(records: Sequence[PipelineRecord]) -> None:
             cells = ["" if value is None else described.show(value) for value in values]
             table.add_row(described.label, *cells)
     console.print(table)
-    if (ring := records[-1].ring) is not None:
-        console.print(stage_table(ring))
-        for line in describe_round(ring):
+    for record in records:
+        if record.ring is None:
+            continue
+        console.print(record.name, style="bold")
+        console.print(stage_table(record.ring))
+        for line in describe_round(record.ring):
             console.print(line)
+    for line in describe_speedup(records):
+        console.print(line)
 
 
 def title(record: PipelineRecord) -> str:
@@ -59,8 +65,10 @@ def title(record: PipelineRecord) -> str:
 def verdict(record: PipelineRecord) -> str:
     """Whether the tokens are those of the reference, in a line."""
     total = len(record.requests)
+    if record.status == UNCHECKED and record.reference is not None:
+        return f"{record.name}: sampled, so the tokens of drafts are not compared"
     if record.status == UNCHECKED:
-        return f"{record.name}: its tokens are not checked, because there is no baseline"
+        return f"{record.name}: its tokens are not checked, because there is no other pass"
     if record.name == record.reference:
         return f"{record.name}: the reference of the others"
     if record.num_differing == 0:
@@ -91,9 +99,25 @@ def describe_round(ring: RingMetrics) -> list[str]:
     lines = []
     if ring.link_ms is not None:
         lines.append(f"link: {1e3 * ring.link_ms:.0f} us for {ring.decode_hop_bytes:,} bytes")
+    if ring.acceptance_rate is not None:
+        lines.append(
+            f"drafts: {ring.num_accepted:,} of {ring.num_drafted:,} accepted "
+            f"({ring.acceptance_rate:.0%}), {ring.tokens_per_round:.2f} tokens a round, drafted in "
+            f"{ring.draft_ms:.2f} ms a message"
+        )
     if ring.measured_round_ms is not None:
         lines.append(
             f"round of {ring.num_lanes} lanes: predicted {ring.predicted_round_ms:.2f} ms, "
             f"measured {ring.measured_round_ms:.2f} ms"
         )
     return lines
+
+
+def describe_speedup(records: Sequence[PipelineRecord]) -> list[str]:
+    """What drafts gain over the ring without them, in a line."""
+    metrics = {record.name: record.metrics for record in records}
+    plain, drafted = metrics.get(RING), metrics.get(SPECULATIVE_RING)
+    if plain is None or drafted is None:
+        return []
+    times = drafted.output_throughput / plain.output_throughput
+    return [f"with drafts, the ring has {times:.2f}x the output tokens/s"]

@@ -1,0 +1,74 @@
+"""A ring of two stages in one process, for tests of what its messages carry."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from conftest import make_runner
+
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.distributed.channel import Kind, Loopback, Message, RingEnds
+from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.model.transformer import Transformer
+from magicdec.pipeline.metrics import DraftCounts
+from magicdec.pipeline.recurrent import RecurrentPipeline
+from magicdec.pipeline.speculation import Speculation
+from magicdec.pipeline.stage import Stage
+from magicdec.request import Request
+from magicdec.scheduling.plan import Limits
+
+CHUNK = 16
+
+
+class SecondStage:
+    """The first stage's ends of the ring. The second stage computes what is sent at once."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.home, self.sent = stage, Loopback(), deque[Message]()
+        self.num_bytes = 0
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.stage._answer(message, RingEnds(self.home, self.home))
+
+    def receive(self) -> Message:
+        return self.home.receive()
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
+
+
+def halves(model: Transformer) -> tuple[Transformer, Transformer]:
+    """The first layer with the ends of a model of two layers, and the second."""
+    parts = Transformer(model.config, layers=range(1), has_ends=True)
+    parts.embedding, parts.norm, parts.head = model.embedding, model.norm, model.head
+    second = Transformer(model.config, layers=range(1, 2), has_ends=False)
+    parts.blocks[0], second.blocks[0] = model.blocks[0], model.blocks[1]
+    return parts.eval(), second.eval()
+
+
+def serve_with_drafts(
+    model: Transformer,
+    requests: Sequence[Request],
+    lanes: tuple[int, int],
+    max_tokens: int,
+    num_drafts: int,
+    drafter: str = "ngram",
+    draft: DraftModel | None = None,
+) -> DraftCounts:
+    """Serve `requests` by two stages in this process; `lanes` are their number and size."""
+    num_rows = lanes[0] * lanes[1]
+    stages = [
+        Stage(make_runner(half, num_rows, max_tokens), half.is_last) for half in halves(model)
+    ]
+    second, runner = SecondStage(stages[1]), stages[0].runner
+    decoding = DecodingSection("speculative", drafter, num_drafts)
+    made = make_drafter(drafter, DraftSetup(runner, decoding, KVSection("full", -1), draft))
+    speculation = Speculation(runner, made, num_drafts)
+    limits = Limits(max_tokens, step_tokens=1 + num_drafts, prefill_tokens=num_rows * CHUNK)
+    place = RingEnds(second, second), *lanes, limits, CHUNK
+    RecurrentPipeline(stages[0], *place, speculation=speculation).serve(requests)
+    assert not any(row for stage in stages for row in stage.runner.cache.blocks)
+    assert {m.kind for m in second.sent} == {Kind.HIDDEN, Kind.FREE}
+    return speculation.counts
