@@ -22,6 +22,9 @@ FLAGS = (
 PROMISED_S = 30  # until all ranks have ended after one was killed
 
 
+DRAFTS = "--draft", "ngram", "--gamma", 3
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -31,7 +34,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     [
         (1, ["--n_samples", 3], [2]),
         (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5", "--gantt", "gantt.png",
-             "--plots", "plots", "--time_run", "runs.csv"], [1, 1]),
+             "--plots", "plots", "--time_run", "runs.csv", *DRAFTS], [1, 1]),
         pytest.param(4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1],
                      marks=pytest.mark.wide),
     ],
@@ -50,12 +53,14 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert done.returncode == 0, done.stderr
     records = read(tmp_path / "r.jsonl")
     several = ["tensor_parallel"] if num_ranks > 1 else []
-    assert [r["name"] for r in records] == ["sequential", "batched", *several, "ring"]
+    *names, last = ["sequential", "batched", *several, "ring", "ring_speculative"]
+    assert [r["name"] for r in records] == names + ([last] if DRAFTS[0] in flags else [])
     assert all(r["status"] == "ok" and r["num_differing"] == 0 for r in records)
     assert all(r["reference"] == "sequential" and r["kind"] == "pipeline" for r in records)
     lengths = [[request["output_len"] for request in r["requests"]] for r in records]
     assert all(each == lengths[0] for each in lengths) and len(set(lengths[0])) > 2
-    assert [r["ring"] is None for r in records] == [True] * (len(records) - 1) + [False]
+    assert [r["ring"] is None for r in records] == ["ring" not in r["name"] for r in records]
+    drafted = records.pop() if DRAFTS[0] in flags else None
     ring = records[-1]["ring"]
     assert ring["num_layers"] == layers and len(ring["busy"]) == len(layers)
     assert ring["tensor_parallel"] * len(layers) == num_ranks
@@ -76,6 +81,20 @@ def test_every_pass_has_the_same_tokens_and_a_record(
         assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3, "a head and two runs"
         assert len(list((tmp_path / "plots").glob("*_2nodes_*.csv"))) == 2
     assert records[-1]["config"]["parallel"]["rank_group"] == list(range(ring["tensor_parallel"]))
+    assert ring["num_drafted"] is None and records[-1]["config"]["decoding"]["drafter"] is None
+    if drafted is not None:
+        assert drafted["config"]["decoding"]["drafter"] == "ngram"
+        check_drafts(drafted["ring"], lengths[0])
+
+
+def check_drafts(ring: dict[str, Any], lengths: list[int]) -> None:
+    """The ring whose messages carry 3 drafts of each row."""
+    rows = ring["num_drafted"] / 3
+    assert ring["acceptance_rate"] == ring["num_accepted"] / ring["num_drafted"] > 0
+    assert ring["tokens_per_round"] == sum(length - 1 for length in lengths) / rows > 1
+    assert ring["draft_ms"] > 0
+    header, hidden = 8 * (6 + 2 * ring["lane_size"]), 48 * 4 * ring["lane_size"] * (1 + 3)
+    assert ring["decode_hop_bytes"] == header + hidden
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,16 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
+from magicdec.memory.check import add_up
+from magicdec.memory.plan import Models
+from magicdec.memory.working_memory import max_tokens
 from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split.find import check_source, find_times
 from magicdec.pipeline.auto_split.measure import Timed, measure_times
-from magicdec.pipeline.metrics import StageUse, predict_round, ring_metrics
-from magicdec.pipeline.prepare import check_agreement, check_files, prepare
+from magicdec.pipeline.metrics import DraftCounts, StageUse, predict_round, ring_metrics
+from magicdec.pipeline.prepare import check_agreement, check_files, plan_pass, prepare
 
 FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "4", "--device", "cpu")
 
@@ -61,6 +64,11 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--prefix_len", "1000000"], 2, "exceeds"),
         (["--model", "random:llama-3.1-8b", "--layer_split", "16,15"], 2, "adds up to 31 layers"),
         (["--output_len", "0"], 2, "--output_len 0"),
+        (["--draft", "self"], 2, "--draft self: the first stage lacks layers to draft with"),
+        (["--draft", "ngram", "--gamma", "auto"], 2, "--gamma auto: a ring drafts a fixed number"),
+        (["--gamma", "3"], 2, "--gamma does nothing here"),
+        (["--draft", "ngram", "--budget", "99"], 2, "--budget does nothing here"),
+        (["--pad_stage_ms", "9", "--emulate_stage_ms", "9"], 2, "--pad_stage_ms 9.0 is for stages"),
         (["--gantt_ms", "5"], 2, "--gantt_ms does nothing without --gantt"),
         (["--gantt", "g.png", "--gantt_ms", "-1"], 2, "--gantt_ms -1.0 is out of range"),
         (["--plots", "/dev/null"], 2, "--plots /dev/null is not a directory"),
@@ -120,6 +128,31 @@ def test_metrics_of_a_ring() -> None:
     assert ring.predicted_round_ms == pytest.approx(80) and ring.link_ms == pytest.approx(0.5)
     empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, 0.0, 0, 0, 0.0)], 64, None, None)
     assert empty.busy == [0.0] and empty.predicted_round_ms == 0.0
+
+
+def test_metrics_of_drafts() -> None:
+    counts = DraftCounts(10, 40, 25, 5, 0.02)
+    ring = ring_metrics(
+        [1], 1, (1, 2), [StageUse(1.0, 0.0, 1.0, 5, 0, 5, 0.0)], 64, None, None, counts, 33
+    )
+    assert (ring.num_drafted, ring.num_accepted, ring.acceptance_rate) == (40, 25, 0.625)
+    assert ring.tokens_per_round == 3.3 and ring.draft_ms == pytest.approx(4)
+
+
+def test_a_draft_model_is_on_the_first_rank_in_one_more_pass(tmp_path: Path) -> None:
+    one = prepared(tmp_path, "--draft", "model:demo-draft", "--gamma", "2")
+    assert one.options.asked.passes[-2:] == ("ring", "ring_speculative")
+    plain, drafting = one.run.config, one.drafting.config
+    assert plain.draft is None and plain.decoding.drafter is None
+    assert drafting.draft.rank_group == (0,) and max_tokens(drafting) == max_tokens(plain) + 2
+    models = Models(one.run.source.config, one.drafting.draft_source.config)
+    place = drafting, models, one.grid, one.layers
+    first, second = (
+        add_up([*plan_pass("ring_speculative", *place, range(r, r + 1))]) for r in (0, 1)
+    )
+    assert first.draft_weights > 0 and first.draft_kv > 0
+    assert second.draft_weights == second.draft_kv == 0
+    assert prepared(tmp_path).drafting is None
 
 
 def test_one_rank_has_no_tensor_parallelism_to_compare_with(tmp_path: Path) -> None:
