@@ -13,6 +13,7 @@ import pytest
 from magicdec.cli.serving.recurrent import parse
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
@@ -140,19 +141,19 @@ def test_metrics_of_drafts() -> None:
 
 
 def test_a_draft_model_is_on_the_first_rank_in_one_more_pass(tmp_path: Path) -> None:
-    one = prepared(tmp_path, "--draft", "model:demo-draft", "--gamma", "2")
+    one = prepared(tmp_path, "--draft", "model:demo-draft", "--gamma", "2", world_size=1)
     assert one.options.asked.passes[-2:] == ("ring", "ring_speculative")
     plain, drafting = one.run.config, one.drafting.config
     assert plain.draft is None and plain.decoding.drafter is None
     assert drafting.draft.rank_group == (0,) and max_tokens(drafting) == max_tokens(plain) + 2
     models = Models(one.run.source.config, one.drafting.draft_source.config)
-    place = drafting, models, one.grid, one.layers
+    place = drafting, models, StageGrid(2), (range(3), range(3, 6))
     first, second = (
         add_up([*plan_pass("ring_speculative", *place, range(r, r + 1))]) for r in (0, 1)
     )
     assert first.draft_weights > 0 and first.draft_kv > 0
     assert second.draft_weights == second.draft_kv == 0
-    assert prepared(tmp_path).drafting is None
+    assert prepared(tmp_path, world_size=1).drafting is None
 
 
 def test_one_rank_has_no_tensor_parallelism_to_compare_with(tmp_path: Path) -> None:
