@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import decode, make_draft, make_requests, pack, random_prompts, refusal
 
 from magicdec.attention.native import NativeBackend
-from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
 from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
@@ -124,8 +123,8 @@ class Rank:
         groups = self.groups[case.draft_ranks if case else None]
         model, tree = self.load(0, groups.target), case and case.tree
         runner = ModelRunner(
-            model, SDPABackend() if tree else NativeBackend(), groups.target, len(PROMPTS),
-            MAX_TOKENS, executor=None if tree else Executor(model, groups.target),
+            model, NativeBackend(), groups.target, len(PROMPTS), MAX_TOKENS,
+            executor=Executor(model, groups.target),
         )  # fmt: skip
         name = "speculative" if case else "autoregressive"
         decoding = DecodingSection(name, case and case.drafter, case.gamma if case else 1, tree)
@@ -149,13 +148,11 @@ class Rank:
         assert (groups.draft is not None) == (self.launch.rank in case.draft_ranks)
         if groups.draft is None:
             return DraftModel(None, source, 16)
-        model = self.load(1, groups.draft)
-        backend = SDPABackend() if case.tree else NativeBackend()
+        model, backend = self.load(1, groups.draft), NativeBackend()
         place = {"group": groups.draft, "source": source}
         draft = make_draft(model, case.kv, len(PROMPTS), MAX_TOKENS, backend, **place)
         assert draft.runner is not None
-        if case.tree is None:
-            draft.runner.executor = Executor(model, groups.draft)
+        draft.runner.executor = Executor(model, groups.draft)
         return draft
 
 
