@@ -38,17 +38,20 @@ def run_on_hosts(options: list[str], words: list[str]) -> subprocess.CompletedPr
 
 
 def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> None:
-    out = tmp_path / "runs.jsonl"
+    """Their clocks are compared for the chart and for the queues."""
+    out, chart = tmp_path / "runs.jsonl", tmp_path / "gantt.png"
     words = (
         "recurrent --baselines sequential --num_requests 3 --prefix_len 64 --output_len 6 "
         "--target_dtype float32 --threads 1"
     )
-    done = run_on_hosts(["--hosts", "2"], [*words.split(), "--out", str(out)])
+    files = "--out", str(out), "--gantt", str(chart)
+    done = run_on_hosts(["--hosts", "2"], [*words.split(), *files])
     assert done.returncode == 0, done.stdout + done.stderr
     _, ring = map(json.loads, out.read_text().splitlines())
     assert ring["environment"]["world_size"] == 2 and ring["status"] == "ok"
     assert ring["config"]["parallel"]["collectives"] == "gloo"
-    assert ring["ring"]["num_layers"] == [3, 3]
+    assert ring["ring"]["num_layers"] == [3, 3] and max(ring["ring"]["queue_depth"]) > 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.wide
