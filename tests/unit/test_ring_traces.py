@@ -62,8 +62,8 @@ def test_nothing_is_noted_unless_asked_for() -> None:
 
 def test_queues_by_the_times_of_both_sides() -> None:
     """A stage whose clock is ahead takes messages later by that clock alone."""
-    first = [10.0, 1.0, 4.0, 6, 640, 8, 800.0, 8, 820.0]
-    second = [10.0, 2.0, 3.0, 6, 320, 8, 816.0, 8, 812.0 + 8 * 5]
+    first = [10.0, 1.0, 0.5, 640, 8, 800.0, 8, 820.0]
+    second = [10.0, 2.0, 0.5, 320, 8, 816.0, 8, 812.0 + 8 * 5]
     uses = uses_of([first, second], [Ahead(), Ahead(5.0, 0.1)])
     assert uses[1].queued_s == pytest.approx(12.0) and uses[1].queue_depth == pytest.approx(1.2)
     assert uses[0].queued_s == pytest.approx(820 - (816 - 8 * 5))
