@@ -106,10 +106,10 @@ class DraftTree:
 
     def sees(self, cells: Tensor) -> Tensor:
         """Which of the keys in `cells` [B, G or 1, N] each node sees: bool [B, G or 1, U, N]."""
-        nodes = self.find(cells).unsqueeze(2).expand(-1, -1, self.num_nodes, -1)
-        is_before = cells >= 0
+        nodes, is_before = self.find(cells), cells >= 0
         if self.cells is None:  # a later cell that no node has holds nothing
             is_before = is_before & (cells < self.base.view(-1, 1, 1))
-        ancestors = self.ancestors.unsqueeze(1).expand(-1, nodes.shape[1], -1, -1)
-        is_ancestor = ancestors.gather(3, nodes.clamp(min=0))
-        return torch.where(nodes >= 0, is_ancestor, is_before.unsqueeze(2))
+        rows = torch.arange(len(nodes), device=nodes.device).view(-1, 1, 1)
+        is_descendant = self.ancestors.transpose(1, 2)[rows, nodes.clamp(min=0)]  # [.., N, U]
+        is_node = (nodes >= 0).unsqueeze(2)
+        return torch.where(is_node, is_descendant.transpose(2, 3), is_before.unsqueeze(2))

@@ -3,6 +3,8 @@ wherever tiles, stretches of tiles and pieces of a row end."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from test_draft_trees import drawn_parents, path_of
@@ -120,6 +122,47 @@ def test_a_node_has_the_bits_of_its_path(
             path = path_of(parents[row], node)
             chain = run_path(backend, cache, qkv, row, path, view_of)
             assert torch.equal(ours[row, node], chain[-1]), (row, node, path)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A context of 110 tokens in cells of which some have greater numbers than the context has
+    tokens."""
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        return torch.tensor([[[20, 90], [300, 340]]]).expand(len(committed), -1, -1)
+
+    def num_visible(self, committed: int) -> int:
+        return 110
+
+    most_visible = num_visible
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128)], ids=str)
+def test_context_and_nodes_may_lie_in_any_cells(
+    heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Two forwards of one tree, against the reference backend."""
+    rows, parents, qkv = (
+        [2, 4, 5],
+        torch.tensor(drawn_parents(5, NODES, 7)[2:]),
+        drawn(heads, dtype),
+    )
+    cells = torch.stack([torch.randperm(150)[:NODES] + 350 for _ in rows])
+    found = []
+    for backend in (NativeBackend(), SDPABackend(), GroupedBackend()):
+        cache = filled(heads, dtype, NativeBackend())
+        cache.truncate(rows, [110] * 3)
+        for first, last in ((0, 6), (6, NODES)):
+            tree = DraftTree(torch.tensor([110] * 3), parents[:, :last], cells[:, :last])
+            view = make_view(cache, rows, Elsewhere(), last - first, tree=tree)
+            backend.plan(view)
+            found.append(backend.run(0, *(x[:3, first:last] for x in qkv), view).float())
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    for ours, theirs, others in zip(found[:2], found[2:4], found[4:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(others, theirs, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("view_of", VIEWS.values(), ids=VIEWS)
