@@ -48,13 +48,6 @@ class SpeculationOptions:
         if rate is not None and not 0 <= rate <= 1:
             raise ValueError(f"--emulate_acceptance {rate:g} is not between 0 and 1")
         self._check_emulation()
-        options = self.speculation
-        for flag, is_given in (("--np", options.np > 1), ("--relaunch", options.relaunch)):
-            if is_given:
-                raise ValueError(
-                    f"{flag} needs cells of the KV cache other than those of the positions, which "
-                    "the stages of ranks do not have; `magicdec simulate` has it"
-                )
 
     def _check_emulation(self) -> None:
         if self.emulate_stage_ms is not None and self.emulate_acceptance is None:

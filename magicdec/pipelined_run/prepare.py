@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from magicdec.attention.backend import check_trees
 from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -40,12 +41,13 @@ class PreparedPipeline:
 def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> PreparedPipeline:
     """Find and check the models, divide the target, make the prompts and plan the memory. Raises
     ValueError, one line naming the flag, for errors that a user can correct."""
-    # A row has room for the longest request, which need not have the longest prompt.
+    # A row has room for the longest request, which need not have the longest prompt, and for the
+    # spare cells of a lane.
     workload = replace(
         asked.workload,
         batch_size=options.speculation.lanes,
         prefix_len=options.longest_prompt,
-        gen_len=options.longest - options.longest_prompt,
+        gen_len=options.longest - options.longest_prompt + options.speculation.spare_cells,
         num_batches=1,
     )
     known = Known()
@@ -54,6 +56,8 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     if whole.parallel.device != "cpu":
         raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
     layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
+    if options.speculation.spare_cells:
+        check_cells(whole, model)
     draft = find_draft(options, model)
     if options.link is not None and layout.world_size == 1:
         raise ValueError("--emulate_link_ms: one rank has no link; see --nproc")
@@ -75,6 +79,16 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     settings = {"layers": [len(each) for each in layout.layers], **options.describe()}
     check_agreement(launch, run.source, settings)
     return PreparedPipeline(run, whole, options, layout, draft)
+
+
+def check_cells(config: ResolvedConfig, model: ModelConfig) -> None:
+    """Raises ValueError if runs cannot have cells other than those of their positions."""
+    check_trees(config.attention.backend)
+    if model.sliding_window is not None:
+        raise ValueError(
+            f"--np and --relaunch: {config.model.model} has a sliding window, under which every "
+            "token must lie in the cell of its position; choose --np 1 without --relaunch"
+        )
 
 
 def find_draft(options: SpeculationOptions, model: ModelConfig) -> ModelSource | None:

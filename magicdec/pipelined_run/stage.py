@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.channel import Kind, Message, Receiver, Sender
+from magicdec.kv.tree import DraftTree
 from magicdec.model.transformer import BeforeLayer
 from magicdec.pipelined_run.board import CancelBoard
 from magicdec.pipelined_run.parcel import numbers_of, pack, tensor_of
 from magicdec.pipelined_run.spans import Spans, What
-from magicdec.pipelined_speculation.messages import Launch
+from magicdec.pipelined_speculation.cells import to_ranges
+from magicdec.pipelined_speculation.messages import Launch, Ranges
 from magicdec.runner import ModelRunner
 
 
@@ -94,9 +96,26 @@ class StageLoop:
         return pack(Kind.HIDDEN, message.run, numbers, out)
 
 
+@dataclass(frozen=True)
+class ContextCells:
+    """What the rows of a launch read before them, as a `Visible` rule of one row."""
+
+    cells: Ranges
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        return torch.tensor([self.cells], dtype=torch.int64).view(1, -1, 2)
+
+    def num_visible(self, committed: int) -> int:
+        return sum(end - first for first, end in self.cells)
+
+    def most_visible(self, committed: int) -> int:
+        return self.num_visible(committed)
+
+
 class ModelPart:
-    """`runner` has the stage's layers and a row of its cache for each lane. Cell p of a lane is
-    position p, so that a run is appended to its row after the row was cut at its first position."""
+    """`runner` has the stage's layers and a row of its cache for each lane, with cell c of the lane
+    in place c. A run that continues the cells from 0 on is appended to its row, which is cut at the
+    run's first position before; any other run is a `DraftTree` with cells of its own."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -108,7 +127,10 @@ class ModelPart:
         return len(self.runner.model.layers)
 
     def prepare(self, launch: Launch) -> None:
-        assert launch.positions == launch.cells and not launch.moves, "cells are positions"
+        if launch.moves:
+            cache, row = self.runner.cache, torch.tensor([launch.lane])
+            sources, targets = torch.tensor(launch.moves).T.unsqueeze(1)  # [1, moves] each
+            cache.copy_within(cache.slots(row, sources), cache.slots(row, targets))
 
     def compute(
         self, launch: Launch, message: Message, before_layer: BeforeLayer
@@ -120,8 +142,13 @@ class ModelPart:
         else:
             shape, dtype = (1, num_rows, model.config.hidden_size), self._dtype
             x = tensor_of(message, shape, dtype)
-        last_only = launch.num_outputs < num_rows
-        out = self.runner.forward(x, [launch.lane], last_only=last_only, before_layer=before_layer)
+        rows, run = [launch.lane], self.runner.forward
+        if is_appended(launch):
+            last_only = launch.num_outputs < num_rows
+            out = run(x, rows, last_only=last_only, before_layer=before_layer)
+        else:
+            context = ContextCells(launch.context)
+            out = run(x, rows, context, tree=tree_of(launch), before_layer=before_layer)
         return predict(out[0, -launch.num_outputs or num_rows :]) if model.has_head else out
 
     @property
@@ -137,6 +164,22 @@ class ModelPart:
             cache.truncate([lane], [length])
         elif held < length:
             cache.advance([lane], length - held)
+
+
+def is_appended(launch: Launch) -> bool:
+    """Whether the rows are a chain that continues the cells 0, 1, ... of its lane."""
+    first, num_rows = launch.positions[0], launch.num_rows
+    is_chain = launch.parents == tuple(range(-1, num_rows - 1))
+    at_home = launch.cells == tuple(range(first, first + num_rows))
+    return is_chain and at_home and launch.context == to_ranges(first, ())
+
+
+def tree_of(launch: Launch) -> DraftTree:
+    return DraftTree(
+        torch.tensor([launch.positions[0]]),
+        torch.tensor([launch.parents]),
+        torch.tensor([launch.cells]),
+    )
 
 
 def predict(logits: Tensor) -> Predictions:

@@ -3,7 +3,7 @@ target and of a draft model; rank 0 prints the tokens of each case as JSON."""
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
-CHUNK, MAX_TOKENS, LANES = 16, 90, 2
+CHUNK, MAX_TOKENS, LANES = 16, 120, 2
 LENGTHS, NEW = [5, 40, 1, 33], [20, 9, 20, 14]
 MODES = ("iterative", "sync", "async")
 
@@ -38,11 +38,12 @@ class Case:
     split: str
     drafter: str
     collectives: str = "shared_memory"
+    np: int = 1
 
 
 CASES = {
     2: [Case("0,1.0/head", "model"), Case("0.5,0.5/head", "lookup")],
-    3: [Case("0.4,0.6/1.0", "model"), Case("0.2,0.4,0.4/head", "lookup", "gloo")],
+    3: [Case("0.4,0.6/1.0", "model", np=3), Case("0.2,0.4,0.4/head", "lookup", "gloo")],
     4: [Case("0,0.5,0.5/1.0", "model", "gloo"), Case("0.2,0.2,0.6/1.0", "lookup")],
 }
 
@@ -75,11 +76,11 @@ def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
     wires = Connections(layout, launch.rank, case.collectives, None).connect(has_drafter=True)
     member, outputs = PipelineRank(launch.rank, wires, part, drafter), []
     for mode in MODES:
-        options = Options(mode=mode, draft=3, pa=0.1, lanes=LANES)
+        options = Options(mode=mode, draft=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
 
         def lead(head: Head, options: Options = options) -> None:
             requests = served_requests()
-            head.serve(PipelinedScheduler(replace(options), CHUNK), requests)
+            head.serve(PipelinedScheduler(options, CHUNK), requests)
             outputs.append([request.output_ids for request in requests])
 
         member.serve(lead)

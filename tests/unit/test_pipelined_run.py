@@ -3,7 +3,7 @@ saves exactly the layers that it should."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -22,9 +22,11 @@ from magicdec.pipelined_run.board import SLOTS, BoardCanceller, CancelBoard
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
 from magicdec.pipelined_run.parcel import DraftRequest, candidates_of, numbers_of, pack_candidates
 from magicdec.pipelined_run.spans import Span, What
-from magicdec.pipelined_run.stage import EmulatedPart, ModelPart
+from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, is_appended
+from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
+from magicdec.setup.loading import make_backend
 
 LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
 PATIENCE_S = 60.0
@@ -90,6 +92,45 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
         assert counts.accepted == counts.drafted and not counts.invalid_runs
     for stage, part in zip(found.stages, parts, strict=True):
         assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
+
+
+@pytest.mark.parametrize(
+    ("np", "relaunch", "backend"), [(3, False, "grouped"), (4, True, "grouped"), (2, True, "sdpa")]
+)
+def test_branches_and_tokens_that_are_launched_twice_have_cells_of_their_own(
+    np: int, relaunch: bool, backend: str
+) -> None:
+    """Spare cells hold branches, and a committed path is moved home. Cells of a skipped run may
+    hold anything."""
+    options = Options(draft=3, np=np, relaunch=relaunch, pa=0.05, ps=0.02, lanes=2)
+    num_cells = MAX_TOKENS + options.spare_cells
+    parts = [
+        ModelPart(make_runner(part, 2, num_cells, make_backend(backend)))
+        for part in divide(target(), 2)
+    ]
+    for part in parts:
+        part.runner.cache.k.fill_(torch.nan)
+        part.runner.cache.v.fill_(torch.nan)
+    served, launches = requests(), list[Launch]()
+    parts[0].prepare = watched(parts[0].prepare, launches)  # type: ignore[method-assign]
+    found = serve(parts, branching(np), options, served, CHUNK)
+    assert [request.output_ids for request in served] == one_process()
+    assert sum(not is_appended(launch) for launch in launches) > 3
+    assert any(launch.moves for launch in launches) and found.scheduler.counts.accepted > 10
+
+
+def watched(prepare: Callable[[Launch], None], seen: list[Launch]) -> Callable[[Launch], None]:
+    def watch(launch: Launch) -> None:
+        seen.append(launch)
+        prepare(launch)
+
+    return watch
+
+
+def branching(np: int) -> ScriptedDrafter:
+    """The right token is now the first candidate, now another."""
+    ranks = [[(place * 7 + request) % np for place in range(40)] for request in range(len(LENGTHS))]
+    return ScriptedDrafter(one_process(), LENGTHS, ranks, [0.4, 0.3, 0.2, 0.1][:np])
 
 
 def test_a_draft_model_gives_what_it_gives_anew() -> None:
