@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.pipeline.options import RING, SEQUENTIAL
+from magicdec.pipeline.options import RING, RINGS, SEQUENTIAL
 from magicdec.records.writing import check_writable
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class RingOutputs:
 
     def write(self, prepared: PreparedRing, name: str, outcome: Outcome) -> None:
         """Write the files of the pass `name`. One that cannot be written costs nothing else."""
+        if self.gantt is not None and name in RINGS:
+            self._try("--gantt", lambda: self._draw_gantt(name, outcome))
         if name not in (SEQUENTIAL, RING):
             return
         num_nodes = 1 if name == SEQUENTIAL else prepared.grid.world_size
@@ -41,8 +43,6 @@ class RingOutputs:
             self._try("--time_run", lambda: self._append_run(prepared, num_nodes, outcome))
         if self.plots is not None:
             self._try("--plots", lambda: self._plot(prepared, num_nodes, outcome))
-        if self.gantt is not None and name == RING:
-            self._try("--gantt", lambda: self._draw_gantt(outcome))
 
     def _try(self, flag: str, write: Callable[[], None]) -> None:
         try:
@@ -72,12 +72,14 @@ class RingOutputs:
         curves.write(num_nodes, outcome.requests, outcome.begin_s)
         curves.draw()
 
-    def _draw_gantt(self, outcome: Outcome) -> None:
+    def _draw_gantt(self, name: str, outcome: Outcome) -> None:
+        """The ring with drafts has a chart of its own, whose file has its name too."""
         from magicdec.pipeline.showing.gantt import draw_ring
 
         assert self.gantt is not None and outcome.ring is not None
         assert outcome.ring.trace is not None, "it was asked for"
-        draw_ring("--gantt", self.gantt, outcome.ring.trace, self.gantt_ms)
+        path = self.gantt if name == RING else self.gantt.with_stem(f"{self.gantt.stem}_{name}")
+        draw_ring("--gantt", path, outcome.ring.trace, self.gantt_ms)
 
 
 def add_outputs(parser: Parser) -> None:
@@ -86,8 +88,8 @@ def add_outputs(parser: Parser) -> None:
         help="append a record for each pass, one JSON line [results/pipeline.jsonl]",
     )  # fmt: skip
     add("--gantt", type=Path, metavar="FILE",
-        help="draw which sample every stage computes when (PNG). Default: no chart, and the times "
-        "are not noted")  # fmt: skip
+        help="draw which sample every stage computes when (PNG). A ring with drafts gets a file of "
+        "its own, FILE_ring_speculative. Default: no chart, and no times are noted")  # fmt: skip
     add("--gantt_ms", type=float, metavar="X",
         help="how much time the chart shows, in ms. Default: 60 times what the slowest stage takes "
         "for a message")  # fmt: skip

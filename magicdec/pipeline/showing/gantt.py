@@ -15,7 +15,7 @@ COLOURS = (
     *("#8ecae6", "#ffb703", "#95d5b2", "#f4a6a0", "#c8b6ff", "#d4a373", "#ffd6a5", "#a3cef1"),
     *("#e9c46a", "#b5e48c"),
 )
-PROMPT, HEAD, DECODE = "prompt", "head, sampling and scheduling", "newest token"
+PROMPT, HEAD, DECODE = "prompt", "head, sampling, drafting and scheduling", "decoding"
 LEGEND = {
     DECODE: Look("#d9d9d9"),
     PROMPT: Look("#d9d9d9", hatch="////"),

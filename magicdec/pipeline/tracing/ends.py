@@ -64,12 +64,12 @@ class CountingSender:
         return self.sender.num_bytes
 
     def send(self, message: Message) -> None:
-        self.sender.send(message)
         traffic, now_s = self.counting.traffic, time.perf_counter()
+        self.sender.send(message)
         traffic.num_sent += 1
-        traffic.sent_s += now_s
+        traffic.sent_s += now_s  # from before: the receiver may be first to go on afterwards
         if traffic.trace is not None and message.kind in COMPUTED:
-            traffic.trace.end(now_s)
+            traffic.trace.end(time.perf_counter())
 
     def close(self) -> None:
         self.sender.close()
