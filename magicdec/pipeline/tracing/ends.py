@@ -64,12 +64,13 @@ class CountingSender:
         return self.sender.num_bytes
 
     def send(self, message: Message) -> None:
+        # The time before sending: the receiver may have the message before this rank goes on.
         traffic, now_s = self.counting.traffic, time.perf_counter()
-        self.sender.send(message)
         traffic.num_sent += 1
-        traffic.sent_s += now_s  # from before: the receiver may be first to go on afterwards
+        traffic.sent_s += now_s
         if traffic.trace is not None and message.kind in COMPUTED:
-            traffic.trace.end(time.perf_counter())
+            traffic.trace.end(now_s)
+        self.sender.send(message)
 
     def close(self) -> None:
         self.sender.close()

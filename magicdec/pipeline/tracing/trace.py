@@ -33,7 +33,7 @@ class StageTrace:
         self._begin_s = now_s
 
     def end(self, now_s: float) -> None:
-        """The message that has begun is sent."""
+        """The message that has begun is computed, and is sent next."""
         self.spans.extend((self._begin_s, now_s))
 
     def note(self, samples: Sequence[int], is_prompt: bool) -> None:
