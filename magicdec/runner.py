@@ -157,7 +157,7 @@ class ModelRunner:
         view = make_view(
             self.cache, rows, policy or self.policy, num_new, committed, self.window, tree
         )
-        if self.executor is not None and num_new <= self.executor.most_tokens:
+        if self.executor is not None and self.executor.serves(view):
             if before_layer is not None:
                 before_layer(self.model.layers.start)
             call = x, view, self.offsets, last_only, watch, watch_queries

@@ -77,7 +77,6 @@ class Executor:
     `keys_read` is the number of keys that the kernels have read so far, counted by the kernels:
     summed over forwards, layers, rows and KV heads of this rank."""
 
-    most_tokens = PREFILL_FROM - 1  # a row with more new tokens is computed layer by layer
     received = staticmethod(received)
 
     def __init__(self, model: Transformer, group: Group) -> None:
@@ -98,6 +97,12 @@ class Executor:
         self._error: BaseException | None = None
         self._keep_waiting = KeepWaiting(self._may_wait)
         self._peers = self._describe_peers(group)
+
+    @staticmethod
+    def serves(view: KVView) -> bool:
+        """Whether `forward` computes the new tokens of the view. Chunks of a prompt are computed
+        layer by layer; a tree never is a chunk."""
+        return view.num_new < PREFILL_FROM or view.tree is not None
 
     def forward(
         self,

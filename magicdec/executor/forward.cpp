@@ -15,7 +15,7 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
         return run(forward);
     }
 #if defined(HAS_TILES)
-    if (AmxBf16::serves({.T = call->T, .H = model->H, .G = model->G})) {
+    if (AmxBf16::serves({.T = call->T, .H = model->H, .G = model->G}, call->trees.num_nodes > 0)) {
         static thread_local Forward<bfloat16, AmxBf16> forward;
         return run(forward);
     }

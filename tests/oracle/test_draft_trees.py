@@ -171,6 +171,13 @@ def test_nodes_may_lie_in_any_cells(name: str) -> None:
         found.append(runner.forward(ids[:, first:last], [0, 1, 2], tree=tree))
     assert runner.cache.lengths == LENGTHS
     ours = torch.cat(found, 1)
+    path = path_of(parents[2], NODES - 1)
+    runner.cache.keep_path([2], LENGTHS[2:], cells[2:, path])
+    following = runner.forward(torch.tensor([[5]]), [2])[0, -1]
+    runner.truncate([2], LENGTHS[2:])
+    chain = runner.forward(torch.cat([ids[2:, path], torch.tensor([[5]])], 1), [2])[0, -1]
+    torch.testing.assert_close(following, chain, atol=1e-4, rtol=0)
+    runner.truncate([2], LENGTHS[2:])
     theirs = levels(runner, base, torch.tensor(parents), ids, [NODES])
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
