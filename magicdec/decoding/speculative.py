@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.calibration import measure_steps
 from magicdec.decoding.captured_steps import CapturedSteps
 from magicdec.decoding.padded_steps import PaddedSteps
@@ -24,12 +25,18 @@ from magicdec.runner import ModelRunner
 
 
 class Speculative:
-    """In each step, `drafter` drafts as many tokens for each row as `draft_length` chooses."""
+    """In each step, `drafter` drafts as many tokens for each row as `draft_length` chooses, or a
+    `tree` of that depth."""
 
     def __init__(
-        self, runner: ModelRunner, drafter: Drafter | None, draft_length: DraftLength, steps: Steps
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        draft_length: DraftLength,
+        steps: Steps,
+        tree: TreeShape | None = None,
     ) -> None:
-        self.runner, self.drafter = runner, drafter
+        self.runner, self.drafter, self.tree = runner, drafter, tree
         self.draft_length, self.steps = draft_length, steps
         self._running: dict[int, Request] = {}  # by row
 
@@ -75,13 +82,10 @@ class Speculative:
 
     def _speculate(self, batch: Batch, num_draft_tokens: int) -> StepOutput:
         """One draft and one verification. The host reads the device once."""
-        tree = self.draft_length.tree
-        proposal = self.steps.draft(batch, num_draft_tokens, tree)
+        proposal = self.steps.draft(batch, num_draft_tokens, self.tree)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]
-        num_nodes = None if tree is None else tree.num_nodes
-        accepted = [row[0] for row in verdict]
-        return StepOutput(emitted, num_draft_tokens, accepted, num_nodes=num_nodes)
+        return StepOutput(emitted, num_draft_tokens, [row[0] for row in verdict])
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
@@ -117,7 +121,8 @@ def speculative(setup: Setup) -> Speculative:
     length = setup.draft_length or make_draft_length(
         setup.decoding, runner.group, runner.device, per_row=per_row
     )
-    return Speculative(runner, drafter, length, make_steps(setup, drafter))
+    steps = make_steps(setup, drafter)
+    return Speculative(runner, drafter, length, steps, setup.decoding.tree_shape)
 
 
 def autoregressive(setup: Setup) -> Speculative:

@@ -5,10 +5,9 @@ Owns the choice; `forecast` counts acceptance, and `step_times` knows the time o
 know how anything is drafted or verified: its caller measures the steps.
 
 The objective is the time until every row of the batch has its tokens. To draft nothing is one of
-the choices. Rows that accept less end later, and the last steps serve only these rows. Over 128
-tokens of 8 rows this costs speculation about 5 %, which the mean number of tokens of a step does
-not show. Source: Leviathan et al. 2023, section 3.5, with measured times instead of one cost ratio,
-and acceptance by position and row instead of one rate.
+the choices. Rows that accept less end later, and the last steps serve only these rows, which costs
+about 5 % over 128 tokens of 8 rows. Source: Leviathan et al. 2023, section 3.5, with measured times
+instead of one cost ratio, and acceptance by position and row instead of one rate.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Protocol
 import torch
 
 from magicdec.config.sections import DecodingSection
-from magicdec.config.tree_shape import TreeShape
 from magicdec.distributed.groups import Group
 from magicdec.drafting import forecast
 from magicdec.drafting.forecast import Acceptance, tokens_of_steps
@@ -46,11 +44,6 @@ class DraftLength(Protocol):
     @property
     def most(self) -> int:
         """The largest number of tokens that a step drafts."""
-        ...
-
-    @property
-    def tree(self) -> TreeShape | None:
-        """The tree that each step drafts, whose depth is `most`; None: steps draft chains."""
         ...
 
     @property
@@ -87,8 +80,8 @@ class DraftLength(Protocol):
 class FixedLength:
     calibration_s = None
 
-    def __init__(self, most: int, tree: TreeShape | None = None) -> None:
-        self.most, self.choices, self.tree = most, (most,), tree
+    def __init__(self, most: int) -> None:
+        self.most, self.choices = most, (most,)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Nothing to measure."""
@@ -106,13 +99,10 @@ class FixedLength:
 
 
 class AutoLength:
-    """Chooses every few steps on the first rank, which broadcasts the choice.
+    """Chooses among chains every few steps on the first rank, which broadcasts the choice.
 
     It is kept for all passes of a run. The times of a batch size and context length, and the
     acceptance, are used for later batches too. `estimate` replaces the measurement before decoding.
-
-    It chooses among chains.
-
     With `per_row`, a step may draft for some rows and not for others, if that yields more tokens a
     second although each group takes a forward. (Padding costs as much as drafting for all rows.)
     """
@@ -127,7 +117,7 @@ class AutoLength:
     ) -> None:
         self.most, self.group, self.device = most, group, device
         self.estimate, self.per_row = estimate, per_row
-        self.choices, self.tree = range(most + 1), None
+        self.choices = range(most + 1)
         self.acceptance = Acceptance(most)
         self.calibration_s = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
@@ -254,4 +244,4 @@ def make_draft_length(
     """The draft length that `--gamma` asks for."""
     if decoding.num_draft_tokens == "auto":
         return AutoLength(decoding.most_draft_tokens, group, device, estimate, per_row)
-    return FixedLength(decoding.num_draft_steps, decoding.tree_shape)
+    return FixedLength(decoding.num_draft_steps)

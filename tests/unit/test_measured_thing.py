@@ -15,6 +15,9 @@ from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import parse_record
+from magicdec.records.table import method
+from magicdec.report.settings import settings
+from magicdec.study.cells import config_key
 
 
 def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
@@ -56,6 +59,22 @@ def test_drafters_and_policies_are_told_apart() -> None:
     records = (of(p, "ngram", budget=b) for p in KV_POLICIES for b in (9, 8))
     lookups = {measured_thing(parse_record(record)) for record in records}
     assert len(lookups) == 1 and not lookups & set(things), "prompt lookup reads no cache"
+
+
+def test_trees_and_chains_are_told_apart() -> None:
+    """A record that is older than trees measures the same thing as one without a tree."""
+    older, chain, tree = (of("streaming_llm") for _ in range(3))
+    chain["config"]["decoding"] |= {"tree": None, "tree_nodes": None}
+    tree["config"]["decoding"] |= {"tree": "3,2", "tree_nodes": 9}
+    for record in (chain, tree):
+        record["config"]["decoding"]["num_draft_tokens"] = 4
+    older["config"]["decoding"]["num_draft_tokens"] = 4
+    records = [parse_record(record) for record in (older, chain, tree)]
+    first, second, third = map(measured_thing, records)
+    assert first == second != third
+    assert [settings(record)["gamma"] for record in records] == [4, 4, "3,2"]
+    assert method(records[2]).endswith("tree 3,2 (9 tokens)")
+    assert config_key(older["config"]) == config_key(chain["config"]) != config_key(tree["config"])
 
 
 def test_another_draft_model_is_another_thing() -> None:
