@@ -75,8 +75,9 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert min(ring["queue_depth"]) >= 0 and max(ring["queue_depth"]) < 20
     assert min(ring["sent_messages"]) > sum(lengths[0]) / ring["lane_size"]
     drawn = {path.name for path in tmp_path.glob("**/*.png")}
-    plot = f"time_vs_tokens_{tiny_checkpoint.name}_9samples.png"
-    assert drawn == ({"gantt.png", plot} if "--gantt" in flags else set())
+    charts = {"gantt.png", "gantt_ring_speculative.png"}
+    plots = {f"time_vs_tokens_{tiny_checkpoint.name}_9samples.png", *charts}
+    assert drawn == (plots if "--gantt" in flags else set())
     if drawn:
         assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3, "a head and two runs"
         assert len(list((tmp_path / "plots").glob("*_2nodes_*.csv"))) == 2
