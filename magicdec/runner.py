@@ -18,6 +18,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
+from magicdec.executor.cancellation import Cancellation, check
 from magicdec.executor.executor import Executor
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.forward_counts import ForwardCounts
@@ -26,7 +27,7 @@ from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, KVView, make_view
 from magicdec.kv.visible import Visible
-from magicdec.model.transformer import BeforeLayer, Transformer
+from magicdec.model.transformer import Transformer
 
 Watch = Callable[[int, Tensor], None]
 """A function that is called for each layer of a forward with the layer and its attention weights
@@ -134,7 +135,7 @@ class ModelRunner:
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
         tree: DraftTree | None = None,
-        before_layer: BeforeLayer | None = None,
+        cancellation: Cancellation | None = None,
     ) -> Tensor:
         """Append the tokens of x, which are ids [B, T] or hidden states [B, T, hidden], to `rows`
         and return what `Transformer.forward` does: this rank's logits [B, T, V] or [B, 1, V] with
@@ -142,8 +143,8 @@ class ModelRunner:
 
         `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
         tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
-        is counted separately as well. `before_layer` is called before each layer, with an executor
-        only before the first; if it raises an exception, nothing is appended.
+        is counted separately as well. Raises Cancelled if the `cancellation` is set before a layer;
+        nothing is appended then.
 
         With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
         The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
@@ -158,9 +159,7 @@ class ModelRunner:
             self.cache, rows, policy or self.policy, num_new, committed, self.window, tree
         )
         if self.executor is not None and self.executor.serves(view):
-            if before_layer is not None:
-                before_layer(self.model.layers.start)
-            call = x, view, self.offsets, last_only, watch, watch_queries
+            call = x, view, self.offsets, last_only, watch, watch_queries, cancellation
             out, keys = self.executor.forward(*call)
             self.cache.advance(rows, num_appended)
             self._count_keys(keys, 1, num_new, rows, is_draft)
@@ -181,7 +180,11 @@ class ModelRunner:
         if self.offsets is not None:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
         place = x, positions, attend, self.group.all_reduce, last_only
-        out = self.model(*place) if before_layer is None else self.model(*place, before_layer)
+        if cancellation is None:
+            out = self.model(*place)
+        else:
+            first = self.model.layers.start
+            out = self.model(*place, lambda layer: check(cancellation, layer - first))
         self.cache.advance(rows, num_appended)
         self._count(view, rows, is_draft)
         return out

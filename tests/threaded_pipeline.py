@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.channel import Message
-from magicdec.model.transformer import BeforeLayer, Transformer
+from magicdec.executor.cancellation import Cancellation, check
+from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.board import BoardCanceller, CancelBoard
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
 from magicdec.pipelined_run.head import Events, Head, forward, in_thread
@@ -76,11 +77,11 @@ class FakePart:
         """There is no cache."""
 
     def compute(
-        self, launch: Launch, message: Message, before_layer: BeforeLayer
+        self, launch: Launch, message: Message, cancellation: Cancellation
     ) -> Tensor | Predictions:
         for layer in range(self.num_layers):
             self.wait(message.run, layer)
-            before_layer(layer)
+            check(cancellation, layer)
         self.computed(message.run)
         if not self.is_last:
             return torch.zeros(0)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from magicdec.device_batch import NEWEST
+from magicdec.executor.cancellation import Cancellation
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.visible import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
-from magicdec.model.transformer import BeforeLayer
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
@@ -88,7 +88,7 @@ class RollingRunner(ModelRunner):
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
         tree: DraftTree | None = None,
-        before_layer: BeforeLayer | None = None,
+        cancellation: Cancellation | None = None,
     ) -> Tensor:
         """As `ModelRunner.forward`, always under the runner's own policy. The host evicts and
         allocates blocks first, so that a forward cannot be captured."""
@@ -114,7 +114,7 @@ class RollingRunner(ModelRunner):
             watch_queries,
             is_draft,
             tree,
-            before_layer,
+            cancellation,
         )
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:

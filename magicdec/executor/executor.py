@@ -29,6 +29,7 @@ from magicdec.distributed.shared_memory import (
     SLOT_BYTES,
     SharedMemoryExchange,
 )
+from magicdec.executor.cancellation import Cancellation, Cancelled
 from magicdec.executor.descriptions import describe_cache, describe_layer, describe_model, pointer
 from magicdec.executor.received import received
 from magicdec.executor.structures import (
@@ -112,11 +113,13 @@ class Executor:
         last_only: bool,
         watch: Observe | None,
         watch_queries: Observe | None,
+        cancellation: Cancellation | None = None,
     ) -> tuple[Tensor, int]:
         """What `Transformer.forward` returns for x, token ids [B, T] or hidden states [B, T,
         hidden], which are appended to the cache; and the number of keys that one head saw, summed
         over rows. `watch` is called with each layer's attention weights [B, G, blocks],
-        `watch_queries` with its queries [B, T, H, D]."""
+        `watch_queries` with its queries [B, T, H, D]. Raises Cancelled if the cancellation is set
+        before a layer."""
         (rows, count), model = x.shape[:2], self.model
         last_only = last_only and model.is_last
         out = torch.empty(rows, 1 if last_only else count, model.width_out, dtype=self.dtype)
@@ -135,7 +138,11 @@ class Executor:
             call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
         if queries is not None:
             call.queries = queries.data_ptr()
+        if cancellation is not None:
+            call.cancelled, call.cancelled_value = cancellation.address, cancellation.value
         self._run(view, call)
+        if cancellation is not None and call.layers_done < layers:
+            raise Cancelled(call.layers_done)
         for layer in range(layers):
             if watch_queries is not None and queries is not None:
                 watch_queries(layer, queries[layer])

@@ -8,6 +8,7 @@
 //
 // Shapes: B rows, T new tokens, H query heads and G KV heads of this rank, D head size, V vocabulary rows of this rank.
 #pragma once
+#include <ctime>
 #include <vector>
 
 #include "../attention/native_team.h"
@@ -61,6 +62,9 @@ struct Call {
     float* mass;        // attention weights [layers, B, G, num_blocks], or null
     int64_t num_blocks;
     void* queries;      // S [layers, B, T, H, D] after RoPE, or null
+    const int64_t* cancelled;  // or null; the forward ends between layers once the first of these two numbers is
+    int64_t cancelled_value;   // this one and the monotonic clock has reached the second, in ns
+    int64_t layers_done;       // out: layers that were computed, if it may be cancelled
     int64_t keys_seen;  // out: visible keys of a head, summed over rows and forwards
     int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
 };
@@ -94,6 +98,7 @@ public:
     int64_t run(const Model& model, const Cache& cache, Exchange& exchange, Call& call) {
         m = &model, kv = &cache, peers = &exchange, c = &call;
         status = DONE;
+        is_ended = false;
         attention.keys_read = 0;
         call.keys_seen = 0;
         tokens.assign(call.tokens, call.tokens + (call.tokens ? call.B * call.T : 0));
@@ -104,7 +109,8 @@ public:
 #pragma omp single
             begin(step);
             embed();
-            for (int64_t layer = 0; layer < m->num_layers; ++layer) run_layer(layer);
+            for (int64_t layer = 0; layer < m->num_layers && !is_cancelled(layer); ++layer) run_layer(layer);
+            if (is_ended) break;
             if (call.hidden_out)
                 hand_on();
             else
@@ -116,6 +122,24 @@ public:
     }
 
 private:
+    // Whether the forward ends before this layer: the same on all threads.
+    bool is_cancelled(int64_t layer) {
+        if (!c->cancelled) return false;
+#pragma omp single
+        {
+            const volatile int64_t* numbers = c->cancelled;
+            is_ended = numbers[0] == c->cancelled_value && now_ns() >= numbers[1];
+            if (!is_ended) c->layers_done = layer + 1;
+        }
+        return is_ended;
+    }
+
+    static int64_t now_ns() {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return now.tv_sec * 1000000000LL + now.tv_nsec;
+    }
+
     void resize() {
         const int64_t R = c->B * c->T, heads = m->H + 2 * m->G, mlp = m->layers[0].gate_up.N, inner = m->layers[0].down.K;
         x.resize(R * m->hidden);
@@ -358,6 +382,7 @@ private:
     Table table;
     Attention<Kernel, S> attention;
     int64_t status;
+    bool is_ended;
     std::vector<int64_t> tokens, lengths, ranges;
     std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits;
     std::vector<float> lse;

@@ -39,8 +39,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 applied to q and k; D is the config's `cached_head_dim`."""
 
 BeforeLayer = Callable[[int], None]
-"""A function that is called with each layer before it is computed. It may end the forward by
-raising an exception."""
+"""A function that is called with each layer before it is computed. An exception in it ends the
+forward."""
 
 
 class Embedding(nn.Embedding):

@@ -7,10 +7,12 @@ through a channel. Must not know why a run is cancelled.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Protocol
@@ -26,12 +28,33 @@ BOARD_BYTES = SLOTS * 2 * 8
 PATH_BYTES = 256
 
 
+@dataclass(frozen=True)
+class RunCancellation:
+    """Whether one run is cancelled; `Cancellation` explains the address."""
+
+    board: CancelBoard
+    run: int
+
+    @property
+    def address(self) -> int:
+        return self.board.address + self.run % SLOTS * 16
+
+    @property
+    def value(self) -> int:
+        return self.run + 1
+
+    def is_set(self) -> bool:
+        return self.board.is_cancelled(self.run)
+
+
 class CancelBoard:
     """Run r has slot r modulo SLOTS: its number plus 1, and from when on it counts as cancelled, in
     ns of `time.perf_counter_ns`, which is the same clock in all processes of a host."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
-        self._numbers = memoryview(memory or bytearray(BOARD_BYTES)).cast("q")
+        self._memory = memory or bytearray(BOARD_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def cancel(self, run: int, delay_s: float = 0.0) -> None:
         slot = run % SLOTS * 2

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.channel import Kind, Message, Receiver, Sender
+from magicdec.executor.cancellation import Cancellation, Cancelled, check
 from magicdec.kv.tree import DraftTree
-from magicdec.model.transformer import BeforeLayer
-from magicdec.pipelined_run.board import CancelBoard
+from magicdec.pipelined_run.board import CancelBoard, RunCancellation
 from magicdec.pipelined_run.parcel import numbers_of, pack, tensor_of
 from magicdec.pipelined_run.spans import Spans, What
 from magicdec.pipelined_speculation.cells import to_ranges
@@ -47,14 +47,11 @@ class Part(Protocol):
         ...
 
     def compute(
-        self, launch: Launch, message: Message, before_layer: BeforeLayer
+        self, launch: Launch, message: Message, cancellation: Cancellation
     ) -> Tensor | Predictions:
-        """Hidden states [1, rows, hidden]; of the last stage the predictions."""
+        """Hidden states [1, rows, hidden]; of the last stage the predictions. Raises Cancelled if
+        the cancellation is set before a layer."""
         ...
-
-
-class Skipped(Exception):
-    """The run was cancelled before a layer."""
 
 
 class StageLoop:
@@ -72,23 +69,17 @@ class StageLoop:
         self.outbound.close()
 
     def _answer(self, message: Message) -> Message:
-        begin_s, num_done = time.perf_counter(), 0
-
-        def before_layer(layer: int) -> None:
-            nonlocal num_done
-            if self.board.is_cancelled(message.run):
-                raise Skipped
-            num_done += 1
-
+        begin_s = time.perf_counter()
         numbers = numbers_of(message)
         launch = Launch.from_words(numbers)
         self.part.prepare(launch)
         try:
             if message.kind is Kind.VOID:
-                raise Skipped
-            out = self.part.compute(launch, message, before_layer)
-        except Skipped:
-            self.spans.add(What.STAGE, message.run, begin_s, num_done)
+                raise Cancelled(0)
+            cancellation = RunCancellation(self.board, message.run)
+            out = self.part.compute(launch, message, cancellation)
+        except Cancelled as cancelled:
+            self.spans.add(What.STAGE, message.run, begin_s, cancelled.num_layers)
             return pack(Kind.VOID, message.run, numbers)
         self.spans.add(What.STAGE, message.run, begin_s, self.part.num_layers)
         if isinstance(out, Predictions):
@@ -133,7 +124,7 @@ class ModelPart:
             cache.copy_within(cache.slots(row, sources), cache.slots(row, targets))
 
     def compute(
-        self, launch: Launch, message: Message, before_layer: BeforeLayer
+        self, launch: Launch, message: Message, cancellation: Cancellation
     ) -> Tensor | Predictions:
         model, num_rows = self.runner.model, launch.num_rows
         self._cut(launch.lane, launch.positions[0])
@@ -145,10 +136,10 @@ class ModelPart:
         rows, run = [launch.lane], self.runner.forward
         if is_appended(launch):
             last_only = launch.num_outputs < num_rows
-            out = run(x, rows, last_only=last_only, before_layer=before_layer)
+            out = run(x, rows, last_only=last_only, cancellation=cancellation)
         else:
             context = ContextCells(launch.context)
-            out = run(x, rows, context, tree=tree_of(launch), before_layer=before_layer)
+            out = run(x, rows, context, tree=tree_of(launch), cancellation=cancellation)
         return predict(out[0, -launch.num_outputs or num_rows :]) if model.has_head else out
 
     @property
@@ -200,11 +191,11 @@ class EmulatedPart:
         """There is no cache."""
 
     def compute(
-        self, launch: Launch, message: Message, before_layer: BeforeLayer
+        self, launch: Launch, message: Message, cancellation: Cancellation
     ) -> Tensor | Predictions:
         begin_s = time.perf_counter()
         for layer in range(self.num_layers):
-            before_layer(layer)
+            check(cancellation, layer)
             due_s = begin_s + self.seconds * (layer + 1) / self.num_layers
             time.sleep(max(0.0, due_s - time.perf_counter()))
         shown = launch.positions[launch.num_rows - launch.num_outputs :]

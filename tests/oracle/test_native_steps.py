@@ -19,6 +19,7 @@ from torch import Tensor
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.distributed.groups import Group
 from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.executor.cancellation import Cancelled
 from magicdec.executor.executor import Executor
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.kv.cache import BatchRows
@@ -27,6 +28,7 @@ from magicdec.kv.view import FULL
 from magicdec.kv.visible import SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.linear.packed import PackedLinear
+from magicdec.pipelined_run.board import CancelBoard, RunCancellation
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 
@@ -262,3 +264,24 @@ def test_packed_float32_layers_multiply() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for row in range(50):  # a row's bits do not depend on the others
         assert torch.equal(layer(x[row : row + 1])[0], found[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
+def test_a_cancelled_forward_appends_nothing(dtype: torch.dtype) -> None:
+    """Both ways look at the same board; one that is not cancelled, or not yet, changes no bit."""
+    board = CancelBoard()
+    board.cancel(3)
+    board.cancel(4, delay_s=1000.0)
+    token_ids = torch.tensor([[7]])
+    for runner in make_pair(TINY, dtype, [5]):
+        for run in (3, 4, 5):
+            cancellation = RunCancellation(board, run)
+            if run == 3:
+                with pytest.raises(Cancelled) as error:
+                    runner.forward(token_ids, [0], cancellation=cancellation)
+                assert error.value.num_layers == 0 and runner.cache.lengths[0] == 5
+                expected = runner.forward(token_ids, [0])
+            else:
+                logits = runner.forward(token_ids, [0], cancellation=cancellation)
+                assert torch.equal(logits, expected)
+            runner.truncate([0], [5])
