@@ -91,7 +91,7 @@ def test_the_command_makes_a_record_of_each_mode_and_a_trace(
         assert use["layers_computed"] + use["layers_skipped"] == 2 * use["runs"]
         assert all(0 <= busy <= 1 for busy in use["busy"]) and min(use["stage_ms"]) > 0
     assert uses[1]["accepted"] == uses[1]["drafted"], "the draft is the target"
-    assert all(record["metrics"]["tokens_per_s"] > 0 for record in records)
+    assert all(record["metrics"]["request_tokens_per_s"] > 0 for record in records)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"rank 0: head, stage 0", "rank 1: stage 1", "rank 2: draft"}

@@ -129,9 +129,12 @@ def test_metrics_follow_from_the_spans() -> None:
     assert use.idle_s == pytest.approx([0.75, 1.5]) and use.draft_busy == pytest.approx(0.375)
     assert use.stage_ms == pytest.approx([500, 250]) and use.draft_ms == pytest.approx(750)
     assert use.link_ms == pytest.approx(250) and use.acceptance_rate == 0
-    metrics = speculation_metrics([finished([1.0, 2.0, 2.0, 3.0])], use, None)
-    assert metrics.tokens_per_s == 1.5 and metrics.mean_ttft_ms == 1000
+    requests = [finished([1.0, 2.0, 2.0, 3.0]), finished([4.0, 5.0, 6.0, 10.0])]
+    metrics = speculation_metrics(requests[:1], use, None)
+    assert metrics.request_tokens_per_s == 1.5 and metrics.mean_ttft_ms == 1000
     assert metrics.mean_itl_ms == 1000 and metrics.makespan_s == 3.0
+    metrics = speculation_metrics(requests, use, None)  # one after the other
+    assert metrics.request_tokens_per_s == 1.0 and metrics.output_throughput == 0.8
 
 
 def test_the_simulator_gets_what_was_measured() -> None:
@@ -144,7 +147,9 @@ def test_the_simulator_gets_what_was_measured() -> None:
     assert machine.draft_s == pytest.approx(0.75) and machine.row_cost == 0
     request = finished([float(i) for i in range(1, 9)])
     options = Options(mode="iterative")
-    assert predict_tokens_per_s([request], [], machine, options, 0) == pytest.approx(1 / 1.25)
+    for requests in ([request], [request, request]):
+        found = predict_tokens_per_s(requests, [], machine, options, 0)
+        assert found == pytest.approx(1 / 1.25)
     drafted = [Drafted(0, place, (), ((place + 1, 0.9),)) for place in range(1, 8)]
     right = predict_tokens_per_s([request], drafted, machine, Options(draft=1), 0)
     assert right is not None and right > 1 / 1.25, "right drafts are faster"

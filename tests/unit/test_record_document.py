@@ -159,12 +159,13 @@ def test_a_malformed_record_is_named_with_its_line(
         inner = inner[key]
     inner[last] = value
     file = tmp_path / "runs.jsonl"
-    file.write_text(f"{small().to_json()}\n{json.dumps(raw)}\n")
+    whole = small().to_json()
+    file.write_text(f"{whole}\n{json.dumps(raw)}\n")
     with pytest.raises(ValueError) as refused:
         load_records(file, is_strict=True)
     text = str(refused.value)
     assert text.startswith(f"{file}:2: not a record; {message}") and "\n" not in text
-    assert [record.to_json() for record in load_records(file)] == [small().to_json()]
+    assert [record.to_json() for record in load_records(file)] == [whole]
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"{file}:2: not a record; {message}")
     assert said.endswith("; this line is skipped")

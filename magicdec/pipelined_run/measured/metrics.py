@@ -20,14 +20,18 @@ class SpeculationMetrics:
     """Shares of time are of the time between the first token and the last. Percentiles are
     interpolated linearly, as in numpy."""
 
-    tokens_per_s: float = recorded(
+    request_tokens_per_s: float = recorded(
         "tokens of a request after its first, divided by the time from the first to the last; "
-        "summed over the requests", "tokens/s", label="tokens/s", digits=2,
+        "mean over the requests", "tokens/s", label="tokens/s of a request", digits=2,
     )  # fmt: skip
-    predicted_tokens_per_s: float | None = recorded(
+    predicted_request_tokens_per_s: float | None = recorded(
         "the same as simulated, with the measured times of the stages, links and drafts, and with "
         "the candidates that the drafter gave", "tokens/s", label="predicted", digits=2,
         null="of the baseline, and where requests have several output lengths",
+    )  # fmt: skip
+    output_throughput: float = recorded(
+        "output tokens of all requests divided by the makespan", "tokens/s",
+        label="output tokens/s", digits=2,
     )  # fmt: skip
     makespan_s: float = recorded(
         "time from the arrival of the requests to the last token", "s", label="makespan, s",
@@ -56,15 +60,19 @@ class SpeculationMetrics:
 
 
 def speculation_metrics(
-    requests: Sequence[Request], use: PipelineUse | None, predicted_tokens_per_s: float | None
+    requests: Sequence[Request], use: PipelineUse | None, predicted: float | None
 ) -> SpeculationMetrics:
-    """The metrics of finished requests, which arrived together."""
+    """The metrics of finished requests, which arrived together. `predicted` are the tokens/s of a
+    request as simulated."""
     times = [request_ms(request) for request in requests]
     ends = [request.token_times_s[-1] for request in requests]
+    makespan_s = max(ends) - min(request.arrived_s for request in requests)
+    rates = [1e3 / of["tpot"] for of in times if of.get("tpot")]
     return SpeculationMetrics(
-        tokens_per_s=sum(1e3 / of["tpot"] for of in times if of.get("tpot")),
-        predicted_tokens_per_s=predicted_tokens_per_s,
-        makespan_s=max(ends) - min(request.arrived_s for request in requests),
+        request_tokens_per_s=sum(rates) / len(times),
+        predicted_request_tokens_per_s=predicted,
+        output_throughput=sum(len(request.output_ids) for request in requests) / makespan_s,
+        makespan_s=makespan_s,
         use=use,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),

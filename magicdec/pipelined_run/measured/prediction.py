@@ -37,7 +37,8 @@ def predict_tokens_per_s(
     options: Options,
     seed: int,
 ) -> float | None:
-    """None if the requests have several output lengths, which the simulator does not know."""
+    """The tokens/s of a request, mean over the requests. None if these have several output
+    lengths, which the simulator does not know."""
     lengths = {len(request.output_ids) for request in requests}
     if len(lengths) > 1 or min(lengths) < 2:
         return None
@@ -45,7 +46,7 @@ def predict_tokens_per_s(
     scheduler = PipelinedScheduler(options)
     simulation = Simulation(machine, scheduler, Replayed(shown))
     trace = simulation.run([PROMPT] * len(requests), lengths.pop())
-    return measure(machine, trace, scheduler.counts).tokens_per_s
+    return measure(machine, trace, scheduler.counts).tokens_per_s / len(requests)
 
 
 def machine_of(observed: Observed, use: PipelineUse, link_s: float | None) -> Machine | None:
