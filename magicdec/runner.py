@@ -164,10 +164,26 @@ class ModelRunner:
             self.cache.advance(rows, num_appended)
             self._count_keys(keys, 1, num_new, rows, is_draft)
             return out
+        out = self._by_layers(x, view, last_only, watch, watch_queries, cancellation)
+        self.cache.advance(rows, num_appended)
+        self._count(view, rows, is_draft)
+        return out
+
+    def _by_layers(
+        self,
+        x: Tensor,
+        view: KVView,
+        last_only: bool,
+        watch: Watch | None,
+        watch_queries: QueryWatch | None,
+        cancellation: Cancellation | None,
+    ) -> Tensor:
+        """The same one layer after the other, with the attention backend."""
         self.backend.plan(view)
+        first = self.model.layers.start
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            index = layer - self.model.layers.start
+            index = layer - first
             if watch_queries is not None:
                 watch_queries(index, q)
             if watch is None:
@@ -181,12 +197,9 @@ class ModelRunner:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
         place = x, positions, attend, self.group.all_reduce, last_only
         if cancellation is None:
-            out = self.model(*place)
-        else:
-            first = self.model.layers.start
-            out = self.model(*place, lambda layer: check(cancellation, layer - first))
-        self.cache.advance(rows, num_appended)
-        self._count(view, rows, is_draft)
+            out: Tensor = self.model(*place)
+            return out
+        out = self.model(*place, lambda layer: check(cancellation, layer - first))
         return out
 
     @property
@@ -241,30 +254,6 @@ class ModelRunner:
             counts.on_device[3].add_(rows.active.sum())
         elif is_draft:
             counts.draft_rows += len(rows)
-
-    @torch.inference_mode()
-    def rerun_tail(
-        self,
-        rows: Rows,
-        token_ids: Tensor,
-        watch: Watch | None = None,
-        watch_queries: QueryWatch | None = None,
-    ) -> None:
-        """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
-        attention weights or queries.
-
-        A forward with another T may round K and V differently, so the old K and V are saved and
-        written back: the cache stays equal to the bit.
-        """
-        cache, rows = self.cache, BatchRows.of(rows, self.device)
-        before = cache.lengths_of(rows).plus(-token_ids.shape[1])
-        steps = torch.arange(token_ids.shape[1], device=self.device)
-        slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
-        kept = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
-        cache.truncate(rows, before)
-        self.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
-        for layer, (k, v) in enumerate(kept):
-            cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Remove the tokens of `rows` after the first `lengths` tokens."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from magicdec.kv.cache import upload
+from magicdec.kv.cache import BatchRows, Rows, upload
 from magicdec.request import Request
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, QueryWatch, Watch
 
 # Scores that are computed at a time, unless one KV head of a row has more: on a CPU as many as its
 # cache holds, else enough to keep the device busy.
@@ -32,8 +32,33 @@ def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int)
     found = [] if kept is None else kept.newest(rows, lengths, count)
     if not found:
         tokens = newest_cached(requests, count, runner.device)
-        runner.rerun_tail(rows, tokens, watch_queries=lambda layer, queries: found.append(queries))
+        rerun_tail(runner, rows, tokens, watch_queries=lambda layer, q: found.append(q))
     return found
+
+
+@torch.inference_mode()
+def rerun_tail(
+    runner: ModelRunner,
+    rows: Rows,
+    token_ids: Tensor,
+    watch: Watch | None = None,
+    watch_queries: QueryWatch | None = None,
+) -> None:
+    """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
+    attention weights or queries.
+
+    A forward with another T may round K and V differently, so the old K and V are saved and
+    written back: the cache stays equal to the bit.
+    """
+    cache, rows = runner.cache, BatchRows.of(rows, runner.device)
+    before = cache.lengths_of(rows).plus(-token_ids.shape[1])
+    steps = torch.arange(token_ids.shape[1], device=runner.device)
+    slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
+    kept = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
+    cache.truncate(rows, before)
+    runner.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
+    for layer, (k, v) in enumerate(kept):
+        cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
 
 
 def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:

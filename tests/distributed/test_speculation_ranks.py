@@ -69,15 +69,16 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_command_makes_a_record_of_each_mode_and_a_trace(
+def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
     done = launch(
         "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
         "--drafter", f"model:{tiny_checkpoint}", "--layer_split", "0.5,0.5/1.0", "--mode", *MODES,
-        "--pa", 0, "--lanes", 2, "--trace", "t.json", *FLAGS, num_ranks=3,
+        "--pa", 0, "--lanes", 2, "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "</svg>" in (tmp_path / "p.svg").read_text()
     records = read(tmp_path / "r.jsonl")
     assert [record["name"] for record in records] == ["one process", *MODES]
     assert all(record["status"] == "ok" for record in records)

@@ -56,6 +56,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         ([*EMULATED[2:]], "--emulate_acceptance needs the tokens of the baseline"),
         (["--emulate_draft_ms", "4"], "--emulate_draft_ms is for --emulate_acceptance"),
         (["--emulate_acceptance", "2"], "--emulate_acceptance 2 is not between 0 and 1"),
+        (["--plot", "plot.txt"], "--plot plot.txt: the name must end in .png or .svg or .pdf"),
         (["--emulate_link_ms", "0"], "--emulate_link_ms 0.0 is out of range"),
     ],
 )

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 EVERYDAY = (
     *("--model", "--drafter", "--dataset", "--layer_split", "--mode", "--draft", "--pa"),
-    *("--num_requests", "--prefix_len", "--output_len", "--nproc", "--trace", "--out"),
+    *("--num_requests", "--prefix_len", "--output_len", "--nproc", "--plot", "--trace", "--out"),
 )
 SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "model": None,
@@ -56,6 +56,7 @@ SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "decoding": ("ignore_eos",),
     "workload": ("dataset", "seed"),
 }
+PLOTS = (".png", ".svg", ".pdf")
 EMULATION = (  # (flag, metavar, help text)
     ("emulate_stage_ms", "MS", "stages sleep for so long for a run of any size, in place of "
      "computing. Default: stages compute"),
@@ -75,6 +76,7 @@ class Asked:
     config: RunConfig
     options: SpeculationOptions
     out: Path
+    plot: Path | None
     trace: Path | None
 
 
@@ -113,6 +115,10 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
 
     print_table(records)
     print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
+    if asked.plot is not None:
+        from magicdec.pipelined_run.measured.bars import draw_bars
+
+        draw_bars("--plot", asked.plot, records)
     if asked.trace is not None:
         write_trace(asked.trace, traces, prepared.layout)
     is_lost = kept.count < len(records)
@@ -154,10 +160,12 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         **{name: getattr(args, name) for name, _, _ in EMULATION},
     )
     if launch.rank == 0:
-        check_writable("--out", args.out)
-        if args.trace is not None:
-            check_writable("--trace", args.trace)
-    return Asked(config, options, args.out, args.trace)
+        for flag, path in (("--out", args.out), ("--plot", args.plot), ("--trace", args.trace)):
+            if path is not None:
+                check_writable(flag, path)
+    if args.plot is not None and args.plot.suffix not in PLOTS:
+        raise ValueError(f"--plot {args.plot}: the name must end in {' or '.join(PLOTS)}")
+    return Asked(config, options, args.out, args.plot, args.trace)
 
 
 def build_parser() -> Parser:
@@ -181,6 +189,9 @@ def build_parser() -> Parser:
     add("--out", type=Path, default=Path("results/speculation.jsonl"), metavar="FILE",
         help="append a record for each pass, one JSON line [results/speculation.jsonl]",
     )  # fmt: skip
+    add("--plot", type=Path, metavar="FILE",
+        help="draw the passes of this command as bars: the speed of a request, its time to the "
+        "first token, and the time between commits; .png, .svg or .pdf")  # fmt: skip
     add("--trace", type=Path, metavar="FILE",
         help="write what every rank did when in the Chrome trace format, for "
         "chrome://tracing or ui.perfetto.dev")  # fmt: skip

@@ -18,7 +18,7 @@ from magicdec.config.checks import MOST_WATCHED
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
-from magicdec.drafting.observation import newest_cached
+from magicdec.drafting.observation import newest_cached, rerun_tail
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
@@ -81,7 +81,7 @@ class WeighedBlocks(BlockKV):
         rows = BatchRows.of([r.row for r in long if r.row is not None], runner.device)
         held = runner.cache.lengths_of(rows)
         count = self.policy.rerun_tokens(min(held.bounds))
-        runner.rerun_tail(rows, newest_cached(long, count, runner.device), self.watch)
+        rerun_tail(runner, rows, newest_cached(long, count, runner.device), self.watch)
         self.commit(rows, held)
 
     @property

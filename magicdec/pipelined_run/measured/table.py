@@ -48,7 +48,7 @@ def title(record: SpeculationRecord) -> str:
     model, w = record.config["model"], record.config["workload"]
     return (
         f"{model['model']} ({model['dtype']}), {record.workload.dataset}: {w['num_requests']} "
-        f"requests, {w['lanes']} at a time"
+        f"request{'s' * (w['num_requests'] != 1)}, {w['lanes']} at a time"
     )
 
 
