@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from magicdec.cli.serving.recurrent import parse
 from magicdec.cost_model.plan import DTYPE_BYTES
@@ -172,12 +173,13 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     options = parse(words, launch)
     found = prepare(options.config, options.options, launch)
     assert found.options.describe()["layer_split"] == "6" and found.split == ""
-    config, source = found.run.config, found.run.source
+    config, source, threads = found.run.config, found.run.source, torch.get_num_threads()
     times = measure_times(Timed(config, source, Shard(), rows=2, context=50, is_first=True))
     assert times.layer_s > 0 and times.first_fixed_s is not None
     assert times.first_fixed_s >= times.fixed_s >= 0
     other = measure_times(Timed(config, source, Shard(1, 2), rows=1, context=50, is_first=False))
     assert other.layer_s > 0 and other.first_fixed_s is None
+    assert torch.get_num_threads() == threads
     here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
     machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
     dtype, path = config.model.dtype, tmp_path / "machine.json"

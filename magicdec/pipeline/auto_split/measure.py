@@ -67,9 +67,18 @@ class FilledStage(Stage):
 
 
 def measure_times(timed: Timed) -> RankTimes:
+    """With the threads of the run. The number of threads is afterwards what it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(timed.config.parallel.threads)
+    try:
+        return time_stages(timed)
+    finally:
+        torch.set_num_threads(before)
+
+
+def time_stages(timed: Timed) -> RankTimes:
     """All are timed in turn, in several rounds. Each number is the fastest of its rounds, because
     noise only adds to it."""
-    torch.set_num_threads(timed.config.parallel.threads)
     one, several = (load_stage(timed, n, has_ends=False) for n in (1, timed.num_layers))
     first = load_stage(timed, 1, has_ends=True) if timed.is_first else None
     found: list[tuple[float, float, float]] = []
