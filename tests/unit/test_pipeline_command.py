@@ -141,7 +141,7 @@ def test_metrics_follow_from_the_spans() -> None:
 def test_the_simulator_gets_what_was_measured() -> None:
     seen = observed()
     use = pipeline_use(seen, Counts(), has_drafts=True)
-    machine = machine_of(seen, use, link_s=None)
+    machine = machine_of(seen, use, delay_s=None)
     assert machine is not None
     assert machine.stage_s == pytest.approx((0.5, 0.25)) and machine.layers == 2
     assert machine.link_s == machine.cancel_s == pytest.approx(0.25)

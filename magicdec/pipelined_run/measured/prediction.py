@@ -49,21 +49,23 @@ def predict_tokens_per_s(
     return measure(machine, trace, scheduler.counts).tokens_per_s / len(requests)
 
 
-def machine_of(observed: Observed, use: PipelineUse, link_s: float | None) -> Machine | None:
-    """The machine that was measured; `link_s` is the delay of an emulated link. None if a stage
-    computed no run of decoding."""
+def machine_of(observed: Observed, use: PipelineUse, delay_s: float | None) -> Machine | None:
+    """The machine that was measured; `delay_s` is that of an emulated link, to which comes what
+    sending and receiving take. None if a stage computed no run of decoding."""
     stages = observed.layout.stages
     times = [decode_times(observed, rank) for rank in stages]
     if any(stage_s is None for stage_s, _ in times):
         return None
     is_apart = observed.layout.draft_rank != 0
-    link_s = (link_time(observed) or 0.0) if link_s is None else link_s
+    link_s = link_time(observed)
+    if link_s is None:
+        link_s = delay_s or 0.0
     return Machine(
         tuple(stage_s for stage_s, _ in times if stage_s is not None),
         layers=max(1, round(statistics.fmean(len(observed.layout.layers[r]) for r in stages))),
         row_cost=statistics.fmean(row_cost for _, row_cost in times),
         link_s=link_s,
-        cancel_s=link_s,
+        cancel_s=link_s if delay_s is None else delay_s,
         draft_s=(use.draft_ms or 0.0) / 1e3 + (2 * link_s if is_apart else 0.0),
     )
 
