@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from magicdec.cli.parsing.parser import Parser
 from magicdec.config.policies import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
 from magicdec.names import BASELINE, FULL_KV_POLICY
@@ -15,6 +16,14 @@ OF_DRAFTING = tuple(
 )
 # Fields of the KV section that are not a policy's settings.
 OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")
+
+
+def refuse_ignored(config: RunConfig, parser: Parser, given: set[str]) -> None:
+    """Raises ValueError for a flag of a section of `config` that was given and would do nothing."""
+    for dest in sorted(given):
+        reason = why_ignored(config, dest)
+        if "." in dest and reason is not None:
+            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
 
 
 def why_ignored(config: RunConfig, field: str) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from magicdec.cli.flags import add_section, read_sections
 from magicdec.cli.front.run import MODEL_PREFIX, NONE, config_of_draft, last_value
-from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.flover_ini import FloverIni, read_flover_ini
 from magicdec.config.run_config import RunConfig
@@ -107,10 +107,7 @@ def config_of(
     if config.decoding.drafter != "model":
         config = dataclasses.replace(config, draft=None)
     config.check(find_world_size(config.parallel.nproc, launch))
-    for dest in sorted(given):
-        reason = why_ignored(config, dest)
-        if "." in dest and reason is not None:
-            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
+    refuse_ignored(config, parser, given)
     return config
 
 

@@ -24,7 +24,7 @@ from magicdec.cli.flags import (
     refuse,
     run_on_ranks,
 )
-from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.recurrent import FAILED, INTERRUPTED, add_requests, say_lost
@@ -141,10 +141,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     args, given = parser.read(argv)
     config = read_sections(RunConfig(), args)
     config.check(find_world_size(config.parallel.nproc, launch))
-    for dest in sorted(given):
-        reason = why_ignored(config, dest)
-        if "." in dest and reason is not None:
-            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
+    refuse_ignored(config, parser, given)
     if args.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
         config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
     lengths = args.num_requests, args.prefix_len, args.output_len

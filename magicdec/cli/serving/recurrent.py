@@ -25,7 +25,7 @@ from magicdec.cli.flags import (
     run_on_ranks,
 )
 from magicdec.cli.front.run import MODEL_PREFIX, config_of_draft, last_value
-from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.ring_outputs import RingOutputs, add_outputs, read_outputs
@@ -156,10 +156,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         raise ValueError("--gamma auto: a ring drafts a fixed number of tokens; name one")
     world_size = find_world_size(config.parallel.nproc, launch)
     config.check(world_size)
-    for dest in sorted(given):
-        reason = why_ignored(config, dest)
-        if "." in dest and reason is not None:
-            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
+    refuse_ignored(config, parser, given)
     lengths = args.num_requests, args.prefix_len, args.output_len
     shapes = make_shapes(Arrival(BURST), *lengths, config.workload.seed)
     options = RingOptions(
