@@ -290,7 +290,8 @@ def test_an_older_record_with_ties_says_ok(tmp_path: Path) -> None:
 def small(**fields: Any) -> RunRecord:
     """A record that passed, the same each time, with these fields."""
     record = RECORDS["baseline"]()
-    environment = replace(record.environment, time_utc="2026-11-22T05:00:00+00:00")
+    time_utc = "2026-11-22T05:00:00+00:00"
+    environment = replace(record.environment, time_utc=time_utc, host_load=1.5, revision=None)
     return replace(record, **({"environment": environment, "correctness": PASSED} | fields))
 
 
