@@ -29,7 +29,7 @@ from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.processes import report_error
 from magicdec.distributed.ranks import find_world_size, is_other_start, start_ranks
-from magicdec.records.writing import check_writable
+from magicdec.records.writing import check_files
 
 LEADER_FIRST_S = 20.0
 # What `--help` shows; `--help_all` shows the rest.
@@ -183,9 +183,8 @@ def run_on_ranks(nproc: int | None, words: Sequence[str], launch: Launch) -> Non
 
 def check_outputs(output: OutputSection) -> None:
     """Raises ValueError if the files of the run cannot be written."""
-    check_writable("--out", Path(output.results))
-    if output.save_tokens is not None:
-        check_writable("--save_tokens", Path(output.save_tokens))
+    tokens = None if output.save_tokens is None else Path(output.save_tokens)
+    check_files({"--out": Path(output.results), "--save_tokens": tokens})
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:

@@ -22,7 +22,7 @@ from magicdec.records.comparison.compare import case_failed, compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
-from magicdec.records.writing import check_writable, write_text
+from magicdec.records.writing import check_files, check_writable, write_text
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
 
@@ -113,9 +113,7 @@ def gate(args: argparse.Namespace) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
     read or written."""
     baselines = _read(args.baseline)
-    for flag in ("out", "junit", "summary"):
-        if getattr(args, flag) is not None:
-            check_writable(f"--{flag}", getattr(args, flag))
+    check_files({"--out": args.out, "--junit": args.junit, "--summary": args.summary})
     if args.quick:
         baselines = quick(baselines)
     results = run(args, [config_of(baseline) for baseline in baselines])

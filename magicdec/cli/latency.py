@@ -33,7 +33,7 @@ from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
-from magicdec.records.writing import check_writable
+from magicdec.records.writing import check_files
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
@@ -199,9 +199,7 @@ def find_drafts(
 
 def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
     """Raises ValueError if one of them cannot be written, or if they are the same."""
-    for flag, path in (("--out", json_path), ("--csv", csv_path)):
-        if path is not None:
-            check_writable(flag, path)
+    check_files({"--out": json_path, "--csv": csv_path})
     if json_path and csv_path and json_path.resolve() == csv_path.resolve():
         raise ValueError(f"--out and --csv are both {json_path}; name two files")
 

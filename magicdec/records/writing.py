@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -47,6 +48,13 @@ def write_text(flag: str, path: Path, text: str) -> None:
         if is_plain:
             partial.unlink(missing_ok=True)
         raise ValueError(f"{flag} {path}: {error.strerror}") from None
+
+
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """As `check_writable` for the files of several flags; a flag without a file is left out."""
+    for flag, path in files.items():
+        if path is not None:
+            check_writable(flag, path)
 
 
 def check_writable(flag: str, path: Path) -> None:

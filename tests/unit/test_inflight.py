@@ -31,8 +31,8 @@ from magicdec.serving.passes import Pass
 from magicdec.serving.prepare import prepare
 from magicdec.serving.record import ServingRecord
 from magicdec.serving.server import Served, Server, differing, load_batching
+from magicdec.serving.showing.passes import rows_of, verdict
 from magicdec.serving.showing.rates import draw_rates, print_rates
-from magicdec.serving.showing.table import table_rows, verdict
 from magicdec.serving.showing.timeline import draw_timeline, spans_of
 from magicdec.setup.prepare import Known, find
 from magicdec.workload.trace import RequestShape
@@ -315,7 +315,7 @@ def test_a_trace_is_served_and_recorded(
 
 
 def check_table(records: list[ServingRecord]) -> None:
-    rows = dict(table_rows(records))
+    rows = dict(rows_of(ServingMetrics, [record.metrics for record in records]))
     known = len(ServingMetrics.__dataclass_fields__) - 1  # the rate served belongs to a sweep
     assert len(rows) == known and "served/s" not in rows, "labels are distinct"
     assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)

@@ -21,7 +21,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.names import BATCHINGS, COMPACTION
-from magicdec.records.writing import check_writable
+from magicdec.records.writing import check_files
 from magicdec.serving.metrics import GOODPUT_OF, parse_goodput
 from magicdec.serving.options import WINDOWED, ServingOptions, check_modes
 from magicdec.serving.passes import DRAFTED, Pass, check_compactions, make_passes
@@ -90,10 +90,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     if rates is not None and len(args.compaction) > 1:
         raise ValueError("--compaction names several; --sweep_rate serves under one")
     if launch.rank == 0:
-        check_writable("--out", args.out)
-        for flag, path in (("--plot", args.plot), ("--view", args.view)):
-            if path is not None:
-                check_writable(flag, path)
+        check_files({"--out": args.out, "--plot": args.plot, "--view": args.view})
     passes = make_passes(args.modes, config.decoding.drafter is not None, args.compaction)
     passes = passes if rates is None else passes[-1:]
     return Asked(config, options, tuple(passes), rates, args.out, args.plot, args.view, ini)

@@ -16,28 +16,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
-from magicdec.cli.flags import announce_backend, refuse, run_on_ranks
+from magicdec.cli.flags import run_on_ranks
 from magicdec.cli.serving.flags import Asked, parse
 from magicdec.cli.serving.kept import Kept
+from magicdec.cli.serving.steps import announce, conclude, run_command
 from magicdec.console import spinner
-from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import INTERRUPTED
 
 if TYPE_CHECKING:
     from magicdec.serving.record import ServingRecord
     from magicdec.setup.prepare import Prepared
 
-INTERRUPTED = 130
-
 
 def main() -> NoReturn:
     """Serve the requests under each batching, and print one table."""
-    launch, words = read_launch(), sys.argv[1:]
-    try:
-        sys.exit(serve(launch, words))
-    except ValueError as error:
-        refuse(error, launch)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    run_command(serve)
 
 
 def serve(launch: Launch, words: Sequence[str]) -> int:
@@ -49,21 +43,18 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         from magicdec.serving.prepare import prepare
 
         prepared = prepare(asked.config, asked.options, launch, asked.ini.check_model)
-    announce_backend(prepared.config, launch)
+    announce(prepared)
     kept = Kept(asked.out)
-    if launch.rank == 0:
-        print(f"{'memory':<10} {prepared.memory}", flush=True)
     try:
         records = measure(prepared, asked, kept)
     except KeyboardInterrupt:
         if launch.rank == 0:
             print(f"interrupted; {kept.count} records are in {asked.out}", file=sys.stderr)
         return INTERRUPTED
-    if launch.rank == 0:
-        show(records, asked)
-        print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
-    is_lost = launch.rank == 0 and kept.count < len(records)
-    return int(is_lost or any(record.metrics is None for record in records))
+    if launch.rank != 0:
+        return 0
+    show(records, asked)
+    return conclude(kept, records)
 
 
 def measure(prepared: Prepared, asked: Asked, kept: Kept) -> list[ServingRecord]:

@@ -10,34 +10,27 @@ Owns the flags of the command and its steps. Heavy imports happen after the flag
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
-from magicdec.cli.flags import (
-    add_section,
-    announce_backend,
-    read_sections,
-    refuse,
-    run_on_ranks,
-)
+from magicdec.cli.flags import add_section, read_sections, run_on_ranks
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.serving.common_flags import add_files, add_requests
 from magicdec.cli.serving.kept import Kept
-from magicdec.cli.serving.recurrent import FAILED, INTERRUPTED, add_requests, say_lost
+from magicdec.cli.serving.steps import announce, conclude, run_command
 from magicdec.cli.simulate.flags import add_speculation, make_options
 from magicdec.config.run_config import RunConfig
 from magicdec.console import spinner
-from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.processes import PeerLost
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.pipelined_run.options import DRAFTERS, SpeculationOptions, read_modes
 from magicdec.pipelined_run.spans import trace_events
 from magicdec.pipelined_speculation.options import MODES
-from magicdec.records.writing import check_writable
+from magicdec.records.writing import check_files
 from magicdec.workload.arrivals import BURST, Arrival
 from magicdec.workload.request_shapes import make_shapes
 
@@ -57,6 +50,14 @@ SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "workload": ("dataset", "seed"),
 }
 PLOTS = (".png", ".svg", ".pdf")
+FILES = (  # (flag, metavar, help text)
+    ("--plot", "FILE",
+     "draw the passes of this command as bars: the speed of a request, its time to the first "
+     "token, and the time between commits; .png, .svg or .pdf"),
+    ("--trace", "FILE",
+     "write what every rank did when in the Chrome trace format, for chrome://tracing or "
+     "ui.perfetto.dev"),
+)  # fmt: skip
 EMULATION = (  # (flag, metavar, help text)
     ("emulate_stage_ms", "MS", "stages sleep for so long for a run of any size, in place of "
      "computing. Default: stages compute"),
@@ -82,15 +83,7 @@ class Asked:
 
 def main() -> NoReturn:
     """Serve the requests in every pass, and print one table."""
-    launch, words = read_launch(), sys.argv[1:]
-    try:
-        sys.exit(serve(launch, words))
-    except ValueError as error:
-        refuse(error, launch)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except PeerLost as error:
-        say_lost(error, launch)
+    run_command(serve)
 
 
 def serve(launch: Launch, words: Sequence[str]) -> int:
@@ -102,9 +95,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         from magicdec.pipelined_run.prepare import prepare
 
         prepared = prepare(asked.config, asked.options, launch)
-    announce_backend(prepared.run.config, launch)
-    if launch.rank == 0:
-        print(f"{'memory':<10} {prepared.run.memory}", flush=True)
+    announce(prepared.run)
     from magicdec.pipelined_run.measured.measure import measure
 
     kept = Kept(asked.out)
@@ -114,15 +105,13 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     from magicdec.pipelined_run.measured.table import print_table
 
     print_table(records)
-    print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
     if asked.plot is not None:
         from magicdec.pipelined_run.measured.bars import draw_bars
 
         draw_bars("--plot", asked.plot, records)
     if asked.trace is not None:
         write_trace(asked.trace, traces, prepared.layout)
-    is_lost = kept.count < len(records)
-    return FAILED if is_lost or any(record.metrics is None for record in records) else 0
+    return conclude(kept, records)
 
 
 def write_trace(path: Path, traces: Traces, layout: Layout) -> None:
@@ -157,9 +146,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         **{name: getattr(args, name) for name, _, _ in EMULATION},
     )
     if launch.rank == 0:
-        for flag, path in (("--out", args.out), ("--plot", args.plot), ("--trace", args.trace)):
-            if path is not None:
-                check_writable(flag, path)
+        check_files({"--out": args.out, "--plot": args.plot, "--trace": args.trace})
     if args.plot is not None and args.plot.suffix not in PLOTS:
         raise ValueError(f"--plot {args.plot}: the name must end in {' or '.join(PLOTS)}")
     return Asked(config, options, args.out, args.plot, args.trace)
@@ -182,16 +169,7 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("emulation").add_argument
     for name, metavar, text in EMULATION:
         add(f"--{name}", type=float, metavar=metavar, help=text)
-    add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, default=Path("results/speculation.jsonl"), metavar="FILE",
-        help="append a record for each pass, one JSON line [results/speculation.jsonl]",
-    )  # fmt: skip
-    add("--plot", type=Path, metavar="FILE",
-        help="draw the passes of this command as bars: the speed of a request, its time to the "
-        "first token, and the time between commits; .png, .svg or .pdf")  # fmt: skip
-    add("--trace", type=Path, metavar="FILE",
-        help="write what every rank did when in the Chrome trace format, for "
-        "chrome://tracing or ui.perfetto.dev")  # fmt: skip
+    add_files(parser, "results/speculation.jsonl", FILES)
     return parser
 
 

@@ -9,30 +9,23 @@ Owns the flags of the command and its steps. Heavy imports happen after the flag
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
-from magicdec.cli.flags import (
-    add_section,
-    announce_backend,
-    read_sections,
-    refuse,
-    run_on_ranks,
-)
+from magicdec.cli.flags import add_section, read_sections, run_on_ranks
 from magicdec.cli.front.run import MODEL_PREFIX, config_of_draft, last_value
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.serving.common_flags import add_requests
 from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.ring_outputs import RingOutputs, add_outputs, read_outputs
+from magicdec.cli.serving.steps import FAILED, announce, conclude, run_command
 from magicdec.config.run_config import RunConfig
 from magicdec.console import labelled, spinner
-from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.processes import PeerLost, report_error
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.pipeline.options import (
     BASELINES,
@@ -42,19 +35,12 @@ from magicdec.pipeline.options import (
     read_baselines,
 )
 from magicdec.workload.arrivals import BURST, Arrival
-from magicdec.workload.request_shapes import (
-    DEFAULT_NUM_REQUESTS,
-    DEFAULT_OUTPUT_LEN,
-    DEFAULT_PROMPT_LEN,
-    FORMS,
-    make_shapes,
-)
+from magicdec.workload.request_shapes import make_shapes
 
 if TYPE_CHECKING:
     from magicdec.pipeline.measured_pass import Outcome
     from magicdec.pipeline.record import PipelineRecord
 
-FAILED, INTERRUPTED = 1, 130
 EVERYDAY = (
     *("--model", "--dataset", "--layer_split", "--n_samples", "--B", "--num_requests"),
     *("--prefix_len", "--output_len", "--baselines", "--draft", "--temperature", "--nproc"),
@@ -84,15 +70,7 @@ class Asked:
 
 def main() -> NoReturn:
     """Serve the requests in every pass, and print one table."""
-    launch, words = read_launch(), sys.argv[1:]
-    try:
-        sys.exit(serve(launch, words))
-    except ValueError as error:
-        refuse(error, launch)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except PeerLost as error:
-        say_lost(error, launch)
+    run_command(serve)
 
 
 def serve(launch: Launch, words: Sequence[str]) -> int:
@@ -104,11 +82,9 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         from magicdec.pipeline.prepare import prepare
 
         prepared = prepare(asked.config, asked.options, launch)
-    announce_backend(prepared.run.config, launch)
-    if launch.rank == 0:
-        if prepared.split:
-            print(labelled("split", prepared.split))
-        print(f"{'memory':<10} {prepared.run.memory}", flush=True)
+    if launch.rank == 0 and prepared.split:
+        print(labelled("split", prepared.split))
+    announce(prepared.run)
     from magicdec.pipeline.measure import measure
 
     kept, outputs = Kept(asked.out), asked.outputs
@@ -124,18 +100,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     from magicdec.pipeline.showing.table import print_table
 
     print_table(records)
-    print(f"{kept.count} records appended to {asked.out}", file=sys.stderr)
-    is_lost = kept.count < len(records) or outputs.failures
-    return FAILED if is_lost or any(record.metrics is None for record in records) else 0
-
-
-def say_lost(error: PeerLost, launch: Launch) -> NoReturn:
-    """Every rank that is left says which one it lost. It ends at once: what it shares with other
-    ranks cannot be closed without them."""
-    line = f"rank {launch.rank}: {error}"
-    report_error(line)
-    print(line, file=sys.stderr, flush=True)
-    os._exit(FAILED)
+    code = conclude(kept, records)
+    return FAILED if outputs.failures else code
 
 
 def parse(argv: Sequence[str], launch: Launch) -> Asked:
@@ -191,18 +157,6 @@ def build_parser(base: RunConfig) -> Parser:
     add_pipeline(parser)
     add_outputs(parser)
     return parser
-
-
-def add_requests(parser: Parser) -> None:
-    add = parser.add_argument_group("requests").add_argument
-    add("--num_requests", type=int, metavar="N",
-        help=f"prompts to serve; all are there from the start [{DEFAULT_NUM_REQUESTS}]",
-    )  # fmt: skip
-    add("--prefix_len", metavar="LENGTH",
-        help=f"prompt tokens of each request: {FORMS} [{DEFAULT_PROMPT_LEN}]")  # fmt: skip
-    add("--output_len", metavar="LENGTH", default=DEFAULT_OUTPUT_LEN,
-        help=f"output tokens of each request, unless an end token ends it: {FORMS} "
-        f"[{DEFAULT_OUTPUT_LEN}]")  # fmt: skip
 
 
 def add_pipeline(parser: Parser) -> None:

@@ -14,12 +14,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.serving.common_flags import add_files
 from magicdec.pipeline.options import RING, RINGS, SEQUENTIAL
-from magicdec.records.writing import check_writable
+from magicdec.records.writing import check_files
 
 if TYPE_CHECKING:
     from magicdec.pipeline.measured_pass import Outcome
     from magicdec.pipeline.prepare import PreparedRing
+
+FILES = (  # (flag, metavar, help text)
+    ("--gantt", "FILE",
+     "draw which sample every stage computes when (PNG). A ring with drafts gets a file of its "
+     "own, FILE_ring_speculative. Default: no chart, and no times are noted"),
+    ("--plots", "DIR",
+     "write tokens against time of the ring and of the sequential baseline to CSV files in this "
+     "directory, and draw a curve for each number of nodes that has files there. Default: no "
+     "files"),
+    ("--time_run", "FILE",
+     "append the times of the ring and of the sequential baseline to this CSV file, a line each. "
+     "Default: no file"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,23 +97,10 @@ class RingOutputs:
 
 
 def add_outputs(parser: Parser) -> None:
-    add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, default=Path("results/pipeline.jsonl"), metavar="FILE",
-        help="append a record for each pass, one JSON line [results/pipeline.jsonl]",
-    )  # fmt: skip
-    add("--gantt", type=Path, metavar="FILE",
-        help="draw which sample every stage computes when (PNG). A ring with drafts gets a file of "
-        "its own, FILE_ring_speculative. Default: no chart, and no times are noted")  # fmt: skip
-    add("--gantt_ms", type=float, metavar="X",
+    group = add_files(parser, "results/pipeline.jsonl", FILES)
+    group.add_argument("--gantt_ms", type=float, metavar="X",
         help="how much time the chart shows, in ms. Default: 60 times what the slowest stage takes "
         "for a message")  # fmt: skip
-    add("--plots", type=Path, metavar="DIR",
-        help="write tokens against time of the ring and of the sequential baseline to CSV files in "
-        "this directory, and draw a curve for each number of nodes that has files there. Default: "
-        "no files")  # fmt: skip
-    add("--time_run", type=Path, metavar="FILE",
-        help="append the times of the ring and of the sequential baseline to this CSV file, a line "
-        "each. Default: no file")  # fmt: skip
 
 
 def read_outputs(args: argparse.Namespace, is_writer: bool) -> RingOutputs:
@@ -109,9 +110,8 @@ def read_outputs(args: argparse.Namespace, is_writer: bool) -> RingOutputs:
             raise ValueError("--gantt_ms does nothing without --gantt; leave it out")
         if not 0 < args.gantt_ms < float("inf"):
             raise ValueError(f"--gantt_ms {args.gantt_ms} is out of range; it must be more than 0")
-    for flag, path in (("--out", args.out), ("--gantt", args.gantt), ("--time_run", args.time_run)):
-        if path is not None and is_writer:
-            check_writable(flag, path)
+    if is_writer:
+        check_files({"--out": args.out, "--gantt": args.gantt, "--time_run": args.time_run})
     if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
         raise ValueError(f"--plots {args.plots} is not a directory; name one to write to")
     return RingOutputs(args.gantt, args.gantt_ms, args.plots, args.time_run, [])

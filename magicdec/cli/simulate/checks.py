@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES
-from magicdec.records.writing import check_writable
+from magicdec.records.writing import check_files
 from magicdec.simulator.modes import MODES
 
 
@@ -33,9 +33,7 @@ def check(args: argparse.Namespace, given: set[str]) -> None:
         raise ValueError("--all_reduce_ms does nothing without --nodes; leave it out")
     if "gantt_ms" in given and args.gantt is None:
         raise ValueError("--gantt_ms does nothing without --gantt; leave it out")
-    for flag, path in (("--gantt", args.gantt), ("--out", args.out)):
-        if path is not None:
-            check_writable(flag, path)
+    check_files({"--gantt": args.gantt, "--out": args.out})
     args.modes = [mode for mode in MODES if mode in args.modes]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from magicdec.console import make_console
 from magicdec.pipeline.metrics import RingMetrics
 from magicdec.pipeline.options import RING, SPECULATIVE_RING
-from magicdec.pipeline.record import UNCHECKED, PipelineRecord
-from magicdec.records.fields import described_fields
+from magicdec.pipeline.record import PipelineRecord
 from magicdec.serving.metrics import ServingMetrics
+from magicdec.serving.showing.passes import print_passes, rows_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,23 +26,10 @@ STAGE_COLUMNS = (
 
 
 def print_table(records: Sequence[PipelineRecord]) -> None:
-    from rich.table import Table
-
+    """Print the records, with the comparison of the tokens above them."""
+    rows = rows_of(ServingMetrics, [record.metrics for record in records], ROWS)
+    print_passes(title(records[-1]), records, rows)
     console = make_console()
-    for record in records:
-        style = "bold red" if record.status == "diverged" else "bold"
-        console.print(verdict(record), style=style)
-    console.print(title(records[-1]))
-    table = Table()
-    table.add_column("")
-    for record in records:
-        table.add_column(record.name, justify="right")
-    for key, _, described in described_fields(ServingMetrics):
-        values = [None if r.metrics is None else getattr(r.metrics, key) for r in records]
-        if key in ROWS and any(value is not None for value in values):
-            cells = ["" if value is None else described.show(value) for value in values]
-            table.add_row(described.label, *cells)
-    console.print(table)
     for record in records:
         if record.ring is None:
             continue
@@ -60,21 +47,6 @@ def title(record: PipelineRecord) -> str:
         f"{model['model']} ({model['dtype']}), {record.workload.dataset}: {w['num_requests']} "
         f"requests, {w['n_samples']} in flight"
     )
-
-
-def verdict(record: PipelineRecord) -> str:
-    """Whether the tokens are those of the reference, in a line."""
-    total = len(record.requests)
-    if record.status == UNCHECKED and record.reference is not None:
-        return f"{record.name}: sampled, so the tokens of drafts are not compared"
-    if record.status == UNCHECKED:
-        return f"{record.name}: its tokens are not checked, because there is no other pass"
-    if record.name == record.reference:
-        return f"{record.name}: the reference of the others"
-    if record.num_differing == 0:
-        return f"{record.name}: all {total} requests have the tokens of {record.reference}"
-    text = f"{record.num_differing} of {total} requests differ from {record.reference}"
-    return f"{record.name}: {record.status.upper()}, {text}"
 
 
 def stage_table(ring: RingMetrics) -> Table:

@@ -1,0 +1,61 @@
+"""The steps that all commands that serve requests have in common.
+
+Owns how such a command ends: with which exit code, and with which line when it fails. Must not know
+what any of them serves, nor how.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from magicdec.cli.flags import announce_backend, refuse
+from magicdec.cli.serving.kept import Kept
+from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.processes import PeerLost, report_error
+from magicdec.distributed.ranks import INTERRUPTED
+
+if TYPE_CHECKING:
+    from magicdec.serving.showing.passes import PassRecord
+    from magicdec.setup.prepare import Prepared
+
+FAILED = 1
+
+
+def run_command(serve: Callable[[Launch, Sequence[str]], int]) -> NoReturn:
+    """Exit with what `serve`, the whole command on this rank, returns for the command line."""
+    launch, words = read_launch(), sys.argv[1:]
+    try:
+        sys.exit(serve(launch, words))
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except PeerLost as error:
+        say_lost(error, launch)
+
+
+def say_lost(error: PeerLost, launch: Launch) -> NoReturn:
+    """Every rank that is left says which one it lost. It ends at once: what it shares with other
+    ranks cannot be closed without them."""
+    line = f"rank {launch.rank}: {error}"
+    report_error(line)
+    print(line, file=sys.stderr, flush=True)
+    os._exit(FAILED)
+
+
+def announce(prepared: Prepared) -> None:
+    """Tell the user what was chosen, and what it needs of the memory."""
+    announce_backend(prepared.config, prepared.launch)
+    if prepared.launch.rank == 0:
+        print(f"{'memory':<10} {prepared.memory}", flush=True)
+
+
+def conclude(kept: Kept, records: Sequence[PassRecord]) -> int:
+    """Say where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
+    tokens."""
+    print(f"{kept.count} records appended to {kept.path}", file=sys.stderr)
+    is_wrong = any(record.status == "diverged" for record in records)
+    return FAILED if is_wrong or kept.count < len(records) else 0
