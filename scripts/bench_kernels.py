@@ -32,7 +32,8 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
-from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.drafting.policies.full import FullKV
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape

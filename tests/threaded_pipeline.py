@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from magicdec.distributed.channel import Message
+from magicdec.distributed.channels.message import Message
 from magicdec.executor.cancellation import Cancellation, check
 from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.board import BoardCanceller, CancelBoard

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from conftest import make_runner
 
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.distributed.channel import Kind, Loopback, Message, RingEnds
+from magicdec.distributed.channels.connect import Loopback, RingEnds
+from magicdec.distributed.channels.message import Kind, Message
 from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.metrics import DraftCounts

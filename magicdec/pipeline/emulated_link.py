@@ -9,7 +9,7 @@ import time
 from queue import Queue
 from threading import Thread
 
-from magicdec.distributed.channel import Message, MessageForm, Sender
+from magicdec.distributed.channels.message import Message, MessageForm, Sender
 from magicdec.pipeline.link import Link
 
 

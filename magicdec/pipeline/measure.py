@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from magicdec.console import make_progress
-from magicdec.distributed.groups import close_groups
+from magicdec.distributed.start import close_groups
 from magicdec.pipeline.measured_pass import Outcome
 from magicdec.pipeline.passes import Passes
 from magicdec.pipeline.prepare import PreparedRing

@@ -14,8 +14,9 @@ import torch.distributed
 
 from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.distributed.groups import Group, ParallelGroups, make_groups, make_stage_groups
+from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.processes import Processes
+from magicdec.distributed.start import make_groups, make_stage_groups
 from magicdec.engine import Engine
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE

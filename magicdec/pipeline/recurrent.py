@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from magicdec.distributed.channel import Kind, Message, RingEnds
+from magicdec.distributed.channels.connect import RingEnds
+from magicdec.distributed.channels.message import Kind, Message
 from magicdec.hardware.clock import Clock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.pipeline.speculation import Draft, Speculation

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 
 from magicdec.console import Progress
-from magicdec.distributed.channel import MessageForm, connect_ring, time_round
+from magicdec.distributed.channels.connect import connect_ring, time_round
+from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.drafter import DraftSetup, make_drafter
 from magicdec.memory.working_memory import max_tokens

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from magicdec.distributed.channel import Kind, Message, RingEnds
+from magicdec.distributed.channels.connect import RingEnds
+from magicdec.distributed.channels.message import Kind, Message
 from magicdec.runner import ModelRunner
 
 WANTED, VERIFY = 1, 2

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from magicdec.distributed.channel import Kind, Receiver, Sender
+from magicdec.distributed.channels.message import Kind, Receiver, Sender
 from magicdec.distributed.shared_memory import create_segment
 from magicdec.pipelined_run.parcel import numbers_of, pack
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from magicdec.distributed.channel import Kind, Receiver, Sender
+from magicdec.distributed.channels.message import Kind, Receiver, Sender
 from magicdec.drafting.ngram import MAX_NGRAM, Lookup
 from magicdec.pipelined_run.parcel import DraftRequest, pack_candidates
 from magicdec.pipelined_run.spans import Spans, What

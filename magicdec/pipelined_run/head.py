@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from magicdec.distributed.channel import Kind, Message, Receiver, Sender
+from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.pipelined_run.board import Canceller
 from magicdec.pipelined_run.parcel import DraftRequest, candidates_of, numbers_of, pack
 from magicdec.pipelined_run.spans import Spans, What

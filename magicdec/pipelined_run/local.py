@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from queue import SimpleQueue
 
-from magicdec.distributed.channel import Message
+from magicdec.distributed.channels.message import Message
 
 
 class LocalChannel:

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from magicdec.distributed.channel import Kind, Message, MessageForm
+from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.pipelined_speculation.messages import Candidates
 
 WORD_BYTES = 8

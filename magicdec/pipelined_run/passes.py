@@ -15,8 +15,9 @@ import torch.distributed
 
 from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.distributed.groups import Group, make_stage_groups
+from magicdec.distributed.groups import Group
 from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.start import make_stage_groups
 from magicdec.engine import Engine
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.memory.working_memory import max_tokens

@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
-from magicdec.distributed.channel import Receiver, Sender, connect_edge
+from magicdec.distributed.channels.connect import connect_edge
+from magicdec.distributed.channels.message import Receiver, Sender
 from magicdec.distributed.processes import Processes
 from magicdec.pipeline.emulated_link import DelayedSender
 from magicdec.pipeline.link import Link

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from magicdec.distributed.channel import Kind, Message, Receiver, Sender
+from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.executor.cancellation import Cancellation, Cancelled, check
 from magicdec.kv.tree import DraftTree
 from magicdec.pipelined_run.board import CancelBoard, RunCancellation

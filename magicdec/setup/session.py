@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from magicdec.config.resolved import ResolvedParallel
-from magicdec.distributed.groups import Launch, close_groups, make_groups
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.environment import Environment
 from magicdec.setup.prepare import Prepared

@@ -10,7 +10,8 @@ import datetime
 import time
 from pathlib import Path
 
-from magicdec.distributed.groups import Launch, close_groups
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.start import close_groups
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.watch import describe_memory
 from magicdec.records.record import RunRecord, append_record

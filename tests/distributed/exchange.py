@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from magicdec.distributed import shared_memory
-from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.start import close_groups, make_groups
 
 shared_memory.DIRECTORY = Path(sys.argv[1])
 launch = read_launch()

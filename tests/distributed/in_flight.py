@@ -16,7 +16,8 @@ from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.draft_length import AutoLength
 from magicdec.drafting.policies.policy import keep_queries

@@ -21,7 +21,8 @@ from conftest import decode, make_draft, make_requests, pack, random_prompts, re
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
-from magicdec.distributed.groups import Launch, close_groups, make_groups, read_launch
+from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
-from magicdec.distributed import channel, shared_memory
-from magicdec.distributed.channel import Kind, Message, MessageForm, PeerLost, RingEnds
-from magicdec.distributed.groups import close_groups, make_stage_groups, read_launch
+from magicdec.distributed import shared_memory
+from magicdec.distributed.channels.connect import RingEnds, connect_ring, time_round
+from magicdec.distributed.channels.message import Kind, Message, MessageForm
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.processes import PeerLost
 from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.start import close_groups, make_stage_groups
 
 DEPTH, WIDTH, CAPACITY = 6, 24, 5000
 
@@ -62,15 +65,15 @@ def main(collectives: str, task: str) -> None:
     width = 4096 if task == "time" else WIDTH
     form = MessageForm(width, torch.bfloat16, 2)
     capacity = 1 << 22 if task == "time" else CAPACITY
-    ends = channel.connect_ring(grid, launch.rank, form, DEPTH, capacity, collectives)
+    ends = connect_ring(grid, launch.rank, form, DEPTH, capacity, collectives)
     is_first = groups.stage == 0
     if task == "check":
         check(ends, is_first)
         check(ends, is_first)
     elif task == "time":
         if is_first:
-            channel.time_round(ends, form, 1, 50)
-            seconds = channel.time_round(ends, form, 1, 1000)
+            time_round(ends, form, 1, 50)
+            seconds = time_round(ends, form, 1, 1000)
             print(f"{collectives}: {1e6 * statistics.median(seconds) / launch.world_size:.1f} us")
             ends.outbound.send(Message(Kind.END))
             ends.inbound.receive()

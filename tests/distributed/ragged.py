@@ -13,7 +13,8 @@ from conftest import decode_both, make_draft, make_requests, random_prompts
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer

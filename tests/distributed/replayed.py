@@ -18,7 +18,8 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager
 from magicdec.decoding.strategy import Setup
-from magicdec.distributed.groups import Group, close_groups, make_groups, read_launch
+from magicdec.distributed.groups import Group, read_launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine

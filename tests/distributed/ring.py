@@ -14,10 +14,12 @@ from conftest import make_draft, make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.distributed.channel import MessageForm, connect_ring
-from magicdec.distributed.groups import Group, Launch, close_groups, make_stage_groups, read_launch
+from magicdec.distributed.channels.connect import connect_ring
+from magicdec.distributed.channels.message import MessageForm
+from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer

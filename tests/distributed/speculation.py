@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.distributed.groups import Group, close_groups, make_stage_groups, read_launch
+from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter

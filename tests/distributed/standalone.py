@@ -12,7 +12,8 @@ from conftest import decode_both, make_requests, random_prompts
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import make_policy

@@ -5,7 +5,8 @@ import sys
 
 import torch
 
-from magicdec.distributed.groups import close_groups, make_groups, read_launch
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import split_evenly
 from magicdec.sampling.model_tokens import gather_vocab
 

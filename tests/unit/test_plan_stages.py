@@ -16,7 +16,7 @@ from magicdec.cli.plan_flags import build_parser
 from magicdec.cli.planning.stages import make_stage_plan
 from magicdec.cost_model.costs import kv_bytes_per_token, stored_bytes
 from magicdec.cost_model.stage_plan import StagePlan
-from magicdec.distributed.channel import MessageForm
+from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.tensor_parallel import Shard
 
 __all__ = ["run"]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, tiny_transformer
 
-from magicdec.distributed.channel import Kind, Loopback, Message, MessageForm, RingEnds
+from magicdec.distributed.channels.connect import Loopback, RingEnds
+from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.hardware.clock import VirtualClock

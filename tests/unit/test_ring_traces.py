@@ -11,7 +11,7 @@ import pytest
 from conftest import TINY, make_requests, make_runner
 from test_recurrent_order import CHUNK, LIMITS, Ring
 
-from magicdec.distributed.channel import RingEnds
+from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.emulation import EmulatedStage

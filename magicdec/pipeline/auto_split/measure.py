@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.distributed.channel import Kind, Loopback, Message, RingEnds
+from magicdec.distributed.channels.connect import Loopback, RingEnds
+from magicdec.distributed.channels.message import Kind, Message
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource

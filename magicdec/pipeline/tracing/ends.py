@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from magicdec.distributed.channel import Kind, Message, Receiver, RingEnds, Sender
+from magicdec.distributed.channels.connect import RingEnds
+from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.pipeline.recurrent import Flight
 from magicdec.pipeline.tracing.trace import StageTrace
 

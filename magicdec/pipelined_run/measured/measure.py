@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from magicdec.console import make_progress
-from magicdec.distributed.groups import close_groups
+from magicdec.distributed.start import close_groups
 from magicdec.pipeline.record import UNCHECKED
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.pipelined_run.measured.prediction import machine_of, predict_tokens_per_s

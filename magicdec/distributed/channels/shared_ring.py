@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.distributed.channel import PATIENCE_S, Message, MessageForm
+from magicdec.distributed.channels.message import PATIENCE_S, Message, MessageForm
 from magicdec.distributed.processes import PeerLost, Processes
 from magicdec.distributed.shared_memory import create_segment
 from magicdec.kernels.build import load_library

@@ -1,0 +1,106 @@
+"""Connects ranks by channels: those of one host through shared memory (`shared_ring.py`), others
+through gloo (`gloo.py`).
+
+Owns the process groups of the edges. Must not know what a message is for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from magicdec.distributed.channels.gloo import GlooReceiver, GlooSender
+from magicdec.distributed.channels.message import Kind, Message, MessageForm, Receiver, Sender
+from magicdec.distributed.channels.shared_ring import RingReceiver, RingSender
+from magicdec.distributed.processes import Processes
+from magicdec.distributed.stages import StageGrid
+
+
+class Loopback:
+    """Both ends of a ring of one stage."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+        self.num_bytes = 0
+
+    def send(self, message: Message) -> None:
+        self._messages.append(message)
+
+    def receive(self) -> Message:
+        return self._messages.popleft()
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class RingEnds:
+    """This rank's ends of the ring of stages."""
+
+    inbound: Receiver
+    outbound: Sender
+
+
+def connect_ring(
+    grid: StageGrid,
+    rank: int,
+    form: MessageForm,
+    depth: int,
+    capacity: int,
+    collectives: str | None,
+) -> RingEnds:
+    """Connect the ranks of `grid` along its edges, each by a process group of its own. All ranks
+    must call it together. At most `depth` messages are under way on an edge; in shared memory, as
+    many as fit into `capacity` bytes. `collectives` is a resolved name of `names.COLLECTIVES`."""
+    if grid.num_stages == 1:
+        loop = Loopback()
+        return RingEnds(loop, loop)
+    processes = Processes.of_ranks()
+    inbound: Receiver | None = None
+    outbound: Sender | None = None
+    for edge in grid.edges():
+        ends = connect_edge(edge, rank, form, depth, capacity, collectives, processes)
+        outbound, inbound = outbound or ends[0], inbound or ends[1]
+    assert inbound is not None and outbound is not None, "every rank has both ends"
+    return RingEnds(inbound, outbound)
+
+
+def connect_edge(
+    edge: tuple[int, int],
+    rank: int,
+    form: MessageForm,
+    depth: int,
+    capacity: int,
+    collectives: str | None,
+    processes: Processes,
+) -> tuple[Sender | None, Receiver | None]:
+    """This rank's end of an edge (sender, receiver), which gets a process group of its own. All
+    ranks must call it together; `depth`, `capacity` and `collectives` as in `connect_ring`."""
+    import torch.distributed as dist
+
+    sender, receiver = edge
+    handle = dist.new_group([min(edge), max(edge)], backend="gloo")
+    if rank not in edge:
+        return None, None
+    peer = receiver if rank == sender else sender
+    if collectives == "shared_memory":
+        place = handle, peer, form, capacity, processes
+        return (RingSender(*place), None) if rank == sender else (None, RingReceiver(*place))
+    if rank == sender:
+        return GlooSender(handle, peer, form, depth, processes), None
+    return None, GlooReceiver(handle, peer, form, processes)
+
+
+def time_round(ends: RingEnds, form: MessageForm, num_tokens: int, rounds: int) -> list[float]:
+    """Seconds that messages with so many tokens, of all rows together, take around the ring, one at
+    a time, if every stage only passes them on. Only a rank of the first stage calls it."""
+    payload, seconds = torch.zeros(num_tokens, 1, form.width, dtype=form.dtype), []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        ends.outbound.send(Message(Kind.PROBE, payload=payload))
+        ends.inbound.receive()
+        seconds.append(time.perf_counter() - started)
+    return seconds

@@ -1,0 +1,109 @@
+"""Starts torch.distributed, makes the groups of this rank, and shuts it down.
+
+Owns which backend a process group has. Imports torch only when a group is made. Must not know what
+the groups are for.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from magicdec.distributed.groups import Exchange, Group, Launch, ParallelGroups
+from magicdec.distributed.heartbeat import start_heartbeat, stop_heartbeat
+from magicdec.distributed.interface import use_interface_towards
+from magicdec.distributed.stages import StageGrid
+
+if TYPE_CHECKING:
+    import torch
+
+
+def make_groups(
+    launch: Launch,
+    rank_group: tuple[int, ...],
+    device: torch.device,
+    collectives: str | None,
+    draft_ranks: tuple[int, ...] | None = None,
+) -> ParallelGroups:
+    """Initialize torch.distributed if there are several ranks, and make the groups in the same
+    order on every rank. `collectives` is a resolved name of `names.COLLECTIVES`, or None for one
+    rank."""
+    _start(launch, device)
+    target = _make_group(launch.rank, rank_group, device, collectives)
+    assert target is not None, "every rank belongs to the target's group"
+    draft = None
+    if draft_ranks is not None:
+        draft = _make_group(launch.rank, draft_ranks, device, collectives)
+    return ParallelGroups(launch.rank, launch.world_size, target, draft)
+
+
+def make_stage_groups(
+    launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
+) -> ParallelGroups:
+    """The same for the ranks of a pipeline: each stage has a group of its own."""
+    assert launch.world_size == grid.world_size, "the grid was made for the launched ranks"
+    _start(launch, device)
+    groups = [
+        _make_group(launch.rank, grid.ranks_of(stage), device, collectives)
+        for stage in range(grid.num_stages)
+    ]
+    target = groups[grid.stage_of(launch.rank)]
+    assert target is not None, "every rank belongs to a stage"
+    return ParallelGroups(launch.rank, launch.world_size, target, grid=grid)
+
+
+def _start(launch: Launch, device: torch.device) -> None:
+    """Initialize torch.distributed if there are several ranks."""
+    if launch.world_size == 1:
+        return
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        has_other_hosts = launch.local_world_size != launch.world_size
+        if has_other_hosts:
+            use_interface_towards(os.environ["MASTER_ADDR"])
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if has_other_hosts:
+            start_heartbeat(launch.rank, launch.world_size)
+
+
+def _make_group(
+    rank: int, ranks: tuple[int, ...], device: torch.device, collectives: str | None
+) -> Group | None:
+    """The group of `ranks`; None on other ranks. All ranks must call it with the same `ranks`. An
+    all-reduce checks the size, so that a mistake fails here instead of causing a deadlock later."""
+    if len(ranks) == 1:
+        return Group(ranks, 0) if rank in ranks else None
+    import torch
+    import torch.distributed as dist
+
+    handle = dist.new_group(sorted(ranks))
+    exchange: Exchange | None = None
+    if rank not in ranks:
+        return None
+    index = ranks.index(rank)
+    if collectives == "shared_memory":
+        from magicdec.distributed.shared_memory import SharedMemoryExchange
+
+        exchange = SharedMemoryExchange(handle, index, len(ranks))
+    elif collectives == "symmetric_memory":
+        from magicdec.distributed.symmetric_memory import SymmetricMemoryExchange
+
+        exchange = SymmetricMemoryExchange(handle, device)
+    group = Group(ranks, index, handle, exchange)
+    total = group.all_reduce(torch.ones(1, device=device))
+    assert int(total.item()) == len(ranks), f"the group of ranks {ranks} sums to {total.item():g}"
+    return group
+
+
+def close_groups() -> None:
+    """Shut down torch.distributed if it was initialized."""
+    import torch.distributed as dist
+
+    stop_heartbeat()
+    if dist.is_initialized():
+        dist.destroy_process_group()
