@@ -25,8 +25,9 @@ from magicdec.model.checkpoint.source import ModelSource
 from magicdec.names import BASELINE
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
 from magicdec.pipeline.prepare import of_one_process
+from magicdec.pipeline.tracing.rows import gather_rows
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
-from magicdec.pipelined_run.gathering import gather, gather_spans
+from magicdec.pipelined_run.gathering import gather_spans
 from magicdec.pipelined_run.head import Drafted, Head
 from magicdec.pipelined_run.options import BASELINE_PASS, SCRIPTED_PROBABILITY
 from magicdec.pipelined_run.prepare import PreparedPipeline
@@ -121,7 +122,7 @@ class Passes:
         lines = [[len(r.output_ids), *r.output_ids] for r in requests]
         padded = [line + [0] * (longest + 1 - len(line)) for line in lines]
         ours = torch.tensor(padded, dtype=torch.int64).view(-1, longest + 1)
-        told = gather(ours, self.prepared.layout.world_size)[0].tolist()
+        told = gather_rows(ours, self.prepared.layout.world_size)[0].tolist()
         self.expected = [line[1 : line[0] + 1] for line in told]
 
     def _pipelined(self, member: PipelineRank, mode: str, observe: Observe) -> Outcome | None:
@@ -142,7 +143,7 @@ class Passes:
             outcome = Outcome(requests, scheduler.counts, drafted=head.drafted)
 
         found = member.serve(lead)
-        by_rank = gather_spans(found.found, self.prepared.layout.world_size)
+        by_rank = gather_spans(found.found, run.launch)
         if outcome is None:
             return None
         kept = [[s for s in each if s.counts_from(first_run, first_draft)] for each in by_rank]

@@ -22,7 +22,8 @@ class What(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds of `time.perf_counter`, which is the same clock in all processes of a host."""
+    """Seconds of `time.perf_counter`, which is the same clock in all processes of a host. Those of
+    other hosts are converted to the first rank's clock when they are gathered."""
 
     what: What
     run: int  # or the number of the draft

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY, make_requests, make_runner
 from test_recurrent_order import CHUNK, LIMITS, Ring
 
@@ -22,6 +23,8 @@ from magicdec.pipeline.tracing.clocks import Ahead
 from magicdec.pipeline.tracing.ends import CountingEnds
 from magicdec.pipeline.tracing.gathering import uses_of
 from magicdec.pipeline.tracing.trace import RingTrace, StageTrace, spans_of
+from magicdec.pipelined_run.gathering import from_tensor
+from magicdec.pipelined_run.spans import Span, What
 from magicdec.request import Request
 
 
@@ -137,3 +140,9 @@ def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
     head, first, second = path.read_text().splitlines()
     assert head.split(",") == list(RUN_COLUMNS)
     assert first.endswith(",3,6,210,1.500000,2") and second.endswith(",1.250000,3")
+
+
+def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank() -> None:
+    rows = torch.tensor([[What.STAGE, 7, 102.5, 103.0, 3], [What.DRAFT, 2, 103.0, 103.25, 0]])
+    found = from_tensor(rows.double(), ahead_s=100.0)
+    assert found == [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]

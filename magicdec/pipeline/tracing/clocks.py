@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from magicdec.distributed.groups import Launch
+
 ROUNDS = 20
 
 
@@ -23,6 +25,14 @@ class Ahead:
 
     ahead_s: float = 0.0
     error_s: float = 0.0
+
+
+def clocks_of(launch: Launch, ranks: Sequence[int]) -> list[Ahead]:
+    """On rank 0, the clock of each of `ranks`. Rank 0 and these ranks must call it together."""
+    if launch.local_world_size == launch.world_size:
+        return [Ahead() for _ in ranks]
+    found = compare_clocks(launch.rank, [rank for rank in ranks if rank != 0])
+    return [found.get(rank, Ahead()) for rank in ranks]
 
 
 def compare_clocks(rank: int, others: Sequence[int]) -> dict[int, Ahead]:
