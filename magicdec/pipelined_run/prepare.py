@@ -24,6 +24,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.pipeline.prepare import check_agreement, of_one_process
 from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_run.options import MODEL_PREFIX, SpeculationOptions
+from magicdec.setup.draft_checks import check_vocabularies
 from magicdec.setup.prepare import Known, Prepared, complete, find
 
 
@@ -58,7 +59,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
     if options.speculation.spare_cells:
         check_cells(whole, model)
-    draft = find_draft(options, model)
+    draft = find_draft(options, found.source)
     if options.link is not None and layout.world_size == 1:
         raise ValueError("--emulate_link_ms: one rank has no link; see --nproc")
     machine = known.get(("machine",), lambda: probe_machine(launch))
@@ -91,16 +92,13 @@ def check_cells(config: ResolvedConfig, model: ModelConfig) -> None:
         )
 
 
-def find_draft(options: SpeculationOptions, model: ModelConfig) -> ModelSource | None:
+def find_draft(options: SpeculationOptions, target: ModelSource) -> ModelSource | None:
     """The draft model. Raises ValueError if it has not the target's vocabulary."""
     if options.draft_model is None:
         return None
     draft = find_model("--drafter model:", options.draft_model)
-    if draft.config.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"--drafter {MODEL_PREFIX}{options.draft_model} has {draft.config.vocab_size} tokens, "
-            f"the target {model.vocab_size}; they must have the same"
-        )
+    named = f"--drafter {MODEL_PREFIX}{options.draft_model}"
+    check_vocabularies(named, draft, f"--model {target.name}", target)
     return draft
 
 

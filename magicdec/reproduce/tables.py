@@ -9,6 +9,7 @@ from __future__ import annotations
 MAGICDEC = "magicdec.reproduce.magicdec_setting:MagicDecSetting"
 FLOVER = "magicdec.reproduce.flover_setting:FloverSetting"
 MDI_LLM = "magicdec.reproduce.mdi_llm_setting:MDILLMSetting"
+PIPEINFER = "magicdec.reproduce.pipeinfer_setting:PipeInferSetting"
 # (what the table shows, the class of its lines, which is imported only then)
 TABLES = {
     "magicdec_acceptance": (
@@ -23,4 +24,5 @@ TABLES = {
     "flover_constant": ("Flover: requests in flight, one every 500 ms", FLOVER),
     "flover_poisson": ("Flover: 32 requests in flight, Poisson arrivals", FLOVER),
     "mdi_llm_generation_time": ("MDI-LLM: samples that circulate through 1 to 3 boards", MDI_LLM),
+    "pipeinfer_speedups": ("PipeInfer: asynchronous over synchronous speculation", PIPEINFER),
 }

@@ -47,7 +47,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--mode", "async", "fast"], "--mode fast is not known; choose from iterative, sync"),
         (["--drafter", "self"], "--drafter self is not known; choose from model:NAME, ngram"),
         (["--drafter", "model:nowhere"], "--drafter model: 'nowhere' is not known"),
-        (["--drafter", "model:random:llama-68m"], "the target 2048; they must have the same"),
+        (["--drafter", "model:random:llama-68m"], "32000 ids, --model demo of 2048; a draft"),
         (["--np", "9"], "--np 9 is too large"),
         (["--pa", "2"], "--pa 2 is not between 0 and 1"),
         (["--lanes", "0"], "--lanes 0 is too small"),

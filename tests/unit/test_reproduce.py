@@ -4,6 +4,7 @@ predictions are those of the plan."""
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from test_compare import make
 
 from magicdec.cli.front import reproduce
 from magicdec.distributed.commands import Ended
+from magicdec.pipelined_run.layout import make_layout
 from magicdec.records.reading import load_records, parse_record
 from magicdec.reproduce import measuring
 from magicdec.reproduce.magicdec_setting import MagicDecSetting
@@ -37,6 +39,12 @@ def start(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
     with pytest.raises(SystemExit) as ended:
         reproduce.main()
     return ended.value.code
+
+
+def flags_of(command: list[str]) -> dict[str, str]:
+    """The first value of each flag; empty for a flag without one."""
+    pairs = itertools.pairwise([*command[1:], "--"])
+    return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
 
 
 @pytest.fixture
@@ -129,6 +137,28 @@ def test_layers_alone_predict_more_than_mdi_llm_published(tmp_path: Path) -> Non
     assert lines[0].setting.needs == "2 Jetson TX2 boards"
 
 
+def test_pairs_of_pipeinfer_take_the_settings_of_its_script(tmp_path: Path) -> None:
+    settings = [line.setting for line in published("pipeinfer_speedups")]
+    assert len({(s.model, s.draft) for s in settings}) == 6  # type: ignore[attr-defined]
+    for setting in settings:
+        flags = flags_of(setting.command())
+        assert "/" in flags["--model"] and flags["--drafter"].startswith("model:")
+        stages = flags["--layer_split"].partition("/")[0].split(",")
+        assert int(flags["--nproc"]) == len(stages) + 1 == setting.num_hosts == 8
+        assert (flags["--draft"], flags["--np"], flags["--output_len"]) == ("3", "3", "128")
+        make_layout(flags["--layer_split"], 8, 80)
+    assert [flags_of(s.command())["--pa"] for s in settings[:3]] == ["0.1", "0.5", "0.1"]
+    small = settings[1].at_demo_size()
+    assert flags_of(small.command())["--drafter"] == "ngram" and small.num_hosts == 1
+    speeds = {"iterative": 5.0, "sync": 10.0, "async": 15.0}
+    lines = [{"name": n, "metrics": {"request_tokens_per_s": x}} for n, x in speeds.items()]
+    (tmp_path / "records").write_text("\n".join(map(json.dumps, lines)))
+    assert small.read(tmp_path / "records").value == "1.50"
+    wrong = {"name": "async", "metrics": None}
+    (tmp_path / "records").write_text("\n".join(map(json.dumps, [*lines, wrong])))
+    assert small.read(tmp_path / "records").why_not == "the tokens of its run were wrong"
+
+
 def test_the_demo_fits_a_small_machine() -> None:
     for name in TABLES:
         table = PublishedTable(name, PAPER)
@@ -139,10 +169,9 @@ def test_the_demo_fits_a_small_machine() -> None:
         assert all(setting.num_gpus == 0 for setting in settings)
         assert all(not line.published and not line.predicted for line in small)
         for setting in settings:
-            words = setting.command()
-            flags = dict(zip(words[1::2], words[2::2], strict=True))
+            flags = flags_of(setting.command())
             assert int(flags["--prefix_len"]) <= 4096
-            assert int(flags["--prefix_len"]) * int(flags["--B"]) <= 8 * 4096
+            assert int(flags["--prefix_len"]) * int(flags.get("--B", "1")) <= 8 * 4096
 
 
 def test_what_runs_measured_is_written_beside_what_was_published(
