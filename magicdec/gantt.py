@@ -42,14 +42,15 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """`rows` are the names of the rows, first the one at the top. `marks_s` are times with an
-    upright line."""
+    """`rows` are the names of the rows, first the one at the top. The time goes from `begin_s` to
+    `end_s`. `marks_s` are times with an upright line."""
 
     title: str
     rows: Sequence[str]
     bars: Sequence[Bar]
     end_s: float
     marks_s: Sequence[float] = ()
+    begin_s: float = 0.0
 
 
 def draw(
@@ -92,18 +93,19 @@ def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:
         place = row - look.height / 2, look.height
         ax.broken_barh(spans, place, facecolor=look.colour, hatch=look.hatch, **EDGE)
     for bar in panel.bars:
-        width_s = min(bar.end_s, end_s) - bar.begin_s
-        if bar.text and width_s > TEXT_SHARE * len(bar.text) * end_s:
+        left_s = max(bar.begin_s, panel.begin_s)
+        width_s = min(bar.end_s, end_s) - left_s
+        if bar.text and width_s > TEXT_SHARE * len(bar.text) * (end_s - panel.begin_s):
             ax.text(
-                1e3 * (bar.begin_s + width_s / 2), bar.row, bar.text,
+                1e3 * (left_s + width_s / 2), bar.row, bar.text,
                 fontsize=6, ha="center", va="center_baseline",
             )  # fmt: skip
     for at_s in panel.marks_s:
-        if at_s <= end_s:
+        if panel.begin_s <= at_s <= end_s:
             ax.axvline(1e3 * at_s, color="black", linewidth=0.4, alpha=0.5)
     ax.set_yticks(range(len(panel.rows)), panel.rows, fontsize=7)
     ax.set_ylim(len(panel.rows) - 0.5, -0.5)
-    ax.set_xlim(0, 1e3 * end_s)
+    ax.set_xlim(1e3 * panel.begin_s, 1e3 * end_s)
     ax.set_title(panel.title, loc="left", fontsize=10)
 
 

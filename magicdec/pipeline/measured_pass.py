@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from magicdec.pipeline.metrics import DraftCounts, StageUse
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.tracing.trace import RingTrace
@@ -39,12 +41,14 @@ class RingUse:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All requests of a pass, finished, and what was counted meanwhile."""
+    """All requests of a pass, finished, and what was counted meanwhile. `memory` has the samples
+    of each rank's memory, [N, 2]: seconds and bytes. It is empty if they were not asked for."""
 
     requests: list[Request]
     counts: StepCounts
     begin_s: float
     ring: RingUse | None = None
+    memory: Sequence[Tensor] = ()
 
 
 def serve_measured(

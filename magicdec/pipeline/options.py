@@ -20,6 +20,7 @@ RING, SPECULATIVE_RING = "ring", "ring_speculative"
 RINGS = (RING, SPECULATIVE_RING)
 SEQUENTIAL, BATCHED, TENSOR_PARALLEL = "sequential", "batched", "tensor_parallel"
 BASELINES = (SEQUENTIAL, BATCHED, TENSOR_PARALLEL)
+WITH_CURVES = (SEQUENTIAL, RING)  # passes whose tokens and memory are drawn against time
 NO_BASELINES, NO_DRAFT = "none", "none"
 BYTES_PER_MBIT = 1e6 / 8
 
@@ -27,8 +28,9 @@ BYTES_PER_MBIT = 1e6 / 8
 @dataclass(frozen=True)
 class RingOptions:
     """`shapes` are all requests. The other fields are the flags of the same names; `lane_size` is
-    --B, and `has_spans` says whether every stage notes when it computes what. None stands for a
-    default that follows from the number of stages."""
+    --B, `has_spans` says whether every stage notes when it computes what, and `has_memory` whether
+    every rank notes how much memory it uses. None stands for a default that follows from the number
+    of stages."""
 
     layer_split: str | None
     lane_size: int
@@ -44,6 +46,7 @@ class RingOptions:
     has_spans: bool = False
     pad_stage_ms: float | None = None
     draft: str = NO_DRAFT
+    has_memory: bool = False
 
     def __post_init__(self) -> None:
         for flag, value in (

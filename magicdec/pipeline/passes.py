@@ -8,6 +8,7 @@ pass waits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed
@@ -18,12 +19,20 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.processes import Processes
 from magicdec.distributed.start import make_groups, make_stage_groups
 from magicdec.engine import Engine
+from magicdec.memory.sampler import MemorySampler
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
 from magicdec.pipeline.measured_pass import Outcome, limits_of, serve_measured
-from magicdec.pipeline.options import RINGS, SEQUENTIAL, SPECULATIVE_RING, TENSOR_PARALLEL
+from magicdec.pipeline.options import (
+    RINGS,
+    SEQUENTIAL,
+    SPECULATIVE_RING,
+    TENSOR_PARALLEL,
+    WITH_CURVES,
+)
 from magicdec.pipeline.prepare import PreparedRing, of_one_process
 from magicdec.pipeline.ring_pass import RingPass
+from magicdec.pipeline.tracing.gathering import gather_memory
 from magicdec.request import Request
 from magicdec.serving.counts import StepCounts
 from magicdec.setup.loading import LoadedModels, make_target
@@ -44,7 +53,20 @@ class Passes:
         self.processes = Processes.of_ranks() if launch.world_size > 1 else Processes()
 
     def serve(self, name: str, observe: Callable[[int], None]) -> Outcome | None:
-        """Serve all requests in the pass of that name."""
+        """Serve all requests in the pass of that name. The memory of a pass with curves is sampled
+        if that was asked for."""
+        if name not in WITH_CURVES or not self.prepared.options.asked.has_memory:
+            outcome = self._serve(name, observe)
+            self._wait_for_all()
+            return outcome
+        with MemorySampler(self.device) as sampler:
+            outcome = self._serve(name, observe)
+        self._wait_for_all()
+        memory = gather_memory(self.prepared.run.launch, sampler.samples)
+        used = memory[:1] if name == SEQUENTIAL else memory  # the other ranks wait
+        return None if outcome is None else replace(outcome, memory=used)
+
+    def _serve(self, name: str, observe: Callable[[int], None]) -> Outcome | None:
         launch = self.prepared.run.launch
         outcome = None
         if name in RINGS:
@@ -61,7 +83,6 @@ class Passes:
             rows = 1 if name == SEQUENTIAL else self.prepared.options.n_samples
             outcome = self._engine(Group((0,), 0), rows, observe)
             torch.set_num_threads(threads)
-        self._wait_for_all()
         return outcome
 
     def _engine(self, group: Group, rows: int, observe: Callable[[int], None]) -> Outcome:

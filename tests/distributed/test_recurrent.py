@@ -22,6 +22,7 @@ FLAGS = (
 PROMISED_S = 30  # until all ranks have ended after one was killed
 
 
+CURVES = "time_vs_tokens", "memory_vs_time"
 DRAFTS = "--draft", "ngram", "--gamma", 3
 
 
@@ -76,11 +77,18 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert min(ring["sent_messages"]) > sum(lengths[0]) / ring["lane_size"]
     drawn = {path.name for path in tmp_path.glob("**/*.png")}
     charts = {"gantt.png", "gantt_ring_speculative.png"}
-    plots = {f"time_vs_tokens_{tiny_checkpoint.name}_9samples.png", *charts}
+    curves = [f"{of}_{tiny_checkpoint.name}_9samples.png" for of in CURVES]
+    plots = {*curves, *charts}
     assert drawn == (plots if "--gantt" in flags else set())
     if drawn:
         assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3, "a head and two runs"
-        assert len(list((tmp_path / "plots").glob("*_2nodes_*.csv"))) == 2
+        assert len(list((tmp_path / "plots").glob("*_2nodes_*.csv"))) == 3
+        for num_nodes in (1, 2):  # the first rank alone, and both
+            memory = next((tmp_path / "plots").glob(f"memory_{num_nodes}nodes_*.csv"))
+            _, *rows = (line.split(",") for line in memory.read_text().splitlines())
+            assert sorted({int(row[0]) for row in rows}) == list(range(num_nodes))
+            assert all(float(row[2]) > 50 for row in rows), "MB of a process with torch"
+            assert float(rows[0][1]) < 0 < float(rows[-1][1]), "from the loading on"
     assert records[-1]["config"]["parallel"]["rank_group"] == list(range(ring["tensor_parallel"]))
     assert ring["num_drafted"] is None and records[-1]["config"]["decoding"]["drafter"] is None
     if drafted is not None:

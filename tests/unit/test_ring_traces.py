@@ -3,6 +3,8 @@ and tokens against time."""
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +16,20 @@ from test_recurrent_order import CHUNK, LIMITS, Ring
 
 from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.memory.sampler import MemorySampler
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.showing.curves import RUN_COLUMNS, Curves, append_run, by_sample, points_of
-from magicdec.pipeline.showing.gantt import HEAD, LEGEND, PROMPT, draw_ring, panels_of
+from magicdec.pipeline.showing.gantt import (
+    HEAD,
+    LEGEND,
+    PROMPT,
+    decoding_window,
+    draw_ring,
+    panels_of,
+)
+from magicdec.pipeline.showing.memory import MemoryCurves, by_rank, label_of
 from magicdec.pipeline.tracing.clocks import Ahead
 from magicdec.pipeline.tracing.ends import CountingEnds
 from magicdec.pipeline.tracing.gathering import uses_of
@@ -85,7 +96,7 @@ def make_trace(num_samples: int = 3) -> RingTrace:
 
 def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) -> None:
     trace = make_trace()
-    stages, samples = panels_of(trace, 100.0, 4.5)
+    stages, samples = panels_of(trace, 100.0, 0.0, 4.5)
     assert list(stages.rows) == ["stage 0", "stage 1"]
     assert list(samples.rows) == ["sample 0", "sample 1", "sample 2"]
     of_first = [(bar.begin_s, bar.text) for bar in stages.bars if bar.row == 0 and bar.text]
@@ -94,6 +105,12 @@ def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) ->
     assert sum(bar.look == LEGEND[HEAD] for bar in stages.bars) == 3
     of_sample = [(bar.begin_s, bar.text) for bar in samples.bars if bar.row == 0]
     assert of_sample == [(0.0, "0"), (3.0, "0"), (1.0, "1"), (4.0, "1")]
+    assert decoding_window(trace) == (0.0, 60.0)
+    stages_late = [[(b + 20, e + 20) if b >= 103 else (b, e) for b, e in of] for of in trace.stages]
+    late = replace(trace, stages=stages_late)
+    assert decoding_window(late) == (23 - 60 / 4, 23 - 60 / 4 + 60)
+    later, _ = panels_of(late, 100.0, 23.5, 80.0)
+    assert (later.begin_s, later.end_s) == (23.5, 80.0) and len(later.bars) < len(stages.bars)
     path = tmp_path / "new" / "chart.png"
     draw_ring("--gantt", path, replace(trace, clock_error_s=0.01), None)
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -119,7 +136,7 @@ def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
     for num_nodes in (12, 1, 3):
         curves.write(num_nodes, requests, 10.0)
     replace(curves, model="other").write(2, requests, 10.0)
-    assert curves.numbers_of_nodes() == [1, 3, 12]
+    assert curves.numbers_of_nodes(curves.path) == [1, 3, 12]
     lines = curves.path(3).read_text().splitlines()
     assert curves.path(3).name == "tokens_time_samples_3nodes_TinyLlama-1.1B_2samples.csv"
     assert lines[:2] == ["0.000000,0", "0.500000,1"] and len(lines) == 5
@@ -131,6 +148,31 @@ def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
     curves.samples_path(12).unlink()
     with pytest.raises(ValueError, match=r"--plots .*12nodes.* cannot be read"):
         curves.draw()
+
+
+def test_memory_of_ranks_is_sampled_and_drawn(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with MemorySampler(torch.device("cpu"), interval_s=0.001) as sampler:
+        held = bytearray(64 << 20)
+        while len(sampler.samples) < 2 * 4:
+            time.sleep(0.001)
+    assert threading.active_count() == before, "the thread ends with the block"
+    times_s, sizes = sampler.samples[::2], sampler.samples[1::2]
+    assert list(times_s) == sorted(times_s) and max(sizes) - sizes[0] > 0.9 * len(held)
+    curves = MemoryCurves(Curves("--plots", tmp_path, "demo", 2))
+    ranks = [torch.tensor([[9.0, 2e6], [11.0, 3.5e6]]), torch.tensor([[9.5, 1e6]])]
+    for num_nodes in (1, 2):
+        curves.write(num_nodes, ranks[:num_nodes], 10.0)
+    lines = curves.path(2).read_text().splitlines()
+    assert curves.path(2).name == "memory_2nodes_demo_2samples.csv"
+    assert lines == [
+        *("rank,time_s,memory_mb", "0,-1.000,2.000", "0,1.000,3.500", "1,-0.500,1.000"),
+    ]
+    found = by_rank(curves.curves.rows(curves.path(2))[1:])
+    assert found == [[(-1.0, 2.0), (1.0, 3.5)], [(-0.5, 1.0)]]
+    assert label_of(2, 0, found[0]) == "2 nodes, rank 0: at most 4 MB"
+    curves.draw()
+    assert curves.plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     records = measure(prepared, keep)
     if launch.rank != 0:
         return 0
+    outputs.draw()
     from magicdec.pipeline.showing.table import print_table
 
     print_table(records)
@@ -140,6 +141,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         has_spans=args.gantt is not None,
         pad_stage_ms=args.pad_stage_ms,
         draft=args.draft,
+        has_memory=args.plots is not None,
     )
     return Asked(config, options, args.out, read_outputs(args, launch.rank == 0))
 

@@ -9,27 +9,29 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.common_flags import add_files
-from magicdec.pipeline.options import RING, RINGS, SEQUENTIAL
+from magicdec.memory.sampler import STATM
+from magicdec.pipeline.options import RING, RINGS, SEQUENTIAL, WITH_CURVES
 from magicdec.records.writing import check_files
 
 if TYPE_CHECKING:
     from magicdec.pipeline.measured_pass import Outcome
     from magicdec.pipeline.prepare import PreparedRing
+    from magicdec.pipeline.showing.curves import Curves
 
 FILES = (  # (flag, metavar, help text)
     ("--gantt", "FILE",
      "draw which sample every stage computes when (PNG). A ring with drafts gets a file of its "
      "own, FILE_ring_speculative. Default: no chart, and no times are noted"),
     ("--plots", "DIR",
-     "write tokens against time of the ring and of the sequential baseline to CSV files in this "
-     "directory, and draw a curve for each number of nodes that has files there. Default: no "
-     "files"),
+     "write the tokens and the memory of each rank against time to CSV files in this directory, "
+     "for the ring and the sequential baseline, and draw curves of all numbers of nodes that have "
+     "files there. Default: no files"),
     ("--time_run", "FILE",
      "append the times of the ring and of the sequential baseline to this CSV file, a line each. "
      "Default: no file"),
@@ -38,25 +40,33 @@ FILES = (  # (flag, metavar, help text)
 
 @dataclass(frozen=True)
 class RingOutputs:
-    """The flags of the same names. `failures` has what could not be written."""
+    """The flags of the same names. `failures` has what could not be written, `to_draw` the curves
+    that were."""
 
     gantt: Path | None
     gantt_ms: float | None
     plots: Path | None
     time_run: Path | None
-    failures: list[str]
+    failures: list[str] = field(default_factory=list)
+    to_draw: list[Curves] = field(default_factory=list)
 
     def write(self, prepared: PreparedRing, name: str, outcome: Outcome) -> None:
         """Write the files of the pass `name`. One that cannot be written costs nothing else."""
         if self.gantt is not None and name in RINGS:
             self._try("--gantt", lambda: self._draw_gantt(name, outcome))
-        if name not in (SEQUENTIAL, RING):
+        if name not in WITH_CURVES:
             return
         num_nodes = 1 if name == SEQUENTIAL else prepared.grid.world_size
         if self.time_run is not None:
             self._try("--time_run", lambda: self._append_run(prepared, num_nodes, outcome))
         if self.plots is not None:
-            self._try("--plots", lambda: self._plot(prepared, num_nodes, outcome))
+            self._try("--plots", lambda: self._write_curves(prepared, num_nodes, outcome))
+
+    def draw(self) -> None:
+        """Draw the curves of all passes. Not before the last pass, because what draws them takes
+        memory, which would count as that of the next pass."""
+        if self.to_draw:
+            self._try("--plots", lambda: draw_curves(self.to_draw[0]))
 
     def _try(self, flag: str, write: Callable[[], None]) -> None:
         try:
@@ -77,14 +87,16 @@ class RingOutputs:
         row = now, len(asked.shapes), layers, asked.longest, f"{seconds:.6f}", num_nodes
         append_run(self.time_run, row)
 
-    def _plot(self, prepared: PreparedRing, num_nodes: int, outcome: Outcome) -> None:
+    def _write_curves(self, prepared: PreparedRing, num_nodes: int, outcome: Outcome) -> None:
         from magicdec.pipeline.showing.curves import Curves
+        from magicdec.pipeline.showing.memory import MemoryCurves
 
         assert self.plots is not None
         model, count = prepared.run.config.model.model, len(outcome.requests)
         curves = Curves("--plots", self.plots, model, count)
         curves.write(num_nodes, outcome.requests, outcome.begin_s)
-        curves.draw()
+        MemoryCurves(curves).write(num_nodes, outcome.memory, outcome.begin_s)
+        self.to_draw.append(curves)
 
     def _draw_gantt(self, name: str, outcome: Outcome) -> None:
         """The ring with drafts has a chart of its own, whose file has its name too."""
@@ -96,11 +108,19 @@ class RingOutputs:
         draw_ring("--gantt", path, outcome.ring.trace, self.gantt_ms)
 
 
+def draw_curves(curves: Curves) -> None:
+    from magicdec.pipeline.showing.memory import MemoryCurves
+
+    curves.draw()
+    MemoryCurves(curves).draw()
+
+
 def add_outputs(parser: Parser) -> None:
     group = add_files(parser, "results/pipeline.jsonl", FILES)
     group.add_argument("--gantt_ms", type=float, metavar="X",
-        help="how much time the chart shows, in ms. Default: 60 times what the slowest stage takes "
-        "for a message")  # fmt: skip
+        help="the chart shows so much time from the first message on, in ms. Default: 60 times "
+        "what the slowest stage takes for a message that decodes, from shortly before the first of "
+        "these on")  # fmt: skip
 
 
 def read_outputs(args: argparse.Namespace, is_writer: bool) -> RingOutputs:
@@ -114,4 +134,7 @@ def read_outputs(args: argparse.Namespace, is_writer: bool) -> RingOutputs:
         check_files({"--out": args.out, "--gantt": args.gantt, "--time_run": args.time_run})
     if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
         raise ValueError(f"--plots {args.plots} is not a directory; name one to write to")
-    return RingOutputs(args.gantt, args.gantt_ms, args.plots, args.time_run, [])
+    if args.plots is not None and not STATM.exists():
+        raise ValueError(f"--plots {args.plots}: this system has no {STATM}, which says how much "
+                         "memory a rank uses; leave it out")  # fmt: skip
+    return RingOutputs(args.gantt, args.gantt_ms, args.plots, args.time_run)

@@ -10,7 +10,7 @@ import csv
 import io
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,9 +66,9 @@ class Curves:
         ]
         write_text(self.flag, self.samples_path(num_nodes), csv_of([SAMPLE_COLUMNS, *rows]))
 
-    def numbers_of_nodes(self) -> list[int]:
-        """Of all runs whose files there are."""
-        begin, end = re.escape(self.path(0).name).split("0", 1)
+    def numbers_of_nodes(self, path: Callable[[int], Path]) -> list[int]:
+        """Of all runs whose files there are. `path` names the file of each."""
+        begin, end = re.escape(path(0).name).split("0", 1)
         found = (re.fullmatch(rf"{begin}(\d+){end}", path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match is not None)
 
@@ -80,10 +80,10 @@ class Curves:
         with styled():
             figure = Figure(figsize=(7.4, 3.6), layout="constrained")
             ours, each = figure.subplots(1, 2)
-            for index, num_nodes in enumerate(self.numbers_of_nodes()):
-                points = [(float(s), int(count)) for s, count in self._rows(self.path(num_nodes))]
+            for index, num_nodes in enumerate(self.numbers_of_nodes(self.path)):
+                points = [(float(s), int(count)) for s, count in self.rows(self.path(num_nodes))]
                 draw_curve(ours, index, points, label_of(num_nodes, points))
-                for curve in by_sample(self._rows(self.samples_path(num_nodes))[1:]):
+                for curve in by_sample(self.rows(self.samples_path(num_nodes))[1:]):
                     draw_curve(each, index, curve)
             finish(ours, f"all {self.num_samples} samples", "output tokens of all samples")
             finish(each, "each sample", "output tokens of a sample")
@@ -94,7 +94,8 @@ class Curves:
             except OSError as error:
                 raise ValueError(f"{self.flag} {self.plot}: {error.strerror}") from None
 
-    def _rows(self, path: Path) -> list[list[str]]:
+    def rows(self, path: Path) -> list[list[str]]:
+        """Of a file. Raises ValueError if it cannot be read."""
         try:
             with path.open(encoding="utf-8", newline="") as file:
                 return list(csv.reader(file))

@@ -21,22 +21,40 @@ LEGEND = {
     PROMPT: Look("#d9d9d9", hatch="////"),
     HEAD: Look("#555555", height=0.3),
 }
-SHOWN_STAGES = 60  # times the mean span of the slowest stage: what a chart shows
+SHOWN_SPANS = 60  # of the slowest stage, of messages that decode: what a chart shows
+SHOWN_BEFORE = 0.25  # of that is shown before the first of these messages
 
 
 def draw_ring(flag: str, path: Path, trace: RingTrace, until_ms: float | None) -> None:
-    """Write a PNG of both charts. Without `until_ms`, they show the time of some messages. Raises
-    ValueError, naming the flag, if there are too many rows or the file cannot be written."""
-    begin_s = trace.stages[0][0][0]
-    slowest_s = max(sum(e - b for b, e in spans) / len(spans) for spans in trace.stages)
-    end_s = max(end for spans in [*trace.stages, trace.head] for _, end in spans) - begin_s
-    until_s = SHOWN_STAGES * slowest_s if until_ms is None else until_ms / 1e3
-    gantt.draw(flag, path, panels_of(trace, begin_s, min(until_s, end_s)), LEGEND)
+    """Write a PNG of both charts, of the first `until_ms`. Without it, they show how the first
+    samples begin to decode. Raises ValueError, naming the flag, if there are too many rows or the
+    file cannot be written."""
+    origin_s = trace.stages[0][0][0]
+    end_s = max(end for spans in [*trace.stages, trace.head] for _, end in spans) - origin_s
+    begin_s, until_s = decoding_window(trace) if until_ms is None else (0.0, until_ms / 1e3)
+    gantt.draw(flag, path, panels_of(trace, origin_s, begin_s, min(until_s, end_s)), LEGEND)
 
 
-def panels_of(trace: RingTrace, begin_s: float, until_s: float) -> list[Panel]:
-    """Both charts from `begin_s` on, for so long."""
-    bars = [bar for bar in bars_of(trace, begin_s) if bar[1].begin_s < until_s]
+def decoding_window(trace: RingTrace) -> tuple[float, float]:
+    """When the time that is shown begins and ends, in seconds after the first message began. A
+    trace in which nothing decodes is shown from its beginning."""
+    are_prompts = trace.are_prompts if not all(trace.are_prompts) else [False] * len(trace.samples)
+    shown = [
+        [span for span, is_prompt in zip(spans, are_prompts, strict=True) if not is_prompt]
+        for spans in trace.stages
+    ]
+    length_s = SHOWN_SPANS * max(sum(e - b for b, e in spans) / len(spans) for spans in shown)
+    first_s = shown[0][0][0] - trace.stages[0][0][0]
+    begin_s = max(0.0, first_s - SHOWN_BEFORE * length_s)
+    return begin_s, begin_s + length_s
+
+
+def panels_of(trace: RingTrace, origin_s: float, begin_s: float, until_s: float) -> list[Panel]:
+    """Both charts between two times after `origin_s`."""
+    bars = [
+        bar for bar in bars_of(trace, origin_s)
+        if bar[1].begin_s < until_s and bar[1].end_s > begin_s
+    ]  # fmt: skip
     samples = sorted({sample for each, _ in bars for sample in each})
     place = {sample: row for row, sample in enumerate(samples)}
     error = f" (clocks within {1e3 * trace.clock_error_s:.2f} ms)" if trace.clock_error_s else ""
@@ -47,9 +65,11 @@ def panels_of(trace: RingTrace, begin_s: float, until_s: float) -> list[Panel]:
         for each, bar in bars for sample in each if bar.look is not LEGEND[HEAD]
     ]  # fmt: skip
     return [
-        Panel(f"stages, and the sample that each computes{error}", names, of_stages, until_s),
+        Panel(f"stages, and the sample that each computes{error}", names, of_stages, until_s,
+              begin_s=begin_s),
         Panel("samples, and the stage that computes each",
-              [f"sample {sample}" for sample in samples], of_samples, until_s),
+              [f"sample {sample}" for sample in samples], of_samples, until_s,
+              begin_s=begin_s),
     ]  # fmt: skip
 
 

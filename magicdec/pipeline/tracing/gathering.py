@@ -6,9 +6,11 @@ anything is counted.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
@@ -66,3 +68,14 @@ def gather_spans(
         trace.are_prompts,
         max(each.error_s for each in ahead),
     )
+
+
+def gather_memory(launch: Launch, samples: array[float]) -> list[Tensor]:
+    """The samples of every rank by the clock of the first, [N, 2]: seconds and bytes. `samples` are
+    those of this rank's `MemorySampler`. All ranks must call it; the times are right on rank 0
+    alone."""
+    ours = torch.tensor(samples, dtype=torch.float64).view(-1, 2)
+    found = gather_rows(ours, launch.world_size)
+    for of_rank, clock in zip(found, clocks_of(launch, range(launch.world_size)), strict=True):
+        of_rank[:, 0] -= clock.ahead_s
+    return found
