@@ -1,5 +1,6 @@
 """`magicdec table FILE...`: prints records as a table, or checks their metrics. Owns the command
-line; `report/listing.py` makes the table, `records/metrics.py` checks."""
+line; `report/listing.py` makes the table of runs, the commands that serve requests have tables of
+their own, and `records/metrics.py` checks."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from magicdec.cli.parsing.pass_records import Kind, find_kind, load, read_commands
 from magicdec.cli.parsing.record_files import add_record_files, read_files
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
+from magicdec.records.writing import check_writable
+from magicdec.report.figures.style import check_picture
 from magicdec.report.listing import FORMATS, SORT_KEYS, list_records, print_text
 from magicdec.report.noise import Noted, noise_lines
 from magicdec.report.settings import SETTINGS
@@ -22,6 +26,12 @@ def main() -> None:
     args = make_parser().parse_args()
     try:
         check_keys(args)
+        kind = find_kind(args.files)
+        if kind is not None:
+            show_passes(kind, args)
+            return
+        if args.plot is not None:
+            raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline`, not runs")
         if args.check:
             sys.exit(check({path: load_records(path, is_strict=True) for path in args.files}))
         records = Noted(record for _, record in read_files(args, can_be_empty=True))
@@ -34,6 +44,26 @@ def main() -> None:
         print_text(listing, [] if args.group_by else noise_lines(records.few))
     else:
         print(FORMATS[args.format](listing), end="")
+
+
+def show_passes(kind: Kind, args: argparse.Namespace) -> None:
+    """Print the passes of each command as the command itself did, and draw them if asked. Raises
+    ValueError for flags that only records of runs have."""
+    for name, default in (("check", False), ("group_by", []), ("sort", None), ("format", "text")):
+        if getattr(args, name) != default:
+            raise ValueError(f"--{name} is for records of runs, which have no passes; leave it out")
+    if args.plot is not None and kind.draw is None:
+        raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline` alone")
+    if args.plot is not None:
+        check_picture("--plot", args.plot)
+        check_writable("--plot", args.plot)
+    commands = list(read_commands(kind, args.files, args.strict))
+    for number, records in enumerate(commands):
+        if number:
+            print()
+        load(kind.show)(records)
+    if args.plot is not None and kind.draw is not None:
+        load(kind.draw)("--plot", args.plot, commands)
 
 
 def check_keys(args: argparse.Namespace) -> None:
@@ -49,7 +79,9 @@ def check_keys(args: argparse.Namespace) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="magicdec table", description="Print records as a table, with one line for each run."
+        prog="magicdec table",
+        description="Print records as a table, with one line for each run. Of the commands that "
+        "serve requests, print a table for each command, with a column for each pass.",
     )
     add = parser.add_argument
     add("--group_by", nargs="+", default=[], metavar="KEY",
@@ -65,6 +97,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--check", action="store_true",
         help="compute every metric again from the samples in its record, in place of the table; "
         "the exit code is 1 if one differs or a record has no samples")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE",
+        help="draw the records of `magicdec pipeline` as bars, a series for each command; .png, "
+        ".svg or .pdf")  # fmt: skip
     add_record_files(parser, also="--check")
     return parser
 

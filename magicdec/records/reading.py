@@ -19,7 +19,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from magicdec.records.fields import described_fields
 from magicdec.records.record import SCHEMA_VERSION, RunRecord, contradiction
@@ -33,6 +33,7 @@ CONFIG_KEYS = {
     "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
 }
 
+T = TypeVar("T")
 Parse = Callable[[Any, str], Any]
 """Takes a value and its place in the record, and returns the parsed value. Raises ValueError,
 naming the place, if the value has another type."""
@@ -57,17 +58,23 @@ def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
 
 
 def read_records(path: Path, is_strict: bool = False) -> Iterator[RunRecord]:
-    """The records of a file, one after the other, so that a large file need not fit in memory. A
-    line that is no record is skipped with a warning on stderr that names the file and the line, if
-    the file holds records besides. With `is_strict` it is an error. Raises ValueError, one line,
-    for this, for a file without any record among its lines, for a file that cannot be read, and for
-    a record of another schema version."""
+    """The records of the runs in a file, as `read_lines` reads them."""
+    return read_lines(path, parse_record, is_strict)
+
+
+def read_lines(
+    path: Path, parse: Callable[[Any], T], is_strict: bool = False, most: int | None = None
+) -> Iterator[T]:
+    """What `parse` makes of the JSON value of each line of a file, one after the other, so that a
+    large file need not fit in memory; at most the first `most`. A line for which it raises
+    `Unreadable` is skipped with a warning on stderr that names the file and the line, if the file
+    holds records besides. With `is_strict` it is an error. Raises ValueError, one line, for this,
+    for a file without any record among its lines, for a file that cannot be read, and what `parse`
+    raises besides, such as for a record of another schema version."""
     unreadable, num_records = [], 0
     for number, line in _lines(path):
         try:
-            record = parse_line(line.decode())
-        except UnicodeDecodeError:
-            unreadable.append(f"{path}:{number}: not UTF-8 text")
+            record = parse(decode_line(line))
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
         except ValueError as error:
@@ -75,6 +82,8 @@ def read_records(path: Path, is_strict: bool = False) -> Iterator[RunRecord]:
         else:
             num_records += 1
             yield record
+            if num_records == most:
+                return
             continue
         if is_strict:
             break
@@ -95,22 +104,51 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
 
 
-def parse_line(line: str) -> RunRecord:
-    """Parse one line. Raises ValueError, one line, if it is not a record of this schema. This is
-    `Unreadable`, unless the line is a record of another schema version."""
+def decode_line(line: bytes) -> Any:
+    """The JSON value of a line. Raises Unreadable."""
     try:
-        raw = DECODER.decode(line)
+        return DECODER.decode(line.decode())
+    except UnicodeDecodeError:
+        raise Unreadable("not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"not a JSON record ({error})") from None
-    return parse_record(raw)
+
+
+def kind_of(raw: Any) -> str | None:
+    """What wrote a record, from its JSON value; None for the record of a run. Raises
+    Unreadable for what is not an object."""
+    if not isinstance(raw, dict):
+        raise Unreadable("not a record; it is not an object")
+    kind = raw.get("kind")
+    return kind if isinstance(kind, str) else None
+
+
+def make_parser(kind: Any) -> Callable[[Any], Any]:
+    """Makes objects of the dataclass `kind`, which has a `schema_version`, from JSON values."""
+
+    def parse(raw: Any) -> Any:
+        _check_version(raw, kind.schema_version)
+        try:
+            return kind(**_parse_fields(kind, raw, ""))
+        except ValueError as error:
+            raise Unreadable(f"not a record; {error}") from None
+
+    return parse
+
+
+def _check_version(raw: Any, version: int) -> None:
+    found = raw.get("schema_version") if isinstance(raw, dict) else None
+    if found != version:
+        error = ValueError if type(found) is int else Unreadable
+        raise error(f"schema_version is {found}, this program reads {version}")
 
 
 def parse_record(raw: Any) -> RunRecord:
-    """Make a record from its JSON value. Raises ValueError as `parse_line` does."""
-    version = raw.get("schema_version") if isinstance(raw, dict) else None
-    if version != SCHEMA_VERSION:
-        kind = ValueError if type(version) is int else Unreadable
-        raise kind(f"schema_version is {version}, this program reads {SCHEMA_VERSION}")
+    """Make a record of a run from its JSON value. Raises ValueError, one line, if it is not one of
+    this schema. This is `Unreadable`, unless it is a record of another schema version."""
+    if isinstance(raw, dict) and (kind := kind_of(raw)) is not None:
+        raise ValueError(f"it is a record of kind {kind}, not of a run")
+    _check_version(raw, SCHEMA_VERSION)
     try:
         fields = _parse_fields(RunRecord, raw, "")
         _check_config(fields["config"])

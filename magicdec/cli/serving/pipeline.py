@@ -31,6 +31,7 @@ from magicdec.pipelined_run.options import DRAFTERS, SpeculationOptions, read_mo
 from magicdec.pipelined_run.spans import trace_events
 from magicdec.pipelined_speculation.options import MODES
 from magicdec.records.writing import check_files
+from magicdec.report.figures.style import check_picture
 from magicdec.workload.arrivals import BURST, Arrival
 from magicdec.workload.request_shapes import make_shapes
 
@@ -49,7 +50,6 @@ SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "decoding": ("ignore_eos",),
     "workload": ("dataset", "seed"),
 }
-PLOTS = (".png", ".svg", ".pdf")
 FILES = (  # (flag, metavar, help text)
     ("--plot", "FILE",
      "draw the passes of this command as bars: the speed of a request, its time to the first "
@@ -108,7 +108,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     if asked.plot is not None:
         from magicdec.pipelined_run.measured.bars import draw_bars
 
-        draw_bars("--plot", asked.plot, records)
+        draw_bars("--plot", asked.plot, [records])
     if asked.trace is not None:
         write_trace(asked.trace, traces, prepared.layout)
     return conclude(kept, records)
@@ -145,10 +145,10 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         shapes=tuple(shapes),
         **{name: getattr(args, name) for name, _, _ in EMULATION},
     )
+    if args.plot is not None:
+        check_picture("--plot", args.plot)
     if launch.rank == 0:
         check_files({"--out": args.out, "--plot": args.plot, "--trace": args.trace})
-    if args.plot is not None and args.plot.suffix not in PLOTS:
-        raise ValueError(f"--plot {args.plot}: the name must end in {' or '.join(PLOTS)}")
     return Asked(config, options, args.out, args.plot, args.trace)
 
 

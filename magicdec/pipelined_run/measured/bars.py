@@ -1,6 +1,7 @@
-"""A plot of the passes of one command: bars of the speed of a request, of its time to the first
-token, and of the time between commits, as in the plots of PipeInfer. Imports matplotlib only to
-draw.
+"""A plot of the passes of one or several commands: bars of the speed of a request, of its time to
+the first token, and of the time between commits. As in the plots of PipeInfer, the ways to decode
+stand side by side, and each command, with its models and split, is a series. Imports matplotlib
+only to draw.
 
 Must not know how a metric is computed.
 """
@@ -9,38 +10,92 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from magicdec.pipelined_run.measured.record import SpeculationRecord
 from magicdec.pipelined_run.measured.table import title
 from magicdec.report.figures.style import look, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PANELS = (  # (metric, title, unit)
     ("request_tokens_per_s", "speed of a request", "tokens/s"),
     ("mean_ttft_ms", "time to first token", "ms, mean"),
     ("mean_itl_ms", "between two commits", "ms, mean"),
 )
+# Keys of `config.workload` that name a series where they differ, and what is said before a value.
+NAMED = {
+    "drafter": "",
+    "layer_split": "",
+    "draft": "draft ",
+    "np": "np ",
+    "emulate_acceptance": "acceptance ",
+}
+HEIGHT, LEGEND_LINE = 2.8, 0.22  # inches
 DOTS_PER_INCH = 150
 
+Records = Sequence[SpeculationRecord]
 
-def draw_bars(flag: str, path: Path, records: Sequence[SpeculationRecord]) -> None:
-    """Draw the passes that have metrics. Raises ValueError, naming the flag, if the file cannot be
-    written."""
+
+def draw_bars(flag: str, path: Path, commands: Sequence[Records]) -> None:
+    """Draw the passes that have metrics. Raises ValueError, naming the flag, if there are none, or
+    if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    shown = [record for record in records if record.metrics is not None]
+    shown = [[r for r in records if r.metrics is not None] for records in commands]
+    shown = [records for records in shown if records]
+    if not shown:
+        raise ValueError(f"{flag} {path}: no pass has metrics to draw")
+    labels = labels_of(shown) if len(shown) > 1 else []
     with styled():
-        figure = Figure(figsize=(7.4, 2.8), layout="constrained")
-        for ax, (metric, name, unit) in zip(figure.subplots(1, 3), PANELS, strict=True):
-            values = [getattr(record.metrics, metric) or 0.0 for record in shown]
-            colours = [look(index).colour for index in range(len(shown))]
-            bars = ax.bar(range(len(shown)), values, color=colours, width=0.7)
-            ax.bar_label(bars, [f"{value:,.1f}" for value in values], fontsize=7)
-            ax.set_xticks(range(len(shown)), [record.name for record in shown], rotation=20)
-            ax.grid(axis="x", visible=False)
+        figure = Figure(figsize=(7.4, HEIGHT + LEGEND_LINE * len(labels)), layout="constrained")
+        axes = figure.subplots(1, len(PANELS))
+        for ax, (metric, name, unit) in zip(axes, PANELS, strict=True):
+            draw_panel(ax, metric, shown)
             ax.set_title(name)
             ax.set_ylabel(unit)
-        figure.suptitle(title(records[-1]))
+        if labels:
+            handles = [container[0] for container in axes[0].containers]
+            figure.legend(handles, labels, loc="outside lower left", ncols=1)
+        else:
+            figure.suptitle(title(shown[0][-1]))
         try:
             figure.savefig(path, dpi=DOTS_PER_INCH)
         except OSError as error:
             raise ValueError(f"{flag} {path}: {error.strerror}") from None
+
+
+def draw_panel(ax: Axes, metric: str, commands: Sequence[Records]) -> None:
+    """A group of bars for each way to decode, with a bar of each command that has it. The bars of
+    a single command differ in colour."""
+    names = list(dict.fromkeys(record.name for records in commands for record in records))
+    width = 0.8 / len(commands)
+    for index, records in enumerate(commands):
+        at = [names.index(r.name) + (index - (len(commands) - 1) / 2) * width for r in records]
+        values = [getattr(r.metrics, metric) or 0.0 for r in records]
+        is_alone = len(commands) == 1
+        colours = [look(i if is_alone else index).colour for i in range(len(records))]
+        bars = ax.bar(at, values, width=0.9 * width, color=colours)
+        ax.bar_label(
+            bars, [f"{value:,.1f}" for value in values], fontsize=7 if is_alone else 6,
+            rotation=0 if is_alone else 90, padding=2,
+        )  # fmt: skip
+    ax.margins(y=0.05 if len(commands) == 1 else 0.2)
+    ax.set_xticks(range(len(names)), names, rotation=20)
+    ax.grid(axis="x", visible=False)
+
+
+def labels_of(commands: Sequence[Records]) -> list[str]:
+    """The model of each command, and its settings that are not the same in all of them."""
+    first = [records[0].config for records in commands]
+    keys = [key for key in NAMED if len({str(c["workload"].get(key)) for c in first}) > 1]
+    return [
+        ", ".join(
+            [
+                str(config["model"]["model"]),
+                *(f"{NAMED[key]}{config['workload'].get(key)}" for key in keys),
+            ]
+        )
+        for config in first
+    ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from magicdec.report.panels import Value
@@ -44,6 +45,14 @@ SETTINGS: dict[Any, Any] = {
     "figure.dpi": 100,
     "svg.fonttype": "path",
 }
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_picture(flag: str, path: Path) -> None:
+    """Raises ValueError, naming the flag, if the name of `path` says no format of pictures."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{flag} {path}: the name must end in {' or '.join(FORMATS)}")
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,18 @@ from magicdec.serving.saturation import (
     saturation_rate,
     share_sustained,
 )
+from magicdec.serving.showing.table import print_table
 
 COLUMNS = (
     *("arrival_rate", "served_rate", "request_goodput", "output_throughput", "p50_ttft_ms"),
     *("p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "mean_in_flight", "peak_memory_bytes"),
 )
+
+
+def print_records(records: Sequence[ServingRecord]) -> None:
+    """Print what one command measured: several rates under one batching, or several batchings."""
+    is_sweep = len({record.config["workload"]["arrival"] for record in records}) > 1
+    (print_rates if is_sweep else print_table)(records)
 
 
 def rate_of(record: ServingRecord) -> float:

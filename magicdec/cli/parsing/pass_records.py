@@ -1,0 +1,66 @@
+"""The records of commands that serve requests in several passes, one line of JSON for each pass:
+which kinds there are, and how a file of them is read. A new kind is a line in `KINDS`. Imports no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from magicdec.names import load_named
+from magicdec.records.reading import kind_of, make_parser, read_lines
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The class of the records, what prints those of one command, and what draws those of several.
+    They are imported when they are needed."""
+
+    record: str
+    show: str
+    draw: str | None = None
+
+
+KINDS = {  # by the key `kind` of a record
+    "serving": Kind(
+        "magicdec.serving.record:ServingRecord", "magicdec.serving.showing.rates:print_records"
+    ),
+    "pipeline": Kind(
+        "magicdec.pipeline.record:PipelineRecord", "magicdec.pipeline.showing.table:print_table"
+    ),
+    "speculation": Kind(
+        "magicdec.pipelined_run.measured.record:SpeculationRecord",
+        "magicdec.pipelined_run.measured.table:print_table",
+        "magicdec.pipelined_run.measured.bars:draw_bars",
+    ),
+}
+
+
+def find_kind(paths: Sequence[Path]) -> Kind | None:
+    """The kind of the records in these files, by the first of each; None for records of runs.
+    Raises ValueError, one line, if a file cannot be read, or if the kinds differ."""
+    found = {path: next(read_lines(path, kind_of, most=1), None) for path in paths}
+    names = {kind if kind in KINDS else None for kind in found.values()}
+    if len(names) > 1:
+        said = ", ".join(f"{path} of {kind or 'runs'}" for path, kind in found.items())
+        raise ValueError(f"the files have records of several kinds: {said}; give them one by one")
+    name = names.pop()
+    return None if name is None else KINDS[name]
+
+
+def read_commands(kind: Kind, paths: Sequence[Path], is_strict: bool) -> Iterator[list[Any]]:
+    """The records of each command: those that follow each other in a file and have one command
+    line and one start. Raises ValueError as `read_lines` does."""
+    parse = make_parser(load(kind.record))
+    for path in paths:
+        records = read_lines(path, parse, is_strict)
+        for _, group in groupby(records, lambda r: (r.environment.time_utc, r.environment.argv)):
+            yield list(group)
+
+
+def load(place: str) -> Any:
+    """What stands behind `module:name`."""
+    return load_named({place: place}, place)

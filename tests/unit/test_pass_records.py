@@ -1,0 +1,132 @@
+"""`magicdec table` of the records of commands that serve requests in several passes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_compare import make
+from test_pipeline_command import finished
+
+from magicdec.cli import table
+from magicdec.cli.parsing.pass_records import KINDS, load, read_commands
+from magicdec.pipelined_run.measured.bars import labels_of
+from magicdec.pipelined_run.measured.metrics import speculation_metrics
+from magicdec.records.reading import load_records
+
+OF_KIND: dict[str, dict[str, Any]] = {
+    "serving": {"arrival": "burst", "output_len": 4, "max_concurrency": None, "batching": "static"},
+    "pipeline": {"n_samples": 2},
+    "speculation": {"lanes": 1, "drafter": "ngram", "layer_split": "3,3"},
+}
+
+
+def record(kind: str, name: str, start: str = "first", **workload: object) -> dict[str, Any]:
+    """A pass whose tokens are wrong, and which has no metrics therefore."""
+    base = make()
+    config = base["config"] | {"workload": {"num_requests": 2} | OF_KIND[kind] | workload}
+    return {
+        "kind": kind, "schema_version": vars(load(KINDS[kind].record))["schema_version"],
+        "status": "diverged", "name": name, "config": config,
+        "environment": base["environment"] | {"time_utc": start}, "workload": base["workload"],
+        "reference": "one process", "num_differing": 1, "metrics": None, "ring": None,
+        "requests": [],
+    }  # fmt: skip
+
+
+def measured(name: str, start: str = "first", **workload: object) -> dict[str, Any]:
+    right = {"status": "ok", "num_differing": 0}
+    metrics = asdict(speculation_metrics([finished([1.0, 2.0, 3.0])], None, None))
+    return record("speculation", name, start, **workload) | right | {"metrics": metrics}
+
+
+def write(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["magicdec table", *map(str, words)])
+    table.main()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_is_that_of_the_command(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(tmp_path / "passes.jsonl", record(kind, "one"), record(kind, "two"))
+    (records,) = read_commands(KINDS[kind], [path], is_strict=True)
+    load(KINDS[kind].show)(records)
+    shown = capsys.readouterr().out
+    assert "DIVERGED, 1 of 0 requests differ from one process" in shown
+    run(monkeypatch, path)
+    assert capsys.readouterr().out == shown
+
+
+def test_each_command_has_a_table_and_a_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passes = [measured("sync"), measured("async"), record("speculation", "async", "third")]
+    passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
+    path = write(tmp_path / "passes.jsonl", *passes)
+    commands = list(read_commands(KINDS["speculation"], [path], is_strict=True))
+    assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
+        ["async"]
+    ]
+    assert labels_of(commands[:2]) == ["demo, 3,3", "demo, 2,4"]
+    run(monkeypatch, path, "--plot", tmp_path / "bars.svg")
+    assert capsys.readouterr().out.count("tokens/s of a request") == 2
+    picture = (tmp_path / "bars.svg").read_text()
+    assert "<!-- demo, 2,4 -->" in picture and picture.count("<!-- async -->") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sort", "speedup"], "--sort is for records of runs"),
+        (["--check"], "--check is for records of runs"),
+        (["--format", "csv"], "--format is for records of runs"),
+        (["--plot", "bars.txt"], "--plot bars.txt: the name must end in .png or .svg or .pdf"),
+        (["runs.jsonl"], "the files have records of several kinds: passes.jsonl of speculation"),
+        (["--plot", "none.svg"], "--plot none.svg: no pass has metrics to draw"),
+    ],
+)
+def test_refuses_in_one_line(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("passes.jsonl"), record("speculation", "async"))
+    write(Path("runs.jsonl"), make())
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "passes.jsonl", *words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
+    path = write(tmp_path / "passes.jsonl", record("pipeline", "ring"))
+    with pytest.raises(ValueError, match=":1: it is a record of kind pipeline, not of a run"):
+        load_records(path)
+
+
+def test_a_damaged_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, cut = record("speculation", "async"), record("speculation", "sync")
+    del cut["requests"]
+    path = write(tmp_path / "passes.jsonl", cut, whole)
+    (records,) = read_commands(KINDS["speculation"], [path], is_strict=False)
+    assert [each.name for each in records] == ["async"]
+    assert ":1: not a record; it has no requests; this line is skipped" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="it has no requests"):
+        list(read_commands(KINDS["speculation"], [path], is_strict=True))
