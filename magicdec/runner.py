@@ -162,7 +162,8 @@ class ModelRunner:
             call = x, view, self.offsets, last_only, watch, watch_queries, cancellation
             out, keys = self.executor.forward(*call)
             self.cache.advance(rows, num_appended)
-            self._count_keys(keys, 1, num_new, rows, is_draft)
+            num_bytes = self.cache.bytes_per_token
+            self.counts.count(1, num_new * len(rows), keys, num_bytes, len(rows) * is_draft)
             return out
         out = self._by_layers(x, view, last_only, watch, watch_queries, cancellation)
         self.cache.advance(rows, num_appended)
@@ -224,21 +225,9 @@ class ModelRunner:
         view = make_view(self.cache, rows, policy, num_new, committed, self.window)
         drafts, keys = self.executor.draft(token_ids, view, self.offsets, count)
         self.cache.advance(rows, num_new + count - 1)
-        self._count_keys(keys, count, num_new + count - 1, rows, True)
+        num_tokens, num_bytes = (num_new + count - 1) * len(rows), self.cache.bytes_per_token
+        self.counts.count(count, num_tokens, keys, num_bytes, count * len(rows))
         return drafts
-
-    def _count_keys(
-        self, keys: int, num_forwards: int, num_new: int, rows: BatchRows, is_draft: bool
-    ) -> None:
-        """Count what the executor has read, which the host knows."""
-        counts = self.counts
-        counts.num_forwards += num_forwards
-        counts.num_tokens += num_new * len(rows)
-        counts.kv_tokens_read += keys
-        counts.kv_bytes_read += keys * self.cache.bytes_per_token
-        if is_draft:
-            counts.draft_kv_tokens_read += keys
-            counts.draft_rows += num_forwards * len(rows)
 
     def _count(self, view: KVView, rows: BatchRows, is_draft: bool) -> None:
         """Count what the layers have read, which in a captured forward only the device knows."""

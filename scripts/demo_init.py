@@ -21,8 +21,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from magicdec.model.block import Attention, Block
 from magicdec.model.rope import rope_table
-from magicdec.model.transformer import Attention, Block, Transformer
+from magicdec.model.transformer import Transformer
 
 EMBEDDING_STD = 0.5
 FINAL_NORM = 0.04  # times EMBEDDING_STD: keeps the first logits small despite the tied head

@@ -45,16 +45,31 @@ def build_parser() -> Parser:
         "next to tensor parallelism and to one process.",
         allow_abbrev=False,
     )
+    _add_models(parser)
+    _add_acceptance(parser)
+    _add_work(parser)
+    _add_ranks(parser)
+    parser.add_argument("--out", "--json", type=Path, dest="json", metavar="FILE",
+        help="also write the predictions to this file; default: none is written")  # fmt: skip
+    return parser
+
+
+def _add_models(parser: Parser) -> None:
     add = parser.add_argument
-    add(
-        "--model",
-        default="demo",
-        help="the model: demo, a preset, random:<preset> or a directory [demo]",
-    )
+    add("--model", default="demo",
+        help="the model: demo, a preset, random:<preset> or a directory [demo]")  # fmt: skip
     add("--draft_model", help="a standalone draft model; default: the model drafts for itself")
+    add("--dtype", default="bfloat16", choices=DTYPES,
+        help="dtype of the activations and the KV cache [bfloat16]")  # fmt: skip
+    for flag, name in (("--target_dtype", "--model"), ("--draft_dtype", "--draft_model")):
+        add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
+            help=f"dtype of the matrices of {name}; auto is --dtype [auto]")  # fmt: skip
     add("--machine", type=Path, metavar="FILE", help="the file that `magicdec probe` wrote")
     for flag, _, text, _ in RATES:
         add(f"--{flag}", type=float, metavar="X", help=text)
+
+
+def _add_acceptance(parser: Parser) -> None:
     # One of them is required, except with --stages.
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--acceptance", nargs="+", metavar="A",
@@ -64,14 +79,14 @@ def build_parser() -> Parser:
     either.add_argument("--conditional_acceptance", nargs="+", type=float, metavar="A",
         help="in place of --acceptance: the probability that a draft token is accepted if all "
         "before it in the step were; give one value, or one for each --budget")  # fmt: skip
-    add("--acceptance_gamma", type=int, default=DEFAULT_GAMMA, metavar="N",
+    parser.add_argument("--acceptance_gamma", type=int, default=DEFAULT_GAMMA, metavar="N",
         help="number of draft tokens in a step with which the rate of --acceptance was measured "
         f"[{DEFAULT_GAMMA}]")  # fmt: skip
-    add("--dtype", default="bfloat16", choices=DTYPES,
-        help="dtype of the activations and the KV cache [bfloat16]")  # fmt: skip
-    for flag, name in (("--target_dtype", "--model"), ("--draft_dtype", "--draft_model")):
-        add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
-            help=f"dtype of the matrices of {name}; auto is --dtype [auto]")  # fmt: skip
+
+
+def _add_work(parser: Parser) -> None:
+    """What is decoded, and how."""
+    add = parser.add_argument
     add("--B", nargs="+", type=int, metavar="N",
         help="batch sizes to predict, in sequences; with --stages, of a message "
         "[1 8 32; with --stages 1]")  # fmt: skip
@@ -89,6 +104,10 @@ def build_parser() -> Parser:
         help="output tokens of each sequence, for the net speedup [64]")  # fmt: skip
     add("--max_gamma", type=int, metavar="N",
         help=f"largest number of draft tokens in a step to predict [{MAX_GAMMA}]")  # fmt: skip
+
+
+def _add_ranks(parser: Parser) -> None:
+    add = parser.add_argument
     add("--tp", type=int, default=1, metavar="N",
         help="ranks that share the model, or each stage of it, by tensor parallelism [1]",
     )  # fmt: skip
@@ -101,6 +120,3 @@ def build_parser() -> Parser:
     add("--layer_split", metavar="SPLIT",
         help="with --stages, the layers of each stage, as `magicdec recurrent` takes them: counts, "
         "shares, auto or mdi_llm. Default: equal shares")  # fmt: skip
-    add("--out", "--json", type=Path, dest="json", metavar="FILE",
-        help="also write the predictions to this file; default: none is written")  # fmt: skip
-    return parser

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from magicdec.executor.structures import CacheFields, LayerFields, LinearFields, ModelFields
 from magicdec.kv.view import KVView
+from magicdec.model.block import Block
 from magicdec.model.linear.int8 import PackedInt8Linear
 from magicdec.model.linear.packed import PackedLinear
-from magicdec.model.transformer import Block, Transformer
+from magicdec.model.transformer import Transformer
 
 
 def describe_model(

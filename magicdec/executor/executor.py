@@ -42,9 +42,10 @@ from magicdec.executor.structures import (
 )
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
 from magicdec.kv.view import KVView
+from magicdec.model.block import Block
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
 from magicdec.model.linear.packed import HEADERS as LINEAR_HEADERS
-from magicdec.model.transformer import Block, Transformer
+from magicdec.model.transformer import Transformer
 
 SOURCE = Path(__file__).with_name("forward.cpp")
 HEADERS = (

@@ -25,6 +25,18 @@ class ForwardCounts:
     # int64 [4]: counted on the device and not yet added to the last four counts.
     on_device: Tensor | None = field(default=None, compare=False)
 
+    def count(
+        self, num_forwards: int, num_tokens: int, keys: int, bytes_per_token: int, draft_rows: int
+    ) -> None:
+        """Add forwards that read `keys` keys, which the host knows, each with its value.
+        `draft_rows` are the rows of draft forwards; 0: these were none."""
+        self.num_forwards += num_forwards
+        self.num_tokens += num_tokens
+        self.kv_tokens_read += keys
+        self.kv_bytes_read += keys * bytes_per_token
+        self.draft_kv_tokens_read += keys if draft_rows else 0
+        self.draft_rows += draft_rows
+
     def copy(self) -> ForwardCounts:
         """A copy of the current counts. Waits for the device."""
         if self.on_device is not None:

@@ -17,26 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.block import Attend, Block
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
-from magicdec.model.linear.kinds import (
-    Linear,
-    PartialLinear,
-    Reduce,
-    exchange,
-    pack,
-    row_parallel,
-    to_int8,
-)
+from magicdec.model.linear.kinds import Linear, Reduce, exchange, pack, to_int8
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.mlp import MLP
-from magicdec.model.norm import RMSNorm, add_norm, make_norm
+from magicdec.model.norm import RMSNorm, make_norm
 from magicdec.model.positions import PositionEncoding, alibi, alibi_slopes, rotate, split_heads
 from magicdec.model.rope import rope_table
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]. The position encoding is already
-applied to q and k; D is the config's `cached_head_dim`."""
 
 BeforeLayer = Callable[[int], None]
 """A function that is called with each layer before it is computed. An exception in it ends the
@@ -51,73 +40,6 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        super().__init__()
-        (q_first, q_last), (kv_first, kv_last) = shard.heads(config.num_heads, config.num_kv_heads)
-        self.head_dim = config.head_dim
-        self.num_heads, self.num_kv_heads = q_last - q_first, kv_last - kv_first
-        self.qkv: Linear = nn.Linear(
-            config.hidden_size,
-            (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
-            bias=config.qkv_bias,
-        )
-        self.output: Linear = PartialLinear(
-            self.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias
-        )
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps) for _ in "qk")
-
-    def forward(
-        self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend, reduce: Reduce
-    ) -> Tensor:
-        return row_parallel(self.mix(x, layer, encode, attend), self.output, reduce)
-
-    def mix(self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend) -> Tensor:
-        """The input of the output projection, [B, T, H * D]."""
-        rows, num_tokens, _ = x.shape
-        heads = self.qkv(x).view(rows, num_tokens, -1, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = split_heads(heads, self.num_heads, self.num_kv_heads)
-            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
-        out = attend(layer, *encode(heads, self.num_heads, self.num_kv_heads))
-        if out.shape[-1] > self.head_dim:  # ALiBi's extra dimensions, zeros
-            out = out[..., : self.head_dim]
-        return out.reshape(rows, num_tokens, -1)
-
-
-class Block(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        super().__init__()
-        self.is_parallel = config.residual != "sequential"
-        self.attention_norm = make_norm(config)
-        self.attention = Attention(config, shard)
-        self.mlp_norm: RMSNorm | nn.LayerNorm | None = None
-        if config.residual != "parallel_shared_norm":
-            self.mlp_norm = make_norm(config)
-        self.mlp = MLP(config, shard)
-
-    def forward(
-        self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend, reduce: Reduce
-    ) -> Tensor:
-        normed = self.attention_norm(x)
-        if not self.is_parallel:
-            assert self.mlp_norm is not None, "the MLP of a sequential block has a norm"
-            y = self.attention(normed, layer, encode, attend, reduce)
-            x, normed = add_norm(self.mlp_norm, x, y)
-            del y  # frees memory before the MLP: y is large for a long prefill chunk
-            return x + self.mlp(normed, reduce)
-        attention, mlp = self.attention, self.mlp
-        hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))
-        mixed = attention.mix(normed, layer, encode, attend)
-        total = reduce(attention.output(mixed) + mlp.down(hidden))  # one all-reduce for both
-        for bias in (attention.output.bias, mlp.down.bias):
-            total = total if bias is None else total + bias
-        return x + total
 
 
 class Transformer(nn.Module):

@@ -22,13 +22,15 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.block import Attend
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.config import RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.families.hf_config import ROPE_FIELDS
+from magicdec.model.linear.kinds import Reduce
 from magicdec.model.positions import rotate
 from magicdec.model.rope import rope_table
-from magicdec.model.transformer import Attend, Reduce, Transformer
+from magicdec.model.transformer import Transformer
 
 CPU = torch.device("cpu")
 
