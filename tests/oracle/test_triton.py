@@ -71,7 +71,7 @@ def written_lse(q: Tensor, view: KVView) -> Tensor:
 @pytest.mark.narrow("values", "values")
 @pytest.mark.parametrize(
     ("split", "num_new", "dtype"),
-    [(64, 3, torch.bfloat16), (48, 1, torch.float32), (50, 20, torch.float32)],
+    [(64, 3, torch.bfloat16), (50, 20, torch.float32), (48, 1, torch.float32)],
     ids=str,
 )
 @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(5, 90)], ids=repr)

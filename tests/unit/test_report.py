@@ -147,6 +147,7 @@ def links(page: str) -> list[str]:
     return re.findall(r'(?:src|href)="(?!data:image/png;)([^"#][^"]*)"', page)
 
 
+@pytest.mark.wide
 def test_a_page_without_figure_files_does_not_link_to_them(
     report: Callable[..., tuple[Path, str]],
 ) -> None:
