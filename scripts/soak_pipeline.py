@@ -1,174 +1,214 @@
-"""Run pipelined speculation on real ranks with random settings for a long time, and check that
-nothing hangs, differs or stays behind.
+"""Run `magicdec pipeline` on real ranks with random settings for a long time, and check that
+nothing hangs, differs, leaks or stays behind.
 
     python scripts/soak_pipeline.py --minutes 30
-    python scripts/soak_pipeline.py --minutes 2 --seed 7 --requests 200
+    python scripts/soak_pipeline.py --minutes 2 --seed 7 --first_case 12
+    python scripts/soak_pipeline.py --plant payload
 
-Each case is one `magicdec pipeline` in float32 with settings that are drawn with the seed, so that
-a case that fails can be run again. Every fourth case serves `--requests` requests; the memory,
-threads and open files of its ranks are sampled, and the growth from its middle to its end is
-printed. The first case that fails ends the soak with exit code 1 and its command.
+Each case is one command in float32 with settings that follow from the seed and the case's number,
+so that `--seed` and `--first_case` run it again. Three kinds of cases take turns:
+
+modes   every mode once: all have the tokens of one process.
+leaks   one mode 33 times on the same ranks: `soak/leaks.py` says what must not grow.
+killed  a rank is killed with SIGKILL at a random time while runs are in flight: every other rank
+        ends within 30 s and names it.
+
+The first case that fails ends the soak with exit code 1 and its flags. The last line is a summary
+as JSON. `--plant` has the ranks leak something for every run: the soak must then fail.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import re
 import shlex
-import subprocess
+import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from soak.choices import draw
+from soak.leaks import BOUNDS, COUNTS, WARM_UP, find_leaks, growth
+from soak.ranks import Ranks
 
 HANGS_S = 400.0  # no case takes nearly as long
-SHARED = Path("/dev/shm")
+PROMISED_S = 30.0  # until all ranks have ended after one was killed
+STEADY = 24  # passes after the warm-up
+KINDS = ("modes", "leaks", "killed")
+PLANTS = ("none", "payload", "buffer", "thread", "file")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """All ranks of a case at one time."""
-
-    at_s: float
-    memory_mb: float
-    threads: int
-    files: int
+class Failure(Exception):
+    """What is wrong with a case."""
 
 
-def draw(chooser: random.Random, num_requests: int) -> list[str]:
-    """The flags of a case."""
-    num_ranks = chooser.choice([2, 3, 4])
-    splits = {
-        2: ["0.5,0.5/head", "0,1.0/head", "1.0/1.0"],
-        3: ["0.3,0.3,0.4/head", "0.5,0.5/1.0", "0,0.5,0.5/head"],
-        4: ["0.25,0.25,0.25,0.25/head", "0.3,0.3,0.4/1.0", "0,0.5,0.5/1.0"],
-    }
-    words = {
-        "--layer_split": chooser.choice(splits[num_ranks]),
-        "--drafter": chooser.choice(["model:demo-draft", "ngram"]),
-        "--draft": chooser.choice([1, 2, 4, 8]),
-        "--np": chooser.choice([1, 1, 2, 4]),
-        "--pa": chooser.choice([0.0, 0.3, 0.6]),
-        "--ps": chooser.choice([0.05, 0.2]),
-        "--pr": chooser.choice([0.0, 0.1]),
-        "--pd": chooser.choice([0.0, 0.05]),
-        "--recovery": chooser.choice(["acceptance", "attempt"]),
-        "--lanes": chooser.choice([1, 1, 2, 3]),
-        "--collectives": chooser.choice(["shared_memory", "shared_memory", "gloo"]),
-        "--native_steps": chooser.choice(["auto", "off"]),
-        "--prefix_len": f"uniform:4:{chooser.choice([40, 300])}",
-        "--output_len": f"uniform:1:{chooser.choice([12, 60])}",
-        "--num_requests": num_requests or chooser.randint(1, 4),
-        "--seed": chooser.randrange(1000),
-    }
-    flags = [str(word) for pair in words.items() for word in pair]
-    if chooser.random() < 0.3:
-        flags.append("--relaunch")
-    if chooser.random() < 0.3:
-        flags += ["--max_in_flight", str(chooser.choice([1, 2, 5]))]
-    fixed = ["--nproc", str(num_ranks), "--dtype", "float32", "--threads", "1"]
-    return [*fixed, *flags, "--mode", "iterative", "sync", "async"]
+@dataclass
+class Totals:
+    """Of all cases so far."""
+
+    cases: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    passes: int = 0
+    runs: int = 0
+    slowest_end_s: float = 0.0
+    largest_growth: dict[str, float] = field(default_factory=dict)
 
 
-def descendants(pid: int) -> Iterator[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    for child in children.read_text().split() if children.exists() else ():
-        yield int(child)
-        yield from descendants(int(child))
+def run_modes(ranks: Ranks, totals: Totals, chooser: random.Random) -> str:
+    records = wait_for_end(ranks)
+    if len(records) != 4:
+        raise Failure(f"{len(records)} records, not those of one process and three modes")
+    runs = count_runs(records)
+    totals.passes, totals.runs = totals.passes + 3, totals.runs + runs
+    return f"{runs} runs"
 
 
-def observe(pid: int, started: float) -> Sample | None:
-    """None if a rank ends meanwhile."""
-    memory = threads = files = 0
-    try:
-        for each in descendants(pid):
-            fields = Path(f"/proc/{each}/statm").read_text().split()
-            memory += int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-            threads += len(list(Path(f"/proc/{each}/task").iterdir()))
-            files += len(list(Path(f"/proc/{each}/fd").iterdir()))
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return Sample(time.perf_counter() - started, memory / 1e6, threads, files)
+def run_leaks(ranks: Ranks, totals: Totals, chooser: random.Random) -> str:
+    records = wait_for_end(ranks)
+    found, largest = list[str](), dict.fromkeys(BOUNDS, 0.0)
+    for rank in range(ranks.num_ranks):
+        samples = ranks.noted(rank)
+        if len(samples) != WARM_UP + STEADY:
+            raise Failure(f"rank {rank} has noted {len(samples)} passes")
+        found += [f"rank {rank}: {leak}" for leak in find_leaks(samples)]
+        for name in BOUNDS:
+            slope = growth([sample[name] for sample in samples[WARM_UP:]])
+            largest[name] = max(largest[name], slope)
+    if found:
+        raise Failure("; ".join(found))
+    samples = ranks.noted(0)
+    if any(sample["outputs"] != samples[0]["outputs"] for sample in samples):
+        raise Failure("the passes differ in their tokens")
+    runs = count_runs(records) + sum(sample["runs"] for sample in samples)
+    totals.passes, totals.runs = totals.passes + len(samples) + 1, totals.runs + runs
+    for name, slope in largest.items():
+        totals.largest_growth[name] = max(totals.largest_growth.get(name, 0.0), slope)
+    shown = ", ".join(f"{slope:+.2f} {name}" for name, slope in largest.items())
+    return f"{runs} runs in {len(samples) + 1} passes, at most {shown} a pass"
 
 
-def run(flags: list[str]) -> tuple[list[Sample], list[dict[str, Any]]]:
-    """The samples and the records of a case. Raises RuntimeError, naming the command, if it hangs,
-    fails, differs, or leaves shared memory behind."""
-    before = {path.name for path in SHARED.iterdir()}
-    with tempfile.TemporaryDirectory() as directory:
-        out, log = Path(directory, "runs.jsonl"), Path(directory, "log")
-        command = [sys.executable, "-m", "magicdec", "pipeline", *flags, "--out", str(out)]
-        with log.open("wb") as text:
-            case = subprocess.Popen(command, stdout=text, stderr=text)
-        samples = list(watch(case, shlex.join(command)))
-        records = list(map(json.loads, out.read_text().splitlines())) if out.exists() else []
-        problem = None
-        if case.returncode != 0:
-            problem = f"exit code {case.returncode}: {log.read_text()[-2000:]}"
-        elif {record["status"] for record in records} != {"ok"} or len(records) != 4:
-            problem = f"statuses {[record['status'] for record in records]}"
-        elif left := {path.name for path in SHARED.iterdir()} - before:
-            problem = f"left in {SHARED}: {', '.join(sorted(left))}"
-    if problem:
-        raise RuntimeError(f"{shlex.join(command)}\n{problem}")
-    return samples, records
-
-
-def watch(case: subprocess.Popen[bytes], command: str) -> Iterator[Sample]:
-    started = time.perf_counter()
-    while case.poll() is None:
-        if time.perf_counter() - started > HANGS_S:
-            case.kill()
-            case.wait()
-            raise RuntimeError(f"{command}\nhangs for {HANGS_S:.0f} s")
-        sample = observe(case.pid, started)
-        if sample is not None and sample.memory_mb:
-            yield sample
-        time.sleep(0.5)
-
-
-def growth(samples: list[Sample]) -> str:
-    """From the middle of a case to shortly before its end. The passes of a case follow each other,
-    and each begins with what the one before it has left."""
-    middle, end = samples[len(samples) // 2], samples[-3]
+def run_killed(ranks: Ranks, totals: Totals, chooser: random.Random) -> str:
+    """A rank has noted its first pass when the second has begun."""
+    everyone = range(ranks.num_ranks)
+    until = time.monotonic() + HANGS_S
+    while not ranks.noted(0):
+        if ranks.failed() or time.monotonic() > until:
+            raise Failure(f"no pass has ended:\n{logs(ranks)}")
+        time.sleep(0.05)
+    killed, after_s = chooser.choice(everyone), chooser.uniform(0.0, 3.0)
+    time.sleep(after_s)
+    ranks.kill(killed)
+    begun = time.monotonic()
+    others = [rank for rank in everyone if rank != killed]
+    left = ranks.wait(others, PROMISED_S)
+    seconds = time.monotonic() - begun
+    if left:
+        raise Failure(f"ranks {left} run {PROMISED_S:.0f} s after rank {killed} was killed")
+    for rank in others:
+        said = rf"rank {rank}: (rank {killed} has|ranks [\d, ]*\b{killed}\b[\d, ]* have) ended"
+        if ranks.processes[rank].returncode == 0 or not re.search(said, ranks.log(rank)):
+            raise Failure(f"rank {rank} does not name rank {killed}:\n{logs(ranks)}")
+    if left_behind := ranks.left():
+        raise Failure(f"left in shared memory: {', '.join(left_behind)}")
+    totals.slowest_end_s = max(totals.slowest_end_s, seconds)
     return (
-        f"{end.memory_mb - middle.memory_mb:+.1f} MB of {middle.memory_mb:.0f}, "
-        f"{end.threads - middle.threads:+d} threads, {end.files - middle.files:+d} files in "
-        f"{end.at_s - middle.at_s:.0f} s"
+        f"rank {killed} of {ranks.num_ranks} killed after {after_s:.1f} s, named in {seconds:.1f}"
     )
 
 
+def wait_for_end(ranks: Ranks) -> list[dict[str, Any]]:
+    """The records of a case, which are all of the right tokens."""
+    until = time.monotonic() + HANGS_S
+    while ranks.wait(range(ranks.num_ranks), 0.5):
+        if ranks.failed():
+            ranks.wait(range(ranks.num_ranks), PROMISED_S)
+            break
+        if time.monotonic() > until:
+            raise Failure(f"hangs for {HANGS_S:.0f} s:\n{logs(ranks)}")
+    if failed := ranks.failed():
+        raise Failure(f"ranks {failed} failed:\n{logs(ranks)}")
+    records = ranks.records()
+    if any(record["status"] != "ok" for record in records):
+        raise Failure(f"statuses {[record['status'] for record in records]}")
+    if left := ranks.left():
+        raise Failure(f"left in shared memory: {', '.join(left)}")
+    return records
+
+
+def count_runs(records: list[dict[str, Any]]) -> int:
+    uses = [record["metrics"]["use"] for record in records]
+    return sum(use["runs"] for use in uses if use is not None)
+
+
+def logs(ranks: Ranks) -> str:
+    return "\n".join(ranks.log(rank)[-2000:] for rank in range(ranks.num_ranks))
+
+
+RUN = {"modes": run_modes, "leaks": run_leaks, "killed": run_killed}
+PASSES = {"modes": 0, "leaks": WARM_UP + STEADY, "killed": 1_000_000}  # after the first
+
+
 def main() -> int:
+    asked = read_arguments()
+    signal.signal(signal.SIGTERM, stop)
+    begun, case, totals = time.monotonic(), asked.first_case, Totals()
+    problem = None
+    while problem is None and time.monotonic() - begun < 60 * asked.minutes:
+        kind = KINDS[case % len(KINDS)] if asked.plant == "none" else "leaks"
+        chooser = random.Random(f"{asked.seed}/{case}")
+        num_ranks, flags = draw(chooser, is_repeated=kind != "modes")
+        words = [str(PASSES[kind]), str(int(kind == "leaks")), asked.plant, *flags]
+        began = time.monotonic()
+        try:
+            with Ranks(num_ranks, words) as ranks:
+                said = RUN[kind](ranks, totals, chooser)
+        except Failure as error:
+            problem = str(error)
+            said = f"FAILED\n--nproc {num_ranks} {shlex.join(flags)}\n{problem}"
+        totals.cases[kind] += 1
+        print(f"case {case} ({kind}, {time.monotonic() - began:.0f} s): {said}", flush=True)
+        case += 1
+    print(json.dumps(summary(asked, totals, time.monotonic() - begun, problem)))
+    return 0 if problem is None else 1
+
+
+def summary(
+    asked: argparse.Namespace, totals: Totals, seconds: float, problem: str | None
+) -> dict[str, Any]:
+    return {
+        "is_ok": problem is None,
+        "seed": asked.seed,
+        "first_case": asked.first_case,
+        "minutes": round(seconds / 60, 1),
+        "cases": totals.cases,
+        "passes": totals.passes,
+        "runs": totals.runs,
+        "slowest_end_after_kill_s": round(totals.slowest_end_s, 1),
+        "largest_growth_a_pass": {k: round(v, 2) for k, v in totals.largest_growth.items()},
+        "bounds_a_pass": BOUNDS | dict.fromkeys(COUNTS, 0),
+        "steady_passes_a_case": STEADY,
+    }
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """Leave all contexts, which end the ranks and remove what they left."""
+    sys.exit(128 + number)
+
+
+def read_arguments() -> argparse.Namespace:
+    assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on [30]")
     parser.add_argument("--seed", type=int, default=0, help="of the settings [0]")
     parser.add_argument(
-        "--requests", type=int, default=100, metavar="N", help="requests of a long case [100]"
+        "--first_case", type=int, default=0, metavar="N", help="the case to begin with [0]"
     )
-    asked = parser.parse_args()
-    chooser, begun, case, total = random.Random(asked.seed), time.perf_counter(), 0, 0
-    while time.perf_counter() - begun < 60 * asked.minutes:
-        case += 1
-        is_long = case % 4 == 0
-        flags = draw(chooser, asked.requests if is_long else 0)
-        try:
-            samples, records = run(flags)
-        except RuntimeError as error:
-            print(f"case {case} failed: {error}", flush=True)
-            return 1
-        uses = [record["metrics"]["use"] for record in records]
-        runs = sum(use["runs"] for use in uses if use is not None)
-        total += runs
-        shown = f"; {growth(samples)}" if is_long and len(samples) > 8 else ""
-        print(f"case {case}: ok, {runs} runs{shown}", flush=True)
-    seconds = time.perf_counter() - begun
-    print(f"{case} cases, {total} runs, {seconds / 60:.1f} minutes: all ok")
-    return 0
+    parser.add_argument(
+        "--plant", choices=PLANTS, default="none", help="a leak in every run [none]"
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,18 @@ class Processes:
         """Raise PeerLost if the process of any rank has ended."""
         if ended := self.ended():
             raise PeerLost(describe(ended))
+
+    @contextmanager
+    def naming_ended(self) -> Iterator[None]:
+        """If something fails inside, such as a collective, because a rank has ended: PeerLost."""
+        try:
+            yield
+        except PeerLost:
+            raise
+        except RuntimeError:
+            time.sleep(NOTICE_S)
+            self.check()
+            raise
 
     def lost(self, peer: int, error: Exception) -> PeerLost:
         """What to raise when the connection with `peer` has failed. A rank that has ended is named

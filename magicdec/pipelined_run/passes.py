@@ -83,12 +83,13 @@ class Passes:
 
     def serve(self, name: str, observe: Observe) -> Outcome | None:
         """Serve all requests in the pass of that name."""
-        if name != BASELINE_PASS:
-            self.member = self.member or self._join()
-            return self._pipelined(self.member, name, observe)
-        outcome = self._baseline(observe) if self.rank == 0 else None
-        self._tell_expected([] if outcome is None else outcome.requests)
-        return outcome
+        with self.connections.processes.naming_ended():
+            if name != BASELINE_PASS:
+                self.member = self.member or self._join()
+                return self._pipelined(self.member, name, observe)
+            outcome = self._baseline(observe) if self.rank == 0 else None
+            self._tell_expected([] if outcome is None else outcome.requests)
+            return outcome
 
     def close(self) -> None:
         if self.member is not None:

@@ -1,26 +1,33 @@
-"""A ring in which rank KILLED_RANK is killed while samples circulate. Started by
-test_recurrent.py."""
+"""A command in which rank KILLED_RANK is killed while it serves. Started by test_recurrent.py and
+test_speculation_ranks.py with the command's name and flags."""
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
-from magicdec.cli.serving.recurrent import main
+from magicdec.cli.serving import pipeline, recurrent
 from magicdec.pipeline.stage import Stage
+from magicdec.pipelined_run.stage import ModelPart
 
-forward = Stage.forward
-forwards = 0
+COMMANDS = {  # what runs, and the method in whose n-th call the rank is killed
+    "recurrent": (recurrent.main, Stage, "forward", 40),
+    "pipeline": (pipeline.main, ModelPart, "compute", 20),
+}
+main, owner, name, last = COMMANDS[sys.argv.pop(1)]
+method = getattr(owner, name)
+calls = 0
 
 
-def count(self, x, rows, status):
-    global forwards
-    forwards += 1
-    if forwards == 40 and os.environ["RANK"] == os.environ["KILLED_RANK"]:
+def count(*args):
+    global calls
+    calls += 1
+    if calls == last and os.environ["RANK"] == os.environ["KILLED_RANK"]:
         Path("killed_at").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    return forward(self, x, rows, status)
+    return method(*args)
 
 
-Stage.forward = count
+setattr(owner, name, count)
 main()

@@ -3,13 +3,13 @@ command line, and what it refuses."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
+from several_ranks import answer_of, read_records
 
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
@@ -49,9 +49,8 @@ def test_drafts_of_every_subgroup_change_nothing(
     noise = tiny_transformer(seed=1).state_dict()
     target.load_state_dict({n: w + 0.04 * noise[n] for n, w in target.state_dict().items()})
     paths.append(save_checkpoint(target, tmp_path / "draft"))
-    done = launch("distributed/standalone.py", *paths, collectives, num_ranks=num_ranks)
-    assert done.returncode == 0, done.stderr
-    tokens = json.loads(done.stdout.splitlines()[-1])
+    script = "distributed/standalone.py"
+    tokens = answer_of(launch, script, *paths, collectives, num_ranks=num_ranks)
     assert tokens == tokens_of_one_rank.setdefault("tokens", tokens)
     assert [len(row) for row in tokens] == [24, 9, 24, 17]
 
@@ -86,7 +85,7 @@ def test_the_driver_on_two_ranks(
 ) -> None:
     done = launch("longspec_benchmark.py", *DEMO, *FLAGS, *WINDOW, *args, num_ranks=2)
     assert done.returncode == 0, done.stderr
-    (record,) = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    (record,) = read_records(tmp_path / "r.jsonl")
     assert record["status"] == "ok" and record["correctness"]["identical"] is True
     assert record["correctness"]["num_tokens"] == 2 * 2 * 40
     config, metrics = record["config"], record["metrics"]
@@ -109,7 +108,7 @@ def test_the_bytes_of_the_drafts_forwards_count(launch: Launch, tmp_path: Path) 
     flags = [*DEMO, *FLAGS, "--gamma", 3, "--draft_budget", -1, "--gen_len", 2, "--no_baseline"]
     done = launch("longspec_benchmark.py", *flags, "--B", 1, "--num_batches", 1, num_ranks=2)
     assert done.returncode == 0, done.stderr
-    (record,) = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    (record,) = read_records(tmp_path / "r.jsonl")
     sizes = {}
     for name in ("demo", "demo-draft"):
         config, weights = parameters(name)

@@ -3,7 +3,6 @@ baseline's float32 tokens, exactly, 110 of them a row, in a ragged batch."""
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import Launch, refusal, save_checkpoint, served_pairs, tiny_transformer
 from matrix import NUM_NEW, Result, make_cases
+from several_ranks import answer_of
 
 from magicdec.config.sections import KVSection
 from magicdec.names import DRAFTERS, KV_POLICIES
@@ -48,9 +48,8 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
     noise = tiny_transformer(seed=1).state_dict()
     target.load_state_dict({n: w + 0.04 * noise[n] for n, w in target.state_dict().items()})
     paths.append(save_checkpoint(target, tmp_path / "draft"))
-    done = launch("distributed/matrix.py", *paths, groups, num_ranks=num_ranks)
-    assert done.returncode == 0, done.stderr
-    baseline, *results = (Result(**r) for r in json.loads(done.stdout.splitlines()[-1]))
+    found = answer_of(launch, "distributed/matrix.py", *paths, groups, num_ranks=num_ranks)
+    baseline, *results = (Result(**r) for r in found)
     assert len(results) == len(make_cases(num_ranks, groups == "other"))
     assert [len(tokens) for tokens in baseline.tokens] == NUM_NEW
     assert len({tuple(t[:9]) for t in baseline.tokens}) == len(NUM_NEW), "unlike texts"

@@ -3,12 +3,12 @@ sampled, and the same drafts are accepted, also where ranks share a KV head."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
+from several_ranks import answer_of
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,7 @@ def test_ragged_batches_over_ranks(
         paths.append(save_checkpoint(model, tmp_path / str(heads)))
     outputs = []
     for num_ranks in ranks:
-        done = launch("distributed/ragged.py", *paths, num_ranks=num_ranks)
-        assert done.returncode == 0, done.stderr
-        outputs.append(json.loads(done.stdout.splitlines()[-1]))
+        outputs.append(answer_of(launch, "distributed/ragged.py", *paths, num_ranks=num_ranks))
     assert all(tokens == outputs[0] for tokens in outputs) and len(outputs[0]) == len(kv_heads)
     for of_model in outputs[0]:
         assert [len(tokens) for tokens in of_model[0]] == [40, 9, 40, 31]

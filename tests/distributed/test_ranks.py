@@ -3,12 +3,11 @@ the order of ranks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Launch
+from several_ranks import read_records
 
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
@@ -18,10 +17,6 @@ FLAGS = (
     *("--threads", 1, "--dtype", "float32"),
 )
 SPECULATION = ("--gamma", 3, "--streamingllm_budget", 24, "--num_sink_tokens", 4)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +53,8 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
         num_ranks=len(group), torchrun=ranks == "1 0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (record,) = lines(tmp_path / "r.jsonl")
-    saved = lines(tmp_path / "t.jsonl")
+    (record,) = read_records(tmp_path / "r.jsonl")
+    saved = read_records(tmp_path / "t.jsonl")
     assert record["status"] == "ok" and record["correctness"]["identical"] is True
     assert record["correctness"]["num_tokens"] == 6 * 40
     assert record["config"]["parallel"]["rank_group"] == list(map(int, group))
@@ -82,7 +77,7 @@ def test_the_draft_length_that_pays(
         num_ranks=num_ranks,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (record,) = lines(tmp_path / "r.jsonl")
+    (record,) = read_records(tmp_path / "r.jsonl")
     assert record["correctness"]["identical"] is True
     assert record["config"]["decoding"]["num_draft_tokens"] == "auto"
     assert "gamma auto" in done.stdout
@@ -110,7 +105,7 @@ def test_bfloat16_agrees_with_its_own_baseline(
         num_ranks=num_ranks,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (record,) = lines(tmp_path / "r.jsonl")
+    (record,) = read_records(tmp_path / "r.jsonl")
     assert record["config"]["model"]["dtype"] == "bfloat16"
     assert record["correctness"]["num_tokens"] == 6 * 40
     if record["config"]["model"]["linear"] == "packed":
@@ -128,7 +123,7 @@ def test_without_a_compiler_auto_says_what_it_takes(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("--attention auto: grouped; native needs a C++ compiler") == 1
-    (record,) = lines(tmp_path / "r.jsonl")
+    (record,) = read_records(tmp_path / "r.jsonl")
     assert record["config"]["attention"]["backend"] == "grouped"
     assert record["config"]["model"]["linear"] == "torch"
 
@@ -152,7 +147,7 @@ def test_kv_heads_are_replicated_when_there_are_more_ranks(
             *SPECULATION, "--save_tokens", name, num_ranks=num_ranks,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        outputs.append([s["output_ids"] for s in lines(tmp_path / name)])
+        outputs.append([s["output_ids"] for s in read_records(tmp_path / name)])
     assert outputs[0] == outputs[1]
 
 
@@ -165,7 +160,7 @@ def test_the_baseline_driver_and_its_text(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "--- sequence 0" in done.stdout and "--- sequence 1" in done.stdout
-    (record,) = lines(tmp_path / "results" / "runs.jsonl")
+    (record,) = read_records(tmp_path / "results" / "runs.jsonl")
     assert record["correctness"]["reference"] is None and record["baseline_metrics"] is None
     assert record["metrics"]["acceptance_rate"] is None
     assert record["config"]["workload"]["gen_len"] == 10
@@ -180,7 +175,7 @@ def test_random_weights_make_no_acceptance_claim(
         "--dtype", "float32", "--threads", 1,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (record,) = lines(tmp_path / "results" / "runs.jsonl")
+    (record,) = read_records(tmp_path / "results" / "runs.jsonl")
     assert record["workload"]["random_weights"] is True
     metrics = record["metrics"]
     assert metrics["acceptance_rate"] is None and metrics["acceptance_per_position"] is None

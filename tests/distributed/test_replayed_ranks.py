@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from conftest import Launch, save_checkpoint, served_pairs, tiny_transformer
+from several_ranks import answer_of
 
 
 @pytest.mark.parametrize("sampling", ["greedy", pytest.param("sampled", marks=pytest.mark.wide)])
@@ -16,9 +16,7 @@ def test_replayed_steps_of_two_ranks_emit_the_same_tokens(
     paths = [
         save_checkpoint(tiny_transformer(seed=seed), tmp_path / str(seed)) for seed in range(2)
     ]
-    done = launch("distributed/replayed.py", *paths, sampling, num_ranks=2)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = answer_of(launch, "distributed/replayed.py", *paths, sampling, num_ranks=2)
     assert len(results) == 1 + len(served_pairs())
     baseline = results[0][2]
     assert [len(tokens) for tokens in baseline] == [10, 8, 4]

@@ -8,18 +8,12 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Launch, decode, make_runner, save_checkpoint, tiny_transformer
+from conftest import TINY, Launch, save_checkpoint, tiny_transformer
 from distributed.speculation import CASES, MAX_TOKENS, MODES, served_requests
-
-from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.engine import Engine
-from magicdec.model.checkpoint.source import find_model, load_transformer
+from several_ranks import answer_of, check_killed, generate_alone, load_whole, read_records
 
 FLAGS = (
     *("--prefix_len", 70, "--prefill_chunk", 32, "--output_len", 12, "--num_requests", 3),
@@ -41,32 +35,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @cache
 def one_process(path: Path) -> list[list[int]]:
-    source, cpu = find_model("--model", str(path)), torch.device("cpu")
-    model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
-    runner, outputs = make_runner(model, 1, MAX_TOKENS), []
-    for request in served_requests():
-        engine = Engine(runner, 16)
-        engine.prefill([request])
-        setup = Setup(runner, DecodingSection(), KVSection())
-        (done,) = decode(engine, "autoregressive", setup)
-        outputs.append(list(done.output_ids))
-    return outputs
+    return generate_alone(load_whole(path), served_requests(), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_tokens_are_those_of_one_process(
     num_ranks: int, launch: Launch, models: list[Path]
 ) -> None:
-    done = launch("distributed/speculation.py", *models, num_ranks=num_ranks)
-    assert done.returncode == 0, done.stderr
-    outputs = json.loads(done.stdout.splitlines()[-1])
+    outputs = answer_of(launch, "distributed/speculation.py", *models, num_ranks=num_ranks)
     for case, of_modes in zip(CASES[num_ranks], outputs, strict=True):
         for mode, tokens in zip(MODES, of_modes, strict=True):
             assert tokens == one_process(models[0]), (case, mode)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
@@ -79,7 +58,7 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "</svg>" in (tmp_path / "p.svg").read_text()
-    records = read(tmp_path / "r.jsonl")
+    records = read_records(tmp_path / "r.jsonl")
     assert [record["name"] for record in records] == ["one process", *MODES]
     assert all(record["status"] == "ok" for record in records)
     assert all(record["kind"] == "speculation" for record in records)
@@ -112,11 +91,9 @@ def test_a_killed_rank_is_named_and_ends_all(
     """The record of the pass before it remains."""
     monkeypatch.setenv("KILLED_RANK", killed)
     done = launch(
-        "distributed/killed_stage.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        "--drafter", "ngram", "--collectives", collectives, "--layer_split", "0.5,0.5/head",
-        num_ranks=2,
+        "distributed/killed_rank.py", "pipeline", "--model", tiny_checkpoint,
+        "--dataset", text_file, *FLAGS, "--drafter", "ngram", "--collectives", collectives,
+        "--layer_split", "0.5,0.5/head", num_ranks=2,
     )  # fmt: skip
-    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
-    other = 1 - int(killed)
-    assert f"rank {other}: rank {killed} has ended" in done.stderr.splitlines()
-    assert [record["name"] for record in read(tmp_path / "r.jsonl")] == ["one process"]
+    check_killed(done, int(killed), 2, tmp_path)
+    assert [record["name"] for record in read_records(tmp_path / "r.jsonl")] == ["one process"]

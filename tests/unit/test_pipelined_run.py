@@ -11,12 +11,10 @@ from threading import Event
 
 import pytest
 import torch
-from conftest import TINY, decode, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+from several_ranks import generate_alone
 from threaded_pipeline import FakePart, Served, divide, serve
 
-from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup
-from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.board import SLOTS, BoardCanceller, CancelBoard
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
@@ -54,14 +52,7 @@ def requests() -> list[Request]:
 
 @cache
 def one_process() -> list[list[int]]:
-    runner, outputs = make_runner(target(), 1, MAX_TOKENS), []
-    for request in requests():
-        engine = Engine(runner, CHUNK)
-        engine.prefill([request])
-        setup = Setup(runner, DecodingSection(), KVSection())
-        (done,) = decode(engine, "autoregressive", setup)
-        outputs.append(list(done.output_ids))
-    return outputs
+    return generate_alone(target(), requests(), MAX_TOKENS)
 
 
 def scripted(rank: int) -> ScriptedDrafter:

@@ -1,0 +1,128 @@
+"""One rank of `magicdec pipeline` that serves every pass again and again, and notes what it holds
+after each. Started by scripts/soak_pipeline.py:
+
+    rank.py DIRECTORY PASSES MEASURED PLANTED FLAGS...
+
+PASSES are those after the first one of each mode. MEASURED is 0 or 1: whether anything but the
+tokens is noted. PLANTED is `none` or a leak, which must then be found. Shared memory segments are
+made in DIRECTORY/segments, so that what is left there is this case's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue, SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch.distributed as dist
+
+from magicdec.cli.serving.pipeline import main
+from magicdec.distributed import shared_memory
+from magicdec.distributed.ranks import end_with_launcher
+from magicdec.pipelined_run.options import BASELINE_PASS
+from magicdec.pipelined_run.passes import Outcome, Passes
+from magicdec.pipelined_run.rank import Wires
+from magicdec.pipelined_run.stage import ModelPart
+
+DIRECTORY, PASSES, IS_MEASURED = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
+PLANTED = sys.argv[4]
+del sys.argv[1:5]
+SEGMENTS = DIRECTORY / "segments"
+READINGS = 5  # of a count, which may be larger for an instant, while a thread ends
+serve = Passes.serve
+
+
+def repeat(self: Passes, name: str, observe: Callable[[int], None]) -> Outcome | None:
+    outcome = serve(self, name, observe)
+    if name == BASELINE_PASS:
+        return outcome
+    for number in range(PASSES):
+        assert self.member is not None, "it has served"
+        note(self.rank, name, number, self.member.wires, outcome)
+        if IS_MEASURED:
+            dist.barrier()  # the next pass begins when all have measured
+        outcome = serve(self, name, lambda num_tokens: None)
+    return outcome
+
+
+def note(rank: int, mode: str, number: int, wires: Wires, outcome: Outcome | None) -> None:
+    outputs = [] if outcome is None else [request.output_ids for request in outcome.requests]
+    runs = 0 if outcome is None or outcome.counts is None else outcome.counts.runs
+    line = {"mode": mode, "pass": number, "outputs": outputs, "runs": runs}
+    line |= held(wires) if IS_MEASURED else {}
+    with (DIRECTORY / f"rank{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def held(wires: Wires) -> dict[str, int]:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    readings = []
+    for _ in range(READINGS):
+        readings.append(count(wires))
+        time.sleep(0.01)
+    return {name: min(reading[name] for reading in readings) for name in readings[0]}
+
+
+def count(wires: Wires) -> dict[str, int]:
+    """Memory is that of the heap: the pages of ring buffers are shared and filled once."""
+    status, own = Path("/proc/self/status").read_text(), Path("/proc/self")
+    anonymous = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return {
+        "anonymous_kb": int(anonymous.split()[1]),
+        "objects": len(gc.get_objects()),
+        "threads": len(list((own / "task").iterdir())),
+        "files": len(list((own / "fd").iterdir())),
+        "segments": len(list(SEGMENTS.iterdir())),
+        "mappings": (own / "maps").read_text().count(str(SEGMENTS)),
+        "waiting": waiting(wires, set()),
+    }
+
+
+def waiting(owner: object, seen: set[int]) -> int:
+    """How much is in the queues and containers that channels hold, each counted once."""
+    seen.add(id(owner))
+    total = 0
+    for value in vars(owner).values():
+        if isinstance(value, SimpleQueue | Queue):
+            total += value.qsize()
+        elif hasattr(value, "__len__") and "memory" not in type(value).__name__:
+            total += len(value)
+        elif type(value).__module__.startswith("magicdec.") and hasattr(value, "__dict__"):
+            total += 0 if id(value) in seen else waiting(value, seen)
+    return total
+
+
+def plant(name: str) -> None:
+    """Keep something for every run."""
+    compute, kept = ModelPart.compute, list[Any]()
+
+    def leak(self: ModelPart, *args: Any) -> Any:
+        if name == "payload":
+            kept.append(args[1].payload)
+        elif name == "thread":
+            kept.append(Thread(target=Event().wait, daemon=True))
+            kept[-1].start()
+        elif name == "file":
+            kept.append(Path("/dev/null").open())  # noqa: SIM115
+        elif name == "buffer":  # memory that no object of Python's collector stands for
+            kept.append(bytes(1024))
+        return compute(self, *args)
+
+    ModelPart.compute = leak  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "magicdec pipeline"
+    end_with_launcher()
+    shared_memory.DIRECTORY = SEGMENTS
+    Passes.serve = repeat  # type: ignore[method-assign]
+    plant(PLANTED)
+    main()

@@ -1,0 +1,68 @@
+"""What tests of several ranks share: a script of tests/ and what its ranks answer, the tokens that
+one process generates, and the checks after a rank was killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import Launch, decode, make_runner
+
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding.strategy import Setup
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine import Engine
+from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.transformer import Transformer
+from magicdec.request import Request
+
+PROMISED_S = 30  # until all ranks have ended after one was killed
+
+
+def answer_of(launch: Launch, script: str, *args: object, num_ranks: int) -> Any:
+    """What the first rank prints last, as JSON. All ranks must end well."""
+    done = launch(script, *args, num_ranks=num_ranks)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def load_whole(path: Path) -> Transformer:
+    source, cpu = find_model("--model", str(path)), torch.device("cpu")
+    return load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
+
+
+def generate_alone(
+    model: Transformer, requests: Sequence[Request], max_tokens: int
+) -> list[list[int]]:
+    """The tokens of the engine in this process, which serves one request after the other."""
+    runner, outputs = make_runner(model, 1, max_tokens), []
+    for request in requests:
+        engine = Engine(runner, 16)
+        engine.prefill([request])
+        (done,) = decode(
+            engine, "autoregressive", Setup(runner, DecodingSection(), KVSection("full"))
+        )
+        outputs.append(list(done.output_ids))
+    return outputs
+
+
+def check_killed(
+    done: subprocess.CompletedProcess[str], killed: int, num_ranks: int, directory: Path
+) -> None:
+    """Each other rank of `distributed/killed_rank.py` has named the killed one within the time that
+    is promised. A rank may also name one that has ended because of the first."""
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    assert time.monotonic() - float((directory / "killed_at").read_text()) < PROMISED_S
+    for other in set(range(num_ranks)) - {killed}:
+        said = rf"rank {other}: (rank {killed} has|ranks [\d, ]*{killed}[\d, ]* have) ended"
+        assert any(re.fullmatch(said, line) for line in done.stderr.splitlines()), done.stderr

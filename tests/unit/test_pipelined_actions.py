@@ -1,0 +1,218 @@
+"""What the pipelined scheduler answers to single events, one after the other, without times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from magicdec.pipelined_speculation.messages import Cancel, Commit, Draft, Launch, Stop
+from magicdec.pipelined_speculation.options import Adjustment, Options
+from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+
+
+def test_a_run_that_a_live_run_reads_is_not_skipped() -> None:
+    """The original skips run 2 here, which is known to be right, and run 3 reads what stages that
+    skipped it have not written."""
+    scheduler = PipelinedScheduler(Options(draft=1, relaunch=True))
+    scheduler.submit([5], 9)
+    scheduler.result(0, [6])  # run 1 is the token 6
+    for token in (7, 8):  # runs 2 and 3
+        (draft,) = scheduler.idle()
+        assert isinstance(draft, Draft)
+        scheduler.drafted(draft.draft, [((token, 1.0),)])
+    commit, launch = scheduler.result(1, [7])
+    assert commit == Commit(0, (7,), None) and isinstance(launch, Launch)
+    assert [run.run for run in scheduler.in_flight] == [2, 3, 4]
+    # Run 2 tells that 8 is next. Run 4, the token 7 once more, tells nothing new and nobody reads
+    # it. Run 3 reads the cell of run 2.
+    commit, cancel, again = scheduler.result(2, [8])
+    assert (commit, cancel) == (Commit(0, (8,), None), Cancel((4,)))
+    assert isinstance(again, Launch) and again.tokens == (8,)
+
+
+def test_branches_open_where_a_candidate_is_probable_enough() -> None:
+    scheduler = PipelinedScheduler(Options(draft=3, np=3, pa=0.4, ps=0.15))
+    scheduler.submit([1], 20)
+    scheduler.result(0, [2])
+    (draft,) = scheduler.idle()
+    assert draft == Draft(0, 0, ((),))
+    assert scheduler.drafted(0, [((10, 0.5), (11, 0.2), (12, 0.15))]) == []
+    (draft,) = scheduler.idle()
+    assert draft == Draft(1, 0, ((10,), (11,)))
+    # A third branch opens below the first; the fourth candidate and the branch 11 have no place.
+    after = [((20, 0.5), (21, 0.3), (22, 0.2)), ((30, 0.3),)]
+    (launch,) = scheduler.drafted(1, after)
+    assert isinstance(launch, Launch) and launch.is_speculative and launch.parent == 1
+    assert launch.tokens == (10, 11, 20, 21) and launch.parents == (-1, -1, 0, 0)
+    assert launch.positions == (2, 2, 3, 3)
+    assert launch.cells[0] == 2 and launch.cells[2] == 3, "first branches are at home"
+    assert min(launch.cells[1], launch.cells[3]) >= 20, "others have spare cells"
+    assert launch.context == ((0, 2),)
+    assert Launch.from_words(launch.to_words()) == launch
+    assert scheduler.idle() == [Draft(2, 0, ((10, 20),))], "the first branches go on"
+
+
+def test_a_branch_goes_on_while_there_are_as_many_rows_as_steps() -> None:
+    scheduler = PipelinedScheduler(Options(draft=3, np=2, pa=0.4, ps=0.15))
+    scheduler.submit([1], 20)
+    scheduler.result(0, [2])
+    scheduler.idle()
+    scheduler.drafted(0, [((10, 0.5), (11, 0.4))])
+    scheduler.idle()
+    assert scheduler.drafted(1, [((20, 0.9),), ()]) == []
+    assert scheduler.idle() == [Draft(2, 0, ((10, 20),))]
+
+
+def test_the_branch_that_wins_moves_home() -> None:
+    scheduler = PipelinedScheduler(Options(draft=1, np=2, pa=0.4, ps=0.15))
+    scheduler.submit([1], 20)
+    scheduler.result(0, [2])
+    scheduler.idle()
+    (launch,) = scheduler.drafted(0, [((10, 0.5), (11, 0.4))])
+    assert isinstance(launch, Launch) and launch.tokens == (10, 11)
+    assert scheduler.result(1, [11]) == [Commit(0, (11,), None)]
+    commit, following = scheduler.result(2, [99, 30])
+    assert commit == Commit(0, (30,), None) and isinstance(following, Launch)
+    assert following.moves == ((launch.cells[1], 2),) and following.parent == -1
+    assert following.context == ((0, 3),) and following.cells == (3,)
+
+
+def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
+    scheduler = PipelinedScheduler(Options(draft=4, lanes=1))
+    scheduler.submit([1], 20, eos_ids=[9])
+    other, actions = scheduler.submit([2, 3], 1)
+    assert other == 1 and actions == []
+    scheduler.result(0, [2])
+    for token in (7, 9, 8, 5):
+        scheduler.idle()
+        actions = scheduler.drafted(scheduler._num_drafts - 1, [((token, 1.0),)])
+    assert [launch.tokens for launch in actions if isinstance(launch, Launch)] == [(7, 9, 8, 5)]
+    assert scheduler.result(1, [7]) == [Commit(0, (7,), None)]
+    commit, prompt = scheduler.result(2, [9, 8, 5, 4])
+    assert commit == Commit(0, (9,), "eos")
+    assert isinstance(prompt, Launch) and prompt.tokens == (2, 3) and prompt.lane == 0
+    assert scheduler.result(3, [6]) == [Commit(1, (6,), "length"), Stop()]
+
+
+def test_a_prompt_is_run_in_chunks_of_which_the_last_predicts() -> None:
+    scheduler = PipelinedScheduler(Options(), prefill_chunk=2)
+    _, launches = scheduler.submit([5, 6, 7, 8, 9], 4)
+    assert all(isinstance(launch, Launch) for launch in launches)
+    assert [launch.tokens for launch in launches] == [(5, 6), (7, 8), (9,)]  # type: ignore[union-attr]
+    assert [launch.num_outputs for launch in launches] == [0, 0, 1]  # type: ignore[union-attr]
+
+
+def test_what_can_be_an_input_is_drafted_and_nothing_after_it() -> None:
+    """The last of three output tokens is never an input."""
+    scheduler = PipelinedScheduler(Options(draft=8))
+    scheduler.submit([1], 3)
+    scheduler.result(0, [2])
+    assert scheduler.idle() == [Draft(0, 0, ((),))]
+    (launch,) = scheduler.drafted(0, [((7, 0.9),)])
+    assert isinstance(launch, Launch) and launch.tokens == (7,) and scheduler.idle() == []
+
+
+@pytest.mark.parametrize(("drafted", "launched"), [(7, (8,)), (9, None)])
+def test_a_result_may_come_before_the_draft_of_its_token(
+    drafted: int, launched: tuple[int, ...] | None
+) -> None:
+    """A right draft goes on behind the committed token; a wrong one is not launched any more."""
+    scheduler = PipelinedScheduler(Options(draft=2))
+    scheduler.submit([1], 20)
+    scheduler.result(0, [2])
+    scheduler.idle()
+    assert isinstance(scheduler.result(1, [7])[-1], Launch)
+    assert scheduler.drafted(0, [((drafted, 0.9),)]) == []
+    assert scheduler.idle() == [Draft(1, 0, ((),))]
+    actions = scheduler.drafted(1, [((8, 0.9),)])
+    assert [a.tokens for a in actions if isinstance(a, Launch)] == ([launched] if launched else [])
+
+
+def test_requests_take_turns_at_drafting() -> None:
+    scheduler, asked = PipelinedScheduler(Options(draft=1, pa=0.0, lanes=2)), list[int]()
+    for _ in range(2):
+        scheduler.submit([1], 20)
+    for run in range(2):
+        scheduler.result(run, [2])
+    for number in range(6):
+        (draft,) = scheduler.idle()
+        assert isinstance(draft, Draft) and draft.draft == number
+        asked.append(draft.request)
+        scheduler.drafted(number, [((7, 0.9),)])
+    assert sorted(asked[:2]) == [0, 1] and asked == asked[:2] * 3
+
+
+def test_synchronous_speculation_runs_the_newest_token_with_its_drafts() -> None:
+    scheduler = PipelinedScheduler(Options(mode="sync", draft=2))
+    scheduler.submit([1], 20)
+    assert scheduler.result(0, [2]) == [Commit(0, (2,), None)]
+    for number, token in enumerate((7, 8)):
+        assert isinstance(scheduler.idle()[0], Draft)
+        actions = scheduler.drafted(number, [((token, 0.9),)])
+    (launch,) = actions
+    assert isinstance(launch, Launch) and launch.tokens == (2, 7, 8) and launch.num_outputs == 3
+    assert scheduler.idle() == [], "its result decides what is drafted next"
+
+
+def test_the_threshold_rises_with_each_microbatch_until_a_commit() -> None:
+    scheduler = PipelinedScheduler(Options(draft=1, pa=0.5, pr=0.2))
+    scheduler.submit([1], 20)
+    scheduler.result(0, [2])
+    for number, is_launched in enumerate((True, False, True)):  # the second needs 0.7
+        assert isinstance(scheduler.idle()[0], Draft)
+        assert bool(scheduler.drafted(number, [((7, 0.6),)])) == is_launched
+        if not is_launched:
+            assert scheduler.counts.failed_attempts == 1 and scheduler.idle() == []
+            scheduler.result(1, [7])
+
+
+def test_thresholds_follow_the_formula() -> None:
+    adjustment = Adjustment(Options(pa=0.5, pr=0.2, pd=0.05))
+    adjustment.num_launched = 2
+    assert adjustment.value == pytest.approx(0.4) and adjustment.may_draft
+    adjustment.num_launched = 3
+    assert not adjustment.may_draft
+    adjustment.exhausted()
+    assert not adjustment.may_draft, "only a commit begins anew"
+    adjustment.rejects = 3
+    assert adjustment.value == pytest.approx(3 * 0.2 - 3 * 0.05) and adjustment.may_draft
+    adjustment.committed()
+    assert adjustment.value == 0
+    as_code = Adjustment(Options(pa=0.5, pr=0.2, recovery="attempt"), num_launched=3)
+    as_code.exhausted()
+    assert as_code.may_draft, "the original's code begins anew at once"
+
+
+def test_an_unsure_draft_is_asked_again_only_if_the_threshold_falls() -> None:
+    def attempts(options: Options) -> int:
+        scheduler = PipelinedScheduler(options)
+        scheduler.submit([1], 20)
+        scheduler.result(0, [2])
+        count = 0
+        while (actions := scheduler.idle()) and count < 10:
+            (draft,) = actions
+            assert isinstance(draft, Draft)
+            count += 1
+            if scheduler.drafted(draft.draft, [((10, 0.42),)]):
+                return count
+        return -count
+
+    assert attempts(Options(draft=1)) == -1
+    assert attempts(Options(draft=1, pd=0.05)) == 3
+    assert attempts(Options(draft=1, pa=0.4)) == 1
+
+
+def test_results_come_home_in_order() -> None:
+    scheduler = PipelinedScheduler(Options())
+    scheduler.submit([1, 2, 3], 4)
+    with pytest.raises(AssertionError, match="run 0 is the oldest"):
+        scheduler.result(1, [5])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"pa": 1.5}, {"draft": 0}, {"np": 9}, {"mode": "none"}, {"max_in_flight": 0}]
+)
+def test_settings_that_cannot_be_name_their_flag(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"--{next(iter(bad))} "):
+        replace(Options(), **bad)  # type: ignore[arg-type]
