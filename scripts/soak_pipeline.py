@@ -178,7 +178,7 @@ def summary(
     asked: argparse.Namespace, totals: Totals, seconds: float, problem: str | None
 ) -> dict[str, Any]:
     return {
-        "is_ok": problem is None,
+        "failed": problem,
         "seed": asked.seed,
         "first_case": asked.first_case,
         "minutes": round(seconds / 60, 1),

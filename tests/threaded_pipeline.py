@@ -15,7 +15,7 @@ from magicdec.executor.cancellation import Cancellation, check
 from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.board import BoardCanceller, CancelBoard
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
-from magicdec.pipelined_run.head import Events, Head, forward, in_thread
+from magicdec.pipelined_run.head import Drafted, Events, Head, forward, in_thread
 from magicdec.pipelined_run.local import LocalChannel
 from magicdec.pipelined_run.spans import Span, Spans
 from magicdec.pipelined_run.stage import Part, Predictions, StageLoop
@@ -27,12 +27,15 @@ from magicdec.request import Request
 
 @dataclass
 class Served:
-    """What each stage and the drafter did, and the scheduler that decided it."""
+    """What each stage and the drafter did, the scheduler that decided it, and what the drafter
+    gave. `first_run` is the number of the scheduler's first run."""
 
     scheduler: PipelinedScheduler
     stages: list[list[Span]]
     head: list[Span]
     drafts: list[Span]
+    drafted: list[Drafted]
+    first_run: int
 
 
 def serve(
@@ -42,8 +45,9 @@ def serve(
     requests: Sequence[Request],
     prefill_chunk: int | None = None,
     board: CancelBoard | None = None,
+    before: Sequence[Request] = (),
 ) -> Served:
-    """Serve `requests` to their end."""
+    """Serve `requests` to their end. The same head serves `before` first, with the same options."""
     board, events = board or CancelBoard(), Events()
     channels = [LocalChannel() for _ in range(len(parts) + 1)]
     asks, answers = LocalChannel(), LocalChannel()
@@ -54,13 +58,16 @@ def serve(
     threads = [in_thread(loop, events) for loop in loops]
     threads += [forward(channels[-1], True, events), forward(answers, False, events)]
     head = Head(channels[0], BoardCanceller(board), asks, events, of_head)
-    scheduler = PipelinedScheduler(options, prefill_chunk)
+    if before:
+        head.serve(PipelinedScheduler(options, prefill_chunk), before)
+    first_run, scheduler = head.first_run, PipelinedScheduler(options, prefill_chunk)
     head.serve(scheduler, requests)
     head.close()
     for thread in threads:
         thread.join()
     found = [each.found for each in spans]
-    return Served(scheduler, found, of_head.found, of_drafts.found)
+    of_all = found, of_head.found, of_drafts.found
+    return Served(scheduler, *of_all, head.drafted, first_run)
 
 
 @dataclass

@@ -1,0 +1,199 @@
+"""KVView against an enumeration of what a forward reads: rules, uncommitted tails, sliding windows,
+draft trees in any cells, captured rows, and ranges by head."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_kv_cache import make_cache
+from torch import Tensor
+
+from magicdec.kv.cache import BatchRows, KVCache, Lengths
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, make_view
+from magicdec.kv.visible import SinksAndWindow
+
+ROW_TOKENS = 80
+
+
+@dataclass(frozen=True)
+class Row:
+    """`before` tokens, of which `committed` are committed, then the nodes or the new tokens."""
+
+    before: int
+    committed: int
+    parents: tuple[int, ...]  # of all nodes, or of the new tokens as a chain
+    cells: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: list[Row]
+    rule: SinksAndWindow | None
+    window: int | None
+    num_new: int
+    has_tree: bool
+    has_cells: bool
+
+    @property
+    def num_cached(self) -> int:
+        """Nodes that the lengths of the rows include."""
+        return len(self.rows[0].parents) - self.num_new if not self.has_cells else 0
+
+    def first(self, row: Row) -> int:
+        return 0 if self.window is None else max(0, row.before + 1 - self.window)
+
+    def old(self, row: Row) -> list[int]:
+        """The visible positions before the nodes or the new tokens."""
+        seen = set(range(row.before))
+        if self.rule is not None:
+            newest = self.rule.budget - self.rule.num_sink_tokens
+            hidden = range(self.rule.num_sink_tokens, max(0, row.committed - newest))
+            seen -= set(hidden)
+        return sorted(position for position in seen if position >= self.first(row))
+
+    def node_positions(self, row: Row) -> list[int]:
+        found: list[int] = []
+        for parent in row.parents:
+            found.append(row.before if parent < 0 else found[parent] + 1)
+        return found
+
+
+def draw(chooser: random.Random) -> Case:
+    has_tree = chooser.random() < 0.6
+    has_cells = has_tree and chooser.random() < 0.5
+    num_nodes = chooser.randint(1, 7)
+    num_new = chooser.randint(1, num_nodes) if has_tree else num_nodes
+    rows = []
+    for _ in range(chooser.randint(1, 3)):
+        before = chooser.randint(0, 40)
+        committed = max(0, before - chooser.choice([0, 0, 1, 4]))
+        parents = tuple(chooser.randint(-1, i - 1) if has_tree else i - 1 for i in range(num_nodes))
+        cells = tuple(range(before, before + num_nodes))
+        if has_cells:
+            cells = tuple(chooser.sample(range(before, ROW_TOKENS), num_nodes))
+        rows.append(Row(before, committed, parents, cells))
+    sinks = chooser.randint(0, 5)
+    rule = chooser.choice([None, SinksAndWindow(sinks, sinks + chooser.randint(1, 30))])
+    return Case(rows, rule, chooser.choice([None, 1, 9, 30]), num_new, has_tree, has_cells)
+
+
+def view_of(case: Case, rows: BatchRows | None = None) -> KVView:
+    cache = make_cache(len(case.rows), ROW_TOKENS, 1)
+    for number, row in enumerate(case.rows):
+        cache.advance([number], row.before + case.num_cached)
+    tree = None
+    if case.has_tree:
+        tree = DraftTree(
+            torch.tensor([row.before for row in case.rows]),
+            torch.tensor([row.parents for row in case.rows]),
+            torch.tensor([row.cells for row in case.rows]) if case.has_cells else None,
+        )
+    numbers, rule = rows or list(range(len(case.rows))), case.rule or FULL
+    committed = Lengths.of([row.committed for row in case.rows], torch.device("cpu"))
+    return make_view(cache, numbers, rule, case.num_new, committed, case.window, tree)
+
+
+def padded(rows: list[list[int]], ends: list[list[int]], at_end: bool) -> list[list[int]]:
+    """`rows` filled with -1 to equal lengths, with `ends` behind the padding or before it."""
+    size = max(map(len, rows))
+    fill = [[-1] * (size - len(row)) for row in rows]
+    triples = zip(rows, fill, ends, strict=True)
+    return [[*row, *gap, *end] if at_end else [*row, *end, *gap] for row, gap, end in triples]
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_view_has_the_keys_of_an_enumeration(block: int) -> None:
+    for seed in range(block * 100, (block + 1) * 100):
+        check(draw(random.Random(seed)))
+
+
+def check(case: Case) -> None:
+    view, rows = view_of(case), case.rows
+    old, num_tail = [case.old(row) for row in rows], len(rows[0].parents)
+    assert view.lengths == tuple(row.before + case.num_cached for row in rows)
+    assert view.lengths == tuple(view.seq_lens.tolist())
+    assert view.num_visible == tuple(len(each) + num_tail - case.num_new for each in old)
+    assert [view.num_shared(n) for n in view.num_visible] == [len(each) for each in old]
+    assert view.first_keys == tuple(case.first(row) for row in rows)
+    in_window = [row.before - case.first(row) for row in rows]
+    assert view.is_full == ([len(each) for each in old] == in_window)
+    assert view.count_keys().tolist() == [len(each) + num_tail for each in old]
+    longest = max(row.before for row in rows) + num_tail
+    assert view.num_weight_blocks == -(-longest // WEIGHTS_BLOCK)
+    cells = [list(row.cells) for row in rows]
+    positions = [case.node_positions(row) for row in rows]
+    at_end = case.has_tree
+    assert view.key_cells()[:, 0].tolist() == padded(old, cells, at_end)
+    assert view.key_positions()[:, 0].tolist() == padded(old, positions, at_end)
+    assert view.query_cells().tolist() == [each[-case.num_new :] for each in cells]
+    assert view.query_positions().tolist() == [each[-case.num_new :] for each in positions]
+
+
+def test_captured_rows_have_upper_bounds() -> None:
+    """The bounds hold for any lengths that the rows may have when the step is replayed."""
+    for seed in range(200):
+        case = draw(random.Random(seed))
+        index = torch.arange(len(case.rows))
+        rows = BatchRows(tuple(range(len(index))), index, torch.ones_like(index), max_tail=4)
+        view, exact = view_of(case, rows), view_of(case)
+        before = ROW_TOKENS - len(case.rows[0].parents)
+        assert view.lengths == (before + case.num_cached,) * len(index)
+        assert max(exact.num_visible) <= view.num_visible[0] <= ROW_TOKENS - case.num_new
+        sees_all = case.rule is None or case.rule.budget >= before
+        assert view.is_full == (sees_all and case.window is None)
+        assert torch.equal(view.layer_ranges(0), exact.layer_ranges(0))
+
+
+def test_a_captured_row_that_has_ended_reads_only_its_new_tokens() -> None:
+    parents = (-1, 0, 1)
+    held = [Row(20, 18, parents, (20, 21, 22)), Row(30, 27, parents, (30, 31, 32))]
+    case = Case(held, SinksAndWindow(2, 8), None, 3, has_tree=False, has_cells=False)
+    rows = BatchRows((0, 1), torch.tensor([0, 1]), torch.tensor([1, 0]), max_tail=4)
+    keys = [[p for p in row if p >= 0] for row in view_of(case, rows).key_cells()[:, 0].tolist()]
+    assert keys == [[0, 1, *range(12, 23)], [30, 31, 32]]
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """Layer l, head g see `count` tokens from l + g on."""
+
+    count: int
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        starts = torch.tensor([[layer + head for head in range(3)] for layer in range(2)])
+        starts = starts[:, None].expand(-1, len(committed), -1)
+        return torch.stack([starts, starts + self.count], dim=3).unsqueeze(3)
+
+    def num_visible(self, committed: int) -> int:
+        return self.count
+
+    def most_visible(self, committed: int) -> int:
+        return self.count
+
+
+def test_layers_and_heads_may_have_ranges_of_their_own() -> None:
+    cache: KVCache = make_cache(1, ROW_TOKENS, 1)
+    cache.advance([0], 20)
+    view = make_view(cache, [0], ByHead(5), 2, [18])
+    for layer, head in keys_of_heads():
+        first = layer + head
+        expected = [*range(first, first + 5), 18, 19, 20, 21]
+        assert view.key_cells(layer)[0, head].tolist() == expected
+    assert view.num_visible == (7,) and view.count_keys().tolist() == [9]
+
+
+def keys_of_heads() -> Iterator[tuple[int, int]]:
+    return ((layer, head) for layer in range(2) for head in range(3))
+
+
+def test_a_window_never_makes_ranges_by_head_a_full_view() -> None:
+    """The rule keeps them within the window itself, and heads could see other tokens of it."""
+    cache = make_cache(1, ROW_TOKENS, 1)
+    cache.advance([0], 9)
+    view = make_view(cache, [0], ByHead(5), 1, window=6)
+    assert view.num_visible == (5,) and not view.is_full

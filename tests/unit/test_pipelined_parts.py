@@ -1,0 +1,113 @@
+"""Parts of pipelined speculation whose faults cost only work, so that no wrong token shows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from threading import Event
+
+import pytest
+from conftest import make_requests
+from threaded_pipeline import FakePart, serve
+
+from magicdec.pipelined_run.board import CancelBoard, ChannelCanceller, listen
+from magicdec.pipelined_run.drafter import LookupDrafter, ScriptedDrafter
+from magicdec.pipelined_run.local import LocalChannel
+from magicdec.pipelined_run.parcel import DraftRequest
+from magicdec.pipelined_run.stage import ContextCells, is_appended
+from magicdec.pipelined_speculation.messages import Launch
+from magicdec.pipelined_speculation.options import Options
+
+CHAIN = Launch(
+    3, 0, 1, -1, True, 2,
+    tokens=(7, 8), positions=(5, 6), cells=(5, 6), parents=(-1, 0), context=((0, 5),), moves=(),
+)  # fmt: skip
+
+
+def test_only_a_chain_behind_all_cells_before_it_is_appended() -> None:
+    assert is_appended(CHAIN)
+    assert not is_appended(replace(CHAIN, parents=(-1, -1))), "two branches"
+    assert not is_appended(replace(CHAIN, cells=(5, 30))), "a spare cell"
+    assert not is_appended(replace(CHAIN, context=((0, 4), (30, 31)))), "it reads a spare cell"
+    first = replace(CHAIN, positions=(0, 1), cells=(0, 1), context=())
+    assert is_appended(first), "the beginning of a prompt"
+
+
+def test_the_cells_of_a_context_are_counted() -> None:
+    assert ContextCells(((0, 4), (30, 31))).num_visible(9) == 5
+    assert ContextCells(()).num_visible(0) == 0
+
+
+def test_every_stage_hears_of_every_cancellation() -> None:
+    own, boards, channels = CancelBoard(), [CancelBoard() for _ in range(2)], []
+    threads = []
+    for board in boards:
+        channels.append(LocalChannel())
+        threads.append(listen(channels[-1], board))
+    canceller = ChannelCanceller(own, channels)
+    canceller.cancel([3, 5])
+    canceller.close()
+    for thread in threads:
+        thread.join()
+    for board in (own, *boards):
+        assert [run for run in range(8) if board.is_cancelled(run)] == [3, 5]
+
+
+def always(rank: int, lengths: list[int]) -> ScriptedDrafter:
+    """For targets that write p + 1 behind position p."""
+    outputs = [[length + i for i in range(30)] for length in lengths]
+    return ScriptedDrafter(outputs, lengths, [[rank] * 30] * len(lengths), [0.9])
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_what_was_drafted_is_noted_with_the_text_before_it(lanes: int) -> None:
+    """Also of requests whose lane had another request before."""
+    lengths = [1, 3, 2]
+    served = make_requests([tuple(range(length)) for length in lengths], 9)
+    options = Options(mode="sync", draft=2, lanes=lanes)
+    found = serve([FakePart(2, True)], always(0, lengths), options, served)
+    assert {drafted.request for drafted in found.drafted} == {0, 1, 2}
+    for drafted in found.drafted:
+        output = served[drafted.request].output_ids
+        place = drafted.num_output + len(drafted.path)
+        assert output[drafted.num_output : place] == list(drafted.path)
+        assert drafted.candidates[0][0] == output[place]
+    assert found.scheduler.counts.accepted == found.scheduler.counts.drafted > 0
+
+
+def test_a_head_serves_again_with_new_numbers() -> None:
+    """It keeps nothing of what was drafted before."""
+    first, again = (make_requests([(9,)], num_new) for num_new in (20, 1))
+    parts = [FakePart(3, index == 1) for index in range(2)]
+    found = serve(parts, always(-1, [1]), Options(mode="sync"), again, before=first)
+    assert first[0].output_ids == list(range(1, 21)) and again[0].output_ids == [1]
+    assert found.drafted == [] and found.first_run == 20
+    assert [span.run for span in found.stages[0]] == list(range(21))
+
+
+def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
+    """Run 0 served the first request. The newest token of the second is run 2, and its result comes
+    when the wrong draft, run 3, is under way."""
+    board, run_3_is_out = CancelBoard(), Event()
+
+    def at_first(run: int) -> None:
+        if run == 3:
+            run_3_is_out.set()
+
+    def at_last(run: int, layer: int) -> None:
+        if run == 2:
+            assert run_3_is_out.wait(60.0)
+
+    parts = [FakePart(1, False, computed=at_first), FakePart(1, True, wait=at_last)]
+    first, again = (make_requests([(9,)], num_new) for num_new in (1, 4))
+    found = serve(parts, always(-1, [1]), Options(draft=1), again, board=board, before=first)
+    assert found.first_run == 1 and again[0].output_ids == [1, 2, 3, 4]
+    assert board.is_cancelled(3) and not board.is_cancelled(2)
+
+
+def test_a_lookup_forgets_the_request_that_had_its_lane() -> None:
+    text = [5, 6, 7, 8, 5, 6]
+    drafter = LookupDrafter()
+    asked = DraftRequest(0, 0, 0, (1, 2, 3, 1, 2), ((),))
+    assert drafter.propose(asked, [*asked.new]) == [((3, 1.0),)]
+    asked = DraftRequest(1, 0, 0, tuple(text), ((), (7,)))
+    assert drafter.propose(asked, text) == [((7, 1.0),), ((8, 1.0),)]
