@@ -49,6 +49,8 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--drafter", "model:nowhere"], "--drafter model: 'nowhere' is not known"),
         (["--drafter", "model:random:llama-68m"], "32000 ids, --model demo of 2048; a draft"),
         (["--np", "9"], "--np 9 is too large"),
+        (["--repetition_penalty", "1.1"], "--repetition_penalty"),
+        (["--logit_bias", "1"], "--logit_bias"),
         (["--pa", "2"], "--pa 2 is not between 0 and 1"),
         (["--lanes", "0"], "--lanes 0 is too small"),
         (["--emulate_stage_ms", "20"], "give --emulate_acceptance"),
