@@ -87,17 +87,26 @@ def resolve(
 
 
 def without_collectives(
-    config: ResolvedConfig, machine: Machine, layer_obstacle: str | None
+    config: ResolvedConfig,
+    machine: Machine,
+    layer_obstacle: str | None,
+    draft_obstacle: str | None = None,
 ) -> ResolvedConfig:
     """The config of a rank that computes a model, or some of its layers, without the other ranks.
-    It has native steps even where `auto` avoids them because of the collectives."""
-    model = config.model
+    It has native steps even where `auto` avoids them because of the collectives; so has its draft,
+    if it has one. The obstacles are as in `resolve`."""
+    asked, model, draft = config.asked.model.native_steps, config.model, config.draft
     parts = StepParts(
         config.parallel.device, config.attention.backend_choice, model.linear, model.elementwise,
         None, machine.avoids_native_steps,
     )  # fmt: skip
-    choice = choose_native_steps(config.asked.model.native_steps, parts, layer_obstacle)
-    return dataclasses.replace(config, model=dataclasses.replace(model, native_steps_choice=choice))
+    choice = choose_native_steps(asked, parts, layer_obstacle)
+    if draft is not None:
+        parts = dataclasses.replace(parts, backend=draft.backend_choice)
+        of_draft = choose_native_steps(asked, parts, draft_obstacle)
+        draft = dataclasses.replace(draft, native_steps_choice=of_draft)
+    model = dataclasses.replace(model, native_steps_choice=choice)
+    return dataclasses.replace(config, model=model, draft=draft)
 
 
 def choose_device(asked: str, machine: Machine) -> str:

@@ -83,8 +83,9 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     if whole.parallel.device != "cpu":
         raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
     machine = known.get(("machine",), lambda: probe_machine(launch))
+    obstacles = obstacles_of(found.models)
     alone, drafting_alone = (
-        without_collectives(config, machine, layer_obstacle(model)) for config in (whole, drafting)
+        without_collectives(config, machine, *obstacles) for config in (whole, drafting)
     )
     check_split(options.layer_split, grid, found.source)
     if TENSOR_PARALLEL in options.baselines:
@@ -121,6 +122,12 @@ def check_split(asked: str | None, grid: StageGrid, source: ModelSource) -> None
         check_source(asked, source)
     any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
     split_layers(asked, grid.num_stages, source.config.num_layers, any_times)
+
+
+def obstacles_of(models: Models) -> tuple[str | None, str | None]:
+    """What in the layers of the target and of the draft native steps do not compute."""
+    draft = models.draft
+    return layer_obstacle(models.target), None if draft is None else layer_obstacle(draft)
 
 
 def find_split(run: Prepared, options: RingOptions, grid: StageGrid, launch: Launch) -> ChosenSplit:

@@ -11,15 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from magicdec.distributed.channels.message import Kind, Receiver, Sender
 from magicdec.drafting.ngram import MAX_NGRAM, Lookup
 from magicdec.pipelined_run.parcel import DraftRequest, pack_candidates
 from magicdec.pipelined_run.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Candidates
-from magicdec.pipelined_speculation.options import NUM_CANDIDATES
-from magicdec.runner import ModelRunner
 
 
 class Drafter(Protocol):
@@ -48,50 +44,6 @@ class DraftLoop:
             self.outbound.send(pack_candidates(message.run, found))
         self.outbound.send(message)
         self.outbound.close()
-
-
-class ModelDrafter:
-    """A standalone draft model with a row of its cache for each lane. What a row shares with the
-    path of the next step stays cached."""
-
-    def __init__(self, runner: ModelRunner, prefill_chunk: int) -> None:
-        self.runner, self.prefill_chunk = runner, prefill_chunk
-        self.cached: list[list[int]] = [[] for _ in range(runner.num_rows)]
-        self.agreed = [0] * runner.num_rows  # leading tokens that are cached and committed
-        for row in range(runner.num_rows):
-            runner.allocate(row)
-
-    def propose(self, asked: DraftRequest, text: list[int]) -> list[Candidates]:
-        lane = asked.lane
-        self.agreed[lane] = min(self.agreed[lane], asked.kept)
-        if not asked.paths:
-            self._append(lane, text)
-        return [self._after(lane, text, path) for path in asked.paths]
-
-    def _after(self, lane: int, text: list[int], path: Sequence[int]) -> Candidates:
-        num_committed = len(text)
-        text.extend(path)
-        logits = self._append(lane, text)
-        del text[num_committed:]
-        self.agreed[lane] = min(self.agreed[lane], num_committed)
-        best = logits.float().softmax(dim=-1).topk(min(NUM_CANDIDATES, len(logits)))
-        return tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-
-    def _append(self, lane: int, text: Sequence[int]) -> torch.Tensor:
-        """Let the row hold `text`. Returns the logits [V] after its last token, which is computed
-        in any case."""
-        cached, start = self.cached[lane], self.agreed[lane]
-        last = min(len(cached), len(text) - 1)
-        while start < last and cached[start] == text[start]:
-            start += 1
-        start = min(start, len(text) - 1)
-        self.runner.truncate([lane], [start])
-        cached[start:] = text[start:]
-        self.agreed[lane] = len(text)
-        new = torch.tensor([text[start:]])
-        for chunk in new.split(self.prefill_chunk, dim=1):
-            logits = self.runner.forward(chunk, [lane], last_only=True, is_draft=True)
-        return logits[0, -1]
 
 
 class LookupDrafter:

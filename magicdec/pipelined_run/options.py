@@ -15,8 +15,6 @@ from magicdec.pipelined_speculation.options import MODES, Options
 from magicdec.workload.trace import RequestShape
 
 BASELINE_PASS = "one process"
-LOOKUP, MODEL_PREFIX = "ngram", "model:"
-DRAFTERS = f"{MODEL_PREFIX}NAME, {LOOKUP}"
 SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
 
 
@@ -38,8 +36,6 @@ class SpeculationOptions:
     emulate_acceptance: float | None = None
 
     def __post_init__(self) -> None:
-        if self.drafter != LOOKUP and not self.drafter.startswith(MODEL_PREFIX):
-            raise ValueError(f"--drafter {self.drafter} is not known; choose from {DRAFTERS}")
         for name in ("emulate_stage_ms", "emulate_link_ms", "emulate_draft_ms"):
             given = getattr(self, name)
             if given is not None and not 0 < given < math.inf:
@@ -65,13 +61,6 @@ class SpeculationOptions:
             raise ValueError("--emulate_acceptance needs the tokens of the baseline")
         if self.emulate_draft_ms is not None and self.emulate_acceptance is None:
             raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
-
-    @property
-    def draft_model(self) -> str | None:
-        """The name of the draft model; None if no model drafts."""
-        if self.emulate_acceptance is not None or not self.needs_drafts:
-            return None
-        return self.drafter.removeprefix(MODEL_PREFIX) if self.drafter != LOOKUP else None
 
     @property
     def needs_drafts(self) -> bool:

@@ -15,18 +15,17 @@ import torch.distributed
 
 from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.distributed.groups import Group
+from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.engine import Engine
-from magicdec.executor.requirements import layer_obstacle
 from magicdec.memory.working_memory import max_tokens
-from magicdec.model.checkpoint.source import ModelSource
 from magicdec.names import BASELINE
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
 from magicdec.pipeline.prepare import of_one_process
 from magicdec.pipeline.tracing.rows import gather_rows
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
+from magicdec.pipelined_run.draft_model import ModelDrafter
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.gathering import gather_spans
 from magicdec.pipelined_run.head import Drafted, Head
 from magicdec.pipelined_run.options import BASELINE_PASS, SCRIPTED_PROBABILITY
@@ -45,6 +44,7 @@ from magicdec.setup.loading import (
     StagePart,
     kinds_of,
     make_backend,
+    make_draft,
     make_executor,
     make_target,
 )
@@ -166,26 +166,27 @@ class Passes:
         if seconds is not None:
             is_last = self.rank == prepared.layout.stages[-1]
             return EmulatedPart(len(layers), seconds / 1e3, is_last)
-        return ModelPart(self._runner(prepared.run.source, StagePart(layers, None)))
+        return ModelPart(self._runner(StagePart(layers, None)))
 
     def _make_drafter(self) -> Drafter:
         prepared, options = self.prepared, self.prepared.options
         if options.emulate_acceptance is not None:
             return self._scripted(options.emulate_acceptance)
-        if prepared.draft is None:
+        drafting = prepared.drafting
+        if drafting is None:
             return LookupDrafter()
-        chunk = prepared.run.config.attention.prefill_chunk
-        return ModelDrafter(self._runner(prepared.draft, None), chunk)
+        config, alone = drafting.config, Group((0,), 0)
+        groups = ParallelGroups(0, 1, alone, draft=alone)
+        draft = make_draft(drafting, groups, max_tokens(config), self.models)
+        assert draft is not None, "a model drafts"
+        return ModelDrafter(draft, config.kv, drafting.source.config.vocab_size)
 
-    def _runner(self, source: ModelSource, part: StagePart | None) -> ModelRunner:
-        """A runner of a model or of some of its layers, on this rank alone."""
-        config, alone = self.prepared.run.config, Group((0,), 0)
-        is_target = source is self.prepared.run.source
-        weights = config.model.target_dtype if is_target else config.model.dtype
-        kinds = kinds_of(config.model, "int8" if source.is_int8 else weights)
-        if layer_obstacle(source.config) is not None:
-            kinds = replace(kinds, native_steps="off")
-        model = self.models.get(source, alone, kinds, part)
+    def _runner(self, part: StagePart) -> ModelRunner:
+        """A runner of some of the target's layers, on this rank alone."""
+        run, alone = self.prepared.run, Group((0,), 0)
+        config = run.config
+        kinds = kinds_of(config.model, config.model.target_dtype)
+        model = self.models.get(run.source, alone, kinds, part)
         backend = make_backend(config.attention.backend)
         executor = make_executor(kinds, model, alone)
         sizes = self.prepared.options.speculation.lanes, max_tokens(config)

@@ -9,15 +9,18 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import make_requests, random_prompts
+from conftest import make_draft, make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import find_model, load_transformer
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter
+from magicdec.model.transformer import Transformer
+from magicdec.pipelined_run.draft_model import ModelDrafter
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter
 from magicdec.pipelined_run.head import Head
 from magicdec.pipelined_run.layout import make_layout
 from magicdec.pipelined_run.rank import Connections, PipelineRank
@@ -30,11 +33,17 @@ from magicdec.runner import ModelRunner
 CHUNK, MAX_TOKENS, LANES = 16, 120, 2
 LENGTHS, NEW = [5, 40, 1, 33], [20, 9, 20, 14]
 MODES = ("iterative", "sync", "async")
+KV = {
+    "full": KVSection("full"),
+    "streaming_llm": KVSection("streaming_llm", 12, 2),
+    "snapkv": KVSection("snapkv", 12, window_size=4),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """All modes are served with the same channels, one after the other."""
+    """All modes are served with the same channels, one after the other. `drafter` is `lookup`, or
+    a model and its KV policy; `self` is the target."""
 
     split: str
     drafter: str
@@ -43,9 +52,17 @@ class Case:
 
 
 CASES = {
-    2: [Case("0,1.0/head", "model"), Case("0.5,0.5/head", "lookup")],
-    3: [Case("0.4,0.6/1.0", "model", np=3), Case("0.2,0.4,0.4/head", "lookup", "gloo")],
-    4: [Case("0,0.5,0.5/1.0", "model", "gloo"), Case("0.2,0.2,0.6/1.0", "lookup")],
+    2: [
+        Case("0,1.0/head", "model full"),
+        Case("0.5,0.5/head", "self streaming_llm", np=2),
+        Case("0.5,0.5/head", "lookup"),
+    ],
+    3: [
+        Case("0.4,0.6/1.0", "model full", np=3),
+        Case("0.4,0.6/1.0", "self streaming_llm"),
+        Case("0.2,0.4,0.4/head", "self snapkv", "gloo"),
+    ],
+    4: [Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2), Case("0.2,0.2,0.6/1.0", "lookup")],
 }
 
 
@@ -54,11 +71,19 @@ def served_requests() -> list[Request]:
     return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40))
 
 
-def make_runner(path: str, layers: range | None) -> ModelRunner:
+def load(path: str, layers: range | None = None) -> Transformer:
     source = find_model("--model", path)
     place = Shard(), layers, torch.float32, torch.device("cpu")
-    model = load_transformer(source.config, source.weights, *place)
-    return ModelRunner(model, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS)
+    return load_transformer(source.config, source.weights, *place)
+
+
+def make_drafter(name: str, target: str, draft: str) -> Drafter:
+    kind, _, policy = name.partition(" ")
+    if kind == "lookup":
+        return LookupDrafter()
+    model = load(target if kind == "self" else draft)
+    made = make_draft(model, KV[policy], LANES, MAX_TOKENS, chunk=CHUNK, max_drafts=MAX_TOKENS)
+    return ModelDrafter(made, KV[policy], model.config.vocab_size)
 
 
 def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
@@ -69,11 +94,10 @@ def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
     make_stage_groups(launch, StageGrid(launch.world_size), torch.device("cpu"), case.collectives)
     part, drafter = None, None
     if launch.rank in layout.stages:
-        part = ModelPart(make_runner(target, layout.layers[launch.rank]))
+        layers = load(target, layout.layers[launch.rank])
+        part = ModelPart(ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS))
     if launch.rank == layout.draft_rank:
-        drafter: Drafter | None = LookupDrafter()
-        if case.drafter == "model":
-            drafter = ModelDrafter(make_runner(draft, None), CHUNK)
+        drafter = make_drafter(case.drafter, target, draft)
     wires = Connections(layout, launch.rank, case.collectives, None).connect(has_drafter=True)
     member, outputs = PipelineRank(launch.rank, wires, part, drafter), []
     for mode in MODES:

@@ -53,7 +53,8 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
 ) -> None:
     done = launch(
         "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
-        "--drafter", f"model:{tiny_checkpoint}", "--layer_split", "0.5,0.5/1.0", "--mode", *MODES,
+        "--drafter", "self", "--kv_policy", "snapkv", "--budget", 90,
+        "--layer_split", "0.5,0.5/1.0", "--mode", *MODES,
         "--pa", 0, "--lanes", 2, "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -70,7 +71,12 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     for use in uses:
         assert use["layers_computed"] + use["layers_skipped"] == 2 * use["runs"]
         assert all(0 <= busy <= 1 for busy in use["busy"]) and min(use["stage_ms"]) > 0
-    assert uses[1]["accepted"] == uses[1]["drafted"], "the draft is the target"
+    assert uses[1]["accepted"] == uses[1]["drafted"], "its drafts read all of the short texts"
+    assert all(record["config"]["kv"]["policy"] == "snapkv" for record in records[1:])
+    assert records[2]["workload"]["draft"] == {
+        key: records[2]["workload"][key] for key in ("model", "random_weights", "model_sha256")
+    }
+    assert "draft weights" in done.stdout and "draft KV" in done.stdout
     assert all(record["metrics"]["request_tokens_per_s"] > 0 for record in records)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}

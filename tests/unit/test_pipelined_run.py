@@ -11,13 +11,22 @@ from threading import Event
 
 import pytest
 import torch
-from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
 from several_ranks import generate_alone
 from threaded_pipeline import FakePart, Served, divide, serve
 
+from magicdec.config.sections import KVSection
 from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.board import SLOTS, BoardCanceller, CancelBoard
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
+from magicdec.pipelined_run.draft_model import ModelDrafter
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.parcel import DraftRequest, candidates_of, numbers_of, pack_candidates
 from magicdec.pipelined_run.spans import Span, What
 from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, is_appended
@@ -60,13 +69,30 @@ def scripted(rank: int) -> ScriptedDrafter:
     return ScriptedDrafter(one_process(), LENGTHS, [[rank] * 40] * len(LENGTHS), [0.9])
 
 
+KV = {
+    "full": KVSection("full"),
+    "streaming_llm": KVSection("streaming_llm", 12, 2),
+    "snapkv": KVSection("snapkv", 12, window_size=4),
+}
+
+
+def model_drafter(model: Transformer, policy: str, lanes: int) -> ModelDrafter:
+    draft = make_draft(model, KV[policy], lanes, MAX_TOKENS, max_drafts=max(NEW))
+    return ModelDrafter(draft, KV[policy], TINY.vocab_size)
+
+
 def make_drafter(name: str, lanes: int) -> Drafter:
-    if name == "model":
-        return ModelDrafter(make_runner(similar(), lanes, MAX_TOKENS), CHUNK)
+    kind, _, policy = name.partition(" ")
+    if kind in ("model", "self"):
+        return model_drafter(similar() if kind == "model" else target(), policy, lanes)
     return LookupDrafter() if name == "lookup" else scripted({"right": 0, "wrong": -1}[name])
 
 
-@pytest.mark.parametrize("drafter", ["model", "lookup", "right", "wrong"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["model full", "model streaming_llm", "self streaming_llm", "self snapkv", "lookup", "right",
+     "wrong"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("mode", "lanes"), [("iterative", 3), ("sync", 1), ("async", 1), ("async", 3)]
 )
@@ -83,6 +109,18 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
         assert counts.accepted == counts.drafted and not counts.invalid_runs
     for stage, part in zip(found.stages, parts, strict=True):
         assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
+
+
+@pytest.mark.parametrize("policy", KV)
+def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(policy: str) -> None:
+    """No end token, after which the target's tokens are not known."""
+    served = make_requests(random_prompts(LENGTHS, 97), NEW)
+    parts = [ModelPart(make_runner(part, 2, MAX_TOKENS)) for part in divide(target(), 2)]
+    options = Options(mode="sync", draft=3, pa=0.0, lanes=2)
+    found = serve(parts, make_drafter(f"self {policy}", 2), options, served, CHUNK)
+    counts = found.scheduler.counts
+    assert counts.drafted > counts.accepted > 0 or policy == "full"
+    assert (counts.accepted == counts.drafted) == (policy == "full")
 
 
 @pytest.mark.parametrize(
@@ -124,22 +162,36 @@ def branching(np: int) -> ScriptedDrafter:
     return ScriptedDrafter(one_process(), LENGTHS, ranks, [0.4, 0.3, 0.2, 0.1][:np])
 
 
-def test_a_draft_model_gives_what_it_gives_anew() -> None:
-    """Whatever paths it was asked for before, in whatever order."""
-    drafter = make_drafter("model", 2)
+@pytest.mark.parametrize("backend", ["grouped", "sdpa"])
+def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
+    """Whatever paths it was asked for before, in whatever order, and whether it computes several
+    paths at once or one."""
+
+    def make() -> ModelDrafter:
+        kv = KV["full"]
+        draft = make_draft(similar(), kv, 2, MAX_TOKENS, make_backend(backend))
+        return ModelDrafter(draft, kv, TINY.vocab_size)
+
+    drafter, seen = make(), list[int]()
+    forward = drafter.kv.forward
+    drafter.kv.forward = lambda *of: seen.append(of[0].numel()) or forward(*of)  # type: ignore
     text, lengths = list(random_prompts([50], 97)[0]), (20, 20, 21, 24, 24, 50)
-    paths = [(5, 6), (5,), (5, 6, 7, 8), (), (text[24],), (9, 9)]
+    steps = [((5, 6),), ((5,), (5, 6), (1, 2)), ((5, 6, 7, 8), (1, 2), (5, 9)), ((), (3,))]
+    steps += [((text[24], text[25]), (text[24],)), ((9, 9), (9, 8), (9, 8, 7))]
     kept = [0, 0]
     for lane in (0, 1):
-        for end, path in zip(lengths, paths, strict=True):
-            new = tuple(text[kept[lane] : end])
-            asked = DraftRequest(0, lane, kept[lane], new, (path, (1, 2)))
+        seen.clear()
+        for end, paths in zip(lengths, steps, strict=True):
+            asked = DraftRequest(0, lane, kept[lane], tuple(text[kept[lane] : end]), paths)
             kept[lane] = end
-            fresh = make_drafter("model", 2)
-            expected = fresh.propose(replace(asked, kept=0, new=tuple(text[:end])), text[:end])
-            for mine, theirs in zip(drafter.propose(asked, text[:end]), expected, strict=True):
+            for path, mine in zip(paths, drafter.propose(asked, text[:end]), strict=True):
+                alone = DraftRequest(0, 0, 0, tuple(text[:end]), (path,))
+                (theirs,) = make().propose(alone, text[:end])
                 assert [token for token, _ in mine] == [token for token, _ in theirs]
                 assert [p for _, p in mine] == pytest.approx([p for _, p in theirs], abs=1e-5)
+        # Forwards: 5 6; 1 2; text[20] with 5 6 7 8, 1 2 and 9; text[21:24] and 3; text[24:26]; and
+        # text[26:50], of which 16 tokens are a chunk, with 9 9, 8 and 7.
+        assert seen == [2, 2, 8, 4, 2, 16, 12]
 
 
 def gated_round() -> tuple[Served, CancelBoard]:

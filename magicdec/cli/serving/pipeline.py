@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import add_section, read_sections, run_on_ranks
+from magicdec.cli.front.run import last_value
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.common_flags import add_files, add_requests
+from magicdec.cli.serving.drafter import (
+    DEFAULT_DRAFTER,
+    DRAFTERS,
+    config_of_drafter,
+    settle_draft,
+    without_model,
+)
 from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.steps import announce, conclude, run_command
 from magicdec.cli.simulate.flags import add_speculation, make_options
@@ -27,7 +35,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
-from magicdec.pipelined_run.options import DRAFTERS, SpeculationOptions, read_modes
+from magicdec.pipelined_run.options import SpeculationOptions, read_modes
 from magicdec.pipelined_run.spans import trace_events
 from magicdec.pipelined_speculation.options import MODES
 from magicdec.records.writing import check_files
@@ -48,6 +56,8 @@ SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "parallel": ("device", "collectives", "threads", "nproc"),
     "attention": None,
     "decoding": ("ignore_eos",),
+    "draft": ("draft_dtype",),
+    "kv": None,
     "workload": ("dataset", "seed"),
 }
 FILES = (  # (flag, metavar, help text)
@@ -126,9 +136,15 @@ def write_trace(path: Path, traces: Traces, layout: Layout) -> None:
 
 def parse(argv: Sequence[str], launch: Launch) -> Asked:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
-    parser = build_parser()
+    base = config_of_drafter(last_value(argv, "--drafter") or DEFAULT_DRAFTER)
+    parser = build_parser(base)
     args, given = parser.read(argv)
-    config = read_sections(RunConfig(), args)
+    config = settle_draft(read_sections(base, args), args.drafter)
+    modes = read_modes(args.mode)
+    if args.emulate_acceptance is not None:
+        config = without_model(config, parser, given, "--emulate_acceptance drafts")
+    elif set(modes) == {"iterative"}:
+        config = without_model(config, parser, given, "--mode iterative drafts nothing")
     config.check(find_world_size(config.parallel.nproc, launch))
     refuse_ignored(config, parser, given)
     if args.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
@@ -137,7 +153,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     shapes = make_shapes(Arrival(BURST), *lengths, config.workload.seed)
     options = SpeculationOptions(
         layer_split=args.layer_split,
-        modes=read_modes(args.mode),
+        modes=modes,
         drafter=args.drafter,
         speculation=replace(make_options(args), lanes=args.lanes),
         has_baseline=not args.no_baseline,
@@ -152,7 +168,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     return Asked(config, options, args.out, args.plot, args.trace)
 
 
-def build_parser() -> Parser:
+def build_parser(base: RunConfig) -> Parser:
     parser = Parser(
         description="Divide a model by its layers among ranks, and let a draft run ahead of it: "
         "asynchronous pipelined speculation, whose wrong runs are cancelled inside the stages, "
@@ -160,7 +176,6 @@ def build_parser() -> Parser:
         "one process.",
         everyday=EVERYDAY,
     )
-    base = RunConfig()
     for section, fields in SECTIONS.items():
         add_section(parser, section, getattr(base, section), only=fields)
     add_requests(parser)
@@ -182,9 +197,10 @@ def add_pipeline(parser: Parser) -> None:
         "ranks, the draft on the head")  # fmt: skip
     add("--mode", nargs="+", default=["async"], metavar="NAME",
         help=f"ways to decode, of {', '.join(MODES)} [async]")  # fmt: skip
-    add("--drafter", default="model:demo-draft", metavar="NAME",
-        help=f"what drafts: {DRAFTERS}, which looks drafts up in the text [model:demo-draft]",
-    )  # fmt: skip
+    add("--drafter", default=DEFAULT_DRAFTER, metavar="NAME",
+        help=f"what drafts, of {DRAFTERS}: a smaller model, the whole target on the drafting rank, "
+        "or a lookup in the text. The first two read what --kv_policy says of a KV cache of their "
+        f"own [{DEFAULT_DRAFTER}]")  # fmt: skip
     add("--lanes", type=int, default=1, metavar="N",
         help="requests at the same time; the others wait [1]")  # fmt: skip
     add("--no_baseline", action="store_true",

@@ -6,7 +6,6 @@ Owns the order of the passes. Must not know the flags, nor where records are kep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from magicdec.console import make_progress
 from magicdec.distributed.start import close_groups
@@ -24,10 +23,10 @@ from magicdec.request import Request
 from magicdec.serving.counts import Moves
 from magicdec.serving.record import describe_requests, status_of
 from magicdec.serving.server import differing
-from magicdec.setup.prepare import describe_model
 from magicdec.setup.session import RankSession
 
 KEPT = ("model", "parallel", "attention", "decoding", "sampling")
+OF_DRAFTS = ("draft", "kv")
 Traces = dict[str, Sequence[Sequence[Span]]]
 """The spans of each rank, by the pass."""
 
@@ -76,21 +75,22 @@ def make_record(
     if reference is not None:
         num_differing = len(differing(reference.requests, outcome.requests))
         status = status_of(num_differing, config["model"]["dtype"])
+    kept = {key: config[key] for key in KEPT}
+    if prepared.drafting is not None and outcome.spans is not None:
+        config = prepared.drafting.config.to_dict()
+        kept |= {key: config[key] for key in OF_DRAFTS}
     metrics = None
     if status != "diverged":
         metrics = speculation_metrics(outcome.requests, *describe_use(prepared, name, outcome))
     asked = {"dataset": prepared.run.workload.dataset, "seed": prepared.run.workload.seed}
     asked |= prepared.options.describe()
-    workload = prepared.run.describe_workload()
-    if prepared.draft is not None:
-        workload = replace(workload, draft=describe_model(prepared.draft))
     begin_s = outcome.requests[0].arrived_s
     return SpeculationRecord(
         status=status,
         name=name,
-        config={key: config[key] for key in KEPT} | {"workload": asked},
+        config=kept | {"workload": asked},
         environment=environment,
-        workload=workload,
+        workload=prepared.run.describe_workload(),
         reference=None if reference is None else BASELINE_PASS,
         num_differing=num_differing,
         metrics=metrics,
