@@ -79,9 +79,11 @@ class PipeInferSetting(Setting):
 
     def command(self) -> list[str]:
         is_demo, drafter = self.model == DEMO, self.draft
-        if drafter != LOOKUP:
-            drafter = f"model:{HUB.get(drafter, drafter)}"
-        words = ["pipeline", "--model", HUB.get(self.model, self.model), "--drafter", drafter]
+        words = ["pipeline", "--model", HUB.get(self.model, self.model), "--drafter"]
+        if drafter == LOOKUP:
+            words += [drafter]
+        else:  # whose drafts read all of their context
+            words += [f"model:{HUB.get(drafter, drafter)}", "--budget", "-1"]
         words += ["--nproc", self.shipped("nodes"), "--layer_split", self.shipped("layer_split")]
         words += ["--draft", self.shipped("draft_tokens")]
         for name in ("pa", "ps", "pr", "np"):
