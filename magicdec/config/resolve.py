@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from magicdec.config.choices.backend import check_returns_weights, choose_backend, choose_draft_kv
+from magicdec.config.choices.backend import (
+    check_returns_weights,
+    choose_backend,
+    choose_draft_kv,
+    unmeasured,
+)
 from magicdec.config.choices.choice import Choice, How
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
@@ -41,18 +46,22 @@ def resolve(
     head_dim: int = 64,
     draft_head_dim: int = 64,
     layer_obstacles: tuple[str | None, str | None] = (None, None),
+    is_staged: bool = False,
 ) -> ResolvedConfig:
     """The config that runs on `machine`, for models with these head sizes. `layer_obstacles` says
     what in the layers of the target and of the draft native steps do not compute; None: nothing.
+    `is_staged`: the ranks are stages of a pipeline, whose steps are not captured and which measure
+    no backends.
     Raises ValueError if the machine lacks something that the user asked for, such as a device or a
     compiler."""
     device = choose_device(config.parallel.device, machine)
     fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
     dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
-    parallel = resolve_parallel(config.parallel, device, machine)
+    parallel = resolve_parallel(config.parallel, device, machine, is_staged)
     asked, kv = config.attention.backend, config.kv.resolve()
     drafts_trees = config.decoding.tree is not None
     backend = choose_backend(asked, device, machine, head_dim, dtype, drafts_trees)
+    backend = unmeasured(backend) if is_staged else backend
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
     of_draft = [] if config.draft is None else [config.draft.draft_dtype]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
@@ -68,11 +77,12 @@ def resolve(
     if config.draft is not None:
         size = draft_head_dim
         drafting = choose_backend(asked, device, machine, size, dtype, drafts_trees)
+        drafting = unmeasured(drafting) if is_staged else drafting
         parts = dataclasses.replace(parts, backend=drafting)
         drafts_native = choose_native_steps(config.model.native_steps, parts, layer_obstacles[1])
         draft = resolve_draft(config.draft, drafting, drafts_native, parallel.rank_group, dtype)
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting.name, machine, size)
-    return ResolvedConfig(
+    resolved = ResolvedConfig(
         asked=config,
         model=model,
         draft=draft,
@@ -84,6 +94,16 @@ def resolve(
         workload=resolve_workload(config.workload),
         output=config.output,
     ).resolve_graphs()
+    return uncaptured(resolved) if is_staged else resolved
+
+
+def uncaptured(config: ResolvedConfig) -> ResolvedConfig:
+    """The config of stages of a pipeline, whose steps are not captured."""
+    if config.decoding.cuda_graphs == "off":
+        return config
+    choice = Choice("off", "auto: off, the steps of a pipeline are not captured", How.SECOND_BEST)
+    decoding = dataclasses.replace(config.decoding, cuda_graphs="off", graphs_choice=choice)
+    return dataclasses.replace(config, decoding=decoding)
 
 
 def without_collectives(
@@ -118,12 +138,14 @@ def choose_device(asked: str, machine: Machine) -> str:
     return asked
 
 
-def resolve_parallel(section: ParallelSection, device: str, machine: Machine) -> ResolvedParallel:
+def resolve_parallel(
+    section: ParallelSection, device: str, machine: Machine, is_staged: bool = False
+) -> ResolvedParallel:
     """The default group is all ranks in order. By default the ranks of a host share its threads."""
     check_threads(section.threads, machine)
     threads = section.threads or max(1, machine.num_cpus // machine.local_world_size)
     ranks = section.rank_group or tuple(range(machine.world_size))
-    collectives = choose_collectives(section.collectives, device, machine)
+    collectives = choose_collectives(section.collectives, device, machine, is_staged)
     return ResolvedParallel(ranks, device, collectives, threads)
 
 

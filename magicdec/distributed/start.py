@@ -26,9 +26,9 @@ def make_groups(
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
     """Initialize torch.distributed if there are several ranks, and make the groups in the same
-    order on every rank. `collectives` is a resolved name of `names.COLLECTIVES`, or None for one
-    rank."""
-    _start(launch, device)
+    order on every rank. The default group, of all ranks, is for tensors on `device`. `collectives`
+    is a resolved name of `names.COLLECTIVES`, or None for one rank."""
+    _start(launch, device, backend_of(device))
     target = _make_group(launch.rank, rank_group, device, collectives)
     assert target is not None, "every rank belongs to the target's group"
     draft = None
@@ -40,9 +40,10 @@ def make_groups(
 def make_stage_groups(
     launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
 ) -> ParallelGroups:
-    """The same for the ranks of a pipeline: each stage has a group of its own."""
+    """The same for the ranks of a pipeline: each stage has a group of its own. The default group is
+    for tensors on the host, because ranks may share a GPU, which NCCL does not allow."""
     assert launch.world_size == grid.world_size, "the grid was made for the launched ranks"
-    _start(launch, device)
+    _start(launch, device, "gloo")
     groups = [
         _make_group(launch.rank, grid.ranks_of(stage), device, collectives)
         for stage in range(grid.num_stages)
@@ -52,8 +53,14 @@ def make_stage_groups(
     return ParallelGroups(launch.rank, launch.world_size, target, grid=grid)
 
 
-def _start(launch: Launch, device: torch.device) -> None:
-    """Initialize torch.distributed if there are several ranks."""
+def backend_of(device: torch.device) -> str:
+    """The backend of process groups for tensors on `device`."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _start(launch: Launch, device: torch.device, backend: str) -> None:
+    """Initialize torch.distributed if there are several ranks. `backend` is that of the default
+    group."""
     if launch.world_size == 1:
         return
     import torch.distributed as dist
@@ -66,7 +73,7 @@ def _start(launch: Launch, device: torch.device) -> None:
         has_other_hosts = launch.local_world_size != launch.world_size
         if has_other_hosts:
             use_interface_towards(os.environ["MASTER_ADDR"])
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend)
         if has_other_hosts:
             start_heartbeat(launch.rank, launch.world_size)
 
@@ -81,7 +88,7 @@ def _make_group(
     import torch
     import torch.distributed as dist
 
-    handle = dist.new_group(sorted(ranks))
+    handle = dist.new_group(sorted(ranks), backend=backend_of(device))
     exchange: Exchange | None = None
     if rank not in ranks:
         return None

@@ -126,8 +126,8 @@ def prepare(asked: RunConfig, launch: Launch) -> Prepared:
 
 
 def find(asked: RunConfig, launch: Launch, known: Known, is_part: bool = False) -> Found:
-    """Find the models and resolve the config. Raises ValueError as `prepare` does. `is_part` as in
-    `find_model`."""
+    """Find the models and resolve the config. Raises ValueError as `prepare` does. `is_part`:
+    this rank is a stage of a pipeline, as in `find_model` and `resolve`."""
     asked.check(launch.world_size)
 
     def named(section: ModelSection | DraftSection) -> ModelSource:
@@ -142,6 +142,7 @@ def find(asked: RunConfig, launch: Launch, known: Known, is_part: bool = False) 
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
         (layer_obstacle(source.config), None if draft is None else layer_obstacle(draft.config)),
+        is_part,
     )
     return Found(config, launch, source, draft)
 

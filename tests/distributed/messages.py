@@ -1,16 +1,24 @@
 """One rank of a check of channels: messages of every kind around a ring, through gloo or shared
-memory. Started by test_channel.py; rank 0 prints OK, or the microseconds of a hop."""
+memory, with payloads behind their headers, apart from them (gloo in the place of NCCL), and copied
+as for a GPU. Started by test_channel.py; rank 0 prints OK, or the microseconds of a hop."""
 
 import os
 import signal
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from magicdec.distributed import shared_memory
-from magicdec.distributed.channels.connect import RingEnds, connect_ring, time_round
+from magicdec.distributed.channels.connect import (
+    RingEnds,
+    connect_ring,
+    through_host,
+    time_round,
+)
+from magicdec.distributed.channels.device import DevicePayloads, SplitSender
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.processes import PeerLost
@@ -18,10 +26,11 @@ from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 
 DEPTH, WIDTH, CAPACITY = 6, 24, 5000
+CPU = torch.device("cpu")
 
 
 def messages() -> list[Message]:
-    """Empty ones, small ones, and one that is larger than the ring in shared memory."""
+    """Without a payload, small ones, and one that is larger than the ring in shared memory."""
     torch.manual_seed(0)
     made = [Message(Kind.FREE, words=(3, -1)), Message(Kind.VOID, run=2**40, status=-7)]
     for shape in ((1, 1), (3, 2), (1, 300), (2, 1)):
@@ -38,10 +47,10 @@ def is_same(a: Message, b: Message) -> bool:
     return torch.equal(a.payload, b.payload) and a.payload.dtype == b.payload.dtype
 
 
-def check(ends: RingEnds, is_first: bool) -> None:
+def check(ends: RingEnds, is_first: bool, rounds: int = 40) -> None:
     """Several messages are under way before the first is received."""
     sent = messages()
-    for _ in range(40):
+    for _ in range(rounds):
         if is_first:
             for message in sent:
                 ends.outbound.send(message)
@@ -50,6 +59,20 @@ def check(ends: RingEnds, is_first: bool) -> None:
             assert is_same(found, message), found
             if not is_first:
                 ends.outbound.send(found)
+
+
+def check_apart(place: tuple[Any, ...], is_first: bool) -> None:
+    """Payloads go by process groups of their own; a message without one sends its header alone."""
+    grid, rank, form, depth, *rest = place
+    payloads = DevicePayloads(CPU, "gloo")
+    ends = connect_ring(grid, rank, payloads.header_form(form), depth, *rest, payloads)
+    check(ends, is_first, rounds=10)
+    assert isinstance(ends.outbound, SplitSender)
+    payload_bytes = sum(m.payload.numel() * 2 for m in messages() if m.payload is not None)
+    assert ends.outbound.tensors.num_bytes == 10 * payload_bytes
+    header_bytes = 8 * len(payloads.header_form(form).empty_header()) * len(messages())
+    assert ends.outbound.num_bytes == 10 * (payload_bytes + header_bytes)
+    ends.outbound.close()
 
 
 def serve(ends: RingEnds) -> None:
@@ -61,15 +84,18 @@ def serve(ends: RingEnds) -> None:
 def main(collectives: str, task: str) -> None:
     launch = read_launch()
     grid = StageGrid(launch.world_size)
-    groups = make_stage_groups(launch, grid, torch.device("cpu"), collectives)
+    groups = make_stage_groups(launch, grid, CPU, collectives)
     width = 4096 if task == "time" else WIDTH
     form = MessageForm(width, torch.bfloat16, 2)
     capacity = 1 << 22 if task == "time" else CAPACITY
-    ends = connect_ring(grid, launch.rank, form, DEPTH, capacity, collectives)
+    place = grid, launch.rank, form, DEPTH, capacity, collectives
+    ends = connect_ring(*place)
     is_first = groups.stage == 0
     if task == "check":
         check(ends, is_first)
         check(ends, is_first)
+        check(through_host(ends, CPU), is_first, rounds=2)
+        check_apart(place, is_first)
     elif task == "time":
         if is_first:
             time_round(ends, form, 1, 50)

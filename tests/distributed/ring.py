@@ -15,6 +15,7 @@ from conftest import make_draft, make_requests, random_prompts
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.channels.connect import connect_ring
+from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.layer_split import split_layers
@@ -50,6 +51,7 @@ class Case:
     collectives: str = "shared_memory"
     sampling: SamplingSection = SamplingSection()
     drafter: str | None = None
+    goes_apart: bool = False  # hidden states, by process groups of their own (gloo, not NCCL)
 
 
 CASES = [
@@ -57,7 +59,7 @@ CASES = [
     Case(2),
     Case(1, lane_size=3),
     Case(1, tensor_parallel=2, lane_size=2, collectives="gloo", sampling=SAMPLED),
-    Case(2, drafter="ngram"),
+    Case(2, drafter="ngram", goes_apart=True),
     Case(1, lane_size=3, collectives="gloo", drafter="model"),
     Case(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model"),
 ]
@@ -91,7 +93,9 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     limits = Limits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
     depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
     form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
-    ends = connect_ring(grid, launch.rank, form, depth, 1 << 16, case.collectives)
+    payloads = DevicePayloads(device, "gloo") if case.goes_apart else None
+    form = form if payloads is None else payloads.header_form(form)
+    ends = connect_ring(grid, launch.rank, form, depth, 1 << 16, case.collectives, payloads)
     requests = requests_of(case)
     if groups.stage == 0:
         place_of = num_lanes, case.lane_size, limits, CHUNK

@@ -49,6 +49,14 @@ def choose_backend(
     return asked_for(asked, capabilities.is_interpreted_on_cpu and device == "cpu")
 
 
+def unmeasured(choice: Choice) -> Choice:
+    """The choice of the stages of a pipeline, which measure no backends."""
+    if not choice.is_to_be_measured:
+        return choice
+    why = f"auto: {choice.name}, because the stages of a pipeline measure no backends"
+    return Choice(choice.name, why, How.SECOND_BEST)
+
+
 def _choose_on_cpu(
     device: str, machine: Machine, head_dim: int, dtype: str, needs_trees: bool
 ) -> Choice:

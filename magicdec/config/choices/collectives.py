@@ -6,19 +6,44 @@ Must not know how a machine is probed nor how ranks exchange anything.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from magicdec.config.choices.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
 
 GPU_COLLECTIVES = ("nccl", "symmetric_memory")
+GPU_FREE = "--device cpu --collectives gloo"  # what serves more ranks than GPUs
 
 
-def choose_collectives(asked: str, device: str, machine: Machine) -> Choice | None:
-    """The collectives to use; None for one rank. Raises ValueError if the user named some that
-    cannot serve on this device or between these hosts."""
+def choose_collectives(
+    asked: str, device: str, machine: Machine, is_staged: bool = False
+) -> Choice | None:
+    """The collectives to use; None for one rank. `is_staged`: the ranks are stages of a pipeline.
+    Raises ValueError if the user named some that cannot serve on this device or between these
+    hosts."""
     if machine.world_size == 1:
         return None
-    if device == "cuda":
-        return choose_gpu_collectives(asked, machine)
+    if device != "cuda":
+        return choose_host_collectives(asked, device, machine)
+    if is_staged:
+        return choose_stage_collectives(asked, machine)
+    return choose_gpu_collectives(asked, machine)
+
+
+def choose_stage_collectives(asked: str, machine: Machine) -> Choice:
+    """As `choose_collectives`, for stages on CUDA. Between stages only hidden states pass, which
+    can also be copied through the memory of the host. So ranks may share a GPU."""
+    ranks, gpus = machine.local_world_size, machine.num_gpus
+    if asked in GPU_COLLECTIVES or (asked == "auto" and ranks <= gpus):
+        return choose_gpu_collectives(asked, machine, "--collectives gloo")
+    choice = choose_host_collectives(asked, "cuda", machine)
+    if asked != "auto":
+        return choice
+    return replace(choice, why=f"auto: {ranks} ranks share {gpus} GPUs", how=How.SECOND_BEST)
+
+
+def choose_host_collectives(asked: str, device: str, machine: Machine) -> Choice:
+    """As `choose_collectives`, for what ranks exchange through the memory of hosts."""
     obstacles = {
         "several hosts": machine.local_world_size != machine.world_size,
         "no C++ compiler": not machine.has_compiler,
@@ -38,9 +63,10 @@ def choose_collectives(asked: str, device: str, machine: Machine) -> Choice | No
     return asked_for(asked)
 
 
-def choose_gpu_collectives(asked: str, machine: Machine) -> Choice:
+def choose_gpu_collectives(asked: str, machine: Machine, otherwise: str = GPU_FREE) -> Choice:
     """As `choose_collectives`, for several ranks with a GPU each. `auto` is symmetric memory if
-    ENABLE_INTRA_NODE_COMM=1 asks for it and it is available, otherwise NCCL."""
+    ENABLE_INTRA_NODE_COMM=1 asks for it and it is available, otherwise NCCL. `otherwise` is what to
+    choose with more ranks than GPUs."""
     ranks, gpus = machine.local_world_size, machine.num_gpus
     if asked not in ("auto", *GPU_COLLECTIVES):
         fitting = ", ".join(GPU_COLLECTIVES)
@@ -48,8 +74,7 @@ def choose_gpu_collectives(asked: str, machine: Machine) -> Choice:
     if ranks > gpus:
         raise ValueError(
             f"--collectives {asked} --device cuda: NCCL wants a GPU for each of the {ranks} ranks "
-            f"of a host, and this one has {gpus}; start at most {gpus}, or choose --device cpu "
-            "--collectives gloo"
+            f"of a host, and this one has {gpus}; start at most {gpus}, or choose {otherwise}"
         )
     obstacle = machine.missing_symmetric_memory
     if machine.local_world_size != machine.world_size:
