@@ -16,7 +16,9 @@ def free_device_memory(kind: str, local_rank: int) -> int | None:
     if kind == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info(local_rank)[0])
+        from magicdec.hardware.devices import device_of
+
+        return int(torch.cuda.mem_get_info(device_of(kind, local_rank))[0])
     return free_host_memory()
 
 

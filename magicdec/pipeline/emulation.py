@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from magicdec.hardware.devices import wait_for_stream
 from magicdec.pipeline.stage import Stage
 
 
@@ -29,8 +29,8 @@ class EmulatedStage(Stage):
         cache.advance(rows, x.shape[1])
         width = config.vocab_size if self.is_whole else config.hidden_size
         num_tokens = 1 if self.is_last and last_only else x.shape[1]
-        dtype = next(self.runner.model.parameters()).dtype
-        return torch.zeros(x.shape[0], num_tokens, width, dtype=dtype)
+        weight = next(self.runner.model.parameters())
+        return weight.new_zeros(x.shape[0], num_tokens, width)
 
     def logits(self, hidden: Tensor) -> Tensor:
         first, last = self.runner.model.head_rows
@@ -46,5 +46,6 @@ class PaddedStage(Stage):
     def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
         due = time.perf_counter() + self.seconds
         out = super().compute(x, rows, last_only)
+        wait_for_stream(out.device)
         time.sleep(max(0.0, due - time.perf_counter()))
         return out

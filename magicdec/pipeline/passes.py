@@ -19,6 +19,7 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.processes import Processes
 from magicdec.distributed.start import make_groups, make_stage_groups
 from magicdec.engine import Engine
+from magicdec.hardware.devices import release_memory
 from magicdec.memory.sampler import MemorySampler
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
@@ -105,7 +106,9 @@ class Passes:
         return serve_measured(run, shapes, serve, rows, observe)
 
     def _wait_for_all(self) -> None:
-        """Wait until every rank is done with a pass. Raises PeerLost if one has ended."""
+        """Wait until every rank is done with a pass, and has given back what it does not use of its
+        device's memory. Raises PeerLost if one has ended."""
+        release_memory(self.device)
         if self.prepared.run.launch.world_size == 1:
             return
         try:

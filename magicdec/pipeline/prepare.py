@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 
+from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
 from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -26,9 +27,9 @@ from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.hardware.environment import probe_machine
-from magicdec.memory.check import add_up, check_together, describe_place
-from magicdec.memory.free_memory import free_host_memory
+from magicdec.memory.check import add_up, check_together
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
+from magicdec.memory.room import Room, find_room
 from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import ModelSource, check_part
 from magicdec.model.config import ModelConfig
@@ -50,8 +51,8 @@ from magicdec.setup.prepare import Known, Prepared, complete, find
 class PreparedRing:
     """`run.config` is that of this rank's stage, `whole` that of a model over all ranks, `alone`
     that of a rank that needs no other to compute what it holds. None of them drafts; `drafting` is
-    `run` with its drafts, if the command has any. `split` says in one line what `--layer_split
-    auto` chose; it is empty for another split."""
+    `run` with its drafts, if the command has any. `transport` is None for one rank. `split` says in
+    one line what `--layer_split auto` chose; it is empty for another split."""
 
     run: Prepared
     whole: ResolvedConfig
@@ -59,6 +60,7 @@ class PreparedRing:
     options: SettledOptions
     grid: StageGrid
     layers: tuple[range, ...]
+    transport: Transport | None
     split: str = ""
     drafting: Prepared | None = None
 
@@ -80,22 +82,25 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     known = Known()
     found = find(replace(asked, workload=workload), launch, known, is_part=True)
     drafting, whole, model = found.config, without_drafts(found.config), found.source.config
-    if whole.parallel.device != "cpu":
-        raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
     machine = known.get(("machine",), lambda: probe_machine(launch))
     obstacles = obstacles_of(found.models)
     alone, drafting_alone = (
         without_collectives(config, machine, *obstacles) for config in (whole, drafting)
     )
     check_split(options.layer_split, grid, found.source)
+    if grid.tensor_parallel > 1:
+        check_stage_group(f"{FLAG} {options.layer_split}", whole.parallel)
     if TENSOR_PARALLEL in options.baselines:
+        check_stage_group(f"--baselines {TENSOR_PARALLEL}", whole.parallel)
         check_tensor_parallel(model, launch.world_size)
+    on_host = None if options.link is None else "an emulated link delays messages on the host"
+    transport = choose_transport(whole.parallel, machine, on_host)
     stage = grid.stage_of(launch.rank)
 
     def check_here() -> str:
         check_files(found.source, options.passes, layers, stage, launch.rank)
-        configs = whole, drafting
-        return check_memory(configs, found.models, grid, layers, options.passes, launch)
+        configs, room = (whole, drafting), find_room(whole, launch, machine.num_gpus)
+        return check_memory(configs, found.models, grid, layers, options.passes, room)
 
     of_ranks = drafting_alone if grid.tensor_parallel == 1 else drafting
     run = complete(
@@ -112,8 +117,10 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     settled = replace(settled, asked=replace(options, layer_split=split.asked))
     settings = {"layers": [len(each) for each in layers], **settled.describe()}
     del settings["machine"]  # every host has a file of its own
+    if transport is not None:
+        settings["messages"] = transport.describe()
     check_agreement(launch, run.source, settings)
-    return PreparedRing(run, whole, alone, settled, grid, layers, split.reason, drafts)
+    return PreparedRing(run, whole, alone, settled, grid, layers, transport, split.reason, drafts)
 
 
 def check_split(asked: str | None, grid: StageGrid, source: ModelSource) -> None:
@@ -202,29 +209,24 @@ def check_memory(
     grid: StageGrid,
     layers: Sequence[range],
     passes: Sequence[str],
-    launch: Launch,
+    room: Room,
 ) -> str:
-    """The line to print: what the ranks of this host need for the pass that needs most. `configs`
+    """The line to print: what the ranks of this room need for the pass that needs most. `configs`
     are that of passes without drafts and that of the pass with them. Raises ValueError if that is
     more than is free."""
     whole, drafting = configs
-    first = launch.rank - launch.local_rank
-    ranks = range(first, first + launch.local_world_size)
     plans = {
-        name: add_up([*plan_pass(name, config, models, grid, layers, ranks)])
+        name: add_up([*plan_pass(name, config, models, grid, layers, room.ranks)])
         for name, config in ((n, drafting if n == SPECULATIVE_RING else whole) for n in passes)
     }
     name, plan = max(plans.items(), key=lambda item: item[1].total)
-    place, free = describe_place(whole, launch), free_host_memory()
-    if free is None:
-        return f"{plan.describe()} {place} for {name}; how much is free is not known here"
-    if plan.total > free:
+    if refusal := room.refusal(plan):
         others = "" if name in RINGS else "; leave it out of --baselines"
         raise ValueError(
             f"--n_samples {whole.workload.batch_size} --prefix_len {whole.workload.prefix_len}: "
-            f"{name} needs {plan.describe()} {place}, {free / 1e9:.2f} GB are free{others}"
+            f"{name} needs {refusal}{others}"
         )
-    return f"{plan.describe()} {place} for {name}; {free / 1e9:.2f} GB free"
+    return room.describe(plan, f" for {name}")
 
 
 def plan_pass(
@@ -233,9 +235,9 @@ def plan_pass(
     models: Models,
     grid: StageGrid,
     layers: Sequence[range],
-    ranks: range,
+    ranks: Sequence[int],
 ) -> Iterator[MemoryPlan]:
-    """The plans of the ranks of this host that hold a model in that pass."""
+    """The plans of these ranks that hold a model in that pass."""
     yield MemoryPlan(0, 0)
     model = models.target
     for rank in ranks:

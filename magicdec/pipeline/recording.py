@@ -9,7 +9,7 @@ from typing import Any
 
 from magicdec.pipeline.measured_pass import Outcome
 from magicdec.pipeline.metrics import RingMetrics, ring_metrics
-from magicdec.pipeline.options import RING, SEQUENTIAL, SPECULATIVE_RING, TENSOR_PARALLEL
+from magicdec.pipeline.options import RINGS, SEQUENTIAL, SPECULATIVE_RING, TENSOR_PARALLEL
 from magicdec.pipeline.prepare import PreparedRing, of_one_process
 from magicdec.pipeline.record import UNCHECKED, PipelineRecord
 from magicdec.records.environment import Environment
@@ -57,11 +57,13 @@ def make_record(
 
 
 def config_of(prepared: PreparedRing, name: str) -> dict[str, Any]:
-    """The resolved config that a pass ran with."""
-    if name == SPECULATIVE_RING and prepared.drafting is not None:
-        return prepared.drafting.config.to_dict()
-    if name == RING:
-        return prepared.run.config.to_dict()
+    """The resolved config that a pass ran with. That of a ring says how its messages travelled."""
+    if name in RINGS:
+        drafting = prepared.drafting if name == SPECULATIVE_RING else None
+        config = (drafting or prepared.run).config.to_dict()
+        transport = prepared.transport
+        config["parallel"]["transport"] = None if transport is None else transport.to_dict()
+        return config
     if name == TENSOR_PARALLEL:
         return prepared.whole.to_dict()
     num_rows = 1 if name == SEQUENTIAL else prepared.options.n_samples

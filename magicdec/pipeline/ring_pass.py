@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import torch
 
+from magicdec.config.choices.transport import HOST_COPIES, NCCL
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import connect_ring, time_round
+from magicdec.distributed.channels.connect import connect_ring, through_host, time_round
+from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.drafter import DraftSetup, make_drafter
@@ -74,14 +76,20 @@ class RingPass:
         chunk, dtype = config.attention.prefill_chunk, next(stage.runner.model.parameters()).dtype
         words = lane_size if self.drafting is None else 2 * lane_size
         form = MessageForm(prepared.run.source.config.hidden_size, dtype, words)
+        transport, payloads = prepared.transport, None
+        if transport is not None and transport.payloads == NCCL:
+            payloads = DevicePayloads(self.device, NCCL)
+            form = payloads.header_form(form)
         depth = most_under_way(options.num_lanes, lane_size, limits, chunk)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
         capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
         place = prepared.grid, self.stages.rank, form, depth, capacity
-        ends = connect_ring(*place, prepared.whole.parallel.collectives)
+        ends = connect_ring(*place, None if transport is None else transport.headers, payloads)
         if (link := options.asked.link) is not None:
             ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
+        if transport is not None and transport.payloads == HOST_COPIES:
+            ends = through_host(ends, self.device)
         counting = CountingEnds(ends, is_first=self.stages.stage == 0)
         if self.stages.stage == 0:
             lanes, speculation = (options.num_lanes, lane_size, limits, chunk), None
@@ -114,7 +122,7 @@ class RingPass:
 
         def time_links() -> None:
             if num_stages > 1:
-                rounds.extend(time_round(ends, form, self.lane_tokens, PROBES))
+                rounds.extend(time_round(ends, form, self.lane_tokens, PROBES, self.device))
             pipeline.close()
             self._restart(stage, counting)
             pipeline.on_send = counting.begin

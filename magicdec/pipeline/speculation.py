@@ -18,6 +18,7 @@ from torch import Tensor
 from magicdec.decoding.steps import ANY_NUMBER
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.drafter import Drafter
+from magicdec.hardware.devices import wait_for_stream
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
 from magicdec.request import Batch, Request, StepOutput
@@ -91,4 +92,5 @@ class Speculation:
     def _timed(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
+        wait_for_stream(self.runner.device)
         self.counts.draft_s += time.perf_counter() - started

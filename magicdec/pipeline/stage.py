@@ -23,6 +23,7 @@ from torch import Tensor
 
 from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.channels.message import Kind, Message
+from magicdec.hardware.devices import wait_for_stream
 from magicdec.runner import ModelRunner
 
 WANTED, VERIFY = 1, 2
@@ -60,11 +61,14 @@ class Stage:
 
     def forward(self, x: Tensor, rows: Sequence[int], status: int) -> Tensor | None:
         """From token ids [B,T] or hidden states [B,T,hidden] to what is sent on; None if nobody
-        needs it. After the last layer this is of the last token alone, unless status is VERIFY."""
+        needs it. After the last layer this is of the last token alone, unless status is VERIFY.
+        Returns when it is computed, so that times are right and a message is there when it says
+        so."""
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
         out = self.compute(x, rows, last_only=status != VERIFY)
+        wait_for_stream(out.device)
         return out if status or not self.is_last else None
 
     def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from magicdec.config.resolved import ResolvedParallel
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.start import close_groups, make_groups
+from magicdec.hardware.devices import device_of
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.environment import Environment
 from magicdec.setup.prepare import Prepared
@@ -28,7 +29,7 @@ def session_of(prepared: Prepared) -> RankSession:
 
 class RankSession:
     """A context manager that all ranks enter and leave together. `groups` exists inside it.
-    `device` is this rank's device; on CUDA, the GPU whose index is the local rank."""
+    `device` is this rank's device, as `device_of` has it."""
 
     def __init__(
         self,
@@ -38,8 +39,7 @@ class RankSession:
     ) -> None:
         """`draft_ranks` are the ranks that hold a standalone draft; None if there is none."""
         self.launch, self.parallel, self.draft_ranks = launch, parallel, draft_ranks
-        is_cuda = parallel.device == "cuda"
-        self.device = torch.device("cuda", launch.local_rank) if is_cuda else torch.device("cpu")
+        self.device = device_of(parallel.device, launch.local_rank)
 
     def __enter__(self) -> RankSession:
         self.open()

@@ -174,10 +174,11 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     found = prepare(options.config, options.options, launch)
     assert found.options.describe()["layer_split"] == "6" and found.split == ""
     config, source, threads = found.run.config, found.run.source, torch.get_num_threads()
-    times = measure_times(Timed(config, source, Shard(), rows=2, context=50, is_first=True))
+    cpu = torch.device("cpu")
+    times = measure_times(Timed(config, source, Shard(), 2, 50, is_first=True, device=cpu))
     assert times.layer_s > 0 and times.first_fixed_s is not None
     assert times.first_fixed_s >= times.fixed_s >= 0
-    other = measure_times(Timed(config, source, Shard(1, 2), rows=1, context=50, is_first=False))
+    other = measure_times(Timed(config, source, Shard(1, 2), 1, 50, is_first=False, device=cpu))
     assert other.layer_s > 0 and other.first_fixed_s is None
     assert torch.get_num_threads() == threads
     here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))

@@ -84,6 +84,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         prepared = prepare(asked.config, asked.options, launch)
     if launch.rank == 0 and prepared.split:
         print(labelled("split", prepared.split))
+    if launch.rank == 0 and prepared.transport is not None:
+        print(labelled("messages", prepared.transport.describe()))
     announce(prepared.run)
     from magicdec.pipeline.measure import measure
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
@@ -18,9 +20,10 @@ from magicdec.distributed.layer_split import AUTO, FLAG
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import load_machine
-from magicdec.memory.check import add_up, describe_place
-from magicdec.memory.free_memory import free_host_memory
+from magicdec.hardware.devices import device_of
+from magicdec.memory.check import add_up
 from magicdec.memory.plan import plan_stage
+from magicdec.memory.room import Room, find_room
 from magicdec.model.checkpoint.chunks import ChunkedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.auto_split.choose import RankTimes
@@ -59,8 +62,9 @@ def find_times(
     shard = Shard(launch.rank % grid.tensor_parallel, grid.tensor_parallel)
     context = min(context, source.config.max_length - STEPS - 1)
     is_first = grid.stage_of(launch.rank) == 0
-    timed = Timed(config, source, shard, rows, context, is_first)
-    check_room(timed, grid, launch)
+    device = device_of(config.parallel.device, launch.local_rank)
+    timed = Timed(config, source, shard, rows, context, is_first, device)
+    check_room(timed, grid, find_room(config, launch, torch.cuda.device_count()))
     return measure_times(timed)
 
 
@@ -88,20 +92,15 @@ def predict_times(
     return RankTimes(other.layer_s, other.fixed_s, first.fixed_s)
 
 
-def check_room(timed: Timed, grid: StageGrid, launch: Launch) -> None:
-    """Raises ValueError if the layers that all ranks of this host time do not fit beside each
+def check_room(timed: Timed, grid: StageGrid, room: Room) -> None:
+    """Raises ValueError if the layers that all ranks of this room time do not fit beside each
     other."""
-    config, free = timed.config, free_host_memory()
+    config, plans = timed.config, []
     config = replace(config, workload=replace(config.workload, batch_size=timed.rows))
-    begin, plans = launch.rank - launch.local_rank, []
-    for rank in range(begin, begin + launch.local_world_size):
+    for rank in room.ranks:
         stage = grid.stage_of(rank)
         group = replace(config.parallel, rank_group=grid.ranks_of(stage))
         place = replace(config, parallel=group), timed.source.config
         plans.append(plan_stage(*place, timed.num_layers + 2, stage == 0, rank))
-    plan = add_up(plans)
-    if free is not None and plan.total > free:
-        raise ValueError(
-            f"{FLAG} {AUTO}: timing a few layers needs {plan.describe()} "
-            f"{describe_place(config, launch)}, {free / 1e9:.2f} GB are free; give layer counts"
-        )
+    if refusal := room.refusal(add_up(plans)):
+        raise ValueError(f"{FLAG} {AUTO}: timing a few layers needs {refusal}; give layer counts")

@@ -48,6 +48,7 @@ class Timed:
     rows: int
     context: int
     is_first: bool
+    device: torch.device
 
     @property
     def num_layers(self) -> int:
@@ -63,8 +64,7 @@ class FilledStage(Stage):
             return super().compute(x, rows, last_only)
         self.runner.cache.advance(rows, x.shape[1])
         model = self.runner.model
-        dtype = next(model.parameters()).dtype
-        return torch.zeros(x.shape[0], 1, model.config.hidden_size, dtype=dtype)
+        return next(model.parameters()).new_zeros(x.shape[0], 1, model.config.hidden_size)
 
 
 def measure_times(timed: Timed) -> RankTimes:
@@ -99,7 +99,7 @@ def load_stage(timed: Timed, num_layers: int, has_ends: bool) -> FilledStage:
     """A stage with the model's first layers, and a cache that is not the zeros of fresh memory."""
     config, part = timed.config, StagePart(range(num_layers), has_ends)
     kinds, group = kinds_of(config.model, config.model.target_dtype), Group((0,), 0)
-    model = load_kind(timed.source, timed.shard, kinds, torch.device("cpu"), part)
+    model = load_kind(timed.source, timed.shard, kinds, timed.device, part)
     backend, executor = make_backend(config.attention.backend), make_executor(kinds, model, group)
     sizes = timed.rows, timed.context + STEPS + 1
     runner = ModelRunner(model, backend, group, *sizes, executor=executor)
@@ -111,8 +111,8 @@ def load_stage(timed: Timed, num_layers: int, has_ends: bool) -> FilledStage:
 def time_passing(stage: FilledStage, timed: Timed) -> float:
     """Seconds of a step on a stage that receives hidden states and sends hidden states."""
     rows, width = tuple(range(timed.rows)), timed.source.config.hidden_size
-    dtype = next(stage.runner.model.parameters()).dtype
-    newest, inbound = torch.full((timed.rows, 1, width), 0.1, dtype=dtype), Loopback()
+    newest = next(stage.runner.model.parameters()).new_full((timed.rows, 1, width), 0.1)
+    inbound = Loopback()
     for payload in (newest.expand(-1, timed.context, -1), *[newest] * STEPS):
         inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
     inbound.send(Message(Kind.FREE, words=rows))

@@ -1,0 +1,170 @@
+"""How the messages of a pipeline travel, on made-up machines with GPUs; what a channel does while
+the device of a lost peer is waited for; and which ranks share a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from magicdec.config.choices.choice import Choice, How
+from magicdec.config.choices.transport import (
+    HOST_COPIES,
+    IN_MESSAGES,
+    NCCL,
+    check_stage_group,
+    choose_transport,
+)
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import AttentionSection, ParallelSection
+from magicdec.distributed.channels import tensors
+from magicdec.distributed.channels.tensors import wait_for_device
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.processes import PeerLost, Processes
+from magicdec.memory.room import sharing_ranks
+
+TWO_GPUS = Machine(
+    num_cpus=8, world_size=2, local_world_size=2, has_cuda=True, num_gpus=2, has_compiler=True,
+    has_shared_memory=True,
+)  # fmt: skip
+ONE_GPU = replace(TWO_GPUS, num_gpus=1)
+TWO_HOSTS = replace(TWO_GPUS, local_world_size=1)
+
+
+def staged(
+    machine: Machine, collectives: str = "auto", device: str = "cuda", attention: str = "auto"
+) -> ResolvedConfig:
+    """The config of stages of a pipeline."""
+    parallel = ParallelSection(device=device, collectives=collectives)
+    asked = RunConfig(parallel=parallel, attention=AttentionSection(attention))
+    return resolve(asked, machine, is_staged=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "collectives", "headers", "payloads", "reason"),
+    [
+        (TWO_GPUS, "auto", "shared_memory", NCCL, "each rank has a GPU of its own"),
+        (TWO_GPUS, "nccl", "shared_memory", NCCL, "each rank has a GPU of its own"),
+        (TWO_HOSTS, "auto", "gloo", NCCL, "each rank has a GPU of its own"),
+        (ONE_GPU, "auto", "shared_memory", HOST_COPIES, "auto: 2 ranks share 1 GPUs"),
+        (TWO_GPUS, "gloo", "gloo", HOST_COPIES, "--collectives gloo"),
+        (ONE_GPU, "shared_memory", "shared_memory", HOST_COPIES, "--collectives shared_memory"),
+    ],
+)
+def test_hidden_states_go_by_nccl_where_each_rank_has_a_gpu(
+    machine: Machine, collectives: str, headers: str, payloads: str, reason: str
+) -> None:
+    transport = choose_transport(staged(machine, collectives).parallel, machine)
+    assert transport is not None
+    assert transport.to_dict() == {"headers": headers, "payloads": payloads, "reason": reason}
+    assert reason in transport.describe() and ("NCCL" in transport.describe()) == (payloads == NCCL)
+
+
+def test_an_obstacle_on_the_host_is_named_and_on_a_cpu_nothing_changes() -> None:
+    parallel = staged(TWO_GPUS).parallel
+    found = choose_transport(parallel, TWO_GPUS, "an emulated link")
+    assert found is not None and found.payloads == HOST_COPIES and found.why == "an emulated link"
+    found = choose_transport(staged(TWO_GPUS, device="cpu").parallel, TWO_GPUS)
+    assert found is not None and (found.headers, found.payloads) == ("shared_memory", IN_MESSAGES)
+    assert found.describe() == "through shared memory"
+    alone = replace(TWO_GPUS, world_size=1, local_world_size=1)
+    assert choose_transport(staged(alone).parallel, alone) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "collectives", "message"),
+    [
+        (ONE_GPU, "nccl", "start at most 1, or choose --collectives gloo$"),
+        (replace(ONE_GPU, has_compiler=False), "shared_memory", "no C.. compiler here"),
+    ],
+)
+def test_collectives_that_stages_cannot_have_are_refused(
+    machine: Machine, collectives: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^--collectives {collectives}.*{message}"):
+        staged(machine, collectives)
+
+
+def test_ranks_that_share_a_gpu_cannot_share_layers() -> None:
+    check_stage_group("--layer_split 1,1", staged(TWO_GPUS).parallel)
+    check_stage_group("--layer_split 1,1", staged(ONE_GPU, device="cpu").parallel)
+    with pytest.raises(ValueError, match=r"^--layer_split 1,1: .* a GPU each .* shared_memory$"):
+        check_stage_group("--layer_split 1,1", staged(ONE_GPU).parallel)
+
+
+def test_stages_on_cuda_measure_no_backend_and_capture_no_steps() -> None:
+    config = staged(TWO_GPUS)
+    assert config.attention.backend_choice.settled is not None
+    assert config.attention.backend_choice.how is How.SECOND_BEST, "so it is announced"
+    graphs = staged(TWO_GPUS, attention="sdpa").decoding.graphs_choice
+    assert (graphs.name, graphs.why) == (
+        "off",
+        "auto: off, the steps of a pipeline are not captured",
+    )
+    captured = resolve(
+        RunConfig(parallel=ParallelSection(device="cuda"), attention=AttentionSection("sdpa")),
+        TWO_GPUS,
+    )
+    assert captured.decoding.graphs_choice == Choice("on", "auto: on")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "num_gpus", "ranks"),
+    [
+        ("cpu", 6, 0, (4, 5, 6, 7)),
+        ("cuda", 6, 4, (6,)),
+        ("cuda", 6, 2, (4, 6)),
+        ("cuda", 5, 1, (4, 5, 6, 7)),
+        ("cuda", 6, 3, (6,)),
+        ("cuda", 4, 3, (4, 7)),
+    ],
+)
+def test_ranks_share_the_gpus_of_their_host_in_turn(
+    kind: str, rank: int, num_gpus: int, ranks: tuple[int, ...]
+) -> None:
+    assert sharing_ranks(kind, Launch(rank, 8, rank - 4, 4), num_gpus) == ranks
+
+
+class DeviceWork:
+    """As NCCL's: it is completed some time after it was started, or fails."""
+
+    def __init__(self, seconds: float, error: str | None = None) -> None:
+        self.due, self.error, self.is_waited_for = time.monotonic() + seconds, error, False
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self.due
+
+    def wait(self) -> None:
+        self.is_waited_for = True
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_the_host_waits_until_the_device_is_done() -> None:
+    work = DeviceWork(0.2)
+    wait_for_device(work, 1, Processes())
+    assert time.monotonic() >= work.due and work.is_waited_for
+
+
+def test_a_peer_that_ends_while_the_device_waits_is_named() -> None:
+    """Although the work never completes."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    threading.Timer(0.2, process.kill).start()
+    with pytest.raises(PeerLost, match=r"^rank 0 has ended$"):
+        wait_for_device(DeviceWork(1e9), 0, Processes((process.pid,)))
+    process.communicate()
+
+
+def test_a_failed_or_endless_exchange_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeerLost, match="the connection with rank 3 is lost: NCCL error"):
+        wait_for_device(DeviceWork(0, "NCCL error"), 3, Processes())
+    monkeypatch.setattr(tensors, "PATIENCE_S", 0.1)
+    with pytest.raises(PeerLost, match=r"rank 3 has not been heard of for 0.1 s"):
+        wait_for_device(DeviceWork(1e9), 3, Processes())
