@@ -17,7 +17,13 @@ from threading import Thread
 
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.pipelined_run.board import Canceller
-from magicdec.pipelined_run.parcel import DraftRequest, candidates_of, numbers_of, pack
+from magicdec.pipelined_run.parcel import (
+    DraftRequest,
+    candidates_of,
+    margins_of,
+    numbers_of,
+    pack,
+)
 from magicdec.pipelined_run.spans import Spans, What
 from magicdec.pipelined_speculation.messages import (
     Action,
@@ -190,8 +196,8 @@ class Serving:
     def _result(self, message: Message) -> None:
         is_void = message.kind is Kind.VOID
         self.head.spans.moment(What.RESULT, message.run, int(is_void))
-        tokens = None if is_void else numbers_of(message)
-        self._do(self.scheduler.result(message.run - self.head.first_run, tokens))
+        tokens, margins = (None, None) if is_void else (numbers_of(message), margins_of(message))
+        self._do(self.scheduler.result(message.run - self.head.first_run, tokens, margins))
 
     def _take_candidates(self, message: Message) -> None:
         asked, self._asked = self._asked, None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from magicdec.distributed.layer_split import FLAG, split_layers
+from magicdec.distributed.layer_split import FLAG, is_auto, split_layers
 
 ON_HEAD, ON_ITS_OWN = "head", ("1", "1.0")
 
@@ -55,6 +55,11 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     if text is None:
         return Layout(split_layers(None, world_size, num_layers), 0)
     target, slash, draft = text.partition("/")
+    if is_auto(target):
+        raise ValueError(
+            f"{FLAG} {text}: no times are measured for a pipeline whose head also schedules and "
+            "may draft; give counts or shares"
+        )
     if slash and draft not in (ON_HEAD, *ON_ITS_OWN):
         raise ValueError(
             f"{FLAG} {text}: behind the slash is 1.0, for a draft on a rank of its own, or "

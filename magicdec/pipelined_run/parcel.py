@@ -42,6 +42,12 @@ def numbers_of(message: Message) -> list[int]:
     return found
 
 
+def margins_of(message: Message) -> list[float]:
+    """Of the result of a run, whose numbers are tokens: how certain each of them is."""
+    found: list[float] = tensor_of(message, [message.status], torch.float64).tolist()
+    return found
+
+
 def tensor_of(message: Message, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor behind the numbers, which has this shape."""
     if message.payload is None:

@@ -201,4 +201,5 @@ class EmulatedPart:
         shown = launch.positions[launch.num_rows - launch.num_outputs :]
         if not self.is_last:
             return torch.zeros(0)
-        return Predictions([p + 1 for p in shown], torch.zeros(len(shown), dtype=torch.float64))
+        margins = torch.full((len(shown),), torch.inf, dtype=torch.float64)
+        return Predictions([p + 1 for p in shown], margins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -16,3 +17,5 @@ class Counts:
     drafted: int = 0  # tokens of speculative runs
     accepted: int = 0  # committed tokens that had been launched before as drafts
     failed_attempts: int = 0  # to draft; the first candidate was less probable than the threshold
+    # By how much the largest logit exceeded the second, at the committed token with the least.
+    least_margin: float = math.inf

@@ -17,6 +17,7 @@ Three rules make it lossless:
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -73,9 +74,12 @@ class PipelinedScheduler:
         self._waiting.append(Waiting(request, prompt, max_new_tokens, frozenset(eos_ids)))
         return request, self._admit()
 
-    def result(self, run: int, tokens: Tokens[int] | None) -> list[Action]:
+    def result(
+        self, run: int, tokens: Tokens[int] | None, margins: Tokens[float] | None = None
+    ) -> list[Action]:
         """The oldest run has come home. `tokens` are the target's next tokens after each of its
-        last `num_outputs` rows; None is a void result."""
+        last `num_outputs` rows; None is a void result. `margins` say by how much the logit of each
+        exceeds the second largest, if that is known."""
         done = self.in_flight.popleft()
         assert done.run == run, f"result of run {run}, but run {done.run} is the oldest"
         done.is_home = True
@@ -85,8 +89,9 @@ class PipelinedScheduler:
         sequence = self._sequences[done.request]
         sequence.num_in_flight -= 1
         if done.num_outputs:
-            for node, token in zip(done.nodes, tokens, strict=True):
-                node.predicted = token
+            shown = margins or [math.inf] * len(tokens)
+            for node, token, margin in zip(done.nodes, tokens, shown, strict=True):
+                node.predicted, node.margin = token, margin
         return [*self._commit(sequence), *self._stop()]
 
     def drafted(self, draft: int, candidates: Tokens[Candidates]) -> list[Action]:
@@ -157,6 +162,7 @@ class PipelinedScheduler:
         """Commit what the results tell, cancel what nobody needs, and launch the newest token."""
         drafts = [n for n in sequence.nodes if n.run is not None and not n.was_tip]
         tokens, finished = sequence.commit()
+        self.counts.least_margin = min(self.counts.least_margin, sequence.least_margin)
         if not tokens:
             return []
         self.counts.accepted += len({n.position for n in drafts if n.was_tip})

@@ -6,6 +6,7 @@ Must not know other requests, nor the order of runs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Tokens
 
@@ -43,6 +44,7 @@ class Sequence:
         self.adjustment = Adjustment(options)
         self.is_stalled = False  # no attempt to draft can succeed before the next commit
         self.num_output = self.num_in_flight = 0
+        self.least_margin = math.inf  # of the committed tokens
 
     @property
     def tip(self) -> Node:
@@ -60,6 +62,7 @@ class Sequence:
         finished = None
         while finished is None and (token := self.tree.commit_next()) is not None:
             tokens.append(token)
+            self.least_margin = min(self.least_margin, self.tree.producer.margin)
             self.num_output += 1
             if token in self.eos_ids:
                 finished = "eos"

@@ -9,6 +9,7 @@ Must not know stages, drafts or thresholds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class Node:
     cell: int = -1
     run: Run | None = None  # which writes the cell; None: not launched
     predicted: int | None = None  # the target's next token, once the run is home
+    margin: float = math.inf  # by how much its logit exceeds the second largest
     children: list[Node] = field(default_factory=list)
     was_tip: bool = False
 

@@ -44,6 +44,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--layer_split", "0.5,0.5/0.5,0.5"], "behind the slash is 1.0"),
         (["--layer_split", "0.5,0.4/head"], "--layer_split 0.5,0.4 adds up to 0.9"),
         (["--layer_split", "6,0/head"], "--layer_split 6,0 leaves stage 1 without a layer"),
+        (["--layer_split", "auto/head"], "--layer_split auto/head: no times are measured"),
         (["--mode", "async", "fast"], "--mode fast is not known; choose from iterative, sync"),
         (["--drafter", "other"], "other is not known; choose from model:NAME, self, ngram"),
         (["--drafter", "model:nowhere"], "--drafter 'nowhere' is not known"),

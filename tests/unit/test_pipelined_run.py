@@ -111,6 +111,15 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
         assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
 
 
+def least_margin(request: Request) -> float:
+    """By how much the largest logit exceeds the second, at the output token where this is least."""
+    text, runner = [*request.prompt_ids, *request.output_ids], make_runner(target(), 1, MAX_TOKENS)
+    runner.allocate(0)
+    logits = runner.forward(torch.tensor([text[:-1]]), [0])[0, len(request.prompt_ids) - 1 :]
+    largest = logits.topk(2, dim=-1).values
+    return float((largest[:, 0] - largest[:, 1]).min())
+
+
 @pytest.mark.parametrize("policy", KV)
 def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(policy: str) -> None:
     """No end token, after which the target's tokens are not known."""
@@ -121,6 +130,7 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
     counts = found.scheduler.counts
     assert counts.drafted > counts.accepted > 0 or policy == "full"
     assert (counts.accepted == counts.drafted) == (policy == "full")
+    assert counts.least_margin == pytest.approx(min(map(least_margin, served)), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Owns the definition of these metrics. Must not know how a span came about. Impor
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ class PipelineUse:
     failed_attempts: int = recorded(
         "attempts to draft whose first candidate was less probable than the threshold",
         label="failed attempts",
+    )  # fmt: skip
+    least_margin: float | None = recorded(
+        "by how much the largest of the logits by which a token is chosen exceeds the second, at "
+        "the committed token where this is least; rounding can change a token with a small one",
+        null="of stages that sleep",
     )  # fmt: skip
     mean_in_flight: float = recorded(
         "runs that are under way; mean over the time", label="in flight, mean", digits=2
@@ -125,6 +131,7 @@ def pipeline_use(observed: Observed, counts: Counts, has_drafts: bool) -> Pipeli
         accepted=counts.accepted,
         acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
         failed_attempts=counts.failed_attempts,
+        least_margin=counts.least_margin if math.isfinite(counts.least_margin) else None,
         mean_in_flight=mean_in_flight,
         most_in_flight=most,
         num_layers=[len(layers) for layers in layout.layers],
