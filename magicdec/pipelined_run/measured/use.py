@@ -53,7 +53,7 @@ class PipelineUse:
     least_margin: float | None = recorded(
         "by how much the largest of the logits by which a token is chosen exceeds the second, at "
         "the committed token where this is least; rounding can change a token with a small one",
-        null="of stages that sleep",
+        null="of stages that sleep", is_later=True,
     )  # fmt: skip
     mean_in_flight: float = recorded(
         "runs that are under way; mean over the time", label="in flight, mean", digits=2
