@@ -71,10 +71,14 @@ def requests_of(case: Case) -> list[Request]:
     return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), case.sampling)
 
 
-def cases_of(num_ranks: int) -> list[Case]:
-    """Those whose stages `num_ranks` ranks can have."""
-    alone = ALONE if num_ranks == 2 else []
-    return [*alone, *(case for case in CASES if num_ranks % case.tensor_parallel == 0)]
+def cases_of(num_ranks: int, model: int) -> list[Case]:
+    """Those whose stages `num_ranks` ranks can have; of any model but the first only those with
+    several samples in a message, which have all the rest too: drafts, stages of several ranks and
+    both collectives."""
+    cases = [case for case in CASES if num_ranks % case.tensor_parallel == 0]
+    if model > 0:
+        return [case for case in cases if case.lane_size > 1]
+    return [*(ALONE if num_ranks == 2 else []), *cases]
 
 
 def tokens_of(case: Case, path: str) -> list[list[int]]:
@@ -147,7 +151,10 @@ def check_clocks(launch: Launch) -> None:
 def main(paths: Sequence[str]) -> None:
     torch.set_num_threads(1)
     launch = read_launch()
-    outputs = [[tokens_of(case, path) for case in cases_of(launch.world_size)] for path in paths]
+    outputs = [
+        [tokens_of(case, path) for case in cases_of(launch.world_size, model)]
+        for model, path in enumerate(paths)
+    ]
     if launch.rank == 0:
         print(json.dumps(outputs), flush=True)
     check_clocks(launch)
