@@ -3,7 +3,6 @@ intact."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import HANG, ROOT, Launch
+from several_ranks import read_records
 
 SMALL = (
     *("--B", "2", "--prefix_len", "60", "--num_batches", "1", "--warmup_batches", "0"),
@@ -99,12 +99,12 @@ def test_one_broken_rank_ends_all(
     assert done.returncode != 0 and "this rank broke" in done.stderr
     path = tmp_path / "results" / "runs.jsonl"
     if rank == "0":  # the leader could still write; it says what happened, and no performance
-        (record,) = [json.loads(line) for line in path.read_text().splitlines()]
+        (record,) = read_records(path)
         assert record["status"] == "failed" and "this rank broke" in record["error"]
         assert record["metrics"] is None
     else:
-        for line in path.read_text().splitlines() if path.exists() else []:
-            assert json.loads(line)["status"] == "failed"
+        for record in read_records(path) if path.exists() else []:
+            assert record["status"] == "failed"
 
 
 def test_interrupt_leaves_records_readable(
@@ -128,5 +128,5 @@ def test_interrupt_leaves_records_readable(
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in rest, rest
-    records = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()
-    assert [json.loads(line)["status"] for line in records] == ["ok"]
+    records = read_records(tmp_path / "results" / "runs.jsonl")
+    assert [record["status"] for record in records] == ["ok"]

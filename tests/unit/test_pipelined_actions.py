@@ -118,7 +118,7 @@ def test_a_result_may_come_before_the_draft_of_its_token(
     drafted: int, launched: tuple[int, ...] | None
 ) -> None:
     """A right draft goes on behind the committed token; a wrong one is not launched any more."""
-    scheduler = PipelinedScheduler(Options(draft=2))
+    scheduler = PipelinedScheduler(Options(draft=2, np=2))
     scheduler.submit([1], 20)
     scheduler.result(0, [2])
     scheduler.idle()
@@ -127,6 +127,17 @@ def test_a_result_may_come_before_the_draft_of_its_token(
     assert scheduler.idle() == [Draft(1, 0, ((),))]
     actions = scheduler.drafted(1, [((8, 0.9),)])
     assert [a.tokens for a in actions if isinstance(a, Launch)] == ([launched] if launched else [])
+
+
+def test_nothing_is_drafted_while_enough_runs_are_in_flight() -> None:
+    scheduler = PipelinedScheduler(Options(draft=1, max_in_flight=2))
+    scheduler.submit([1], 20)
+    scheduler.result(0, [2])
+    scheduler.idle()
+    assert len(scheduler.drafted(0, [((7, 0.9),)])) == 1
+    assert len(scheduler.in_flight) == 2 and scheduler.idle() == []
+    scheduler.result(1, [7])
+    assert len(scheduler.in_flight) == 1 and scheduler.idle() == [Draft(1, 0, ((),))]
 
 
 def test_requests_take_turns_at_drafting() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from threading import Event
 
@@ -14,8 +15,9 @@ from magicdec.pipelined_run.drafter import LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.local import LocalChannel
 from magicdec.pipelined_run.parcel import DraftRequest
 from magicdec.pipelined_run.stage import ContextCells, is_appended
-from magicdec.pipelined_speculation.messages import Launch
+from magicdec.pipelined_speculation.messages import Candidates, Launch
 from magicdec.pipelined_speculation.options import Options
+from magicdec.request import Request
 
 CHAIN = Launch(
     3, 0, 1, -1, True, 2,
@@ -76,12 +78,33 @@ def test_what_was_drafted_is_noted_with_the_text_before_it(lanes: int) -> None:
 
 def test_a_head_serves_again_with_new_numbers() -> None:
     """It keeps nothing of what was drafted before."""
-    first, again = (make_requests([(9,)], num_new) for num_new in (20, 1))
-    parts = [FakePart(3, index == 1) for index in range(2)]
-    found = serve(parts, always(-1, [1]), Options(mode="sync"), again, before=first)
-    assert first[0].output_ids == list(range(1, 21)) and again[0].output_ids == [1]
-    assert found.drafted == [] and found.first_run == 20
-    assert [span.run for span in found.stages[0]] == list(range(21))
+    parts, options = [FakePart(3, index == 1) for index in range(2)], Options(mode="sync")
+    first, again, alone = (make_requests([(9,)], num_new) for num_new in (20, 7, 7))
+    found = serve(parts, always(-1, [1]), options, again, before=first)
+    assert first[0].output_ids == list(range(1, 21))
+    assert again[0].output_ids == list(range(1, 8))
+    assert found.drafted == serve(parts, always(-1, [1]), options, alone).drafted != []
+    for spans in (found.stages[0], found.drafts):
+        assert [span.run for span in spans] == list(range(len(spans)))
+
+
+class LateDrafter(ScriptedDrafter):
+    """Answers when `request` has ended."""
+
+    request: Request
+
+    def propose(self, asked: DraftRequest, text: list[int]) -> list[Candidates]:
+        while asked.paths and len(self.request.output_ids) < self.request.sampling.max_new_tokens:
+            time.sleep(0.001)
+        time.sleep(0.05 * bool(asked.paths))
+        return super().propose(asked, text)
+
+
+def test_a_head_waits_for_a_draft_that_nobody_needs_any_more() -> None:
+    drafter = LateDrafter([[1, 2, 3, 4, 5]], [1], [[0] * 5], [0.9])
+    (drafter.request,) = served = make_requests([(9,)], 5)
+    found = serve([FakePart(1, True)], drafter, Options(draft=1), served)
+    assert served[0].output_ids == [1, 2, 3, 4, 5] and len(found.drafted) == 1
 
 
 def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
