@@ -185,8 +185,9 @@ def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
     drafter, seen = make(), list[int]()
     forward = drafter.kv.forward
     drafter.kv.forward = lambda *of: seen.append(of[0].numel()) or forward(*of)  # type: ignore
-    text, lengths = list(random_prompts([50], 97)[0]), (20, 20, 21, 24, 24, 50)
-    steps = [((5, 6),), ((5,), (5, 6), (1, 2)), ((5, 6, 7, 8), (1, 2), (5, 9)), ((), (3,))]
+    text, lengths = list(random_prompts([50], 97)[0]), (20, 20, 21, 21, 24, 24, 50)
+    steps = [((5, 6),), ((5,), (5, 6), (1, 2)), ((5, 6, 7, 8), (1, 2), (5, 9))]
+    steps += [((1, 2, 3), (5, 9), (text[21], 4)), ((), (3,))]
     steps += [((text[24], text[25]), (text[24],)), ((9, 9), (9, 8), (9, 8, 7))]
     kept = [0, 0]
     for lane in (0, 1):
@@ -199,9 +200,9 @@ def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
                 (theirs,) = make().propose(alone, text[:end])
                 assert [token for token, _ in mine] == [token for token, _ in theirs]
                 assert [p for _, p in mine] == pytest.approx([p for _, p in theirs], abs=1e-5)
-        # Forwards: 5 6; 1 2; text[20] with 5 6 7 8, 1 2 and 9; text[21:24] and 3; text[24:26]; and
-        # text[26:50], of which 16 tokens are a chunk, with 9 9, 8 and 7.
-        assert seen == [2, 2, 8, 4, 2, 16, 12]
+        # Forwards: 5 6; 1 2; text[20] with 5 6 7 8, 1 2 and 9; 3, text[21] and 4; text[22:24] and
+        # 3; text[24:26]; and text[26:50], of which 16 tokens are a chunk, with 9 9, 8 and 7.
+        assert seen == [2, 2, 8, 3, 3, 2, 16, 12]
 
 
 def gated_round() -> tuple[Served, CancelBoard]:
