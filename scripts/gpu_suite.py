@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_stages import attention, checks, latency, peers, predict, summary
+from gpu_stages import attention, checks, latency, peers, predict, stages, summary
 from gpu_stages.results import Results
 from gpu_stages.scale import Suite
 
@@ -28,6 +28,7 @@ STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "peers": peers.run,
     "llama2": partial(latency.run, stage="llama2"),
     "demo": checks.run_demo,
+    "stages": stages.run,
     "summary": summary.run,
 }
 SECONDS = 540

@@ -4,7 +4,7 @@
 #   scripts/gpu_suite.sh [STAGE...] [--device cuda|cpu] [--tiny] [--seconds N]
 #
 # Without a STAGE all stages run, the most important first: tests attention llama31 predict peers
-# llama2 demo summary. Each stage runs in a process of its own for at most 10 minutes and writes
+# llama2 demo stages summary. Each stage runs in a process of its own for at most 10 minutes and writes
 # $OUT/STAGE.json (default of OUT: results/gpu), even if other stages fail. A stage that runs again
 # keeps the cells that were measured and measures the missing ones, so a long stage can be run
 # repeatedly. PYTHON names the interpreter; the default is the first one with a torch for the device
@@ -12,7 +12,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${OUT:-results/gpu}
-all=(tests attention llama31 predict peers llama2 demo summary)
+all=(tests attention llama31 predict peers llama2 demo stages summary)
 stages=() options=() device=cuda
 while [ $# -gt 0 ]; do
     case $1 in

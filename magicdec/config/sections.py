@@ -38,7 +38,7 @@ class ParallelSection:
         "auto",
         "How ranks exchange tensors. auto takes nccl on CUDA (symmetric_memory with "
         "ENABLE_INTRA_NODE_COMM=1 in the environment) and shared_memory between CPU ranks of one "
-        "host.",
+        "host. Stages of a pipeline on CUDA may also take gloo or shared_memory.",
         "--collectives",
         choices=("auto", *COLLECTIVES),
     )

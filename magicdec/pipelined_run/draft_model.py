@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import make_draft_kv
-from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.pipelined_run.parcel import DraftRequest
 from magicdec.pipelined_speculation.messages import Candidates
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES
@@ -123,27 +122,28 @@ class ModelDrafter:
 
     def _forget_others(self, lane: int, paths: Sequence[Sequence[int]]) -> None:
         """Forget the nodes that are not on `paths`."""
-        held, rows = self.held[lane], BatchRows.of([lane], self.runner.device)
+        held, device = self.held[lane], self.runner.device
+        rows = BatchRows.of([lane], device)
         on_paths = dict.fromkeys(node for path in paths for node in held.follow(path))
-        kept, base = list(on_paths), Lengths.of([held.committed], self.runner.device)
+        kept, base = list(on_paths), Lengths.of([held.committed], device)
         if kept == list(range(len(kept))):
             self.kv.rewind(rows, base.plus(len(kept)))
         else:
-            accepted = AcceptedPath(base, torch.tensor([len(kept) - 1]), torch.tensor([kept]))
+            accepted = AcceptedPath(base, upload([len(kept) - 1], device), upload([kept], device))
             self.kv.keep_path(rows, accepted, len(kept))
         held.keep(kept)
 
     def _compute(self, lane: int, first: int) -> None:
         """Append the nodes from `first` on to the row, and learn their candidates."""
-        held = self.held[lane]
-        committed = Lengths.of([held.committed], self.runner.device)
+        held, device = self.held[lane], self.runner.device
+        committed = Lengths.of([held.committed], device)
         tokens = [node.token for node in held.nodes]
         parents = [node.parent for node in held.nodes]
         is_chain = parents == list(range(-1, len(parents) - 1))
         for begin in range(first, len(tokens), self.prefill_chunk):
             end = begin + self.prefill_chunk
-            ids = torch.tensor([tokens[begin:end]])
-            tree = None if is_chain else torch.tensor([parents[:end]])
+            ids = upload([tokens[begin:end]], device)
+            tree = None if is_chain else upload([parents[:end]], device)
             logits = self.kv.forward(self._known(ids), [lane], committed, tree)
             for place, candidates in enumerate(self._candidates(logits[0]), begin):
                 held.nodes[place] = replace(held.nodes[place], candidates=candidates)

@@ -72,6 +72,13 @@ class SpeculationOptions:
         return None if self.emulate_link_ms is None else Link(self.emulate_link_ms / 1e3)
 
     @property
+    def on_host(self) -> str | None:
+        """Why hidden states pass through the memory of the host, also between GPUs."""
+        if self.link is not None:
+            return "an emulated link delays messages on the host"
+        return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
+
+    @property
     def longest_prompt(self) -> int:
         return max(shape.prompt_len for shape in self.shapes)
 

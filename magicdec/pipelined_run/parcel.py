@@ -49,7 +49,9 @@ def margins_of(message: Message) -> list[float]:
 
 
 def tensor_of(message: Message, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor behind the numbers, which has this shape."""
+    """The tensor behind the numbers, or apart from them, which has this shape."""
+    if message.tensor is not None:
+        return message.tensor
     if message.payload is None:
         return torch.empty(*shape, dtype=dtype)
     return message.payload.view(-1)[message.status :].view(dtype)[: prod(shape)].view(*shape)

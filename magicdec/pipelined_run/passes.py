@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed
 
+from magicdec.config.choices.transport import NCCL
 from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.engine import Engine
+from magicdec.hardware.devices import release_memory
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
@@ -30,7 +33,7 @@ from magicdec.pipelined_run.gathering import gather_spans
 from magicdec.pipelined_run.head import Drafted, Head
 from magicdec.pipelined_run.options import BASELINE_PASS, SCRIPTED_PROBABILITY
 from magicdec.pipelined_run.prepare import PreparedPipeline
-from magicdec.pipelined_run.rank import Connections, PipelineRank
+from magicdec.pipelined_run.rank import Connections, HiddenForm, PipelineRank
 from magicdec.pipelined_run.spans import Span
 from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, Part
 from magicdec.pipelined_speculation.counts import Counts
@@ -73,10 +76,11 @@ class Passes:
     ) -> None:
         self.prepared, self.device, self.progress = prepared, device, progress
         launch, parallel = prepared.run.launch, prepared.whole.parallel
-        self.rank, self.collectives = launch.rank, parallel.collectives
-        make_stage_groups(launch, StageGrid(launch.world_size), device, self.collectives)
+        self.rank, transport = launch.rank, prepared.transport
+        make_stage_groups(launch, StageGrid(launch.world_size), device, parallel.collectives)
         options, layout = prepared.options, prepared.layout
-        self.connections = Connections(layout, self.rank, self.collectives, options.link)
+        headers = None if transport is None else transport.headers
+        self.connections = Connections(layout, self.rank, headers, options.link, self._hidden())
         self.models = LoadedModels(device, progress)
         self.expected: list[list[int]] | None = None  # the tokens of the baseline
         self.member: PipelineRank | None = None
@@ -88,8 +92,17 @@ class Passes:
                 self.member = self.member or self._join()
                 return self._pipelined(self.member, name, observe)
             outcome = self._baseline(observe) if self.rank == 0 else None
+            release_memory(self.device)
             self._tell_expected([] if outcome is None else outcome.requests)
             return outcome
+
+    def _hidden(self) -> HiddenForm | None:
+        """Of hidden states that go from GPU to GPU; None if they go another way."""
+        transport, run = self.prepared.transport, self.prepared.run
+        if transport is None or transport.payloads != NCCL:
+            return None
+        dtype: torch.dtype = getattr(torch, run.config.model.dtype)
+        return HiddenForm(DevicePayloads(self.device, NCCL), run.source.config.hidden_size, dtype)
 
     def close(self) -> None:
         if self.member is not None:
@@ -158,7 +171,7 @@ class Passes:
         if options.needs_drafts and self.rank == layout.draft_rank:
             drafter = self._make_drafter()
         wires = self.connections.connect(options.needs_drafts)
-        return PipelineRank(self.rank, wires, part, drafter)
+        return PipelineRank(self.rank, wires, part, drafter, self.device)
 
     def _load_part(self) -> Part:
         prepared, layers = self.prepared, self.prepared.layout.layers[self.rank]

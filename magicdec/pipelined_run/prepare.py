@@ -6,19 +6,20 @@ Must not know the flags, nor what is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from magicdec.attention.backend import check_trees
+from magicdec.config.choices.transport import Transport, choose_transport
 from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.environment import probe_machine
-from magicdec.memory.check import add_up, check_together, describe_place
-from magicdec.memory.free_memory import free_host_memory
+from magicdec.memory.check import add_up, check_together
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
+from magicdec.memory.room import Room, find_room
 from magicdec.memory.working_memory import working_bytes
 from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
@@ -36,12 +37,14 @@ from magicdec.setup.prepare import Found, Known, Prepared, complete, find
 @dataclass(frozen=True)
 class PreparedPipeline:
     """`run.config` is that of one rank, which needs no other to compute what it holds, and which
-    drafts nothing. `drafting` is `run` with the draft model, None if no model drafts."""
+    drafts nothing. `transport` is None for one rank. `drafting` is `run` with the draft model,
+    None if no model drafts."""
 
     run: Prepared
     whole: ResolvedConfig
     options: SpeculationOptions
     layout: Layout
+    transport: Transport | None
     drafting: Prepared | None
 
 
@@ -63,8 +66,6 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     known = Known()
     found = find(replace(asked, workload=workload, decoding=decoding), launch, known, is_part=True)
     whole, model = without_drafts(found.config), found.source.config
-    if whole.parallel.device != "cpu":
-        raise ValueError(f"--device {whole.parallel.device}: the stages run on CPUs; choose cpu")
     layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
     if options.speculation.spare_cells:
         check_cells(whole, model)
@@ -76,11 +77,12 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
         options.speculation.lanes,
     )
     alone = without_drafts(drafting)
+    transport = choose_transport(whole.parallel, machine, options.on_host)
 
     def check_here() -> str:
         check_files(found, options, layout, launch.rank)
-        configs = alone, of_drafts(drafting)
-        return check_memory(configs, found.models, options, layout, launch)
+        configs, room = (alone, of_drafts(drafting)), find_room(whole, launch, machine.num_gpus)
+        return check_memory(configs, found.models, options, layout, room)
 
     run = complete(
         replace(found, config=drafting),
@@ -89,9 +91,12 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
         (len(options.shapes), "--num_requests"),
     )
     settings = {"layers": [len(each) for each in layout.layers], **options.describe()}
+    if transport is not None:
+        settings["messages"] = transport.describe()
     check_agreement(launch, run.source, settings)
     drafts = None if found.draft is None else replace(run, config=of_drafts(drafting))
-    return PreparedPipeline(replace(run, config=alone), whole, options, layout, drafts)
+    run = replace(run, config=alone)
+    return PreparedPipeline(run, whole, options, layout, transport, drafts)
 
 
 def of_drafts(config: ResolvedConfig) -> ResolvedConfig:
@@ -128,26 +133,18 @@ def check_memory(
     models: Models,
     options: SpeculationOptions,
     layout: Layout,
-    launch: Launch,
+    room: Room,
 ) -> str:
-    """The line to print: what the ranks of this host need for the pass that needs most. `configs`
+    """The line to print: what the ranks of this room need for the pass that needs most. `configs`
     are those of a stage and of the draft. Raises ValueError if that is more than is free."""
-    config = configs[0]
-    first = launch.rank - launch.local_rank
-    ranks = range(first, first + launch.local_world_size)
-    plans = [add_up([MemoryPlan(0, 0), *stage_plans(configs, models, options, layout, ranks)])]
-    if options.has_baseline and first == 0:
+    config, of_stages = configs[0], stage_plans(configs, models, options, layout, room.ranks)
+    plans = [add_up([MemoryPlan(0, 0), *of_stages])]
+    if options.has_baseline and 0 in room.ranks:
         plans.append(plan_rank(of_one_process(config, 1), Models(models.target), 0))
-    plan, free = max(plans, key=lambda plan: plan.total), free_host_memory()
-    place = describe_place(config, launch)
-    if free is None:
-        return f"{plan.describe()} {place}; how much is free is not known here"
-    if plan.total > free:
-        raise ValueError(
-            f"--lanes {config.workload.batch_size} --prefix_len {config.workload.prefix_len} needs "
-            f"{plan.describe()} {place}, {free / 1e9:.2f} GB are free"
-        )
-    return f"{plan.describe()} {place}; {free / 1e9:.2f} GB free"
+    plan, w = max(plans, key=lambda plan: plan.total), config.workload
+    if refusal := room.refusal(plan):
+        raise ValueError(f"--lanes {w.batch_size} --prefix_len {w.prefix_len} needs {refusal}")
+    return room.describe(plan)
 
 
 def stage_plans(
@@ -155,7 +152,7 @@ def stage_plans(
     models: Models,
     options: SpeculationOptions,
     layout: Layout,
-    ranks: range,
+    ranks: Sequence[int],
 ) -> Iterator[MemoryPlan]:
     """The plans of these ranks, for their layers and for the draft model. A stage with an end of
     the model is planned as if it had both."""

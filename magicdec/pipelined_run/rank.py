@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
+import torch
+
 from magicdec.distributed.channels.connect import connect_edge
+from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.channels.message import Receiver, Sender
+from magicdec.distributed.channels.tensors import connect_tensors
 from magicdec.distributed.processes import Processes
+from magicdec.hardware.devices import use_device
 from magicdec.pipeline.emulated_link import DelayedSender
 from magicdec.pipeline.link import Link
 from magicdec.pipelined_run.board import (
@@ -33,10 +39,11 @@ from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_run.local import LocalChannel
 from magicdec.pipelined_run.parcel import FORM
 from magicdec.pipelined_run.spans import Spans
-from magicdec.pipelined_run.stage import Part, StageLoop
+from magicdec.pipelined_run.stage import HiddenEnds, Part, StageLoop
 
 DEPTH = 64  # messages that are under way on an edge through gloo
 CAPACITY = 1 << 22  # bytes of an edge in shared memory
+CPU = torch.device("cpu")
 End = TypeVar("End")
 Ends = tuple[Sender | None, Receiver | None]
 
@@ -56,15 +63,32 @@ class Wires:
     board: CancelBoard = field(default_factory=CancelBoard)
     canceller: Canceller | None = None  # of the head
     listener: Thread | None = None
+    hidden: HiddenEnds = HiddenEnds()  # of a stage
+
+
+@dataclass(frozen=True)
+class HiddenForm:
+    """Hidden states that go from device to device, apart from their messages."""
+
+    payloads: DevicePayloads
+    width: int
+    dtype: torch.dtype
 
 
 class Connections:
     """Makes the channels. All ranks make the same ones in the same order."""
 
     def __init__(
-        self, layout: Layout, rank: int, collectives: str | None, link: Link | None
+        self,
+        layout: Layout,
+        rank: int,
+        headers: str | None,
+        link: Link | None,
+        hidden: HiddenForm | None = None,
     ) -> None:
-        self.layout, self.rank, self.collectives, self.link = layout, rank, collectives, link
+        """`headers` is gloo or shared_memory. With `hidden`, hidden states go apart."""
+        self.layout, self.rank, self.headers, self.link = layout, rank, headers, link
+        self.hidden = hidden
         self.processes = Processes.of_ranks() if layout.world_size > 1 else Processes()
 
     def connect(self, has_drafter: bool) -> Wires:
@@ -73,6 +97,8 @@ class Connections:
         for here, there in pairwise(stages):
             sender, receiver = self._edge(here, there)
             wires.outbound, wires.inbound = sender or wires.outbound, receiver or wires.inbound
+            if self.hidden is not None:
+                self._connect_hidden(wires, (here, there), self.hidden)
         sender, wires.results = self._edge(stages[-1], 0)
         wires.outbound = sender or wires.outbound
         if has_drafter:
@@ -87,16 +113,23 @@ class Connections:
             channel = LocalChannel()
             return (channel, channel) if self.rank == sender else (None, None)
         sends, receives = connect_edge(
-            (sender, receiver), self.rank, FORM, DEPTH, CAPACITY, self.collectives, self.processes
+            (sender, receiver), self.rank, FORM, DEPTH, CAPACITY, self.headers, self.processes
         )
         if sends is not None and self.link is not None:
             sends = DelayedSender(sends, self.link, FORM)
         return sends, receives
 
+    def _connect_hidden(self, wires: Wires, edge: tuple[int, int], form: HiddenForm) -> None:
+        place = form.dtype, form.payloads.device, form.payloads.backend
+        sends, receives = connect_tensors(edge, self.rank, *place, DEPTH, self.processes)
+        known = wires.hidden
+        ends = receives or known.inbound, sends or known.outbound
+        wires.hidden = HiddenEnds(*ends, form.width)
+
     def _connect_cancellations(self, wires: Wires) -> None:
         others = [rank for rank in self.layout.stages if rank != 0]
         delay_s = 0.0 if self.link is None else self.link.delay_s
-        if not others or self.collectives == "shared_memory":
+        if not others or self.headers == "shared_memory":
             if others:
                 wires.board = shared_board(self.rank)
             wires.canceller = BoardCanceller(wires.board, delay_s)
@@ -112,10 +145,19 @@ class Connections:
 
 
 class PipelineRank:
-    """`part` is this rank's stage and `drafter` its drafter, None where it has none."""
+    """`part` is this rank's stage and `drafter` its drafter, None where it has none. They compute
+    on `device`, one after the other if this rank has both."""
 
-    def __init__(self, rank: int, wires: Wires, part: Part | None, drafter: Drafter | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        wires: Wires,
+        part: Part | None,
+        drafter: Drafter | None,
+        device: torch.device = CPU,
+    ) -> None:
         self.rank, self.wires, self.part, self.drafter = rank, wires, part, drafter
+        self.device = device
         self.first_run = self.first_draft = 0
 
     def serve(self, lead: Callable[[Head], None]) -> Spans:
@@ -125,7 +167,7 @@ class PipelineRank:
         loops: list[Callable[[], None]] = []
         if self.part is not None:
             ends = there(wires.inbound), there(wires.outbound)
-            loops.append(StageLoop(self.part, *ends, wires.board, spans).serve)
+            loops.append(StageLoop(self.part, *ends, wires.board, spans, wires.hidden).serve)
         if self.drafter is not None:
             ends = there(wires.asked), there(wires.answers)
             loops.append(DraftLoop(self.drafter, *ends, spans).serve)
@@ -140,7 +182,7 @@ class PipelineRank:
         self, lead: Callable[[Head], None], loops: list[Callable[[], None]], spans: Spans
     ) -> None:
         wires, events = self.wires, SimpleQueue[Event]()
-        threads = [in_thread(loop, events) for loop in loops]
+        threads = [in_thread(partial(self._on_device, loop), events) for loop in loops]
         threads.append(forward(there(wires.results), True, events))
         if wires.answered is not None:
             threads.append(forward(wires.answered, False, events))
@@ -151,6 +193,11 @@ class PipelineRank:
         for thread in threads:
             thread.join()
         self.first_run, self.first_draft = head.first_run, head.first_draft
+
+    def _on_device(self, loop: Callable[[], None]) -> None:
+        """In a thread, which does not know the device of the thread that started it."""
+        use_device(self.device)
+        loop()
 
     def close(self) -> None:
         """No rank serves any more. All ranks call it."""

@@ -4,20 +4,27 @@ the order in which they were launched.
 Owns when a stage looks for cancellations: before a run and between its layers. A run that is
 cancelled, or that an earlier stage has skipped, goes on as a void header. Must not know of
 requests, nor why a run is launched or cancelled.
+
+On CUDA the host looks between launching one layer and the next. What it has launched by then is
+computed; a run that is skipped afterwards costs that time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from magicdec.distributed.channels.device import to_device, to_host
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
+from magicdec.distributed.channels.tensors import TensorReceiver, TensorSender
 from magicdec.executor.cancellation import Cancellation, Cancelled, check
+from magicdec.hardware.devices import wait_for_stream
+from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
 from magicdec.pipelined_run.board import CancelBoard, RunCancellation
 from magicdec.pipelined_run.parcel import numbers_of, pack, tensor_of
@@ -54,37 +61,65 @@ class Part(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HiddenEnds:
+    """Where hidden states of `width` go apart from their message, from device to device. None: they
+    are in the message."""
+
+    inbound: TensorReceiver | None = None
+    outbound: TensorSender | None = None
+    width: int = 0
+
+
 class StageLoop:
     def __init__(
-        self, part: Part, inbound: Receiver, outbound: Sender, board: CancelBoard, spans: Spans
+        self,
+        part: Part,
+        inbound: Receiver,
+        outbound: Sender,
+        board: CancelBoard,
+        spans: Spans,
+        hidden: HiddenEnds = HiddenEnds(),
     ) -> None:
         self.part, self.inbound, self.outbound = part, inbound, outbound
-        self.board, self.spans = board, spans
+        self.board, self.spans, self.hidden = board, spans, hidden
 
     def serve(self) -> None:
         """Serve runs until the head has no more."""
         while (message := self.inbound.receive()).kind is not Kind.END:
-            self.outbound.send(self._answer(message))
+            answer = self._answer(message)
+            self.outbound.send(answer)
+            if answer.tensor is not None and self.hidden.outbound is not None:
+                self.hidden.outbound.send(answer.tensor)
         self.outbound.send(message)
         self.outbound.close()
+        if self.hidden.outbound is not None:
+            self.hidden.outbound.close()
 
     def _answer(self, message: Message) -> Message:
         begin_s = time.perf_counter()
         numbers = numbers_of(message)
         launch = Launch.from_words(numbers)
+        if self.hidden.inbound is not None and message.kind is Kind.HIDDEN:
+            shape = 1, launch.num_rows, self.hidden.width
+            message = replace(message, tensor=self.hidden.inbound.receive(shape))
         self.part.prepare(launch)
         try:
             if message.kind is Kind.VOID:
                 raise Cancelled(0)
             cancellation = RunCancellation(self.board, message.run)
             out = self.part.compute(launch, message, cancellation)
+            if isinstance(out, Tensor):
+                wait_for_stream(out.device)
         except Cancelled as cancelled:
             self.spans.add(What.STAGE, message.run, begin_s, cancelled.num_layers)
             return pack(Kind.VOID, message.run, numbers)
         self.spans.add(What.STAGE, message.run, begin_s, self.part.num_layers)
         if isinstance(out, Predictions):
             return pack(Kind.NUMBERS, message.run, out.tokens, out.margins)
-        return pack(Kind.HIDDEN, message.run, numbers, out)
+        if self.hidden.outbound is not None:
+            return replace(pack(Kind.HIDDEN, message.run, numbers), tensor=out)
+        return pack(Kind.HIDDEN, message.run, numbers, to_host(out))
 
 
 @dataclass(frozen=True)
@@ -94,7 +129,7 @@ class ContextCells:
     cells: Ranges
 
     def ranges(self, committed: Tensor) -> Tensor:
-        return torch.tensor([self.cells], dtype=torch.int64).view(1, -1, 2)
+        return torch.tensor([self.cells], dtype=torch.int64, device=committed.device).view(1, -1, 2)
 
     def num_visible(self, committed: int) -> int:
         return sum(end - first for first, end in self.cells)
@@ -119,8 +154,9 @@ class ModelPart:
 
     def prepare(self, launch: Launch) -> None:
         if launch.moves:
-            cache, row = self.runner.cache, torch.tensor([launch.lane])
-            sources, targets = torch.tensor(launch.moves).T.unsqueeze(1)  # [1, moves] each
+            cache, device = self.runner.cache, self.runner.device
+            row, moves = upload([launch.lane], device), upload(launch.moves, device)
+            sources, targets = moves.T.unsqueeze(1)  # [1, moves] each
             cache.copy_within(cache.slots(row, sources), cache.slots(row, targets))
 
     def compute(
@@ -129,17 +165,17 @@ class ModelPart:
         model, num_rows = self.runner.model, launch.num_rows
         self._cut(launch.lane, launch.positions[0])
         if model.has_embedding:
-            x = torch.tensor([launch.tokens])
+            x = upload([launch.tokens], self.runner.device)
         else:
             shape, dtype = (1, num_rows, model.config.hidden_size), self._dtype
-            x = tensor_of(message, shape, dtype)
+            x = to_device(tensor_of(message, shape, dtype), self.runner.device)
         rows, run = [launch.lane], self.runner.forward
         if is_appended(launch):
             last_only = launch.num_outputs < num_rows
             out = run(x, rows, last_only=last_only, cancellation=cancellation)
         else:
-            context = ContextCells(launch.context)
-            out = run(x, rows, context, tree=tree_of(launch), cancellation=cancellation)
+            context, tree = ContextCells(launch.context), tree_of(launch, self.runner.device)
+            out = run(x, rows, context, tree=tree, cancellation=cancellation)
         return predict(out[0, -launch.num_outputs or num_rows :]) if model.has_head else out
 
     @property
@@ -165,19 +201,18 @@ def is_appended(launch: Launch) -> bool:
     return is_chain and at_home and launch.context == to_ranges(first, ())
 
 
-def tree_of(launch: Launch) -> DraftTree:
-    return DraftTree(
-        torch.tensor([launch.positions[0]]),
-        torch.tensor([launch.parents]),
-        torch.tensor([launch.cells]),
-    )
+def tree_of(launch: Launch, device: torch.device) -> DraftTree:
+    numbers = [launch.positions[0]], [launch.parents], [launch.cells]
+    return DraftTree(*(upload(each, device) for each in numbers))
 
 
 def predict(logits: Tensor) -> Predictions:
     """From logits [rows, V]."""
     best = logits.argmax(dim=-1)
     largest = logits.double().topk(2, dim=-1).values
-    return Predictions(best.tolist(), largest[:, 0] - largest[:, 1])
+    # A token is exact in float64, so that one copy to the host brings both.
+    found = torch.stack([best.double(), largest[:, 0] - largest[:, 1]]).cpu()
+    return Predictions(found[0].long().tolist(), found[1])
 
 
 class EmulatedPart:

@@ -13,6 +13,7 @@ from conftest import make_draft, make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection
+from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
@@ -23,7 +24,7 @@ from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter
 from magicdec.pipelined_run.head import Head
 from magicdec.pipelined_run.layout import make_layout
-from magicdec.pipelined_run.rank import Connections, PipelineRank
+from magicdec.pipelined_run.rank import Connections, HiddenForm, PipelineRank
 from magicdec.pipelined_run.stage import ModelPart
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
@@ -49,6 +50,7 @@ class Case:
     drafter: str
     collectives: str = "shared_memory"
     np: int = 1
+    goes_apart: bool = False  # hidden states, by process groups of their own (gloo, not NCCL)
 
 
 CASES = {
@@ -60,9 +62,12 @@ CASES = {
     3: [
         Case("0.4,0.6/1.0", "model full", np=3),
         Case("0.4,0.6/1.0", "self streaming_llm"),
-        Case("0.2,0.4,0.4/head", "self snapkv", "gloo"),
+        Case("0.2,0.4,0.4/head", "self snapkv", "gloo", goes_apart=True),
     ],
-    4: [Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2), Case("0.2,0.2,0.6/1.0", "lookup")],
+    4: [
+        Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2),
+        Case("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
+    ],
 }
 
 
@@ -98,7 +103,12 @@ def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
         part = ModelPart(ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS))
     if launch.rank == layout.draft_rank:
         drafter = make_drafter(case.drafter, target, draft)
-    wires = Connections(layout, launch.rank, case.collectives, None).connect(has_drafter=True)
+    hidden = None
+    if case.goes_apart:
+        width = find_model("--model", target).config.hidden_size
+        hidden = HiddenForm(DevicePayloads(torch.device("cpu"), "gloo"), width, torch.float32)
+    place = layout, launch.rank, case.collectives, None, hidden
+    wires = Connections(*place).connect(has_drafter=True)
     member, outputs = PipelineRank(launch.rank, wires, part, drafter), []
     for mode in MODES:
         options = Options(mode=mode, draft=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)

@@ -32,7 +32,7 @@ from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.steps import announce, conclude, run_command
 from magicdec.cli.simulate.flags import add_speculation, make_options
 from magicdec.config.run_config import RunConfig
-from magicdec.console import spinner
+from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.pipelined_run.options import SpeculationOptions, read_modes
@@ -105,6 +105,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         from magicdec.pipelined_run.prepare import prepare
 
         prepared = prepare(asked.config, asked.options, launch)
+    if launch.rank == 0 and prepared.transport is not None:
+        print(labelled("messages", prepared.transport.describe()))
     announce(prepared.run)
     from magicdec.pipelined_run.measured.measure import measure
 

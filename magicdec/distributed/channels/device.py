@@ -108,7 +108,8 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, which is complete for all later work on its stream."""
-    if device.type == "cpu":
+    """A copy on `device`, which is complete for all later work on its stream; a tensor that is on
+    such a device is returned as it is."""
+    if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -35,13 +35,15 @@ class Kind(IntEnum):
 @dataclass(frozen=True)
 class Message:
     """`run` is the id of the run or lane that it belongs to. `words` are numbers whose meaning the
-    kind gives. `payload` [rows, tokens, hidden] is None if there are no tokens."""
+    kind gives. `payload` [rows, tokens, hidden] is None if there are no tokens. `tensor` is what
+    came apart from the message; channels do not send it."""
 
     kind: Kind
     run: int = 0
     status: int = 0
     words: tuple[int, ...] = ()
     payload: Tensor | None = None
+    tensor: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,13 @@ def make_record(
 ) -> SpeculationRecord:
     """`reference` is the outcome of the baseline, if there is one."""
     num_differing, status = None, UNCHECKED
-    config = prepared.run.config.to_dict()
+    config, transport = prepared.run.config.to_dict(), prepared.transport
     if reference is not None:
         num_differing = len(differing(reference.requests, outcome.requests))
         status = status_of(num_differing, config["model"]["dtype"])
     kept = {key: config[key] for key in KEPT}
+    if outcome.spans is not None:  # by stages
+        kept["parallel"]["transport"] = None if transport is None else transport.to_dict()
     if prepared.drafting is not None and outcome.spans is not None:
         config = prepared.drafting.config.to_dict()
         kept |= {key: config[key] for key in OF_DRAFTS}

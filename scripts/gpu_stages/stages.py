@@ -1,0 +1,51 @@
+"""Stage `stages`: the demo model divided among 2 ranks, by `magicdec recurrent` and `magicdec
+pipeline`. Where both ranks share a GPU, hidden states are copied through the host; where there are
+two, they go from GPU to GPU by NCCL."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_stages.latency import run_magicdec
+from gpu_stages.scale import Suite
+
+RANKS = 2
+COMMANDS: dict[str, list[Any]] = {
+    "recurrent": ["--baselines", "sequential", "--draft", "ngram", "--n_samples", 4],
+    "pipeline": ["--drafter", "ngram", "--mode", "iterative", "async"],
+}
+
+
+def run(suite: Suite) -> None:
+    """Float32, where tokens must be those of one process."""
+    ways = ["gloo", "shared_memory"]
+    if suite.device.type == "cuda" and torch.cuda.device_count() >= RANKS:
+        ways.append("nccl")
+    for collectives in ways:
+        for command in COMMANDS:
+            cell = partial(run_command, suite, command, collectives)
+            suite.results.cell(f"{command}/{collectives}", cell)
+
+
+def run_command(suite: Suite, command: str, collectives: str) -> list[dict[str, Any]]:
+    """The records of all passes. Raises RuntimeError if one of them has other tokens."""
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "records.jsonl"
+        flags = [
+            *("--model", "demo", "--dataset", "demo", "--device", suite.device.type),
+            *("--dtype", "float32", "--nproc", RANKS, "--collectives", collectives),
+            *("--prefix_len", 64 if suite.is_tiny else 4096, "--num_requests", 4),
+            *("--output_len", 8 if suite.is_tiny else 64, "--out", path, *COMMANDS[command]),
+        ]
+        run_magicdec(command, flags, suite.results.seconds_left)
+        records: list[dict[str, Any]] = [json.loads(line) for line in path.open()]
+    wrong = [record["name"] for record in records if record["status"] not in ("ok", "unchecked")]
+    if wrong:
+        raise RuntimeError(f"other tokens than one process: {', '.join(wrong)}")
+    return records
