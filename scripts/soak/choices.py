@@ -12,7 +12,8 @@ SPLITS = {
 }
 MODES = ("iterative", "sync", "async")
 CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has no value
-    "--drafter": ["model:demo-draft", "ngram"],
+    "--drafter": ["model:demo-draft", "model:demo-draft", "self", "ngram"],
+    "--budget": [None, 40],
     "--draft": [1, 2, 4, 8],
     "--np": [1, 1, 2, 4],
     "--pa": [0.0, 0.3, 0.6],
@@ -41,13 +42,15 @@ def draw(chooser: random.Random, is_repeated: bool) -> tuple[int, list[str]]:
     values = {flag: chooser.choice(choices) for flag, choices in CHOICES.items()}
     if values["--emulate_acceptance"] is not None:
         values["--drafter"] = None  # it would do nothing
+    modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
+    if values["--drafter"] in (None, "ngram") or modes == ["iterative"]:
+        values["--budget"] = None  # no draft has a KV cache
     values["--layer_split"] = chooser.choice(SPLITS[num_ranks])
     longest = chooser.choice([40, 300])
     values["--prefix_len"] = f"uniform:4:{60 if is_repeated else longest}"
     values["--output_len"] = 12 if is_repeated else f"uniform:1:{chooser.choice([12, 60])}"
     values["--num_requests"] = 4 if is_repeated else chooser.randint(1, 4)
     values["--seed"] = chooser.randrange(1000)
-    modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
     words: list[Any] = []
     for flag, value in values.items():
         if value is not None:
