@@ -34,6 +34,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # 1: off; for tokens in the prompt or the output
     presence_penalty: float = 0.0  # 0: off; for tokens in the output
     seed: int = 0  # determines this request's random numbers
+    is_coupled: bool = False  # tokens are chosen with noise that a drafter can share
 
     def __post_init__(self) -> None:
         check_sampling(self)

@@ -165,10 +165,11 @@ def make_requests(
     num_new: int | Sequence[int],
     eos: tuple[int, ...] = (),
     sampling: SamplingSection = SamplingSection(),
+    is_coupled: bool = False,
 ) -> list[Request]:
     each = [num_new] * len(prompts) if isinstance(num_new, int) else list(num_new)
     return [
-        Request(i, prompt, make_params(sampling, n, eos, i))
+        Request(i, prompt, make_params(sampling, n, eos, i, is_coupled))
         for i, (prompt, n) in enumerate(zip(prompts, each, strict=True))
     ]
 

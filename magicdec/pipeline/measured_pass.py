@@ -58,29 +58,34 @@ def serve_measured(
     rows: int,
     observe: Callable[[int], None],
     after_warm_up: Callable[[], None] = lambda: None,
+    is_coupled: bool = False,
 ) -> Outcome:
     """Serve the first requests once, shortened, so that what happens once is not measured. Then
     serve all. `serve` gets the requests, where to count steps, and `observe`, which it tells the
     number of tokens of every step."""
-    serve(make_requests(run, shapes[:rows], True), StepCounts(), lambda num_tokens: None)
+    shortened = make_requests(run, shapes[:rows], True, is_coupled)
+    serve(shortened, StepCounts(), lambda num_tokens: None)
     after_warm_up()
-    requests, counts = make_requests(run, shapes), StepCounts()
+    requests, counts = make_requests(run, shapes, False, is_coupled), StepCounts()
     begin_s = requests[0].arrived_s
     serve(requests, counts, observe)
     return Outcome(requests, counts, begin_s)
 
 
 def make_requests(
-    run: Prepared, shapes: Sequence[RequestShape], is_warm_up: bool = False
+    run: Prepared,
+    shapes: Sequence[RequestShape],
+    is_warm_up: bool = False,
+    is_coupled: bool = False,
 ) -> list[Request]:
     """Requests of these shapes, which arrive now. Their random numbers follow from their
-    places, so that they are the same in every pass."""
+    places, so that they are the same in every pass. `sampling.coupled` explains `is_coupled`."""
     now, made = time.perf_counter(), list[Request]()
     decoding, chunk = run.config.decoding, run.config.attention.prefill_chunk
     ends = () if decoding.ignore_eos else run.source.config.eos_token_ids
     for i, (prompt, shape) in enumerate(zip(run.workload.prompts, shapes, strict=False)):
         num_new = min(shape.output_len, WARM_UP_TOKENS) if is_warm_up else shape.output_len
-        params = make_params(run.config.sampling, num_new, ends, i)
+        params = make_params(run.config.sampling, num_new, ends, i, is_coupled)
         most = min(chunk, shape.prompt_len) if is_warm_up else shape.prompt_len
         made.append(Request(i, prompt[:most], params))
         made[-1].arrived_s = now

@@ -3,7 +3,8 @@ says. The model is a smaller one, or the target itself: then this is self-specul
 of its own because the target's KV is divided among the ranks of the stages.
 
 Owns which tokens the cache holds. All paths of a step are computed in one forward, as a draft tree
-if they are no chain. Must not know what of the drafts is launched.
+if they are no chain. Its tokens are chosen as the target's are. Must not know what of the drafts
+is launched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from magicdec.config.sections import KVSection
+from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import make_draft_kv
@@ -23,6 +24,7 @@ from magicdec.pipelined_speculation.messages import Candidates
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES
 from magicdec.prefill import take
 from magicdec.request import Request, SamplingParams
+from magicdec.sampling.coupled import CoupledSampling
 from magicdec.scheduling.plan import Part
 
 
@@ -38,12 +40,22 @@ class Node:
 
 @dataclass
 class HeldText:
-    """What a row of the cache holds: the first `committed` tokens of the text, and after them a
-    tree. Node i of it lies in the i-th place. `candidates` follow the committed tokens."""
+    """What a row of the cache holds: the first `committed` tokens of the text of `request`, and
+    after them a tree. Node i of it lies in the i-th place. `candidates` follow the committed
+    tokens."""
 
+    request: int = 0
     committed: int = 0
     candidates: Candidates = ()
     nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def following(self) -> list[int]:
+        """The position in the text of the candidates of each node."""
+        found: list[int] = []
+        for node in self.nodes:
+            found.append(1 + (found[node.parent] if node.parent >= 0 else self.committed))
+        return found
 
     def follow(self, path: Sequence[int]) -> list[int]:
         """The numbers of the nodes along `path`, as far as the tree has it."""
@@ -81,19 +93,27 @@ class HeldText:
 
 
 class ModelDrafter:
-    """`draft` has a row for each lane. Candidates are ids below `vocab_size`, the target's."""
+    """`draft` has a row for each lane. Candidates are ids below `vocab_size`, the target's. They
+    are the best that `sampling` could choose, with probabilities of being chosen."""
 
-    def __init__(self, draft: DraftModel, kv: KVSection, vocab_size: int) -> None:
+    def __init__(
+        self,
+        draft: DraftModel,
+        kv: KVSection,
+        vocab_size: int,
+        sampling: CoupledSampling = CoupledSampling(SamplingSection()),
+    ) -> None:
         assert draft.runner is not None, "this rank drafts"
         self.runner, self.kv = draft.runner, make_draft_kv(draft.runner, kv)
         self.prefill_chunk, self.vocab_size = draft.prefill_chunk, vocab_size
+        self.sampling = sampling
         self.held = [HeldText() for _ in range(draft.runner.num_rows)]
 
     def propose(self, asked: DraftRequest, text: list[int]) -> list[Candidates]:
         """As `drafter.Drafter.propose`. The cache keeps what lies on the asked paths."""
         lane = asked.lane
         if asked.kept == 0:
-            self._begin(lane, text)
+            self._begin(asked.request, lane, text)
         if not asked.paths:
             return []
         held = self.held[lane]
@@ -109,7 +129,7 @@ class ModelDrafter:
         held.commit(len(new) - num_known)
         return found
 
-    def _begin(self, lane: int, text: Sequence[int]) -> None:
+    def _begin(self, number: int, lane: int, text: Sequence[int]) -> None:
         """Prefill the text of another request."""
         request = Request(lane, tuple(text), SamplingParams(1), row=lane)
         self.runner.cache.release(lane)
@@ -117,8 +137,8 @@ class ModelDrafter:
         (part,) = Part.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
         self.kv.admit([request])
-        (candidates,) = self._candidates(logits[0])
-        self.held[lane] = HeldText(len(text), candidates)
+        (candidates,) = self._candidates(logits[0], number, [len(text)])
+        self.held[lane] = HeldText(number, len(text), candidates)
 
     def _forget_others(self, lane: int, paths: Sequence[Sequence[int]]) -> None:
         """Forget the nodes that are not on `paths`."""
@@ -145,16 +165,20 @@ class ModelDrafter:
             ids = upload([tokens[begin:end]], device)
             tree = None if is_chain else upload([parents[:end]], device)
             logits = self.kv.forward(self._known(ids), [lane], committed, tree)
-            for place, candidates in enumerate(self._candidates(logits[0]), begin):
+            found = self._candidates(logits[0], held.request, held.following[begin:end])
+            for place, candidates in enumerate(found, begin):
                 held.nodes[place] = replace(held.nodes[place], candidates=candidates)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """`token_ids` limited to the draft's vocabulary, which may be padded to another size."""
         return token_ids.clamp(max=self.runner.model.config.vocab_size - 1)
 
-    def _candidates(self, logits: Tensor) -> list[Candidates]:
-        """After each row of logits [T, V]."""
-        probs = logits[:, : self.vocab_size].float().softmax(dim=-1)
+    def _candidates(
+        self, logits: Tensor, request: int, positions: Sequence[int]
+    ) -> list[Candidates]:
+        """For these positions of the text, from logits [T, V]."""
+        known = logits[:, : self.vocab_size]
+        probs = self.sampling.perturbed(known, request, positions).float().softmax(dim=-1)
         best = probs.topk(min(NUM_CANDIDATES, probs.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [tuple(zip(*row, strict=True)) for row in rows]

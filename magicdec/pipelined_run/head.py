@@ -155,7 +155,7 @@ class Serving:
     def run(self) -> None:
         for request in self.requests:
             params = request.sampling
-            assert params.is_plain, "other sampling was refused"
+            assert not params.has_penalties, "they were refused"
             ends = params.max_new_tokens, params.eos_token_ids
             number, actions = self.scheduler.submit(request.prompt_ids, *ends)
             assert self.requests[number] is request

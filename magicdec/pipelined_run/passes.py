@@ -40,6 +40,7 @@ from magicdec.pipelined_speculation.counts import Counts
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
+from magicdec.sampling.coupled import CoupledSampling
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.counts import StepCounts
 from magicdec.setup.loading import (
@@ -82,6 +83,7 @@ class Passes:
         headers = None if transport is None else transport.headers
         self.connections = Connections(layout, self.rank, headers, options.link, self._hidden())
         self.models = LoadedModels(device, progress)
+        self.sampling = CoupledSampling(prepared.run.config.sampling)
         self.expected: list[list[int]] | None = None  # the tokens of the baseline
         self.member: PipelineRank | None = None
 
@@ -125,7 +127,7 @@ class Passes:
                 lambda output, seconds: tell(sum(map(len, output.token_ids))), counts.watch,
             )  # fmt: skip
 
-        outcome = serve_measured(run, options.shapes, serve, 1, observe)
+        outcome = serve_measured(run, options.shapes, serve, 1, observe, is_coupled=True)
         torch.set_num_threads(config.parallel.threads)
         return Outcome(outcome.requests)
 
@@ -179,7 +181,7 @@ class Passes:
         if seconds is not None:
             is_last = self.rank == prepared.layout.stages[-1]
             return EmulatedPart(len(layers), seconds / 1e3, is_last)
-        return ModelPart(self._runner(StagePart(layers, None)))
+        return ModelPart(self._runner(StagePart(layers, None)), self.sampling)
 
     def _make_drafter(self) -> Drafter:
         prepared, options = self.prepared, self.prepared.options
@@ -192,7 +194,8 @@ class Passes:
         groups = ParallelGroups(0, 1, alone, draft=alone)
         draft = make_draft(drafting, groups, max_tokens(config), self.models)
         assert draft is not None, "a model drafts"
-        return ModelDrafter(draft, config.kv, drafting.source.config.vocab_size)
+        vocab_size = drafting.source.config.vocab_size
+        return ModelDrafter(draft, config.kv, vocab_size, self.sampling)
 
     def _runner(self, part: StagePart) -> ModelRunner:
         """A runner of some of the target's layers, on this rank alone."""

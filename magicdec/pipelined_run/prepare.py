@@ -7,7 +7,7 @@ Must not know the flags, nor what is measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from magicdec.attention.backend import check_trees
 from magicdec.config.choices.transport import Transport, choose_transport
@@ -91,6 +91,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
         (len(options.shapes), "--num_requests"),
     )
     settings = {"layers": [len(each) for each in layout.layers], **options.describe()}
+    settings |= asdict(asked.sampling)
     if transport is not None:
         settings["messages"] = transport.describe()
     check_agreement(launch, run.source, settings)

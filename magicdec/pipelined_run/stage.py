@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import SamplingSection
 from magicdec.distributed.channels.device import to_device, to_host
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.distributed.channels.tensors import TensorReceiver, TensorSender
@@ -32,12 +33,13 @@ from magicdec.pipelined_run.spans import Spans, What
 from magicdec.pipelined_speculation.cells import to_ranges
 from magicdec.pipelined_speculation.messages import Launch, Ranges
 from magicdec.runner import ModelRunner
+from magicdec.sampling.coupled import CoupledSampling
 
 
 @dataclass(frozen=True)
 class Predictions:
     """The next token after each row that asked for one, and by how much its logit exceeds the
-    second largest."""
+    second largest. Sampled tokens have logits with noise; see `CoupledSampling`."""
 
     tokens: Sequence[int]
     margins: Tensor  # float64 [rows]
@@ -141,10 +143,13 @@ class ContextCells:
 class ModelPart:
     """`runner` has the stage's layers and a row of its cache for each lane, with cell c of the lane
     in place c. A run that continues the cells from 0 on is appended to its row, which is cut at the
-    run's first position before; any other run is a `DraftTree` with cells of its own."""
+    run's first position before; any other run is a `DraftTree` with cells of its own. The last
+    stage chooses tokens as `sampling` says."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(
+        self, runner: ModelRunner, sampling: CoupledSampling = CoupledSampling(SamplingSection())
+    ) -> None:
+        self.runner, self.sampling = runner, sampling
         for row in range(runner.num_rows):
             runner.allocate(row)
 
@@ -176,7 +181,11 @@ class ModelPart:
         else:
             context, tree = ContextCells(launch.context), tree_of(launch, self.runner.device)
             out = run(x, rows, context, tree=tree, cancellation=cancellation)
-        return predict(out[0, -launch.num_outputs or num_rows :]) if model.has_head else out
+        if not model.has_head:
+            return out
+        asked = -launch.num_outputs or num_rows  # the first row that asked for a prediction
+        following = [position + 1 for position in launch.positions[asked:]]
+        return predict(self.sampling.perturbed(out[0, asked:], launch.request, following))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -207,7 +216,7 @@ def tree_of(launch: Launch, device: torch.device) -> DraftTree:
 
 
 def predict(logits: Tensor) -> Predictions:
-    """From logits [rows, V]."""
+    """From logits [rows, V], with noise or without."""
     best = logits.argmax(dim=-1)
     largest = logits.double().topk(2, dim=-1).values
     # A token is exact in float64, so that one copy to the host brings both.

@@ -47,11 +47,13 @@ class Filters:
 @dataclass(frozen=True)
 class Draws:
     """The inputs of random sampling: the filters of each row, and the seed and position from which
-    its random numbers are computed."""
+    its random numbers are computed. Only coupled sampling counts positions from the beginning of
+    the prompt, and needs its length."""
 
     filters: Filters
     seeds: Tensor  # int64 [B]
     emitted: Tensor  # int64 [B]: number of tokens emitted so far
+    prompt_lens: Tensor | None = None  # int64 [B]; None: sampling is not coupled
 
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device) -> Draws | None:
@@ -60,7 +62,11 @@ class Draws:
         if all(p.is_greedy for p in params):
             return None
         emitted = upload([len(r.output_ids) for r in requests], device)
-        return cls(Filters.of(params, device), upload([p.seed for p in params], device), emitted)
+        seeds, lengths = upload([p.seed for p in params], device), None
+        if any(p.is_coupled for p in params):
+            assert all(p.is_coupled for p in params), "the requests of a batch sample alike"
+            lengths = upload([len(r.prompt_ids) for r in requests], device)
+        return cls(Filters.of(params, device), seeds, emitted, lengths)
 
     def ahead(self, count: int, purpose: Purpose, skip: int = 0) -> Tensor:
         """Random numbers for the next positions, float64 [B, count]; see `uniforms_ahead`."""

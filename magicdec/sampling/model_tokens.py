@@ -16,6 +16,7 @@ from torch import Tensor
 from magicdec.config.tree_shape import TreeShape
 from magicdec.distributed.groups import Group
 from magicdec.runner import ModelRunner
+from magicdec.sampling.coupled import perturb
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.randomness import Purpose
 from magicdec.sampling.sampling import probabilities, process, sample
@@ -93,6 +94,10 @@ def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata)
     if draws is None:
         return greedy_tokens(runner, logits, sampling)
     probs = probabilities(whole_logits(runner, logits, sampling), draws.filters)
+    if draws.prompt_lens is not None:
+        positions = (draws.prompt_lens + draws.emitted).unsqueeze(1)
+        scores = perturb(probs, draws.seeds, positions, draws.filters.temperature)
+        return scores.argmax(dim=-1)
     u = draws.ahead(1, Purpose.RESAMPLE)
     return sample(probs[:, 0], u[:, 0]).unsqueeze(1)
 
@@ -123,6 +128,7 @@ def judge(
     if drafts.shape[1] == 0:
         token = next_tokens(runner, logits, sampling)
         return Judgement(torch.zeros_like(token[:, 0]), token)
+    assert draws is None or draws.prompt_lens is None, "only pipelined speculation couples drafts"
     if draws is None:
         target = greedy_tokens(runner, logits, sampling, drafts)
         return Judgement(count_accepted(drafts, target), target)

@@ -5,8 +5,8 @@ Every rank therefore computes the same number without communication, a request g
 in any batch, and going back to an earlier state needs no special care. A step may draw numbers for
 positions that it does not reach in the end, and the next step draws the same numbers for them
 again. That is correct, because no token that was emitted before a position depends on the numbers
-of that position. Where a tree of drafts has several candidates for a position, each has a number of
-its own, a hash of the position's number.
+of that position. Where a position needs several numbers, for the candidates of a tree or for every
+token of the vocabulary, each of them is a hash of the position's number.
 
 Source: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"). Its
 i-th output depends only on its initial state and on i.
@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     DRAFT = 0  # which token a draft model proposes there
     ACCEPT = 1  # whether verification accepts it
     RESAMPLE = 2  # which token the target chooses: a correction, a bonus or an undrafted token
+    # In coupled sampling (`coupled`) the draft model chooses with the numbers of RESAMPLE too.
 
 
 def splitmix64(state: Tensor, index: Tensor) -> Tensor:
@@ -67,6 +68,18 @@ def branching_uniforms_ahead(
     return _to_unit(torch.cat([bits.unsqueeze(2), others], dim=2))
 
 
+def exponentials(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """A number with the exponential distribution of mean 1, for each token of the vocabulary at
+    each of `positions` [B, T] of the texts of the requests with `seeds` [B]: float64 [B, T, V],
+    finite and larger than 0. A token's number does not depend on the size of the vocabulary."""
+    purpose = int(Purpose.RESAMPLE)
+    bits = splitmix64(_mix(seeds).unsqueeze(1), positions * len(Purpose) + purpose)
+    bits = splitmix64(bits.unsqueeze(2), torch.arange(vocab_size, device=seeds.device))
+    # 52 bits, so that adding a half is exact: the logarithm is neither that of 0 nor that of 1.
+    unit = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return unit.log_().neg_()
+
+
 def derive_seed(seed: int, request_id: int) -> int:
     """The seed of one request, 0 <= seed < 2^63."""
     bits = splitmix64(_mix(torch.tensor(seed)), torch.tensor(request_id))
@@ -80,11 +93,11 @@ def _to_unit(bits: Tensor) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """The finalizer of SplitMix64, which is a bijection on 64 bits."""
-    x = (x ^ _shift_right(x, 30)) * MULTIPLIERS[0]
-    x = (x ^ _shift_right(x, 27)) * MULTIPLIERS[1]
-    return x ^ _shift_right(x, 31)
+    x = (x ^ _shift_right(x, 30)).mul_(MULTIPLIERS[0])
+    x = x.bitwise_xor_(_shift_right(x, 27)).mul_(MULTIPLIERS[1])
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift to the right and fill with zeros; `>>` alone would copy the sign bit of an int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

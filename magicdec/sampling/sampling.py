@@ -90,13 +90,17 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def make_params(
-    section: SamplingSection, max_new_tokens: int, eos_token_ids: tuple[int, ...], request_id: int
+    section: SamplingSection,
+    max_new_tokens: int,
+    eos_token_ids: tuple[int, ...],
+    request_id: int,
+    is_coupled: bool = False,
 ) -> SamplingParams:
     """The sampling parameters of a request. Its seed is derived from the section's seed and from
-    its id."""
+    its id. `coupled` explains coupled sampling."""
     values = dataclasses.asdict(section)
     values["seed"] = derive_seed(section.seed, request_id)
-    return SamplingParams(max_new_tokens, eos_token_ids, **values)
+    return SamplingParams(max_new_tokens, eos_token_ids, is_coupled=is_coupled, **values)
 
 
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

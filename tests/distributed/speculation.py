@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_draft, make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.config.sections import KVSection
+from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
@@ -30,6 +30,7 @@ from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
+from magicdec.sampling.coupled import CoupledSampling
 
 CHUNK, MAX_TOKENS, LANES = 16, 120, 2
 LENGTHS, NEW = [5, 40, 1, 33], [20, 9, 20, 14]
@@ -51,6 +52,7 @@ class Case:
     collectives: str = "shared_memory"
     np: int = 1
     goes_apart: bool = False  # hidden states, by process groups of their own (gloo, not NCCL)
+    temperature: float = 0.0
 
 
 CASES = {
@@ -58,6 +60,8 @@ CASES = {
         Case("0,1.0/head", "model full"),
         Case("0.5,0.5/head", "self streaming_llm", np=2),
         Case("0.5,0.5/head", "lookup"),
+        Case("1.0/1.0", "model full", np=2, temperature=0.9),
+        Case("0.5,0.5/head", "lookup", temperature=0.9),
     ],
     3: [
         Case("0.4,0.6/1.0", "model full", np=3),
@@ -71,9 +75,10 @@ CASES = {
 }
 
 
-def served_requests() -> list[Request]:
+def served_requests(temperature: float) -> list[Request]:
     """Two end tokens end some of them early."""
-    return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40))
+    sampling = SamplingSection(temperature=temperature)
+    return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), sampling, is_coupled=True)
 
 
 def load(path: str, layers: range | None = None) -> Transformer:
@@ -82,13 +87,13 @@ def load(path: str, layers: range | None = None) -> Transformer:
     return load_transformer(source.config, source.weights, *place)
 
 
-def make_drafter(name: str, target: str, draft: str) -> Drafter:
+def make_drafter(name: str, target: str, draft: str, sampling: CoupledSampling) -> Drafter:
     kind, _, policy = name.partition(" ")
     if kind == "lookup":
         return LookupDrafter()
     model = load(target if kind == "self" else draft)
     made = make_draft(model, KV[policy], LANES, MAX_TOKENS, chunk=CHUNK, max_drafts=MAX_TOKENS)
-    return ModelDrafter(made, KV[policy], model.config.vocab_size)
+    return ModelDrafter(made, KV[policy], model.config.vocab_size, sampling)
 
 
 def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
@@ -97,12 +102,14 @@ def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
         case.split, launch.world_size, find_model("--model", target).config.num_layers
     )
     make_stage_groups(launch, StageGrid(launch.world_size), torch.device("cpu"), case.collectives)
+    sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
     part, drafter = None, None
     if launch.rank in layout.stages:
         layers = load(target, layout.layers[launch.rank])
-        part = ModelPart(ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS))
+        runner = ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS)
+        part = ModelPart(runner, sampling)
     if launch.rank == layout.draft_rank:
-        drafter = make_drafter(case.drafter, target, draft)
+        drafter = make_drafter(case.drafter, target, draft, sampling)
     hidden = None
     if case.goes_apart:
         width = find_model("--model", target).config.hidden_size
@@ -114,7 +121,7 @@ def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
         options = Options(mode=mode, draft=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
 
         def lead(head: Head, options: Options = options) -> None:
-            requests = served_requests()
+            requests = served_requests(case.temperature)
             head.serve(PipelinedScheduler(options, CHUNK), requests)
             outputs.append([request.output_ids for request in requests])
 

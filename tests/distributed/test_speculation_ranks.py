@@ -34,8 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @cache
-def one_process(path: Path) -> list[list[int]]:
-    return generate_alone(load_whole(path), served_requests(), MAX_TOKENS)
+def one_process(path: Path, temperature: float) -> list[list[int]]:
+    return generate_alone(load_whole(path), served_requests(temperature), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -45,7 +45,7 @@ def test_the_tokens_are_those_of_one_process(
     outputs = answer_of(launch, "distributed/speculation.py", *models, num_ranks=num_ranks)
     for case, of_modes in zip(CASES[num_ranks], outputs, strict=True):
         for mode, tokens in zip(MODES, of_modes, strict=True):
-            assert tokens == one_process(models[0]), (case, mode)
+            assert tokens == one_process(models[0], case.temperature), (case, mode)
 
 
 def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
@@ -55,7 +55,8 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
         "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
         "--drafter", "self", "--kv_policy", "snapkv", "--budget", 90,
         "--layer_split", "0.5,0.5/1.0", "--mode", *MODES,
-        "--pa", 0, "--lanes", 2, "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
+        "--pa", 0, "--lanes", 2, "--temperature", 0.8, "--top_p", 0.95,
+        "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "</svg>" in (tmp_path / "p.svg").read_text()
@@ -63,6 +64,7 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert [record["name"] for record in records] == ["one process", *MODES]
     assert all(record["status"] == "ok" for record in records)
     assert all(record["kind"] == "speculation" for record in records)
+    assert all(record["config"]["sampling"]["top_p"] == 0.95 for record in records)
     uses = [record["metrics"]["use"] for record in records[1:]]
     assert records[0]["metrics"]["use"] is None
     assert [use["drafted"] > 0 for use in uses][:2] == [False, True]

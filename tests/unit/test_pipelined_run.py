@@ -22,7 +22,7 @@ from conftest import (
 from several_ranks import generate_alone
 from threaded_pipeline import FakePart, Served, divide, serve
 
-from magicdec.config.sections import KVSection
+from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.board import SLOTS, BoardCanceller, CancelBoard
 from magicdec.pipelined_run.draft_model import ModelDrafter
@@ -33,10 +33,12 @@ from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, is_appended
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
+from magicdec.sampling.coupled import CoupledSampling
 from magicdec.setup.loading import make_backend
 
 LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
 PATIENCE_S = 60.0
+GREEDY, SAMPLED = SamplingSection(), SamplingSection(temperature=0.9, top_p=0.95, seed=4)
 
 
 @cache
@@ -54,14 +56,14 @@ def similar() -> Transformer:
     return draft
 
 
-def requests() -> list[Request]:
+def requests(sampling: SamplingSection = GREEDY) -> list[Request]:
     """Two end tokens end some of them early."""
-    return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40))
+    return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), sampling, is_coupled=True)
 
 
 @cache
-def one_process() -> list[list[int]]:
-    return generate_alone(target(), requests(), MAX_TOKENS)
+def one_process(sampling: SamplingSection = GREEDY) -> list[list[int]]:
+    return generate_alone(target(), requests(sampling), MAX_TOKENS)
 
 
 def scripted(rank: int) -> ScriptedDrafter:
@@ -76,9 +78,11 @@ KV = {
 }
 
 
-def model_drafter(model: Transformer, policy: str, lanes: int) -> ModelDrafter:
+def model_drafter(
+    model: Transformer, policy: str, lanes: int, sampling: SamplingSection = GREEDY
+) -> ModelDrafter:
     draft = make_draft(model, KV[policy], lanes, MAX_TOKENS, max_drafts=max(NEW))
-    return ModelDrafter(draft, KV[policy], TINY.vocab_size)
+    return ModelDrafter(draft, KV[policy], TINY.vocab_size, CoupledSampling(sampling))
 
 
 def make_drafter(name: str, lanes: int) -> Drafter:
@@ -131,6 +135,37 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
     assert counts.drafted > counts.accepted > 0 or policy == "full"
     assert (counts.accepted == counts.drafted) == (policy == "full")
     assert counts.least_margin == pytest.approx(min(map(least_margin, served)), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "np", "drafter"),
+    [
+        ("iterative", 1, "lookup"),
+        ("sync", 1, "similar"),
+        ("sync", 2, "target"),
+        ("async", 1, "lookup"),
+        ("async", 2, "similar"),
+        ("async", 1, "target"),
+    ],
+)
+def test_sampled_tokens_are_those_of_one_process(mode: str, np: int, drafter: str) -> None:
+    """The same noise chooses them, whatever is drafted. If the target drafts for itself, every
+    first candidate is right."""
+    served, sampling = requests(SAMPLED), CoupledSampling(SAMPLED)
+    options = Options(mode=mode, draft=3, pa=0.05, ps=0.02, np=np, lanes=2)
+    num_cells = MAX_TOKENS + options.spare_cells
+    parts = [ModelPart(make_runner(part, 2, num_cells), sampling) for part in divide(target(), 2)]
+    drafts: Drafter = LookupDrafter()
+    if drafter != "lookup":
+        model = target() if drafter == "target" else similar()
+        drafts = model_drafter(model, "full", 2, SAMPLED)
+    found = serve(parts, drafts, options, served, CHUNK)
+    assert [request.output_ids for request in served] == one_process(SAMPLED) != one_process()
+    counts = found.scheduler.counts
+    if drafter != "lookup" and mode == "sync":
+        assert counts.accepted > 10
+    if drafter == "target" and np == 1:
+        assert counts.accepted == counts.drafted and not counts.invalid_runs
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 EVERYDAY = (
     *("--model", "--drafter", "--dataset", "--layer_split", "--mode", "--draft", "--pa"),
-    *("--num_requests", "--prefix_len", "--output_len", "--nproc", "--plot", "--trace", "--out"),
+    *("--num_requests", "--prefix_len", "--output_len", "--temperature", "--nproc", "--plot"),
+    *("--trace", "--out"),
 )
 SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "model": None,
@@ -58,6 +59,7 @@ SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "decoding": ("ignore_eos",),
     "draft": ("draft_dtype",),
     "kv": None,
+    "sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
     "workload": ("dataset", "seed"),
 }
 FILES = (  # (flag, metavar, help text)
@@ -149,6 +151,11 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         config = without_model(config, parser, given, "--mode iterative drafts nothing")
     config.check(find_world_size(config.parallel.nproc, launch))
     refuse_ignored(config, parser, given)
+    if args.emulate_stage_ms is not None and config.sampling.temperature > 0:
+        raise ValueError(
+            f"--temperature {config.sampling.temperature:g} does nothing with --emulate_stage_ms, "
+            "whose stages choose no tokens; leave it out"
+        )
     if args.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
         config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
     lengths = args.num_requests, args.prefix_len, args.output_len

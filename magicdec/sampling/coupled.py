@@ -1,0 +1,63 @@
+"""Coupled sampling: a target and its drafter choose the token of a position with the same noise.
+Therefore they often choose the same token, although neither knows the other's probabilities.
+
+The token is the i with the largest log p(i) + G(i), where the G(i) are independent Gumbel numbers
+(Gumbel 1954; Maddison et al. 2014, "A* sampling"). The noise of a position is a function of the
+request's seed and the position alone. The drafter adds the same noise to the logarithms of its own
+probabilities (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
+speculative decoding"), and a draft is right if it is the token that the target chooses.
+
+Lossless. With E(i) exponential of mean 1, G(i) = -log E(i), and the chosen i has the smallest
+E(i) / p(i). These are independent and exponential with the rates p(i), so that the smallest is
+that of i with probability p(i) / sum(p) = p(i). The tokens before a position follow from the noise
+of the positions before it, and the noise of a position is independent of that. So each token is a
+draw from the target's probabilities given the tokens before it, and the whole output follows from
+the target and the seed: no draft, cancellation or division into runs can change it.
+
+Acceptance. Both choose i if E(j) > E(i) * max(p(j)/p(i), q(j)/q(i)) for every other j, which has
+probability 1 / sum_j max(p(j)/p(i), q(j)/q(i)) >= min(p(i), q(i)) / sum_j max(p(j), q(j)). Summed
+over i, a draft is right with probability (1 - d) / (1 + d) or more, where d is the total variation
+distance of p and q. No method whose two sides do not communicate has a better bound.
+
+The best k of the drafter's perturbed candidates are a sample of k tokens without replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import SamplingSection
+from magicdec.sampling.metadata import Filters
+from magicdec.sampling.randomness import exponentials
+from magicdec.sampling.sampling import make_params, probabilities
+
+
+def perturb(probs: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor | float) -> Tensor:
+    """`temperature` times the perturbed logarithms of `probs` [B, T, V], float64, for the tokens at
+    `positions` [B, T] of the texts of the requests with `seeds` [B]. The largest is the choice. A
+    token of probability 0 has -inf."""
+    noise = exponentials(seeds, positions, probs.shape[-1])
+    return noise.reciprocal_().mul_(probs).log_().mul_(temperature)
+
+
+@dataclass(frozen=True)
+class CoupledSampling:
+    """How tokens are chosen by ranks that know the number of a request, but not the request."""
+
+    section: SamplingSection
+
+    def perturbed(self, logits: Tensor, request: int, positions: Sequence[int]) -> Tensor:
+        """Logits [N, V] with noise, for the tokens at `positions` of the text of the request with
+        this number. The largest is the choice; filtered tokens have -inf. Each row is shifted by
+        some number. At temperature 0 these are the logits themselves."""
+        if self.section.temperature == 0:
+            return logits
+        params, device = make_params(self.section, 1, (), request), logits.device
+        probs = probabilities(logits.float().unsqueeze(0), Filters.of([params], device))
+        seeds = torch.tensor([params.seed], device=device)
+        places = torch.tensor(positions, dtype=torch.int64, device=device).unsqueeze(0)
+        return perturb(probs, seeds, places, params.temperature)[0]
