@@ -39,10 +39,11 @@ def read_launch() -> Launch:
     )
 
 
-def first_refusal(launch: Launch, refusal: str) -> str:
+def first_refusal(launch: Launch, refusal: str, topic: str) -> str:
     """The error message of the lowest rank that has one, returned on every rank; empty if no rank
-    has one. `refusal` is this rank's message, or empty. All ranks must call it, once."""
-    return next((text for text in exchange_texts(launch, refusal) if text), "")
+    has one. `refusal` is this rank's message, or empty. All ranks must call it, once for each
+    topic."""
+    return next((text for text in exchange_texts(launch, refusal, topic) if text), "")
 
 
 def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[str]:
@@ -54,7 +55,7 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
         return [text]
     from torch.distributed import PrefixStore
 
-    store = PrefixStore(topic, _rendezvous_store(launch))
+    store = PrefixStore(topic, rendezvous_store(launch))
     store.set(str(launch.rank), text)
     said = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
@@ -65,7 +66,7 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
 
 
 @cache
-def _rendezvous_store(launch: Launch) -> Store:
+def rendezvous_store(launch: Launch) -> Store:
     """The store shared by all ranks. It is cached, because without torchrun its server runs in rank
     0 and is needed again to make the process groups."""
     from torch.distributed import PrefixStore, rendezvous

@@ -7,15 +7,24 @@ the groups are for.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from magicdec.distributed.groups import Exchange, Group, Launch, ParallelGroups
+from magicdec.distributed.groups import (
+    Exchange,
+    Group,
+    Launch,
+    ParallelGroups,
+    rendezvous_store,
+)
 from magicdec.distributed.heartbeat import start_heartbeat, stop_heartbeat
 from magicdec.distributed.interface import use_interface_towards
 from magicdec.distributed.stages import StageGrid
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
 
 def make_groups(
@@ -58,9 +67,26 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _start(launch: Launch, device: torch.device, backend: str) -> None:
+@contextmanager
+def stage_groups_before_run(
+    launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
+) -> Iterator[ParallelGroups]:
+    """Those of `make_stage_groups` for a measurement that must be over before the run starts
+    torch.distributed. It can be used once."""
+    import torch.distributed as dist
+
+    # A store of its own, because the run's groups must not find the addresses of these.
+    store = dist.PrefixStore("before the run", rendezvous_store(launch))
+    _start(launch, device, "gloo", store)
+    try:
+        yield make_stage_groups(launch, grid, device, collectives)
+    finally:
+        close_groups()
+
+
+def _start(launch: Launch, device: torch.device, backend: str, store: Store | None = None) -> None:
     """Initialize torch.distributed if there are several ranks. `backend` is that of the default
-    group."""
+    group. Without `store`, the ranks meet as torchrun says."""
     if launch.world_size == 1:
         return
     import torch.distributed as dist
@@ -73,7 +99,12 @@ def _start(launch: Launch, device: torch.device, backend: str) -> None:
         has_other_hosts = launch.local_world_size != launch.world_size
         if has_other_hosts:
             use_interface_towards(os.environ["MASTER_ADDR"])
-        dist.init_process_group(backend)
+        if store is None:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(
+                backend, store=store, rank=launch.rank, world_size=launch.world_size
+            )
         if has_other_hosts:
             start_heartbeat(launch.rank, launch.world_size)
 

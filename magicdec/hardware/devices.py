@@ -32,7 +32,8 @@ def use_device(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give unused memory of the device back, which other ranks on it may need."""
+    """Free models that are parts of reference cycles, and give the unused memory of a GPU back,
+    which other ranks on it may need."""
+    gc.collect()
     if device.type == "cuda":
-        gc.collect()
         torch.cuda.empty_cache()

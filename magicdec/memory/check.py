@@ -15,14 +15,14 @@ from magicdec.distributed.groups import Launch, first_refusal
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank
 
 
-def check_together(launch: Launch, check: Callable[[], str]) -> str:
+def check_together(launch: Launch, check: Callable[[], str], topic: str = "refusals") -> str:
     """The line that `check` returns on this rank. Raises ValueError on every rank if `check` does
-    so on one."""
+    so on one. Ranks that check several things together have a topic for each."""
     try:
         line, refusal = check(), ""
     except ValueError as error:
         line, refusal = "", str(error)
-    refusal = first_refusal(launch, refusal)
+    refusal = first_refusal(launch, refusal, topic)
     if refusal:
         raise ValueError(refusal)
     return line

@@ -57,12 +57,9 @@ class Passes:
         """Serve all requests in the pass of that name. The memory of a pass with curves is sampled
         if that was asked for."""
         if name not in WITH_CURVES or not self.prepared.options.asked.has_memory:
-            outcome = self._serve(name, observe)
-            self._wait_for_all()
-            return outcome
+            return self._serve(name, observe)
         with MemorySampler(self.device) as sampler:
             outcome = self._serve(name, observe)
-        self._wait_for_all()
         memory = gather_memory(self.prepared.run.launch, sampler.samples)
         used = memory[:1] if name == SEQUENTIAL else memory  # the other ranks wait
         return None if outcome is None else replace(outcome, memory=used)
@@ -84,6 +81,7 @@ class Passes:
             rows = 1 if name == SEQUENTIAL else self.prepared.options.n_samples
             outcome = self._engine(Group((0,), 0), rows, observe)
             torch.set_num_threads(threads)
+        self._wait_for_all()
         return outcome
 
     def _engine(self, group: Group, rows: int, observe: Callable[[int], None]) -> Outcome:
@@ -106,8 +104,8 @@ class Passes:
         return serve_measured(run, shapes, serve, rows, observe)
 
     def _wait_for_all(self) -> None:
-        """Wait until every rank is done with a pass, and has given back what it does not use of its
-        device's memory. Raises PeerLost if one has ended."""
+        """Wait until every rank is done with a pass, and has given back the memory that it does not
+        use. Raises PeerLost if one has ended."""
         release_memory(self.device)
         if self.prepared.run.launch.world_size == 1:
             return

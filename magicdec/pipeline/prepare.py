@@ -36,6 +36,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.names import BASELINE
 from magicdec.pipeline.auto_split.choose import ChosenSplit, choose_split
 from magicdec.pipeline.auto_split.find import check_source, describe_source, find_times
+from magicdec.pipeline.auto_split.measure import DecodeStep
 from magicdec.pipeline.options import (
     RINGS,
     SEQUENTIAL,
@@ -44,6 +45,7 @@ from magicdec.pipeline.options import (
     RingOptions,
     SettledOptions,
 )
+from magicdec.pipeline.speculation import num_drafts_of
 from magicdec.setup.prepare import Known, Prepared, complete, find
 
 
@@ -111,7 +113,7 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     )
     drafts = run if SPECULATIVE_RING in options.passes else None
     run = replace(run, config=without_drafts(run.config))
-    split = find_split(run, options, grid, launch)
+    split = find_split(drafts or run, options, grid, launch)
     layers = split.layers
     run = replace(run, memory=check_together(launch, check_here))
     settled = replace(settled, asked=replace(options, layer_split=split.asked))
@@ -138,12 +140,13 @@ def obstacles_of(models: Models) -> tuple[str | None, str | None]:
 
 
 def find_split(run: Prepared, options: RingOptions, grid: StageGrid, launch: Launch) -> ChosenSplit:
-    """The split that all ranks come to, before any process group starts. `run.config` is that of
-    this rank's stage."""
-    place = options.machine, options.lane_size, options.mean_context
+    """The split that all ranks come to, before any process group of the run starts. `run.config` is
+    that of this rank's stage, with drafts if the command has any."""
+    step = DecodeStep(options.lane_size, options.mean_context, num_drafts_of(run.config))
     return choose_split(
-        options.layer_split, grid, run.source.config.num_layers, launch, describe_source(*place),
-        lambda: find_times(run.config, run.source, grid, launch, *place),
+        options.layer_split, grid, run.source.config.num_layers, launch,
+        describe_source(options.machine, step),
+        lambda: find_times(run, grid, launch, options.machine, step),
     )  # fmt: skip
 
 

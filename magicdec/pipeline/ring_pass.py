@@ -17,8 +17,7 @@ from magicdec.console import Progress
 from magicdec.distributed.channels.connect import connect_ring, through_host, time_round
 from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.channels.message import MessageForm
-from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.drafting.drafter import DraftSetup, make_drafter
+from magicdec.distributed.groups import ParallelGroups
 from magicdec.memory.working_memory import max_tokens
 from magicdec.pipeline.emulated_link import DelayedSender
 from magicdec.pipeline.emulation import EmulatedStage, PaddedStage
@@ -26,7 +25,7 @@ from magicdec.pipeline.measured_pass import Outcome, RingUse, limits_of, serve_m
 from magicdec.pipeline.metrics import DraftCounts, StageUse
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
-from magicdec.pipeline.speculation import Speculation
+from magicdec.pipeline.speculation import make_speculation, num_drafts_of
 from magicdec.pipeline.stage import Occupancy, Stage
 from magicdec.pipeline.tracing.ends import CountingEnds
 from magicdec.pipeline.tracing.gathering import gather
@@ -39,10 +38,8 @@ from magicdec.setup.loading import (
     StagePart,
     kinds_of,
     make_backend,
-    make_draft,
     make_executor,
 )
-from magicdec.setup.prepare import Prepared
 
 PROBES = 100  # rounds that are timed without other messages
 LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
@@ -64,7 +61,7 @@ class RingPass:
         self.drafting = prepared.drafting if drafts else None
         self.num_drafts = 0
         if self.drafting is not None:
-            self.num_drafts = self.drafting.config.decoding.most_draft_tokens
+            self.num_drafts = num_drafts_of(self.drafting.config)
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = prepared.options.asked.lane_size * (1 + self.num_drafts)
 
@@ -94,7 +91,8 @@ class RingPass:
         if self.stages.stage == 0:
             lanes, speculation = (options.num_lanes, lane_size, limits, chunk), None
             if self.drafting is not None:
-                speculation = self._make_speculation(self.drafting, stage.runner)
+                models = LoadedModels(self.device, self.progress)
+                speculation = make_speculation(self.drafting, stage.runner, self.stages, models)
             pipeline = RecurrentPipeline(stage, counting.ends, *lanes, speculation=speculation)
             return self._lead(pipeline, counting, form, observe)
         for _ in ("warm-up", "links"):
@@ -138,16 +136,6 @@ class RingPass:
         hop_bytes = form.num_bytes(self.lane_tokens)
         drafts = None if speculation is None else speculation.counts
         return replace(outcome, ring=RingUse(uses, hop_bytes, link_s, trace, drafts))
-
-    def _make_speculation(self, drafting: Prepared, runner: ModelRunner) -> Speculation:
-        """The drafter of the first stage. A draft model is on its first rank alone."""
-        config, rank = drafting.config, self.stages.rank
-        groups = replace(self.stages, draft=Group((0,), 0) if rank == 0 else None)
-        models = LoadedModels(self.device, self.progress)
-        draft = make_draft(drafting, groups, runner.max_tokens, models)
-        assert config.decoding.drafter is not None, "the pass drafts"
-        setup = DraftSetup(runner, config.decoding, config.kv, draft)
-        return Speculation(runner, make_drafter(config.decoding.drafter, setup), self.num_drafts)
 
     def _restart(self, stage: Stage, counting: CountingEnds) -> None:
         """Begin to count what is measured."""

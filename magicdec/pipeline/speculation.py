@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.decoding.steps import ANY_NUMBER
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.drafter import Drafter
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.hardware.devices import wait_for_stream
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
@@ -25,6 +27,8 @@ from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, judge
+from magicdec.setup.loading import LoadedModels, make_draft
+from magicdec.setup.prepare import Prepared
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,21 @@ class Speculation:
         yield
         wait_for_stream(self.runner.device)
         self.counts.draft_s += time.perf_counter() - started
+
+
+def num_drafts_of(config: ResolvedConfig) -> int:
+    """Draft tokens of each row of a message that decodes."""
+    return 0 if config.decoding.drafter is None else config.decoding.most_draft_tokens
+
+
+def make_speculation(
+    run: Prepared, runner: ModelRunner, groups: ParallelGroups, models: LoadedModels
+) -> Speculation:
+    """The drafter of `run` on the first stage, whose `runner` and `groups` are given. A draft model
+    is on its first rank alone."""
+    config = run.config
+    assert config.decoding.drafter is not None, "the run drafts"
+    groups = replace(groups, draft=Group((0,), 0) if groups.rank == 0 else None)
+    draft = make_draft(run, groups, runner.max_tokens, models)
+    setup = DraftSetup(runner, config.decoding, config.kv, draft)
+    return Speculation(runner, make_drafter(config.decoding.drafter, setup), num_drafts_of(config))

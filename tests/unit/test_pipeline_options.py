@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from magicdec.cli.serving.recurrent import parse
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.check import add_up
@@ -25,9 +25,10 @@ from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split.find import check_source, find_times
-from magicdec.pipeline.auto_split.measure import Timed, measure_times
+from magicdec.pipeline.auto_split.measure import DecodeStep, Timed, measure_times
 from magicdec.pipeline.metrics import DraftCounts, StageUse, predict_round, ring_metrics
 from magicdec.pipeline.prepare import check_agreement, check_files, plan_pass, prepare
+from magicdec.pipeline.stage import Stage
 
 FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "4", "--device", "cpu")
 
@@ -174,11 +175,24 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     found = prepare(options.config, options.options, launch)
     assert found.options.describe()["layer_split"] == "6" and found.split == ""
     config, source, threads = found.run.config, found.run.source, torch.get_num_threads()
-    cpu = torch.device("cpu")
-    times = measure_times(Timed(config, source, Shard(), 2, 50, is_first=True, device=cpu))
-    assert times.layer_s > 0 and times.first_fixed_s is not None
-    assert times.first_fixed_s >= times.fixed_s >= 0
-    other = measure_times(Timed(config, source, Shard(1, 2), 1, 50, is_first=False, device=cpu))
+    step, computed = DecodeStep(rows=2, context=50), list[tuple[int, int]]()
+    compute = Stage.compute
+
+    def noted(stage: Stage, x: torch.Tensor, *place: Any, **more: Any) -> torch.Tensor:
+        computed.append((x.shape[0], x.shape[1]))
+        return compute(stage, x, *place, **more)
+
+    monkeypatch.setattr(Stage, "compute", noted)
+    for drafting, each in ((None, step), ("ngram", replace(step, num_drafts=3))):
+        decoding = replace(config.decoding, drafter=drafting, num_draft_tokens=3)
+        run = replace(found.run, config=replace(config, decoding=decoding))
+        computed.clear()
+        times = measure_times(Timed(run, found.grid, each))
+        assert set(computed) == {(2, each.num_tokens)}, "rows and tokens of every timed message"
+        assert times.layer_s > 0 and times.first_fixed_s is not None
+        assert times.first_fixed_s >= times.fixed_s >= 0
+    second = replace(found.run, launch=Launch(1, 2, 1, 2))
+    other = measure_times(Timed(second, StageGrid(2), step))
     assert other.layer_s > 0 and other.first_fixed_s is None
     assert torch.get_num_threads() == threads
     here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
@@ -186,14 +200,14 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     dtype, path = config.model.dtype, tmp_path / "machine.json"
     rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
     MachineFile(machine, 1e9, *rates).save(path)
-    place = config, source, found.grid, launch, path
-    known = find_times(*place, rows=2, context=50)
+    place = found.run, found.grid, launch, path
+    known = find_times(*place, step)
     assert known.layer_s > 1e-3 and known.fixed_s == 0
     head_bytes = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype]
     assert known.first_fixed_s == pytest.approx(head_bytes / 1e9, rel=0.01)
     MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
-        find_times(*place, rows=2, context=50)
+        find_times(*place, step)
 
 
 def test_auto_is_refused_for_files_that_have_a_split(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) ->
     assert decoding_window(trace) == (0.0, 60.0)
     stages_late = [[(b + 20, e + 20) if b >= 103 else (b, e) for b, e in of] for of in trace.stages]
     late = replace(trace, stages=stages_late)
-    assert decoding_window(late) == (23 - 60 / 4, 23 - 60 / 4 + 60)
+    assert decoding_window(late) == (24 - 60 / 4, 24 - 60 / 4 + 60)
     later, _ = panels_of(late, 100.0, 23.5, 80.0)
     assert (later.begin_s, later.end_s) == (23.5, 80.0) and len(later.bars) < len(stages.bars)
     path = tmp_path / "new" / "chart.png"

@@ -11,23 +11,21 @@ from pathlib import Path
 
 import torch
 
-from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.cost_model.stage_costs import stage_times
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layer_split import AUTO, FLAG
 from magicdec.distributed.stages import StageGrid
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import load_machine
-from magicdec.hardware.devices import device_of
-from magicdec.memory.check import add_up
-from magicdec.memory.plan import plan_stage
+from magicdec.memory.check import add_up, check_together
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.memory.room import Room, find_room
 from magicdec.model.checkpoint.chunks import ChunkedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.auto_split.choose import RankTimes
-from magicdec.pipeline.auto_split.measure import STEPS, Timed, measure_times
+from magicdec.pipeline.auto_split.measure import DecodeStep, Timed, measure_times
+from magicdec.setup.prepare import Prepared
 from magicdec.setup.step_estimate import check_machine
 
 
@@ -40,44 +38,33 @@ def check_source(asked: str, source: ModelSource) -> None:
         )
 
 
-def describe_source(machine: Path | None, rows: int, context: int) -> str:
+def describe_source(machine: Path | None, step: DecodeStep) -> str:
     """Where the times come from, for the line that says what was chosen."""
     where = "measured" if machine is None else f"predicted from {machine}"
-    return f"{where} for messages of {rows} with {context} cached tokens each"
+    tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
+    return f"{where} for messages of {step.rows} with {step.context} cached tokens{tokens} each"
 
 
 def find_times(
-    config: ResolvedConfig,
-    source: ModelSource,
-    grid: StageGrid,
-    launch: Launch,
-    machine: Path | None,
-    rows: int,
-    context: int,
+    run: Prepared, grid: StageGrid, launch: Launch, machine: Path | None, step: DecodeStep
 ) -> RankTimes:
-    """The times of a decode step of `rows` rows that hold `context` tokens each. `config` is that
-    of this rank's stage. Raises ValueError, naming the flag."""
+    """The times of such a step on this rank. `run.config` is that of this rank's stage, with drafts
+    if the step has any. All ranks must call it. Raises ValueError, naming the flag, on every rank
+    if one of them cannot measure."""
     if machine is not None:
-        return predict_times(config, source, grid, launch, machine, rows, context)
-    shard = Shard(launch.rank % grid.tensor_parallel, grid.tensor_parallel)
-    context = min(context, source.config.max_length - STEPS - 1)
-    is_first = grid.stage_of(launch.rank) == 0
-    device = device_of(config.parallel.device, launch.local_rank)
-    timed = Timed(config, source, shard, rows, context, is_first, device)
-    check_room(timed, grid, find_room(config, launch, torch.cuda.device_count()))
+        return predict_times(run, grid, launch, machine, step)
+    most = run.source.config.max_length - step.new_tokens
+    timed = Timed(run, grid, replace(step, context=min(step.context, most)))
+    room = find_room(run.config, launch, torch.cuda.device_count())
+    check_together(launch, lambda: check_room(timed, room), "room to time layers")
     return measure_times(timed)
 
 
 def predict_times(
-    config: ResolvedConfig,
-    source: ModelSource,
-    grid: StageGrid,
-    launch: Launch,
-    path: Path,
-    rows: int,
-    context: int,
+    run: Prepared, grid: StageGrid, launch: Launch, path: Path, step: DecodeStep
 ) -> RankTimes:
     """From the rates in a machine file of this machine."""
+    config = run.config
     machine, dtype = load_machine(path), config.model.dtype
     check_machine(path, machine, config, launch)
     hardware, tp = machine.hardware(dtype), grid.tensor_parallel
@@ -87,20 +74,25 @@ def predict_times(
             raise ValueError(f"--machine {path} has no {link}, over which a stage's ranks reduce")
     is_int8, size = config.model.target_dtype == "int8", DTYPE_BYTES[dtype]
     first, other = stage_times(
-        Deployment(source.config, hardware, size, tp, nodes, is_int8), rows, context
+        Deployment(run.source.config, hardware, size, tp, nodes, is_int8),
+        *(step.rows, step.context, 1 + step.num_drafts),
     )
     return RankTimes(other.layer_s, other.fixed_s, first.fixed_s)
 
 
-def check_room(timed: Timed, grid: StageGrid, room: Room) -> None:
-    """Raises ValueError if the layers that all ranks of this room time do not fit beside each
-    other."""
-    config, plans = timed.config, []
-    config = replace(config, workload=replace(config.workload, batch_size=timed.rows))
+def check_room(timed: Timed, room: Room) -> str:
+    """Raises ValueError if what all ranks of this room time does not fit beside each other."""
+    config, plans = timed.config, list[MemoryPlan]()
     for rank in room.ranks:
-        stage = grid.stage_of(rank)
-        group = replace(config.parallel, rank_group=grid.ranks_of(stage))
-        place = replace(config, parallel=group), timed.source.config
+        stage = timed.grid.stage_of(rank)
+        parallel = replace(config.parallel, rank_group=timed.grid.ranks_of(stage))
+        of_stage = replace(config, parallel=parallel)
+        place = replace(of_stage, draft=None), timed.run.source.config
         plans.append(plan_stage(*place, timed.num_layers + 2, stage == 0, rank))
+        if stage == 0 and timed.run.draft_source is not None:
+            models = Models(timed.run.source.config, timed.run.draft_source.config)
+            with_draft = plan_rank(of_stage, models, rank)
+            plans.append(MemoryPlan(0, 0, with_draft.draft_weights, with_draft.draft_kv))
     if refusal := room.refusal(add_up(plans)):
         raise ValueError(f"{FLAG} {AUTO}: timing a few layers needs {refusal}; give layer counts")
+    return ""

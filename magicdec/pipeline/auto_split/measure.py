@@ -2,65 +2,115 @@
 layers. The code that serves the ring is timed, with a few layers and messages that come home at
 once.
 
-Owns the measurement. Must not know what the times are for. Tensor-parallel ranks measure their
-shards without all-reduces, because no process group exists yet.
+Owns the measurement. Must not know what the times are for. The ranks of a stage measure together,
+with their all-reduces.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.console import make_progress
 from magicdec.distributed.channels.connect import Loopback, RingEnds
 from magicdec.distributed.channels.message import Kind, Message
-from magicdec.distributed.groups import Group
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.start import stage_groups_before_run
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.source import ModelSource
+from magicdec.hardware.devices import device_of
 from magicdec.pipeline.auto_split.choose import RankTimes
 from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.stage import WANTED, Occupancy, Stage
+from magicdec.pipeline.speculation import Speculation, make_speculation
+from magicdec.pipeline.stage import VERIFY, WANTED, Occupancy, Stage
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
-from magicdec.setup.loading import StagePart, kinds_of, load_kind, make_backend, make_executor
+from magicdec.setup.loading import (
+    LoadedModels,
+    StagePart,
+    kinds_of,
+    load_kind,
+    make_backend,
+    make_executor,
+)
+from magicdec.setup.prepare import Prepared
 
 MOST_LAYERS = 4  # that are timed together
 FEWEST_ROUNDS, ROUNDS, ENOUGH_S = 3, 20, 2.0
-STEPS = 8  # of a round
+STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What is timed: steps of `rows` rows that hold `context` tokens each, with `num_drafts` drafts
+    of each row."""
+
+    rows: int
+    context: int
+    num_drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row in a message."""
+        return 1 + self.num_drafts
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a row takes at most beside `context`."""
+        return (STEPS + 1) * self.num_tokens
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed: steps of `rows` rows that hold `context` tokens each, on the shard of a rank.
-    `is_first`: this rank is in the first stage."""
+    """`run.config` is that of this rank's stage in `grid`, with drafts if the step has any."""
 
-    config: ResolvedConfig
-    source: ModelSource
-    shard: Shard
-    rows: int
-    context: int
-    is_first: bool
-    device: torch.device
+    run: Prepared
+    grid: StageGrid
+    step: DecodeStep
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The config of the run for rows of the step's size."""
+        config, step = self.run.config, self.step
+        workload = replace(
+            config.workload,
+            batch_size=step.rows,
+            prefix_len=step.context,
+            gen_len=step.new_tokens,
+        )
+        return replace(config, workload=workload)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.run.config.parallel.device, self.run.launch.local_rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is in the first stage."""
+        return self.grid.stage_of(self.run.launch.rank) == 0
 
     @property
     def num_layers(self) -> int:
         """The layers of the larger of the two stages that are timed."""
-        return min(MOST_LAYERS, self.source.config.num_layers)
+        return min(MOST_LAYERS, self.run.source.config.num_layers)
 
 
+@dataclass
 class FilledStage(Stage):
-    """Prompts are not computed; their rows count as filled."""
+    """Prompts are not computed; their rows count as filled. Messages of `num_tokens` tokens a row
+    are computed."""
+
+    num_tokens: int = 1
 
     def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
-        if x.shape[1] == 1:
+        if x.shape[1] == self.num_tokens:
             return super().compute(x, rows, last_only)
         self.runner.cache.advance(rows, x.shape[1])
         model = self.runner.model
@@ -68,25 +118,42 @@ class FilledStage(Stage):
 
 
 def measure_times(timed: Timed) -> RankTimes:
-    """With the threads of the run. The number of threads is afterwards what it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(timed.config.parallel.threads)
+    """With the threads of the run. The number of threads is afterwards what it was. All ranks must
+    call it."""
+    before, config, launch = torch.get_num_threads(), timed.config, timed.run.launch
+    torch.set_num_threads(config.parallel.threads)
     try:
-        return time_stages(timed)
+        if timed.grid.tensor_parallel == 1:
+            group = Group((launch.rank,), 0)
+            place = launch.rank, launch.world_size, group, None, timed.grid
+            return time_stages(timed, ParallelGroups(*place))
+        place_of_groups = launch, timed.grid, timed.device, config.parallel.collectives
+        with stage_groups_before_run(*place_of_groups) as groups:
+            return time_stages(timed, groups)
     finally:
         torch.set_num_threads(before)
 
 
-def time_stages(timed: Timed) -> RankTimes:
+def time_stages(timed: Timed, groups: ParallelGroups) -> RankTimes:
     """All are timed in turn, in several rounds. Each number is the fastest of its rounds, because
     noise only adds to it."""
-    one, several = (load_stage(timed, n, has_ends=False) for n in (1, timed.num_layers))
-    first = load_stage(timed, 1, has_ends=True) if timed.is_first else None
+    group = groups.target
+    one, several = (load_stage(timed, group, n, has_ends=False) for n in (1, timed.num_layers))
+    first, speculation = None, None
+    if timed.is_first:
+        first = load_stage(timed, group, 1, has_ends=True)
+        if timed.step.num_drafts:
+            run = replace(timed.run, config=timed.config)
+            models = LoadedModels(timed.device, make_progress(False))
+            speculation = make_speculation(run, first.runner, groups, models)
     found: list[tuple[float, float, float]] = []
     end = time.perf_counter() + ENOUGH_S
-    while len(found) < FEWEST_ROUNDS or (len(found) < ROUNDS and time.perf_counter() < end):
-        times = time_passing(one, timed), time_passing(several, timed)
-        found.append((*times, 0.0 if first is None else time_first(first, timed)))
+    while len(found) < FEWEST_ROUNDS or (
+        len(found) < ROUNDS and has_time(group, end, timed.device)
+    ):
+        times = time_passing(one, timed.step), time_passing(several, timed.step)
+        of_first = 0.0 if first is None else time_first(first, timed, speculation)
+        found.append((*times, of_first))
     one_s, several_s, first_s = map(min, zip(*found, strict=True))
     layer_s = (several_s - one_s) / (timed.num_layers - 1)
     if layer_s <= 0:  # only noise makes it so; a stage's time is then taken for that of its layers
@@ -95,26 +162,40 @@ def time_stages(timed: Timed) -> RankTimes:
     return RankTimes(layer_s, fixed_s, None if first is None else max(fixed_s, first_s - layer_s))
 
 
-def load_stage(timed: Timed, num_layers: int, has_ends: bool) -> FilledStage:
+def has_time(group: Group, end: float, device: torch.device) -> bool:
+    """Whether the first rank of the group has time left, on all its ranks: they time together."""
+    return bool(
+        group.broadcast(torch.tensor([time.perf_counter() < end], device=device).int(), 0).item()
+    )
+
+
+def load_stage(timed: Timed, group: Group, num_layers: int, has_ends: bool) -> FilledStage:
     """A stage with the model's first layers, and a cache that is not the zeros of fresh memory."""
-    config, part = timed.config, StagePart(range(num_layers), has_ends)
-    kinds, group = kinds_of(config.model, config.model.target_dtype), Group((0,), 0)
-    model = load_kind(timed.source, timed.shard, kinds, timed.device, part)
+    config, part, step = timed.config, StagePart(range(num_layers), has_ends), timed.step
+    kinds, shard = kinds_of(config.model, config.model.target_dtype), Shard(group.index, group.size)
+    model = load_kind(timed.run.source, shard, kinds, timed.device, part)
     backend, executor = make_backend(config.attention.backend), make_executor(kinds, model, group)
-    sizes = timed.rows, timed.context + STEPS + 1
+    sizes = step.rows, step.context + step.new_tokens
     runner = ModelRunner(model, backend, group, *sizes, executor=executor)
     for pool in (runner.cache.k, runner.cache.v):
         pool.fill_(0.1)
-    return FilledStage(runner, is_last=False)
+    return FilledStage(runner, is_last=False, num_tokens=step.num_tokens)
 
 
-def time_passing(stage: FilledStage, timed: Timed) -> float:
-    """Seconds of a step on a stage that receives hidden states and sends hidden states."""
-    rows, width = tuple(range(timed.rows)), timed.source.config.hidden_size
-    newest = next(stage.runner.model.parameters()).new_full((timed.rows, 1, width), 0.1)
+def time_passing(stage: FilledStage, step: DecodeStep) -> float:
+    """Seconds of a step on a stage that receives hidden states and sends hidden states. All drafts
+    are rejected."""
+    rows, width = tuple(range(step.rows)), stage.runner.model.config.hidden_size
+    newest = next(stage.runner.model.parameters()).new_full((step.rows, 1, width), 0.1)
     inbound = Loopback()
-    for payload in (newest.expand(-1, timed.context, -1), *[newest] * STEPS):
-        inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
+    inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, step.context, -1)))
+    payload = newest.expand(-1, step.num_tokens, -1).contiguous()
+    for kept in range(step.context, step.context + STEPS):
+        if step.num_drafts:
+            words = *rows, *[kept] * step.rows
+            inbound.send(Message(Kind.HIDDEN, 0, VERIFY, words, payload))
+        else:
+            inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
     inbound.send(Message(Kind.FREE, words=rows))
     inbound.send(Message(Kind.END))
     stage.occupancy = Occupancy()
@@ -122,14 +203,17 @@ def time_passing(stage: FilledStage, timed: Timed) -> float:
     return stage.occupancy.decode_s
 
 
-def time_first(stage: FilledStage, timed: Timed) -> float:
+def time_first(stage: FilledStage, timed: Timed, speculation: Speculation | None) -> float:
     """Seconds of a step on the first stage, from the hidden states that come home to the next ones
     that it sends."""
-    loop = Loopback()
-    limits = Limits(stage.runner.max_tokens, prefill_tokens=timed.rows * timed.context)
-    place = 1, timed.rows, limits, timed.context
-    pipeline = RecurrentPipeline(stage, RingEnds(loop, loop), *place)
-    params = make_params(timed.config.sampling, STEPS + 1, (), 0)
-    requests = [Request(i, (1,) * timed.context, params) for i in range(timed.rows)]
-    pipeline.serve(requests)
-    return statistics.median(b - a for a, b in pairwise(requests[0].token_times_s))
+    loop, step = Loopback(), timed.step
+    prefilled = step.rows * step.context
+    limits = Limits(
+        stage.runner.max_tokens, prefill_tokens=prefilled, step_tokens=step.num_tokens
+    )  # fmt: skip
+    place = stage, RingEnds(loop, loop), 1, step.rows, limits, step.context
+    pipeline = RecurrentPipeline(*place, speculation=speculation)
+    params = make_params(timed.config.sampling, STEPS * step.num_tokens + 1, (), 0)
+    stage.occupancy = Occupancy()
+    pipeline.serve([Request(i, (1,) * step.context, params) for i in range(step.rows)])
+    return stage.occupancy.decode_s

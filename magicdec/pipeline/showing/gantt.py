@@ -22,7 +22,7 @@ LEGEND = {
     HEAD: Look("#555555", height=0.3),
 }
 SHOWN_SPANS = 60  # of the slowest stage, of messages that decode: what a chart shows
-SHOWN_BEFORE = 0.25  # of that is shown before the first of these messages
+SHOWN_BEFORE = 0.25  # of that is shown before the last stage computes the first of these messages
 
 
 def draw_ring(flag: str, path: Path, trace: RingTrace, until_ms: float | None) -> None:
@@ -44,7 +44,7 @@ def decoding_window(trace: RingTrace) -> tuple[float, float]:
         for spans in trace.stages
     ]
     length_s = SHOWN_SPANS * max(sum(e - b for b, e in spans) / len(spans) for spans in shown)
-    first_s = shown[0][0][0] - trace.stages[0][0][0]
+    first_s = shown[-1][0][0] - trace.stages[0][0][0]
     begin_s = max(0.0, first_s - SHOWN_BEFORE * length_s)
     return begin_s, begin_s + length_s
 
