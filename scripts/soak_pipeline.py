@@ -9,7 +9,7 @@ Each case is one command in float32 with settings that follow from the seed and 
 so that `--seed` and `--first_case` run it again. Three kinds of cases take turns:
 
 modes   every mode once: all have the tokens of one process.
-leaks   one mode 33 times on the same ranks: `soak/leaks.py` says what must not grow.
+leaks   one mode 41 times on the same ranks: `soak/leaks.py` says what must not grow.
 killed  a rank is killed with SIGKILL at a random time while runs are in flight: every other rank
         ends within 30 s and names it.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import median
 
-WARM_UP = 8  # passes
+WARM_UP = 16  # passes; the heap of the head grows until then
 COUNTS = ("threads", "files", "segments", "mappings", "waiting")
 BOUNDS = {"anonymous_kb": 24.0, "objects": 2.0}
 """Growth a pass. A pass has 30 runs or more in every mode. The smallest thing that one of them can
