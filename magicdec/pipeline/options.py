@@ -13,7 +13,7 @@ from typing import Any
 
 from magicdec.distributed.layer_split import AUTO, FLAG, is_auto
 from magicdec.distributed.stages import StageGrid
-from magicdec.pipeline.link import Link
+from magicdec.pipeline.emulation.link import Link
 from magicdec.workload.trace import RequestShape
 
 RING, SPECULATIVE_RING = "ring", "ring_speculative"

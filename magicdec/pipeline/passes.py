@@ -31,7 +31,8 @@ from magicdec.pipeline.options import (
     TENSOR_PARALLEL,
     WITH_CURVES,
 )
-from magicdec.pipeline.prepare import PreparedRing, of_one_process
+from magicdec.pipeline.pass_configs import of_one_process
+from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.ring_pass import RingPass
 from magicdec.pipeline.tracing.gathering import gather_memory
 from magicdec.request import Request

@@ -7,7 +7,7 @@ Must not know the flags, nor what is measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 
@@ -27,24 +27,24 @@ from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.hardware.environment import probe_machine
-from magicdec.memory.check import add_up, check_together
-from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
-from magicdec.memory.room import Room, find_room
+from magicdec.memory.check import check_together
+from magicdec.memory.plan import Models
+from magicdec.memory.room import find_room
 from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.source import ModelSource, check_part
 from magicdec.model.config import ModelConfig
-from magicdec.names import BASELINE
 from magicdec.pipeline.auto_split.choose import ChosenSplit, choose_split
 from magicdec.pipeline.auto_split.find import check_source, describe_source, find_times
 from magicdec.pipeline.auto_split.measure import DecodeStep
 from magicdec.pipeline.options import (
     RINGS,
-    SEQUENTIAL,
     SPECULATIVE_RING,
     TENSOR_PARALLEL,
     RingOptions,
     SettledOptions,
 )
+from magicdec.pipeline.pass_configs import of_stage, without_drafts
+from magicdec.pipeline.pass_memory import check_memory
 from magicdec.pipeline.speculation import num_drafts_of
 from magicdec.setup.prepare import Known, Prepared, complete, find
 
@@ -179,82 +179,9 @@ def check_agreement(launch: Launch, source: ModelSource, settings: Mapping[str, 
                 raise ValueError(f"{name}: rank 0 has {ours}, rank {rank} has {other}")
 
 
-def of_stage(config: ResolvedConfig, grid: StageGrid, stage: int) -> ResolvedConfig:
-    """The config of the ranks of one stage."""
-    parallel = replace(config.parallel, rank_group=grid.ranks_of(stage))
-    return replace(config, parallel=parallel)
-
-
-def without_drafts(config: ResolvedConfig) -> ResolvedConfig:
-    """The config of a pass that drafts nothing."""
-    decoding = replace(config.decoding, strategy=BASELINE, drafter=None)
-    return replace(config, decoding=decoding, draft=None)
-
-
-def of_one_process(config: ResolvedConfig, num_rows: int) -> ResolvedConfig:
-    """The config of the whole model on the first rank, with that many rows."""
-    parallel = replace(config.parallel, rank_group=(0,))
-    workload = replace(config.workload, batch_size=num_rows)
-    return replace(config, parallel=parallel, workload=workload)
-
-
 def check_tensor_parallel(model: ModelConfig, world_size: int) -> None:
     """Raises ValueError if the heads of the model cannot be divided among all ranks."""
     try:
         Shard(0, world_size).heads(model.num_heads, model.num_kv_heads)
     except ValueError as error:
         raise ValueError(f"--baselines {TENSOR_PARALLEL}: {error}") from error
-
-
-def check_memory(
-    configs: tuple[ResolvedConfig, ResolvedConfig],
-    models: Models,
-    grid: StageGrid,
-    layers: Sequence[range],
-    passes: Sequence[str],
-    room: Room,
-) -> str:
-    """The line to print: what the ranks of this room need for the pass that needs most. `configs`
-    are that of passes without drafts and that of the pass with them. Raises ValueError if that is
-    more than is free."""
-    whole, drafting = configs
-    plans = {
-        name: add_up([*plan_pass(name, config, models, grid, layers, room.ranks)])
-        for name, config in ((n, drafting if n == SPECULATIVE_RING else whole) for n in passes)
-    }
-    name, plan = max(plans.items(), key=lambda item: item[1].total)
-    if refusal := room.refusal(plan):
-        others = "" if name in RINGS else "; leave it out of --baselines"
-        raise ValueError(
-            f"--n_samples {whole.workload.batch_size} --prefix_len {whole.workload.prefix_len}: "
-            f"{name} needs {refusal}{others}"
-        )
-    return room.describe(plan, f" for {name}")
-
-
-def plan_pass(
-    name: str,
-    whole: ResolvedConfig,
-    models: Models,
-    grid: StageGrid,
-    layers: Sequence[range],
-    ranks: Sequence[int],
-) -> Iterator[MemoryPlan]:
-    """The plans of these ranks that hold a model in that pass."""
-    yield MemoryPlan(0, 0)
-    model = models.target
-    for rank in ranks:
-        if name == TENSOR_PARALLEL:
-            yield plan_rank(whole, Models(model), rank)
-        elif name in RINGS:
-            stage = grid.stage_of(rank)
-            config = of_stage(replace(whole, draft=None), grid, stage)
-            plan = plan_stage(config, model, len(layers[stage]), stage == 0, rank)
-            if stage == 0 and whole.draft is not None:
-                with_draft = plan_rank(of_stage(whole, grid, stage), models, rank)
-                of_draft = with_draft.draft_weights, with_draft.draft_kv
-                plan = replace(plan, draft_weights=of_draft[0], draft_kv=of_draft[1])
-            yield plan
-        elif rank == 0:
-            num_rows = 1 if name == SEQUENTIAL else whole.workload.batch_size
-            yield plan_rank(of_one_process(whole, num_rows), Models(model), rank)

@@ -10,7 +10,8 @@ from typing import Any
 from magicdec.pipeline.measured_pass import Outcome
 from magicdec.pipeline.metrics import RingMetrics, ring_metrics
 from magicdec.pipeline.options import RINGS, SEQUENTIAL, SPECULATIVE_RING, TENSOR_PARALLEL
-from magicdec.pipeline.prepare import PreparedRing, of_one_process
+from magicdec.pipeline.pass_configs import of_one_process
+from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.record import UNCHECKED, PipelineRecord
 from magicdec.records.environment import Environment
 from magicdec.serving.metrics import ServingMetrics, serving_metrics

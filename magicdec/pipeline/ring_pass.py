@@ -19,8 +19,8 @@ from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.memory.working_memory import max_tokens
-from magicdec.pipeline.emulated_link import DelayedSender
-from magicdec.pipeline.emulation import EmulatedStage, PaddedStage
+from magicdec.pipeline.emulation.emulated_link import DelayedSender
+from magicdec.pipeline.emulation.emulated_stage import EmulatedStage, PaddedStage
 from magicdec.pipeline.measured_pass import Outcome, RingUse, limits_of, serve_measured
 from magicdec.pipeline.metrics import DraftCounts, StageUse
 from magicdec.pipeline.prepare import PreparedRing

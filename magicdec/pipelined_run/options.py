@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from magicdec.pipeline.link import Link
+from magicdec.pipeline.emulation.link import Link
 from magicdec.pipelined_speculation.options import MODES, Options
 from magicdec.workload.trace import RequestShape
 

@@ -25,7 +25,7 @@ from magicdec.hardware.devices import release_memory
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
-from magicdec.pipeline.prepare import of_one_process
+from magicdec.pipeline.pass_configs import of_one_process
 from magicdec.pipeline.tracing.rows import gather_rows
 from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter

@@ -23,12 +23,8 @@ from magicdec.memory.room import Room, find_room
 from magicdec.memory.working_memory import working_bytes
 from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
-from magicdec.pipeline.prepare import (
-    check_agreement,
-    obstacles_of,
-    of_one_process,
-    without_drafts,
-)
+from magicdec.pipeline.pass_configs import of_one_process, without_drafts
+from magicdec.pipeline.prepare import check_agreement, obstacles_of
 from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_run.options import SpeculationOptions
 from magicdec.setup.prepare import Found, Known, Prepared, complete, find

@@ -23,8 +23,8 @@ from magicdec.distributed.channels.message import Receiver, Sender
 from magicdec.distributed.channels.tensors import connect_tensors
 from magicdec.distributed.processes import Processes
 from magicdec.hardware.devices import use_device
-from magicdec.pipeline.emulated_link import DelayedSender
-from magicdec.pipeline.link import Link
+from magicdec.pipeline.emulation.emulated_link import DelayedSender
+from magicdec.pipeline.emulation.link import Link
 from magicdec.pipelined_run.board import (
     BoardCanceller,
     CancelBoard,

@@ -27,7 +27,8 @@ from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split.find import check_source, find_times
 from magicdec.pipeline.auto_split.measure import DecodeStep, Timed, measure_times
 from magicdec.pipeline.metrics import DraftCounts, StageUse, predict_round, ring_metrics
-from magicdec.pipeline.prepare import check_agreement, check_files, plan_pass, prepare
+from magicdec.pipeline.pass_memory import plan_pass
+from magicdec.pipeline.prepare import check_agreement, check_files, prepare
 from magicdec.pipeline.stage import Stage
 
 FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "4", "--device", "cpu")

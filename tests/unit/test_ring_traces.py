@@ -18,7 +18,7 @@ from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.sampler import MemorySampler
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.emulation import EmulatedStage
+from magicdec.pipeline.emulation.emulated_stage import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.showing.curves import RUN_COLUMNS, Curves, append_run, by_sample, points_of
 from magicdec.pipeline.showing.gantt import (

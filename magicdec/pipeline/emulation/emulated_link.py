@@ -10,7 +10,7 @@ from queue import Queue
 from threading import Thread
 
 from magicdec.distributed.channels.message import Message, MessageForm, Sender
-from magicdec.pipeline.link import Link
+from magicdec.pipeline.emulation.link import Link
 
 
 class DelayedSender:
