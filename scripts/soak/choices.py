@@ -12,6 +12,7 @@ SPLITS = {
 }
 MODES = ("iterative", "sync", "async")
 CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has no value
+    "--temperature": [None, None, 0.8],
     "--drafter": ["model:demo-draft", "model:demo-draft", "self", "ngram"],
     "--budget": [None, 40],
     "--draft": [1, 2, 4, 8],

@@ -49,6 +49,9 @@ def test_what_was_measured_is_in_the_environment() -> None:
     assert found.time_utc == session.started.isoformat(timespec="seconds")
 
 
-def test_on_cuda_the_device_is_that_of_the_local_rank() -> None:
-    session = RankSession(Launch(5, 8, 1, 4), replace(PARALLEL, device="cuda"))
-    assert session.device == torch.device("cuda", 1)
+def test_on_cuda_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share GPUs in turns where there are fewer GPUs than ranks."""
+    for num_gpus, expected in ((4, 1), (1, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=num_gpus: count)
+        session = RankSession(Launch(5, 8, 1, 4), replace(PARALLEL, device="cuda"))
+        assert session.device == torch.device("cuda", expected)

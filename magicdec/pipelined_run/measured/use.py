@@ -78,7 +78,7 @@ class PipelineUse:
         "share of the time in which the drafter drafts", label="drafting, %", scale=100
     )
     link_ms: float | None = recorded(
-        "median time from the end of a run at a stage to its begin at the next, which was idle",
+        "mean time from the end of a run at a stage to its begin at the next, which was idle",
         "ms", label="link, ms", digits=2, null="with one stage",
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def stage_times(observed: Observed, rank: int) -> dict[int, list[float]]:
 
 
 def link_time(observed: Observed) -> float | None:
-    """The median time from the end of a run at a stage until the next stage, on another rank and
+    """The mean time from the end of a run at a stage until the next stage, on another rank and
     idle, begins it."""
     found: list[float] = []
     stages = observed.layout.stages
@@ -167,7 +167,7 @@ def link_time(observed: Observed) -> float | None:
             if free_s < ends[span.run]:
                 found.append(span.begin_s - ends[span.run])
             free_s = span.end_s
-    return statistics.median(found) if found else None
+    return statistics.fmean(found) if found else None
 
 
 def _layers(observed: Observed) -> tuple[int, int, int]:
