@@ -72,12 +72,12 @@ def requests_of(case: Case) -> list[Request]:
 
 
 def cases_of(num_ranks: int, model: int) -> list[Case]:
-    """Those whose stages `num_ranks` ranks can have; of any model but the first only those with
-    several samples in a message, which have all the rest too: drafts, stages of several ranks and
-    both collectives."""
+    """Those whose stages `num_ranks` ranks can have; of any model but the first only those of more
+    than 2 ranks with several samples in a message, which have all the rest too: drafts, stages of
+    several ranks and both collectives."""
     cases = [case for case in CASES if num_ranks % case.tensor_parallel == 0]
     if model > 0:
-        return [case for case in cases if case.lane_size > 1]
+        return [case for case in cases if case.lane_size > 1 and num_ranks > 2]
     return [*(ALONE if num_ranks == 2 else []), *cases]
 
 

@@ -95,6 +95,7 @@ def test_trees_emit_the_baseline_tokens_and_accept_more_than_a_chain(
         assert accepted[None] + 0.05 < accepted[TREE] < 3
 
 
+@pytest.mark.narrow("values")
 @by_pair
 def test_whichever_branch_is_accepted_the_next_draft_reads_the_same(
     drafter: str, kv: KVSection, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +111,7 @@ def test_whichever_branch_is_accepted_the_next_draft_reads_the_same(
     assert decoded(drafter, kv, TREE, ragged(), has_baseline=False)[1:] == tuple(expected)
 
 
+@pytest.mark.narrow("values")
 @by_pair
 def test_a_tree_without_branches_is_the_chain(drafter: str, kv: KVSection) -> None:
     """The same drafts are proposed and accepted, in greedy rows and in sampled ones, with

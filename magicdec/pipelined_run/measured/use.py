@@ -78,7 +78,8 @@ class PipelineUse:
         "share of the time in which the drafter drafts", label="drafting, %", scale=100
     )
     link_ms: float | None = recorded(
-        "mean time from the end of a run at a stage to its begin at the next, which was idle",
+        "mean time from the end of a run of decoded tokens at a stage to its begin at the next, "
+        "which was idle",
         "ms", label="link, ms", digits=2, null="with one stage",
     )  # fmt: skip
 
@@ -157,14 +158,14 @@ def stage_times(observed: Observed, rank: int) -> dict[int, list[float]]:
 
 def link_time(observed: Observed) -> float | None:
     """The mean time from the end of a run at a stage until the next stage, on another rank and
-    idle, begins it."""
-    found: list[float] = []
+    idle, begins it; no prompts."""
+    found, rows = list[float](), observed.rows
     stages = observed.layout.stages
     for here, there in pairwise(stages):
         ends = {span.run: span.end_s for span in observed.of(here, What.STAGE)}
         free_s = 0.0
         for span in observed.of(there, What.STAGE):
-            if free_s < ends[span.run]:
+            if free_s < ends[span.run] and span.run in rows:
                 found.append(span.begin_s - ends[span.run])
             free_s = span.end_s
     return statistics.fmean(found) if found else None
