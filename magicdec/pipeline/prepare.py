@@ -73,28 +73,16 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     num_stages = count_stages(options.layer_split, launch.world_size)
     grid = make_grid(f"{FLAG} {options.layer_split}", num_stages, launch.world_size)
     settled = options.settle(grid)
-    # A row has room for the longest request, which need not have the longest prompt.
-    workload = replace(
-        asked.workload,
-        batch_size=settled.n_samples,
-        prefix_len=options.longest_prompt,
-        gen_len=options.longest - options.longest_prompt,
-        num_batches=1,
-    )
     known = Known()
-    found = find(replace(asked, workload=workload), launch, known, is_part=True)
-    drafting, whole, model = found.config, without_drafts(found.config), found.source.config
+    found = find(with_workload(asked, settled), launch, known, is_part=True)
+    drafting, whole = found.config, without_drafts(found.config)
     machine = known.get(("machine",), lambda: probe_machine(launch))
     obstacles = obstacles_of(found.models)
     alone, drafting_alone = (
         without_collectives(config, machine, *obstacles) for config in (whole, drafting)
     )
     check_split(options.layer_split, grid, found.source)
-    if grid.tensor_parallel > 1:
-        check_stage_group(f"{FLAG} {options.layer_split}", whole.parallel)
-    if TENSOR_PARALLEL in options.baselines:
-        check_stage_group(f"--baselines {TENSOR_PARALLEL}", whole.parallel)
-        check_tensor_parallel(model, launch.world_size)
+    check_groups(options, grid, whole, found.source.config)
     on_host = None if options.link is None else "an emulated link delays messages on the host"
     transport = choose_transport(whole.parallel, machine, on_host)
     stage = grid.stage_of(launch.rank)
@@ -117,12 +105,33 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     layers = split.layers
     run = replace(run, memory=check_together(launch, check_here))
     settled = replace(settled, asked=replace(options, layer_split=split.asked))
-    settings = {"layers": [len(each) for each in layers], **settled.describe()}
+    check_agreement(launch, run.source, settings_of(settled, layers, transport))
+    return PreparedRing(run, whole, alone, settled, grid, layers, transport, split.reason, drafts)
+
+
+def with_workload(asked: RunConfig, options: SettledOptions) -> RunConfig:
+    """`asked` with a batch of as many rows as samples are in flight. A row has room for the longest
+    request, which need not have the longest prompt."""
+    longest_prompt = options.asked.longest_prompt
+    workload = replace(
+        asked.workload,
+        batch_size=options.n_samples,
+        prefix_len=longest_prompt,
+        gen_len=options.asked.longest - longest_prompt,
+        num_batches=1,
+    )
+    return replace(asked, workload=workload)
+
+
+def settings_of(
+    options: SettledOptions, layers: Sequence[range], transport: Transport | None
+) -> dict[str, object]:
+    """What all ranks must agree on."""
+    settings = {"layers": [len(each) for each in layers], **options.describe()}
     del settings["machine"]  # every host has a file of its own
     if transport is not None:
         settings["messages"] = transport.describe()
-    check_agreement(launch, run.source, settings)
-    return PreparedRing(run, whole, alone, settled, grid, layers, transport, split.reason, drafts)
+    return settings
 
 
 def check_split(asked: str | None, grid: StageGrid, source: ModelSource) -> None:
@@ -179,9 +188,17 @@ def check_agreement(launch: Launch, source: ModelSource, settings: Mapping[str, 
                 raise ValueError(f"{name}: rank 0 has {ours}, rank {rank} has {other}")
 
 
-def check_tensor_parallel(model: ModelConfig, world_size: int) -> None:
-    """Raises ValueError if the heads of the model cannot be divided among all ranks."""
+def check_groups(
+    options: RingOptions, grid: StageGrid, whole: ResolvedConfig, model: ModelConfig
+) -> None:
+    """Raises ValueError if ranks are to share layers that cannot: those of a stage, or all of them
+    in the baseline by tensor parallelism."""
+    if grid.tensor_parallel > 1:
+        check_stage_group(f"{FLAG} {options.layer_split}", whole.parallel)
+    if TENSOR_PARALLEL not in options.baselines:
+        return
+    check_stage_group(f"--baselines {TENSOR_PARALLEL}", whole.parallel)
     try:
-        Shard(0, world_size).heads(model.num_heads, model.num_kv_heads)
+        Shard(0, grid.world_size).heads(model.num_heads, model.num_kv_heads)
     except ValueError as error:
         raise ValueError(f"--baselines {TENSOR_PARALLEL}: {error}") from error

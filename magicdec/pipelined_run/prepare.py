@@ -47,20 +47,8 @@ class PreparedPipeline:
 def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> PreparedPipeline:
     """Find and check the models, divide the target, make the prompts and plan the memory. Raises
     ValueError, one line naming the flag, for errors that a user can correct."""
-    # A row has room for the longest request, which need not have the longest prompt, and for the
-    # spare cells of a lane.
-    num_new = options.longest - options.longest_prompt + options.speculation.spare_cells
-    workload = replace(
-        asked.workload,
-        batch_size=options.speculation.lanes,
-        prefix_len=options.longest_prompt,
-        gen_len=num_new,
-        num_batches=1,
-    )
-    # All that follows a prompt may be drafted before any of it is committed.
-    decoding = replace(asked.decoding, num_draft_tokens=num_new)
     known = Known()
-    found = find(replace(asked, workload=workload, decoding=decoding), launch, known, is_part=True)
+    found = find(with_workload(asked, options), launch, known, is_part=True)
     whole, model = without_drafts(found.config), found.source.config
     layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
     if options.speculation.spare_cells:
@@ -94,6 +82,22 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     drafts = None if found.draft is None else replace(run, config=of_drafts(drafting))
     run = replace(run, config=alone)
     return PreparedPipeline(run, whole, options, layout, transport, drafts)
+
+
+def with_workload(asked: RunConfig, options: SpeculationOptions) -> RunConfig:
+    """`asked` with a row for each lane. It has room for the longest request, which need not have
+    the longest prompt, and for the spare cells of a lane. All that follows a prompt may be drafted
+    before any of it is committed."""
+    num_new = options.longest - options.longest_prompt + options.speculation.spare_cells
+    workload = replace(
+        asked.workload,
+        batch_size=options.speculation.lanes,
+        prefix_len=options.longest_prompt,
+        gen_len=num_new,
+        num_batches=1,
+    )
+    decoding = replace(asked.decoding, num_draft_tokens=num_new)
+    return replace(asked, workload=workload, decoding=decoding)
 
 
 def of_drafts(config: ResolvedConfig) -> ResolvedConfig:
