@@ -14,6 +14,7 @@ from typing import Any
 from magicdec.distributed.layer_split import AUTO, FLAG, is_auto
 from magicdec.distributed.stages import StageGrid
 from magicdec.pipeline.emulation.link import Link
+from magicdec.workload.shaped import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
 RING, SPECULATIVE_RING = "ring", "ring_speculative"
@@ -26,7 +27,7 @@ BYTES_PER_MBIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
-class RingOptions:
+class RingOptions(ShapedOptions):
     """`shapes` are all requests. The other fields are the flags of the same names; `lane_size` is
     --B, `has_spans` says whether every stage notes when it computes what, and `has_memory` whether
     every rank notes how much memory it uses. None stands for a default that follows from the number
@@ -88,15 +89,6 @@ class RingOptions:
         rate = self.emulate_link_mbps
         bytes_per_s = None if rate is None else rate * BYTES_PER_MBIT
         return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
-
-    @property
-    def longest_prompt(self) -> int:
-        return max(shape.prompt_len for shape in self.shapes)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, output included."""
-        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
 
     @property
     def mean_context(self) -> int:

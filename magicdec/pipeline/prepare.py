@@ -73,8 +73,9 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     num_stages = count_stages(options.layer_split, launch.world_size)
     grid = make_grid(f"{FLAG} {options.layer_split}", num_stages, launch.world_size)
     settled = options.settle(grid)
+    workload = options.batch_of(asked.workload, settled.n_samples)
     known = Known()
-    found = find(with_workload(asked, settled), launch, known, is_part=True)
+    found = find(replace(asked, workload=workload), launch, known, is_part=True)
     drafting, whole = found.config, without_drafts(found.config)
     machine = known.get(("machine",), lambda: probe_machine(launch))
     obstacles = obstacles_of(found.models)
@@ -107,20 +108,6 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     settled = replace(settled, asked=replace(options, layer_split=split.asked))
     check_agreement(launch, run.source, settings_of(settled, layers, transport))
     return PreparedRing(run, whole, alone, settled, grid, layers, transport, split.reason, drafts)
-
-
-def with_workload(asked: RunConfig, options: SettledOptions) -> RunConfig:
-    """`asked` with a batch of as many rows as samples are in flight. A row has room for the longest
-    request, which need not have the longest prompt."""
-    longest_prompt = options.asked.longest_prompt
-    workload = replace(
-        asked.workload,
-        batch_size=options.n_samples,
-        prefix_len=longest_prompt,
-        gen_len=options.asked.longest - longest_prompt,
-        num_batches=1,
-    )
-    return replace(asked, workload=workload)
 
 
 def settings_of(

@@ -12,6 +12,7 @@ from typing import Any
 
 from magicdec.pipeline.emulation.link import Link
 from magicdec.pipelined_speculation.options import MODES, Options
+from magicdec.workload.shaped import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
 BASELINE_PASS = "one process"
@@ -19,7 +20,7 @@ SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives i
 
 
 @dataclass(frozen=True)
-class SpeculationOptions:
+class SpeculationOptions(ShapedOptions):
     """`shapes` are all requests, `modes` the ways in which they are served. The other fields are
     the flags of the same names; `speculation` has those of the scheduler."""
 
@@ -77,15 +78,6 @@ class SpeculationOptions:
         if self.link is not None:
             return "an emulated link delays messages on the host"
         return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
-
-    @property
-    def longest_prompt(self) -> int:
-        return max(shape.prompt_len for shape in self.shapes)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, output included."""
-        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
 
     @property
     def passes(self) -> tuple[str, ...]:

@@ -85,18 +85,12 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
 
 
 def with_workload(asked: RunConfig, options: SpeculationOptions) -> RunConfig:
-    """`asked` with a row for each lane. It has room for the longest request, which need not have
-    the longest prompt, and for the spare cells of a lane. All that follows a prompt may be drafted
-    before any of it is committed."""
-    num_new = options.longest - options.longest_prompt + options.speculation.spare_cells
-    workload = replace(
-        asked.workload,
-        batch_size=options.speculation.lanes,
-        prefix_len=options.longest_prompt,
-        gen_len=num_new,
-        num_batches=1,
-    )
-    decoding = replace(asked.decoding, num_draft_tokens=num_new)
+    """`asked` with a row for each lane, which has room for the spare cells of the lane too. All
+    that follows a prompt may be drafted before any of it is committed."""
+    speculation = options.speculation
+    workload = options.batch_of(asked.workload, speculation.lanes, speculation.spare_cells)
+    assert workload.gen_len is not None, "the batch has room for outputs"
+    decoding = replace(asked.decoding, num_draft_tokens=workload.gen_len)
     return replace(asked, workload=workload, decoding=decoding)
 
 

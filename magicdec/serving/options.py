@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from magicdec.names import BATCHINGS
+from magicdec.workload.shaped import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
 FLAGS = ("--prefix_len", "--output_len")  # the lengths of a request without a trace
@@ -19,7 +20,7 @@ WINDOWED = "dynamic"  # the batching that has a time window
 
 
 @dataclass(frozen=True)
-class ServingOptions:
+class ServingOptions(ShapedOptions):
     """`shapes` are all requests in the order of arrival. The other fields are the flags of the same
     names; None stands for no limit."""
 
@@ -81,15 +82,6 @@ class ServingOptions:
         stretch = (len(self.shapes) - 1) / rate / last_s
         shapes = tuple(replace(s, arrival_ms=s.arrival_ms * stretch) for s in self.shapes)
         return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
-
-    @property
-    def longest_prompt(self) -> int:
-        return max(shape.prompt_len for shape in self.shapes)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, output included."""
-        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
 
     def describe(self) -> dict[str, Any]:
         """These options as the record's `config.workload` has them; the shapes are among its

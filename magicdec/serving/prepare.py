@@ -40,15 +40,7 @@ def prepare(
     """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
     naming the flag or the line of a file, for errors that a user can correct. `check_model` raises
     it for a model that was not meant."""
-    longest = options.longest_prompt
-    # A row has room for the longest request, which need not have the longest prompt.
-    workload = replace(
-        asked.workload,
-        batch_size=options.max_concurrency,
-        prefix_len=longest,
-        gen_len=options.longest - longest,
-        num_batches=1,
-    )
+    workload = options.batch_of(asked.workload, options.max_concurrency)
     known, asked = Known(), replace(asked, workload=workload)
     found = find(asked, launch, known)
     check_model(found.source.config)
