@@ -18,7 +18,9 @@ from magicdec.workload.workload import build_workload
 FLAGS = ("--B", 2, "--prefix_len", 1024, "--gen_len", 16, "--num_batches", 1, "--threads", 1)
 
 
-@pytest.mark.parametrize("dataset", ["ruler:niah_single", "recall"])
+@pytest.mark.parametrize(
+    "dataset", [pytest.param("ruler:niah_single", marks=pytest.mark.wide), "recall"]
+)
 def test_a_run_scores_both_passes(dataset: str, launch: Launch, tmp_path: Path) -> None:
     done = launch(
         "selfspec_benchmark.py", "--dataset", dataset, *FLAGS, "--results", "r.jsonl",

@@ -24,6 +24,8 @@ from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run import run
 
+pytestmark = pytest.mark.wide
+
 SMALL = Subject(prefix_len=256, batch_size=8, num_batches=2, gen_len=48)
 STREAMING = [SMALL.config("self", KVSection("streaming_llm", b), 4) for b in (65, 97)]
 NOISE = 0.05  # of the standard deviation of each matrix
@@ -54,9 +56,7 @@ def move(ranges: Callable[[Any, Tensor], Tensor], part: int) -> Callable[[Any, T
     return moved
 
 
-@pytest.mark.parametrize(
-    "part", [0, pytest.param(1, marks=pytest.mark.wide)], ids=["sinks", "window"]
-)
+@pytest.mark.parametrize("part", [0, 1], ids=["sinks", "window"])
 def test_a_policy_that_is_off_by_a_block_fails(
     part: int, baselines: list[RunRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +91,6 @@ def test_unchanged_code_has_the_same_counts(baselines: list[RunRecord]) -> None:
     assert {comparison.verdict for comparison in found} == {"same"}
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unchanged_code_passes_with_other_kernels_and_threads(dtype: str) -> None:
     """The sums are rounded in other places, so some drafts are judged otherwise. Two threads wait
@@ -107,7 +106,6 @@ def test_unchanged_code_passes_with_other_kernels_and_threads(dtype: str) -> Non
         assert exit_code(found) == 0, (backend, threads, found)
 
 
-@pytest.mark.wide
 def test_the_command_saves_cases_and_runs_them_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

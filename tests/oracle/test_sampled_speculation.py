@@ -107,7 +107,7 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
         ("self", KVSection("streaming_llm", 3, 1), 1),
         pytest.param("self", KVSection("streaming_llm", 3, 1), 5, marks=pytest.mark.wide),
         pytest.param("self", KVSection("snapkv", 4, window_size=2), 3, marks=pytest.mark.wide),
-        ("ngram", KVSection("full"), 4),
+        pytest.param("ngram", KVSection("full"), 4, marks=pytest.mark.wide),
         pytest.param("model", KVSection("full"), 3, marks=pytest.mark.wide),
         pytest.param("model", KVSection("streaming_llm", 5, 2), 2, marks=pytest.mark.wide),
     ],

@@ -42,6 +42,7 @@ def collected() -> set[str]:
     return {line.rpartition("/")[2] for line in done.stdout.splitlines() if "::" in line}
 
 
+@pytest.mark.wide
 def test_make_test_runs_every_policy_with_every_family(collected: set[str]) -> None:
     for family, policy in product(MODELS, KV_POLICIES):
         name = f"test_families.py::test_self_speculation_changes_nothing[{family}-{policy}-"
@@ -51,12 +52,14 @@ def test_make_test_runs_every_policy_with_every_family(collected: set[str]) -> N
         assert f"test_logits.py::test_whole_sharded_and_staged[{family}]" in collected
 
 
+@pytest.mark.wide
 def test_make_test_runs_every_attention_backend(collected: set[str]) -> None:
     found = {case.partition("[")[2] for case in collected if "test_backend_equals_att" in case}
     for backend in ATTENTION_BACKENDS:
         assert any(case.startswith((f"{backend}-", f"{backend},")) for case in found), backend
 
 
+@pytest.mark.wide
 def test_make_test_runs_every_drafter_and_policy_over_ranks(collected: set[str]) -> None:
     """test_matrix.py holds its own table to the names of drafters and policies."""
     test = "test_matrix.py::test_every_drafter_and_policy_emits_the_baselines_tokens"
