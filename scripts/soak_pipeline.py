@@ -9,7 +9,7 @@ Each case is one command in float32 with settings that follow from the seed and 
 so that `--seed` and `--first_case` run it again. Three kinds of cases take turns:
 
 modes   every mode once: all have the tokens of one process.
-leaks   one mode 41 times on the same ranks: `soak/leaks.py` says what must not grow.
+leaks   one mode 81 times on the same ranks: `soak/leaks.py` says what must not grow.
 killed  a rank is killed with SIGKILL at a random time while runs are in flight: every other rank
         ends within 30 s and names it.
 
@@ -36,7 +36,7 @@ from soak.ranks import Ranks
 
 HANGS_S = 400.0  # no case takes nearly as long
 PROMISED_S = 30.0  # until all ranks have ended after one was killed
-STEADY = 24  # passes after the warm-up
+STEADY = 64  # passes after the warm-up
 KINDS = ("modes", "leaks", "killed")
 PLANTS = ("none", "payload", "buffer", "thread", "file")
 
