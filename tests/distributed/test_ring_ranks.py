@@ -32,7 +32,9 @@ def one_process(path: Path, case: Case) -> list[list[int]]:
     return generate_alone(load_whole(path), requests_of(case), MAX_TOKENS)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.wide), 4])
+@pytest.mark.parametrize(
+    "num_ranks", [*(pytest.param(n, marks=pytest.mark.wide) for n in (2, 3)), 4]
+)
 def test_the_tokens_are_those_of_one_process(
     num_ranks: int, launch: Launch, models: Sequence[Path]
 ) -> None:

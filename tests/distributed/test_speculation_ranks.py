@@ -38,7 +38,7 @@ def one_process(path: Path, temperature: float) -> list[list[int]]:
     return generate_alone(load_whole(path), served_requests(temperature), MAX_TOKENS)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.wide), 4])
 def test_the_tokens_are_those_of_one_process(
     num_ranks: int, launch: Launch, models: list[Path]
 ) -> None:
@@ -86,7 +86,10 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert {event["cat"] for event in events if event["ph"] == "X"} == set(MODES)
 
 
-@pytest.mark.parametrize(("killed", "collectives"), [("1", "shared_memory"), ("0", "gloo")])
+@pytest.mark.parametrize(
+    ("killed", "collectives"),
+    [("1", "shared_memory"), pytest.param("0", "gloo", marks=pytest.mark.wide)],
+)
 def test_a_killed_rank_is_named_and_ends_all(
     killed: str,
     collectives: str,

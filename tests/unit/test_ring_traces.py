@@ -3,6 +3,7 @@ and tokens against time."""
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from dataclasses import replace
@@ -153,7 +154,8 @@ def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
 def test_memory_of_ranks_is_sampled_and_drawn(tmp_path: Path) -> None:
     before = threading.active_count()
     with MemorySampler(torch.device("cpu"), interval_s=0.001) as sampler:
-        held = b"x" * (64 << 20)
+        held = mmap.mmap(-1, 64 << 20)  # the C library may take a bytearray from what it kept
+        held.write(b"x" * len(held))
         while len(sampler.samples) < 2 * 4:
             time.sleep(0.001)
     assert threading.active_count() == before, "the thread ends with the block"
