@@ -34,7 +34,7 @@ from soak.choices import draw
 from soak.leaks import BOUNDS, COUNTS, WARM_UP, find_leaks, growth
 from soak.ranks import Ranks
 
-HANGS_S = 400.0  # no case takes nearly as long
+HANGS_S = 900.0  # no case takes nearly as long
 PROMISED_S = 30.0  # until all ranks have ended after one was killed
 STEADY = 64  # passes after the warm-up
 KINDS = ("modes", "leaks", "killed")

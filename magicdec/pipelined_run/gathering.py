@@ -22,7 +22,7 @@ def gather_spans(found: Sequence[Span], launch: Launch) -> list[list[Span]]:
     return [from_tensor(rows, clock.ahead_s) for rows, clock in zip(by_rank, clocks, strict=True)]
 
 
-def from_tensor(rows: Tensor, ahead_s: float = 0.0) -> list[Span]:
+def from_tensor(rows: Tensor, ahead_s: float) -> list[Span]:
     """`rows` [N, 5] by a clock that is ahead of the first rank's by so much."""
     return [
         Span(What(int(what)), int(run), begin_s - ahead_s, end_s - ahead_s, int(value))

@@ -146,7 +146,7 @@ class Connections:
 
 class PipelineRank:
     """`part` is this rank's stage and `drafter` its drafter, None where it has none. They compute
-    on `device`, one after the other if this rank has both."""
+    on `device`, each in a thread if this rank has both; on a GPU they share a stream."""
 
     def __init__(
         self,

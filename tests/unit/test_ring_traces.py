@@ -16,6 +16,7 @@ from conftest import TINY, make_requests, make_runner
 from test_recurrent_order import CHUNK, LIMITS, Ring
 
 from magicdec.distributed.channels.connect import RingEnds
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.sampler import MemorySampler
 from magicdec.model.transformer import Transformer
@@ -35,7 +36,7 @@ from magicdec.pipeline.tracing.clocks import Ahead
 from magicdec.pipeline.tracing.ends import CountingEnds
 from magicdec.pipeline.tracing.gathering import uses_of
 from magicdec.pipeline.tracing.trace import RingTrace, StageTrace, spans_of
-from magicdec.pipelined_run.gathering import from_tensor
+from magicdec.pipelined_run import gathering
 from magicdec.pipelined_run.spans import Span, What
 from magicdec.request import Request
 
@@ -186,7 +187,12 @@ def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
     assert first.endswith(",3,6,210,1.500000,2") and second.endswith(",1.250000,3")
 
 
-def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank() -> None:
+def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = torch.tensor([[What.STAGE, 7, 102.5, 103.0, 3], [What.DRAFT, 2, 103.0, 103.25, 0]])
-    found = from_tensor(rows.double(), ahead_s=100.0)
-    assert found == [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
+    ours, launch = [Span(What.LAUNCH, 7, 1.0, 1.0, 2)], Launch(0, 2, 0, 1)
+    monkeypatch.setattr(gathering, "gather_rows", lambda own, world_size: [own, rows.double()])
+    monkeypatch.setattr(gathering, "clocks_of", lambda at, ranks: [Ahead(), Ahead(100.0)])
+    found = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
+    assert gathering.gather_spans(ours, launch) == [ours, found]
