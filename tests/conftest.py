@@ -1,6 +1,7 @@
 """Tiny models, runners on them, and a torchrun helper. CPU and gloo; nothing outlives its test.
 
-Every fixture and every test starts from the same seeds, whichever tests ran before it."""
+Every fixture and every test starts from the same seeds and the same number of threads, whichever
+tests ran before it."""
 
 from __future__ import annotations
 
@@ -58,6 +59,7 @@ from magicdec.sampling.sampling import make_params
 # one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
 timing.BANDWIDTH_BYTES = 1 << 22
 ROOT = Path(__file__).parents[1]
+THREADS = torch.get_num_threads()
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
 
 
@@ -65,20 +67,21 @@ settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 
 
-def seed_all() -> None:
+def start_alike() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
-    seed_all()
+    start_alike()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
-    seed_all()
+    start_alike()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -41,7 +41,7 @@ class MemoryPlan:
         names = ("weights", "KV", "draft weights", "draft KV", "working")
         parts = zip(names, astuple(self), strict=True)
         shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts if size)
-        return f"{self.total / 1e9:.2f} GB ({shown})"
+        return f"{self.total / 1e9:.2f} GB" + f" ({shown})" * bool(shown)
 
 
 @dataclass(frozen=True)

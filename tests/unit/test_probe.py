@@ -71,8 +71,8 @@ def test_a_probe_measures_everything(
     """With one rank and few short rounds, rates are positive and there is no link."""
     for name, value in (("STRETCHES", 1), ("ROUNDS", 2), ("CONTEXT", 64)):
         monkeypatch.setattr(ceilings, name, value)
-    machine, launch = Machine(1), Launch(0, 1, 0, 1)
-    parallel = ParallelSection(device="cpu", threads=torch.get_num_threads())
+    threads, launch = torch.get_num_threads(), Launch(0, 1, 0, 1)
+    machine, parallel = Machine(threads), ParallelSection(device="cpu", threads=threads)
     config = resolve(RunConfig(parallel=parallel), machine)
     measured = probe.Found()
     probe.measure(config, machine, launch, measured)
