@@ -117,6 +117,7 @@ def backends_of(name: str) -> list[type[AttentionBackend]]:
     return [GroupedBackend, SDPABackend, *([NativeBackend] if takes_16 else [])]
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("name", "kv", "backend"),
     [

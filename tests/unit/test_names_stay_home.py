@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,8 @@ OTHER_MEANINGS = {
 }
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
+@cache
+def texts(source: str) -> list[tuple[int, str]]:
     """(line, text) of every string of a module but its docstrings; f-strings part by part."""
     tree = ast.parse(source)
     docs = {
@@ -33,9 +34,12 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            yield node.lineno, node.value
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [
+        (node.lineno, node.value)
+        for node in found
+        if isinstance(node.value, str) and id(node) not in docs
+    ]
 
 
 def mentions(name: str, source: str) -> list[int]:
