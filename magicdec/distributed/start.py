@@ -47,7 +47,11 @@ def make_groups(
 
 
 def make_stage_groups(
-    launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
+    launch: Launch,
+    grid: StageGrid,
+    device: torch.device,
+    collectives: str | None,
+    draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
     """The same for the ranks of a pipeline: each stage has a group of its own. The default group is
     for tensors on the host, because ranks may share a GPU, which NCCL does not allow."""
@@ -59,7 +63,10 @@ def make_stage_groups(
     ]
     target = groups[grid.stage_of(launch.rank)]
     assert target is not None, "every rank belongs to a stage"
-    return ParallelGroups(launch.rank, launch.world_size, target, grid=grid)
+    draft = None
+    if draft_ranks is not None:
+        draft = _make_group(launch.rank, draft_ranks, device, collectives)
+    return ParallelGroups(launch.rank, launch.world_size, target, draft, grid)
 
 
 def backend_of(device: torch.device) -> str:

@@ -5,6 +5,9 @@ of its own because the target's KV is divided among the ranks of the stages.
 Owns which tokens the cache holds. All paths of a step are computed in one forward, as a draft tree
 if they are no chain. Its tokens are chosen as the target's are. Must not know what of the drafts
 is launched.
+
+Ranks that share the model have a ModelDrafter each, which do the same: what is computed never
+depends on candidates.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from magicdec.pipelined_speculation.options import NUM_CANDIDATES
 from magicdec.prefill import take
 from magicdec.request import Request, SamplingParams
 from magicdec.sampling.coupled import CoupledSampling
+from magicdec.sampling.model_tokens import gather_vocab
 from magicdec.scheduling.plan import Part
 
 
@@ -137,7 +141,7 @@ class ModelDrafter:
         (part,) = Part.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
         self.kv.admit([request])
-        (candidates,) = self._candidates(logits[0], number, [len(text)])
+        (candidates,) = self._candidates(logits, number, [len(text)])
         self.held[lane] = HeldText(number, len(text), candidates)
 
     def _forget_others(self, lane: int, paths: Sequence[Sequence[int]]) -> None:
@@ -165,7 +169,7 @@ class ModelDrafter:
             ids = upload([tokens[begin:end]], device)
             tree = None if is_chain else upload([parents[:end]], device)
             logits = self.kv.forward(self._known(ids), [lane], committed, tree)
-            found = self._candidates(logits[0], held.request, held.following[begin:end])
+            found = self._candidates(logits, held.request, held.following[begin:end])
             for place, candidates in enumerate(found, begin):
                 held.nodes[place] = replace(held.nodes[place], candidates=candidates)
 
@@ -176,8 +180,10 @@ class ModelDrafter:
     def _candidates(
         self, logits: Tensor, request: int, positions: Sequence[int]
     ) -> list[Candidates]:
-        """For these positions of the text, from logits [T, V]."""
-        known = logits[:, : self.vocab_size]
+        """For these positions of the text, from this rank's logits [1, T, V]. The same on every
+        rank."""
+        whole = gather_vocab(logits, self.runner.vocab_places, self.runner.group)
+        known = whole[0, :, : self.vocab_size]
         probs = self.sampling.perturbed(known, request, positions).float().softmax(dim=-1)
         best = probs.topk(min(NUM_CANDIDATES, probs.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)

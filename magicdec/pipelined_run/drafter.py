@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from magicdec.distributed.channels.message import Kind, Receiver, Sender
+from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.drafting.ngram import MAX_NGRAM, Lookup
 from magicdec.pipelined_run.parcel import DraftRequest, pack_candidates
 from magicdec.pipelined_run.spans import Spans, What
@@ -26,13 +26,26 @@ class Drafter(Protocol):
 
 
 class DraftLoop:
-    def __init__(self, drafter: Drafter, inbound: Receiver, outbound: Sender, spans: Spans) -> None:
+    """Ranks that share a draft model have a loop each. All of them do the same steps in the same
+    order, and so meet in the collectives of each forward."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        inbound: Receiver,
+        outbound: Sender | None,
+        spans: Spans,
+        others: Sequence[Sender] = (),
+    ) -> None:
+        """`others` lead from the first of the draft's ranks to the others, which get every message
+        that it gets. Theirs is no `outbound`: the first one answers."""
         self.drafter, self.inbound, self.outbound, self.spans = drafter, inbound, outbound, spans
+        self.others = others
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
 
     def serve(self) -> None:
         """Serve draft steps until the head has no more."""
-        while (message := self.inbound.receive()).kind is not Kind.END:
+        while (message := self._receive()).kind is not Kind.END:
             asked = DraftRequest.from_message(message)
             text = self.texts.setdefault(asked.lane, [])
             text[asked.kept :] = asked.new
@@ -41,9 +54,19 @@ class DraftLoop:
                 continue
             with self.spans.during(What.DRAFT, message.run):
                 found = self.drafter.propose(asked, text)
-            self.outbound.send(pack_candidates(message.run, found))
-        self.outbound.send(message)
-        self.outbound.close()
+            if self.outbound is not None:
+                self.outbound.send(pack_candidates(message.run, found))
+        if self.outbound is not None:
+            self.outbound.send(message)
+            self.outbound.close()
+        for other in self.others:
+            other.close()
+
+    def _receive(self) -> Message:
+        message = self.inbound.receive()
+        for other in self.others:
+            other.send(message)
+        return message
 
 
 class LookupDrafter:

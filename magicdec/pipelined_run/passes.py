@@ -78,8 +78,10 @@ class Passes:
         self.prepared, self.device, self.progress = prepared, device, progress
         launch, parallel = prepared.run.launch, prepared.whole.parallel
         self.rank, transport = launch.rank, prepared.transport
-        make_stage_groups(launch, StageGrid(launch.world_size), device, parallel.collectives)
         options, layout = prepared.options, prepared.layout
+        place = StageGrid(launch.world_size), device, parallel.collectives
+        draft_ranks = None if prepared.drafting is None else layout.draft_ranks
+        self.draft_group = make_stage_groups(launch, *place, draft_ranks).draft
         headers = None if transport is None else transport.headers
         self.connections = Connections(layout, self.rank, headers, options.link, self._hidden())
         self.models = LoadedModels(device, progress)
@@ -170,7 +172,7 @@ class Passes:
         options, layout = self.prepared.options, self.prepared.layout
         part = self._load_part() if self.rank in layout.stages else None
         drafter = None
-        if options.needs_drafts and self.rank == layout.draft_rank:
+        if options.needs_drafts and self.rank in layout.draft_ranks:
             drafter = self._make_drafter()
         wires = self.connections.connect(options.needs_drafts)
         return PipelineRank(self.rank, wires, part, drafter, self.device)
@@ -190,8 +192,9 @@ class Passes:
         drafting = prepared.drafting
         if drafting is None:
             return LookupDrafter()
-        config, alone = drafting.config, Group((0,), 0)
-        groups = ParallelGroups(0, 1, alone, draft=alone)
+        config, group = drafting.config, self.draft_group
+        assert group is not None, "this rank drafts"
+        groups = ParallelGroups(self.rank, self.prepared.layout.world_size, group, draft=group)
         draft = make_draft(drafting, groups, max_tokens(config), self.models)
         assert draft is not None, "a model drafts"
         vocab_size = drafting.source.config.vocab_size

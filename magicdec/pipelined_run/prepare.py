@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from magicdec.attention.backend import check_trees
-from magicdec.config.choices.transport import Transport, choose_transport
+from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
 from magicdec.config.resolve import without_collectives
-from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.layer_split import FLAG
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import add_up, check_together
@@ -25,7 +26,7 @@ from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
 from magicdec.pipeline.pass_configs import of_one_process, without_drafts
 from magicdec.pipeline.prepare import check_agreement, obstacles_of
-from magicdec.pipelined_run.layout import Layout, make_layout
+from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout
 from magicdec.pipelined_run.options import SpeculationOptions
 from magicdec.setup.prepare import Found, Known, Prepared, complete, find
 
@@ -51,6 +52,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     found = find(with_workload(asked, options), launch, known, is_part=True)
     whole, model = without_drafts(found.config), found.source.config
     layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
+    check_draft_ranks(found, options, layout)
     if options.speculation.spare_cells:
         check_cells(whole, model)
     if options.link is not None and layout.world_size == 1:
@@ -60,6 +62,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
         without_collectives(found.config, machine, *obstacles_of(found.models)),
         options.speculation.lanes,
     )
+    drafting = with_draft_ranks(drafting, found.config.draft, layout.draft_ranks)
     alone = without_drafts(drafting)
     transport = choose_transport(whole.parallel, machine, options.on_host)
 
@@ -94,6 +97,37 @@ def with_workload(asked: RunConfig, options: SpeculationOptions) -> RunConfig:
     return replace(asked, workload=workload, decoding=decoding)
 
 
+def with_draft_ranks(
+    config: ResolvedConfig, draft: ResolvedDraft | None, ranks: tuple[int, ...]
+) -> ResolvedConfig:
+    """`config`, of one rank, with the draft on these ranks. `draft` is that of ranks that compute
+    together, whose collectives native steps must be able to call."""
+    if draft is None:
+        return config
+    shared = draft if len(ranks) > 1 else config.draft
+    assert shared is not None, "the same run has a draft"
+    return replace(config, draft=replace(shared, rank_group=ranks))
+
+
+def check_draft_ranks(found: Found, options: SpeculationOptions, layout: Layout) -> None:
+    """Raises ValueError if several ranks are to draft what they cannot share."""
+    count, asked, draft = len(layout.draft_ranks), f"{FLAG} {options.layer_split}", found.draft
+    if count == 1 or not options.needs_drafts:
+        return
+    if draft is None:
+        is_emulated = options.emulate_acceptance is not None
+        drafter = "--emulate_acceptance" if is_emulated else f"--drafter {options.drafter}"
+        raise ValueError(
+            f"{asked}: {drafter} has no layers that {count} ranks could share; give 1.0 or "
+            f"{ON_HEAD} behind the slash"
+        )
+    check_stage_group(asked, found.config.parallel)
+    try:
+        Shard(0, count).heads(draft.config.num_heads, draft.config.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"{asked}, draft {draft.name}: {error}") from error
+
+
 def of_drafts(config: ResolvedConfig) -> ResolvedConfig:
     """The config by which the draft's cache is made: what follows a prompt are its draft tokens."""
     return replace(config, workload=replace(config.workload, gen_len=0))
@@ -115,7 +149,7 @@ def check_files(found: Found, options: SpeculationOptions, layout: Layout, rank:
     source, draft = found.source, found.draft
     if options.has_baseline and rank == 0:
         check_part(source, range(source.config.num_layers), has_ends=True)
-    if draft is not None and rank == layout.draft_rank:
+    if draft is not None and rank in layout.draft_ranks:
         check_part(draft, range(draft.config.num_layers), has_ends=True)
     layers = layout.layers[rank]
     if options.emulate_stage_ms is None and len(layers):
@@ -157,7 +191,9 @@ def stage_plans(
         if options.emulate_stage_ms is None and len(layers):
             is_end = layers.start == 0 or layers.stop == model.num_layers
             yield plan_stage(config, model, len(layers), is_end, 0)
-        if models.draft is not None and rank == layout.draft_rank:
-            plan = plan_rank(drafting, models, 0)
-            working = working_bytes(drafting, models.draft, Shard())
+        if models.draft is not None and rank in layout.draft_ranks:
+            of_rank = replace(drafting, parallel=replace(drafting.parallel, rank_group=(rank,)))
+            plan = plan_rank(of_rank, models, rank)
+            shard = Shard(layout.draft_ranks.index(rank), len(layout.draft_ranks))
+            working = working_bytes(drafting, models.draft, shard)
             yield MemoryPlan(0, 0, plan.draft_weights, plan.draft_kv, working)

@@ -2,7 +2,7 @@
 others.
 
 Owns which loops and threads a rank has: the first rank leads, with its stage and its drafter in
-threads; every other rank is a stage or the drafter. Must not know what is computed from the spans.
+threads; every other rank is a stage or drafts. Must not know what is computed from the spans.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Wires:
     outbound: Sender | None = None
     results: Receiver | None = None  # of the head
     asks: Sender | None = None  # of the head, to the drafter
-    asked: Receiver | None = None  # of the drafter
-    answers: Sender | None = None
+    asked: Receiver | None = None  # of the drafter, on each of its ranks
+    answers: Sender | None = None  # of the first of these
+    others: list[Sender] = field(default_factory=list)  # of the same, to the other ones
     answered: Receiver | None = None  # of the head
     board: CancelBoard = field(default_factory=CancelBoard)
     canceller: Canceller | None = None  # of the head
@@ -102,8 +103,13 @@ class Connections:
         sender, wires.results = self._edge(stages[-1], 0)
         wires.outbound = sender or wires.outbound
         if has_drafter:
-            wires.asks, wires.asked = self._edge(0, self.layout.draft_rank)
-            wires.answers, wires.answered = self._edge(self.layout.draft_rank, 0)
+            first, *others = self.layout.draft_ranks
+            wires.asks, wires.asked = self._edge(0, first)
+            wires.answers, wires.answered = self._edge(first, 0)
+            for other in others:
+                sender, receiver = self._edge(first, other)
+                wires.others += [] if sender is None else [sender]
+                wires.asked = receiver or wires.asked
         self._connect_cancellations(wires)
         return wires
 
@@ -169,8 +175,8 @@ class PipelineRank:
             ends = there(wires.inbound), there(wires.outbound)
             loops.append(StageLoop(self.part, *ends, wires.board, spans, wires.hidden).serve)
         if self.drafter is not None:
-            ends = there(wires.asked), there(wires.answers)
-            loops.append(DraftLoop(self.drafter, *ends, spans).serve)
+            inbound, others = there(wires.asked), wires.others
+            loops.append(DraftLoop(self.drafter, inbound, wires.answers, spans, others).serve)
         if self.rank == 0:
             self._lead(lead, loops, spans)
         else:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from magicdec.cli.serving import pipeline, recurrent
 from magicdec.pipeline.stage import Stage
+from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.stage import ModelPart
 
 COMMANDS = {  # what runs, and the method in whose n-th call the rank is killed
     "recurrent": (recurrent.main, Stage, "forward", 40),
     "pipeline": (pipeline.main, ModelPart, "compute", 20),
+    "drafts": (pipeline.main, ModelDrafter, "propose", 8),
 }
 main, owner, name, last = COMMANDS[sys.argv.pop(1)]
 method = getattr(owner, name)

@@ -1,10 +1,12 @@
 """One rank of pipelined speculation. Started by test_speculation_ranks.py with the directories of a
-target and of a draft model; rank 0 prints the tokens of each case as JSON."""
+target and of a draft model; rank 0 prints the tokens of each case, and what was drafted in mode
+sync, as JSON."""
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,11 +68,16 @@ CASES = {
     3: [
         Case("0.4,0.6/1.0", "model full", np=3),
         Case("0.4,0.6/1.0", "self streaming_llm"),
+        Case("1.0/0.5,0.5", "model full", np=3),
+        Case("1.0/0.5,0.5", "self snapkv", "gloo", temperature=0.9),
         Case("0.2,0.4,0.4/head", "self snapkv", "gloo", goes_apart=True),
     ],
     4: [
         Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2),
         Case("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
+        Case("0.4,0.6/0.5,0.5", "self streaming_llm"),
+        Case("0,1.0/0.5,0.5", "model full", np=2, temperature=0.9),
+        Case("1.0/0.33,0.33,0.33", "model snapkv", "gloo", np=2),
     ],
 }
 
@@ -81,59 +88,68 @@ def served_requests(temperature: float) -> list[Request]:
     return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), sampling, is_coupled=True)
 
 
-def load(path: str, layers: range | None = None) -> Transformer:
+def options_of(case: Case, mode: str) -> Options:
+    return Options(mode=mode, draft=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
+
+
+def load(path: str, layers: range | None = None, shard: Shard = Shard()) -> Transformer:
     source = find_model("--model", path)
-    place = Shard(), layers, torch.float32, torch.device("cpu")
+    place = shard, layers, torch.float32, torch.device("cpu")
     return load_transformer(source.config, source.weights, *place)
 
 
-def make_drafter(name: str, target: str, draft: str, sampling: CoupledSampling) -> Drafter:
-    kind, _, policy = name.partition(" ")
+def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,), 0)) -> Drafter:
+    kind, _, policy = case.drafter.partition(" ")
     if kind == "lookup":
         return LookupDrafter()
-    model = load(target if kind == "self" else draft)
-    made = make_draft(model, KV[policy], LANES, MAX_TOKENS, chunk=CHUNK, max_drafts=MAX_TOKENS)
+    model = load(target if kind == "self" else draft, shard=Shard(group.index, group.size))
+    rows = LANES, MAX_TOKENS
+    made = make_draft(model, KV[policy], *rows, chunk=CHUNK, max_drafts=MAX_TOKENS, group=group)
+    sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
     return ModelDrafter(made, KV[policy], model.config.vocab_size, sampling)
 
 
-def tokens_of(case: Case, target: str, draft: str) -> list[list[list[int]]]:
+def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
+    """The tokens of each mode, and what was drafted in mode sync."""
     launch = read_launch()
     layout = make_layout(
         case.split, launch.world_size, find_model("--model", target).config.num_layers
     )
-    make_stage_groups(launch, StageGrid(launch.world_size), torch.device("cpu"), case.collectives)
+    place = StageGrid(launch.world_size), torch.device("cpu"), case.collectives
+    group = make_stage_groups(launch, *place, layout.draft_ranks).draft
     sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
     part, drafter = None, None
     if launch.rank in layout.stages:
         layers = load(target, layout.layers[launch.rank])
         runner = ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS)
         part = ModelPart(runner, sampling)
-    if launch.rank == layout.draft_rank:
-        drafter = make_drafter(case.drafter, target, draft, sampling)
+    if group is not None:
+        drafter = make_drafter(case, target, draft, group)
     hidden = None
     if case.goes_apart:
         width = find_model("--model", target).config.hidden_size
         hidden = HiddenForm(DevicePayloads(torch.device("cpu"), "gloo"), width, torch.float32)
-    place = layout, launch.rank, case.collectives, None, hidden
-    wires = Connections(*place).connect(has_drafter=True)
-    member, outputs = PipelineRank(launch.rank, wires, part, drafter), []
+    connections = Connections(layout, launch.rank, case.collectives, None, hidden)
+    member = PipelineRank(launch.rank, connections.connect(has_drafter=True), part, drafter)
+    found: dict[str, Any] = {"tokens": [], "drafted": []}
     for mode in MODES:
-        options = Options(mode=mode, draft=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
 
-        def lead(head: Head, options: Options = options) -> None:
+        def lead(head: Head, mode: str = mode) -> None:
             requests = served_requests(case.temperature)
-            head.serve(PipelinedScheduler(options, CHUNK), requests)
-            outputs.append([request.output_ids for request in requests])
+            head.serve(PipelinedScheduler(options_of(case, mode), CHUNK), requests)
+            found["tokens"].append([request.output_ids for request in requests])
+            if mode == "sync":
+                found["drafted"] = [astuple(each) for each in head.drafted]
 
         member.serve(lead)
     member.close()
-    return outputs
+    return found
 
 
 def main(target: str, draft: str) -> None:
     torch.set_num_threads(1)
     launch = read_launch()
-    outputs = [tokens_of(case, target, draft) for case in CASES[launch.world_size]]
+    outputs = [serve(case, target, draft) for case in CASES[launch.world_size]]
     if launch.rank == 0:
         print(json.dumps(outputs), flush=True)
     close_groups()

@@ -1,6 +1,6 @@
 """Pipelined speculation on 2, 3 and 4 ranks has the tokens of one process, in every mode, with
-every drafter, wherever the draft and the ends of the model are; the command's records; and a rank
-that is killed."""
+every drafter, wherever the draft and the ends of the model are; several ranks that share a draft
+give the candidates of one; the command's records; and a rank that is killed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Launch, save_checkpoint, tiny_transformer
-from distributed.speculation import CASES, MAX_TOKENS, MODES, served_requests
+from conftest import TINY, Launch, make_runner, save_checkpoint, tiny_transformer
+from distributed.speculation import (
+    CASES,
+    CHUNK,
+    LANES,
+    MAX_TOKENS,
+    MODES,
+    Case,
+    make_drafter,
+    options_of,
+    served_requests,
+)
 from several_ranks import answer_of, check_killed, generate_alone, load_whole, read_records
+from threaded_pipeline import serve
+
+from magicdec.config.sections import SamplingSection
+from magicdec.pipelined_run.head import Drafted
+from magicdec.pipelined_run.stage import ModelPart
+from magicdec.sampling.coupled import CoupledSampling
 
 FLAGS = (
     *("--prefix_len", 70, "--prefill_chunk", 32, "--output_len", 12, "--num_requests", 3),
@@ -43,9 +60,32 @@ def test_the_tokens_are_those_of_one_process(
     num_ranks: int, launch: Launch, models: list[Path]
 ) -> None:
     outputs = answer_of(launch, "distributed/speculation.py", *models, num_ranks=num_ranks)
-    for case, of_modes in zip(CASES[num_ranks], outputs, strict=True):
-        for mode, tokens in zip(MODES, of_modes, strict=True):
+    for case, found in zip(CASES[num_ranks], outputs, strict=True):
+        for mode, tokens in zip(MODES, found["tokens"], strict=True):
             assert tokens == one_process(models[0], case.temperature), (case, mode)
+        if "," in case.split.partition("/")[2]:
+            check_drafted(found["drafted"], drafted_by_one_rank(case, models), case)
+
+
+def drafted_by_one_rank(case: Case, models: list[Path]) -> list[Drafted]:
+    """In mode sync, in which the scheduler does the same for a request whatever takes how long."""
+    target, draft = map(str, models)
+    sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
+    options = options_of(case, "sync")
+    part = ModelPart(make_runner(load_whole(models[0]), LANES, MAX_TOKENS), sampling)
+    requests = served_requests(case.temperature)
+    return serve([part], make_drafter(case, target, draft), options, requests, CHUNK).drafted
+
+
+def check_drafted(shown: list[list[Any]], expected: list[Drafted], case: Case) -> None:
+    """Candidates that are hardly possible may come in another order."""
+    theirs = sorted((request, place, tuple(path), found) for request, place, path, found in shown)
+    ours = sorted((each.request, each.num_output, each.path, each.candidates) for each in expected)
+    assert [each[:3] for each in theirs] == [each[:3] for each in ours] != [], case
+    for (*_, found), (*place, wanted) in zip(theirs, ours, strict=True):
+        assert [p for _, p in found] == pytest.approx([p for _, p in wanted], abs=1e-5)
+        possible = [[token for token, p in each if p > 1e-5] for each in (found, wanted)]
+        assert possible[0] == possible[1], (case, place)
 
 
 def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
@@ -86,6 +126,31 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert {event["cat"] for event in events if event["ph"] == "X"} == set(MODES)
 
 
+def test_two_ranks_that_share_a_draft_are_in_its_record_and_trace(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    done = launch(
+        "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
+        "--drafter", "self", "--kv_policy", "full", "--layer_split", "1.0/0.5,0.5",
+        "--mode", "sync", "--pa", 0, "--lanes", 2, "--trace", "t.json", *FLAGS, num_ranks=3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, record = read_records(tmp_path / "r.jsonl")
+    use, draft = record["metrics"]["use"], record["config"]["draft"]
+    assert record["status"] == "ok" and use["accepted"] == use["drafted"] > 0
+    assert (use["draft_rank"], use["draft_ranks"], draft["rank_group"]) == (1, [1, 2], [1, 2])
+    assert draft["native_steps"] == record["config"]["model"]["native_steps"]
+    assert use["num_layers"] == [2, 0, 0] and min(use["busy"][1:]) > 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["rank 0: head, stage 0", "rank 1: draft shard 0", "rank 2: draft shard 1"]
+    steps = [
+        {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank}
+        for rank in (1, 2)
+    ]
+    assert steps[0] == steps[1] != set(), "both do every step"
+
+
 @pytest.mark.parametrize(
     ("killed", "collectives"),
     [("1", "shared_memory"), pytest.param("0", "gloo", marks=pytest.mark.wide)],
@@ -108,3 +173,25 @@ def test_a_killed_rank_is_named_and_ends_all(
     )  # fmt: skip
     check_killed(done, int(killed), 2, tmp_path)
     assert [record["name"] for record in read_records(tmp_path / "r.jsonl")] == ["one process"]
+
+
+@pytest.mark.parametrize(
+    ("killed", "collectives"),
+    [("2", "shared_memory"), pytest.param("1", "gloo", marks=pytest.mark.wide)],
+)
+def test_a_killed_rank_of_a_shared_draft_is_named_and_ends_all(
+    killed: str,
+    collectives: str,
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KILLED_RANK", killed)
+    done = launch(
+        "distributed/killed_rank.py", "drafts", "--model", tiny_checkpoint,
+        "--dataset", text_file, *FLAGS, "--drafter", "self", "--collectives", collectives,
+        "--layer_split", "1.0/0.5,0.5", "--mode", "sync", "--pa", 0, num_ranks=3,
+    )  # fmt: skip
+    check_killed(done, int(killed), 3, tmp_path)

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_requests
 
 from magicdec.cli.serving.pipeline import parse
-from magicdec.distributed.groups import Launch
+from magicdec.console import make_progress
+from magicdec.distributed.groups import Group, Launch, ParallelGroups
+from magicdec.memory.plan import Models
+from magicdec.memory.working_memory import max_tokens
 from magicdec.pipelined_run.head import Drafted
 from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
@@ -20,11 +24,12 @@ from magicdec.pipelined_run.measured.prediction import (
     shown_of,
 )
 from magicdec.pipelined_run.measured.use import Observed, pipeline_use
-from magicdec.pipelined_run.prepare import prepare
+from magicdec.pipelined_run.prepare import prepare, stage_plans
 from magicdec.pipelined_run.spans import Span, What, trace_events
 from magicdec.pipelined_speculation.counts import Counts
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
+from magicdec.setup.loading import LoadedModels, make_draft
 
 FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--no_baseline")
@@ -41,7 +46,11 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
     [
         (["--layer_split", "0.5,0.5/1.0"], "--layer_split 0.5,0.5/1.0 names 3 ranks, but 2 were"),
         (["--layer_split", "1.0"], "--layer_split 1.0 names 1 ranks, but 2 were started; start 1"),
-        (["--layer_split", "0.5,0.5/0.5,0.5"], "behind the slash is 1.0"),
+        (["--layer_split", "1.0/0.6,0.4"], "ranks compute every layer together; give 0.5,0.5"),
+        (["--layer_split", "1.0/3,3"], "behind the slash is head, or equal shares of the draft"),
+        (["--layer_split", "1.0/tail"], "1.0/tail: behind the slash is head, or equal shares"),
+        (["--layer_split", "1.0/0.9"], "compute every layer together; give 1.0"),
+        (["--layer_split", "1.0/0.5,0.5"], "1.0/0.5,0.5 names 3 ranks, but 2 were started"),
         (["--layer_split", "0.5,0.4/head"], "--layer_split 0.5,0.4 adds up to 0.9"),
         (["--layer_split", "6,0/head"], "--layer_split 6,0 leaves stage 1 without a layer"),
         (["--layer_split", "auto/head"], "--layer_split auto/head: no times are measured"),
@@ -80,24 +89,67 @@ def test_refuses_in_one_line(words: list[str], message: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("split", "sizes", "draft_rank", "hops"),
+    ("words", "message"),
     [
-        (None, [3, 3], 0, [(0, 1), (1, 0)]),
-        ("0.1,0.4,0.5/1.0", [1, 2, 3, 0], 3, [(0, 1), (1, 2), (2, 0)]),
-        ("0,1.0/head", [0, 6], 0, [(0, 1), (1, 0)]),
-        ("0,2,4/1", [0, 2, 4, 0], 3, [(0, 1), (1, 2), (2, 0)]),
-        ("1.0/head", [6], 0, []),
-        ("6/1.0", [6, 0], 1, []),
+        (["--drafter", "ngram"], "--drafter ngram has no layers that 2 ranks could share; give"),
+        (["--emulate_acceptance", "1"], "1.0/0.5,0.5: --emulate_acceptance has no layers that 2"),
+    ],
+)
+def test_several_ranks_draft_with_a_model_only(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepared(tmp_path, "--layer_split", "1.0/0.5,0.5", *words, world_size=3)
+
+
+def test_a_draft_has_at_most_as_many_ranks_as_heads(tmp_path: Path) -> None:
+    split = "1.0/" + ",".join(["0.05"] * 20)
+    refused = rf"--layer_split {split}, draft demo-draft: 20 ranks cannot share \d+ attention heads"
+    with pytest.raises(ValueError, match=refused):
+        prepared(tmp_path, "--layer_split", split, world_size=21)
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes", "draft_ranks", "hops"),
+    [
+        (None, [3, 3], (0,), [(0, 1), (1, 0)]),
+        ("0.1,0.4,0.5/1.0", [1, 2, 3, 0], (3,), [(0, 1), (1, 2), (2, 0)]),
+        ("0,1.0/head", [0, 6], (0,), [(0, 1), (1, 0)]),
+        ("0,2,4/1", [0, 2, 4, 0], (3,), [(0, 1), (1, 2), (2, 0)]),
+        ("1.0/head", [6], (0,), []),
+        ("6/1.0", [6, 0], (1,), []),
+        ("0.5,0.5/0.5,0.5", [3, 3, 0, 0], (2, 3), [(0, 1), (1, 0)]),
+        ("0,6/.33,.33,.33", [0, 6, 0, 0, 0], (2, 3, 4), [(0, 1), (1, 0)]),
     ],
 )
 def test_every_rank_has_its_part(
-    split: str | None, sizes: list[int], draft_rank: int, hops: list[tuple[int, int]]
+    split: str | None, sizes: list[int], draft_ranks: tuple[int, ...], hops: list[tuple[int, int]]
 ) -> None:
     layout = make_layout(split, len(sizes), 6)
     assert [len(layers) for layers in layout.layers] == sizes
-    assert layout.draft_rank == draft_rank and layout.hops == hops
+    assert layout.draft_ranks == draft_ranks and layout.hops == hops
     held = [layer for layers in layout.layers for layer in layers]
     assert held == list(range(6))
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm"])
+def test_the_plan_of_each_rank_of_a_draft_is_what_it_holds(policy: str, tmp_path: Path) -> None:
+    words = ("--layer_split", "1.0/0.5,0.5", "--native_steps", "off", "--kv_policy", policy)
+    found = prepared(tmp_path, *words, "--dtype", "float32", world_size=3)
+    run, drafting = found.run, found.drafting
+    models = Models(run.source.config, drafting.draft_source.config)
+    place = models, found.options, found.layout, range(3)
+    plans = [*stage_plans((run.config, drafting.config), *place)]
+    assert [plan.draft_weights > 0 for plan in plans] == [False, True, True]
+    for index, plan in enumerate(plans[1:]):
+        group = Group((1, 2), index)
+        groups = ParallelGroups(1 + index, 3, group, draft=group)
+        loaded = LoadedModels(torch.device("cpu"), make_progress(False))
+        draft = make_draft(drafting, groups, max_tokens(drafting.config), loaded)
+        assert draft is not None and draft.runner is not None
+        held = sum(p.numel() * p.element_size() for p in draft.runner.model.parameters())
+        assert (plan.weights, plan.draft_weights) == (0, held)
+        assert (plan.kv, plan.draft_kv) == (0, draft.runner.cache.num_bytes)
 
 
 def finished(times_s: list[float]) -> Request:
@@ -107,7 +159,7 @@ def finished(times_s: list[float]) -> Request:
     return request
 
 
-LAYOUT = Layout((range(2), range(2, 4)), 0)
+LAYOUT = Layout((range(2), range(2, 4)), (0,))
 
 
 def observed() -> Observed:
@@ -141,6 +193,7 @@ def test_metrics_follow_from_the_spans() -> None:
     assert use.mean_in_flight == pytest.approx((1.25 + 1.25) / 2) and use.most_in_flight == 2
     assert use.busy == pytest.approx([1.25 / 2, 0.5 / 2]), "its draft and its stage overlap"
     assert use.idle_s == pytest.approx([0.75, 1.5]) and use.draft_busy == pytest.approx(0.375)
+    assert (use.draft_rank, use.draft_ranks) == (0, [0])
     assert use.stage_ms == pytest.approx([500, 250]) and use.draft_ms == pytest.approx(750)
     assert use.link_ms == pytest.approx(250) and use.acceptance_rate == 0
     requests = [finished([1.0, 2.0, 2.0, 3.0]), finished([4.0, 5.0, 6.0, 10.0])]

@@ -10,10 +10,12 @@ import pytest
 from conftest import make_requests
 from threaded_pipeline import FakePart, serve
 
+from magicdec.distributed.channels.message import Kind, Message
 from magicdec.pipelined_run.board import CancelBoard, ChannelCanceller, listen
-from magicdec.pipelined_run.drafter import LookupDrafter, ScriptedDrafter
+from magicdec.pipelined_run.drafter import DraftLoop, LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.local import LocalChannel
-from magicdec.pipelined_run.parcel import DraftRequest
+from magicdec.pipelined_run.parcel import DraftRequest, candidates_of
+from magicdec.pipelined_run.spans import Spans
 from magicdec.pipelined_run.stage import ContextCells, is_appended
 from magicdec.pipelined_speculation.messages import Candidates, Launch
 from magicdec.pipelined_speculation.options import Options
@@ -125,6 +127,22 @@ def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
     found = serve(parts, always(-1, [1]), Options(draft=1), again, board=board, before=first)
     assert found.first_run == 1 and again[0].output_ids == [1, 2, 3, 4]
     assert board.is_cancelled(3) and not board.is_cancelled(2)
+
+
+def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
+    asks, answers, passed = LocalChannel(), LocalChannel(), [LocalChannel() for _ in range(2)]
+    drafters, spans = [LookupDrafter() for _ in range(3)], [Spans() for _ in range(3)]
+    first = DraftLoop(drafters[0], asks, answers, spans[0], passed)
+    asks.send(DraftRequest(0, 1, 0, (1, 2, 3, 1, 2)).to_message(0))
+    asks.send(DraftRequest(0, 1, 5, (3,), ((), (1,))).to_message(4))
+    asks.send(Message(Kind.END))
+    first.serve()
+    assert candidates_of(answers.receive()) == [((1, 1.0),), ((2, 1.0),)]
+    assert answers.receive().kind is Kind.END
+    for drafter, inbound, found in zip(drafters[1:], passed, spans[1:], strict=True):
+        DraftLoop(drafter, inbound, None, found).serve()
+        assert drafter.lookups[1].tokens == drafters[0].lookups[1].tokens == [1, 2, 3, 1, 2, 3]
+        assert [span.run for span in found.found] == [span.run for span in spans[0].found] == [4]
 
 
 def test_a_lookup_forgets_the_request_that_had_its_lane() -> None:

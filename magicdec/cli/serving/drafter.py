@@ -1,6 +1,6 @@
 """`--drafter` of `magicdec pipeline`: what it stands for in a run's config.
 
-A draft model and self-speculation are the same to the ranks: a whole model on the drafting rank,
+A draft model and self-speculation are the same to the ranks: a whole model on the draft's ranks,
 with a KV cache of its own. Must not know how anything is drafted.
 """
 

@@ -201,13 +201,14 @@ def add_pipeline(parser: Parser) -> None:
     add = parser.add_argument_group("pipeline").add_argument
     add("--layer_split", metavar="SPLIT",
         help="layers of each rank as counts or shares, then a slash and the place of the draft: "
-        "0.1,0.4,0.5/1.0 has the draft on a rank of its own, which is the last, and 0.5,0.5/head "
-        "on the first. A first share of 0 is a head without layers. Default: equal shares of all "
+        "0.1,0.4,0.5/1.0 has the draft on a rank of its own, which is the last, 0.5,0.5/0.5,0.5 on "
+        "the last two, which share its layers by tensor parallelism, and 0.5,0.5/head on the "
+        "first. A first share of 0 is a head without layers. Default: equal shares of all "
         "ranks, the draft on the head")  # fmt: skip
     add("--mode", nargs="+", default=["async"], metavar="NAME",
         help=f"ways to decode, of {', '.join(MODES)} [async]")  # fmt: skip
     add("--drafter", default=DEFAULT_DRAFTER, metavar="NAME",
-        help=f"what drafts, of {DRAFTERS}: a smaller model, the whole target on the drafting rank, "
+        help=f"what drafts, of {DRAFTERS}: a smaller model, the whole target on the draft's ranks, "
         "or a lookup in the text. The first two read what --kv_policy says of a KV cache of their "
         f"own [{DEFAULT_DRAFTER}]")  # fmt: skip
     add("--lanes", type=int, default=1, metavar="N",

@@ -60,7 +60,12 @@ class PipelineUse:
     )
     most_in_flight: int = recorded("the most of them at one time", label="in flight, most")
     num_layers: list[int] = recorded("layers of the target on each rank")
-    draft_rank: int | None = recorded("the rank that drafts", null="if no mode drafts")
+    draft_rank: int | None = recorded(
+        "the rank that drafts; of several, the first", null="if no mode drafts"
+    )
+    draft_ranks: list[int] | None = recorded(
+        "all ranks that draft, which share each layer", null="if no mode drafts", is_later=True
+    )
     busy: list[float] = recorded(
         "share of the time in which a rank computes layers or drafts; the rest is idle",
         label="busy by rank, %", scale=100,
@@ -71,7 +76,8 @@ class PipelineUse:
         label="stages, ms", digits=2,
     )  # fmt: skip
     draft_ms: float | None = recorded(
-        "mean time of a step of the drafter", "ms", label="draft step, ms", digits=2,
+        "mean time of a step of the drafter, on the first of its ranks", "ms",
+        label="draft step, ms", digits=2,
         null="if nothing was drafted",
     )  # fmt: skip
     draft_busy: float = recorded(
@@ -137,6 +143,7 @@ def pipeline_use(observed: Observed, counts: Counts, has_drafts: bool) -> Pipeli
         most_in_flight=most,
         num_layers=[len(layers) for layers in layout.layers],
         draft_rank=layout.draft_rank if has_drafts else None,
+        draft_ranks=list(layout.draft_ranks) if has_drafts else None,
         busy=[each / seconds if seconds else 0.0 for each in busy_s],
         idle_s=[seconds - each for each in busy_s],
         stage_ms=[_ms([*chain(*stage_times(observed, r).values())]) for r in layout.stages],
