@@ -13,7 +13,7 @@ import dataclasses
 import sys
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,20 +57,26 @@ def add_config_flag(parser: Parser) -> None:
 
 
 def add_section(
-    parser: Parser, section: str, values: Any, only: Sequence[str] | None = None
+    parser: Parser,
+    section: str,
+    values: Any,
+    only: Sequence[str] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Add the flags of one config section. Their defaults are in `values`. `only` names the fields
-    that get a flag; None stands for all."""
+    that get a flag; None stands for all. `texts` has help texts by field, for a command in which a
+    flag can do less than the field's own text says."""
     group = parser.add_argument_group(section)
     types = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
         if field.metadata and (only is None or field.name in only):
-            default = getattr(values, field.name)
-            _add_flag(group, field, types[field.name], f"{section}.{field.name}", default)
+            default, dest = getattr(values, field.name), f"{section}.{field.name}"
+            text = (texts or {}).get(field.name, field.metadata["help"])
+            _add_flag(group, field, types[field.name], dest, default, text)
 
 
-def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any) -> None:
-    flags, text = field.metadata["flags"], field.metadata["help"]
+def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any, text: str) -> None:
+    flags = field.metadata["flags"]
     if kind is bool:
         # A flag of a field that is on by default turns it off (--no_baseline).
         group.add_argument(

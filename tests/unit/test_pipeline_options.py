@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec.cli.serving.recurrent import parse
+from magicdec.cli.front.run import config_of_draft
+from magicdec.cli.serving.recurrent import build_parser, parse
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
@@ -85,6 +86,12 @@ def test_bad_input_is_refused_in_one_line(
     with pytest.raises(ValueError) as refusal:
         prepared(tmp_path, *words, world_size=world_size)
     assert expected in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_help_does_not_offer_what_is_refused() -> None:
+    parser = build_parser(config_of_draft("ngram"))
+    (gamma,) = (a for a in parser._actions if "--gamma" in a.option_strings)
+    assert gamma.help is not None and "auto" not in gamma.help
 
 
 def test_a_host_needs_the_files_of_its_stage_alone(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ SECTIONS = {  # of a run's config, and which of its fields have a flag here
     "sampling": None,
     "workload": ("dataset", "seed"),
 }
+TEXTS = {"num_draft_tokens": "Draft tokens of each sample in a message; the ring needs a number."}
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def build_parser(base: RunConfig) -> Parser:
         everyday=EVERYDAY,
     )
     for section, fields in SECTIONS.items():
-        add_section(parser, section, getattr(base, section), only=fields)
+        add_section(parser, section, getattr(base, section), only=fields, texts=TEXTS)
     add_requests(parser)
     add_pipeline(parser)
     add_outputs(parser)
