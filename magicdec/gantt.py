@@ -60,8 +60,9 @@ def draw(
     legend: Mapping[str, Look],
     until_s: float | None = None,
 ) -> None:
-    """Write a PNG with the panels below each other, up to a time. Raises ValueError, naming the
-    flag, if a panel has too many rows or the file cannot be written."""
+    """Write a picture with the panels below each other, up to a time, in the format that the name
+    of `path` ends in. Raises ValueError, naming the flag, if a panel has too many rows or the file
+    cannot be written."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -82,7 +83,7 @@ def draw(
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=120)
+        figure.savefig(path, dpi=120)
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}") from None
 

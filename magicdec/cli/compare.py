@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from magicdec.cli.parsing.parser import Parser
 from magicdec.records.comparison.compare import compare, exit_code, summarize, uncovered
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.comparison.judge import (
@@ -28,8 +29,8 @@ from magicdec.records.writing import write_text
 EXIT_CODES = "exit codes: 0 passed, 1 regression, 2 wrong usage, 3 not comparable"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="magicdec compare",
         description="Compare the acceptance of new records with a baseline's, prompt by prompt.",
         epilog=EXIT_CODES,
@@ -98,8 +99,8 @@ def read_rule(args: argparse.Namespace) -> Rule:
 
 def main() -> None:
     """`magicdec compare NEW BASELINE`"""
-    args = make_parser().parse_args()
     try:
+        args, _ = make_parser().read(sys.argv[1:])
         new, old = (load_records(path, args.strict) for path in (args.new, args.baseline))
         if not new:
             raise ValueError(f"{args.new} holds no records")

@@ -3,18 +3,19 @@ command line; `report/flat.py` makes the rows."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.record_files import add_record_files, read_files
-from magicdec.report.flat import SUFFIXES, flat_rows, write_rows
+from magicdec.report.flat import SUFFIXES, Row, flat_rows, write_rows
 
 
 def main() -> None:
     """`magicdec export FILE... --out TABLE`"""
-    args = make_parser().parse_args()
     try:
+        args, _ = make_parser().read(sys.argv[1:])
         if args.out.suffix not in SUFFIXES:
             raise ValueError(f"--out {args.out} must end in {' or '.join(SUFFIXES)}")
         rows = [
@@ -22,18 +23,29 @@ def main() -> None:
             for number, (path, record) in enumerate(read_files(args), 1)
             for row in flat_rows(number, str(path), record)
         ]
-        write_rows(args.out, rows)
+        write(args.out, rows)
     except ValueError as error:
         print(f"magicdec export: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"magicdec export: --out {args.out}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     print(f"{len(rows)} rows written to {args.out}", file=sys.stderr)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def write(out: Path, rows: list[Row]) -> None:
+    """The complete table appears at once, or not at all. Raises ValueError if it cannot be
+    written."""
+    partial = out.with_name(f"{out.stem}.partial{out.suffix}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(partial, rows)
+        partial.replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ValueError(f"--out {out}: {error.strerror or error}") from None
+
+
+def make_parser() -> Parser:
+    parser = Parser(
         prog="magicdec export",
         description="Write records as one flat table, with one row for each pass of a run. pandas "
         "reads it in one line: pandas.read_csv(FILE) or pandas.read_parquet(FILE).",

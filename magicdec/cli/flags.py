@@ -14,6 +14,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.parsing.config_file import file_words
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.choices.choice import How
 from magicdec.config.output_section import OutputSection
 from magicdec.config.resolved import ResolvedConfig
@@ -111,7 +113,7 @@ def read_flags(parser: Parser, config: RunConfig, argv: Sequence[str]) -> RunCon
     parsed, typed = parser.read(argv)
     given, file = typed, parsed.config
     if file is not None:
-        parsed, given = parser.read([*file_words(parser, file), *argv])
+        parsed, given = read_both(parser, file, argv)
     found = read_sections(config, parsed)
     for dest in vars(parsed):
         reason = why_ignored(found, dest) if dest in given and "." in dest else None
@@ -128,6 +130,17 @@ def is_working_leader(config: RunConfig) -> bool:
     launch = read_launch()
     world_size = find_world_size(config.parallel.nproc, launch)
     return launch.rank == 0 and launch.world_size == world_size
+
+
+def read_both(
+    parser: Parser, file: Path, argv: Sequence[str]
+) -> tuple[argparse.Namespace, set[str]]:
+    """As `Parser.read`, of the flags in a file and of those in `argv`, which can be read alone."""
+    words = file_words(parser, file)
+    try:
+        return parser.read([*words, *argv])
+    except ValueError as error:
+        raise ValueError(f"--config {file}: {error}") from None
 
 
 def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
@@ -161,7 +174,7 @@ def start(
         if launch.rank == 0:
             check_outputs(parsed.output)
         parsed = with_local_models(parsed)
-        run_on_ranks(parsed.parallel.nproc, words, launch)
+        run_on_ranks(parsed.parallel.nproc, words, launch, partial(check_heads, parsed))
         with spinner("preparing", launch.rank == 0):
             from magicdec.setup.prepare import prepare
 
@@ -176,14 +189,22 @@ def start(
     sys.exit(conclude(prepared))
 
 
-def run_on_ranks(nproc: int | None, words: Sequence[str], launch: Launch) -> None:
+def run_on_ranks(
+    nproc: int | None,
+    words: Sequence[str],
+    launch: Launch,
+    check: Callable[[int], None] | None = None,
+) -> None:
     """If `--nproc` asks for ranks that do not run yet, start this command as these ranks and exit
-    with their exit code. Otherwise return."""
+    with their exit code. Otherwise return. `check` refuses a number of ranks before they start, by
+    raising ValueError."""
     if not is_other_start(nproc, launch):
         return
     name = sys.argv[0]
     program = ["-m", *name.split()] if name.startswith("magicdec ") else [name]
     assert nproc is not None, "it was asked for"
+    if check is not None:
+        check(nproc)
     sys.exit(start_ranks(nproc, [*program, *words]))
 
 

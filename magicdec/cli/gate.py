@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from magicdec.cli.compare import EXIT_CODES, add_rule_flags, conclude, read_rule, share
+from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.gate.cases import Subject, config_of, margin_of, quick, standard_cases
 from magicdec.gate.measuring import Result, measure, with_threads
@@ -29,8 +30,8 @@ COMMITTED = Path("results/baselines/acceptance.jsonl")
 
 def main() -> None:
     """`magicdec gate`"""
-    args = make_parser().parse_args()
     try:
+        args = make_parser().parse_args()
         sys.exit(save(args) if args.action == "save" else gate(args))
     except ValueError as error:
         print(f"magicdec gate: {error}", file=sys.stderr)
@@ -39,8 +40,8 @@ def main() -> None:
         sys.exit(130)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="magicdec gate",
         description="Run the cases of a baseline file again, on one rank, and compare their "
         "acceptance with the baseline's, prompt by prompt. `magicdec gate save` makes such a file.",

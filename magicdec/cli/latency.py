@@ -14,11 +14,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.flags import add_section, announce_backend, read_sections, refuse, run_on_ranks
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.checks import MOST_WATCHED, check_budget
 from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.options import flag_of
@@ -62,7 +64,7 @@ def main() -> NoReturn:
         asked = parse(sys.argv[1:])
         nproc = asked.config.parallel.nproc
         asked.config.check(find_world_size(nproc, launch))
-        run_on_ranks(nproc, sys.argv[1:], launch)
+        run_on_ranks(nproc, sys.argv[1:], launch, partial(check_heads, asked.config))
         resolved, source, memory = prepare(asked, launch)
     except ValueError as error:
         refuse(error, launch)

@@ -3,10 +3,10 @@ line; `report/` makes the page."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.record_files import add_record_files, read_files
 from magicdec.report.page import PAGE, write_report
 from magicdec.report.point import make_point
@@ -15,8 +15,8 @@ from magicdec.report.prediction import load_predictor
 
 def main() -> None:
     """`magicdec report FILE... --out DIR`"""
-    args = make_parser().parse_args()
     try:
+        args, _ = make_parser().read(sys.argv[1:])
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {args.out} is not a directory; name one to write to")
         predictor = load_predictor(args.machine)
@@ -36,8 +36,8 @@ def main() -> None:
     print(f"{drawn} figures of {runs} runs: {args.out / PAGE}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="magicdec report",
         description="Write a page with figures and tables of records. It needs no network; the "
         "figures as PNG and SVG and the tables as CSV are written beside it.",

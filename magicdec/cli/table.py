@@ -8,6 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.pass_records import Kind, find_kind, load, read_commands
 from magicdec.cli.parsing.record_files import add_record_files, read_files
 from magicdec.records.comparison.conditions import describe
@@ -23,8 +24,8 @@ from magicdec.report.settings import SETTINGS
 
 def main() -> None:
     """`magicdec table FILE...`"""
-    args = make_parser().parse_args()
     try:
+        args, _ = make_parser().read(sys.argv[1:])
         check_keys(args)
         kind = find_kind(args.files)
         if kind is not None:
@@ -77,8 +78,8 @@ def check_keys(args: argparse.Namespace) -> None:
         raise ValueError(f"--sort {args.sort} is not in the table; add it to --group_by")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="magicdec table",
         description="Print records as a table, with one line for each run. Of the commands that "
         "serve requests, print a table for each command, with a column for each pass.",

@@ -51,7 +51,9 @@ def read_nodes(path: Path) -> Ring:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
         return _Reader().ring(content)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: no JSON ({error.msg})") from error

@@ -46,7 +46,8 @@ def write_text(flag: str, path: Path, text: str) -> None:
             partial.replace(path)
     except OSError as error:
         if is_plain:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
         raise ValueError(f"{flag} {path}: {error.strerror}") from None
 
 

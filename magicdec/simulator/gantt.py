@@ -21,7 +21,7 @@ LOOKS = {
 
 
 def draw(flag: str, path: Path, traces: Mapping[str, Trace], until_s: float | None = None) -> None:
-    """Write a PNG with one panel for each trace, up to a time. Raises ValueError, naming the flag,
+    """Draw one panel for each trace, up to a time. Raises ValueError, naming the flag,
     if there are too many stages or the file cannot be written."""
     panels = [panel_of(mode, trace) for mode, trace in traces.items()]
     gantt.draw(flag, path, panels, LOOKS, until_s)

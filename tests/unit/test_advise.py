@@ -153,6 +153,31 @@ def test_a_run_that_is_refused_ends_the_advice_in_one_line(
     assert capsys.readouterr().err == "magicdec advise: --prefix_len 9 is too long\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model nowhere", "--model 'nowhere' is not known; choose from demo"),
+        ("--dataset books.jsonl", "--dataset books.jsonl: cannot be read (No such file"),
+        ("--prefix_len 90000", "--prefix_len 90000 + 64 generated tokens = 90064 exceeds"),
+        ("--draft ngram model:nowhere", "--draft 'nowhere' is not known"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_machine_is_probed(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "run_command", lambda words: Ended(2, "probed\n"))
+    monkeypatch.setattr("sys.argv", ["magicdec advise", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"magicdec advise: {message}")
+
+
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
     """Read back, they resolve to the recorded config, for every drafter and policy."""
     machine = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)

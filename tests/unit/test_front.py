@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from magicdec import console
-from magicdec.cli import commands
+from magicdec.cli import commands, flags
 from magicdec.cli.front import run
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
@@ -117,7 +117,7 @@ def test_a_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         read("--config", file)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and str(refused.value).startswith(f"--config {file}")
 
 
 def test_the_parser_tells_what_was_given() -> None:
@@ -260,6 +260,54 @@ def test_the_command_names_itself_and_its_commands(
         out, err = capsys.readouterr()
         assert ended.value.code == code and said in out + err
         assert max(map(len, (out + err).splitlines())) <= 80
+
+
+HEADS, STAGES = "ranks cannot share 4 attention heads", "stages cannot share 6 layers"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run", f"--nproc 100: 100 {HEADS}; use at most 4 ranks"),
+        ("longspec", f"--nproc 100: 100 {HEADS}"),
+        ("run --model nowhere", "--model 'nowhere' is not known; choose from"),
+        ("inflight", f"--nproc 100: 100 {HEADS}"),
+        ("latency", f"--nproc 100: 100 {HEADS}"),
+        ("recurrent", f"--nproc 100: 100 {STAGES}; use fewer"),
+        ("recurrent --layer_split 3,3", f"--nproc 100: 50 {HEADS}"),
+        ("run --nproc 4", None),
+        ("recurrent --layer_split 3,2", "--layer_split 3,2 adds up to 5 layers"),
+        ("pipeline", f"--nproc 100: 100 {STAGES}; use fewer"),
+        ("pipeline --layer_split 3,3", "--layer_split 3,3 names 2 ranks, but 100 were started"),
+    ],
+)
+def test_ranks_that_a_model_cannot_have_are_not_started(
+    words: str,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *more = words.split()
+    monkeypatch.setattr(flags, "start_ranks", lambda nproc, words: 77)
+    monkeypatch.setattr(sys, "argv", ["magicdec", name, "--nproc", "100", *more])
+    with pytest.raises(SystemExit) as ended:
+        commands.console()
+    assert ended.value.code == (77 if message is None else 2)
+    assert (message or "") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(commands.KNOWN))
+def test_a_command_refuses_an_unknown_flag_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["magicdec", name, "--no_such_flag"])
+    with pytest.raises(SystemExit) as ended:
+        commands.console()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == ""
+    assert err.startswith(f"magicdec {name}: ") and len(err.splitlines()) == 1
 
 
 @pytest.fixture

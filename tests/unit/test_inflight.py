@@ -194,7 +194,7 @@ def test_other_tokens_are_found() -> None:
         ("--sweep_rate --arrival burst", "--arrival does nothing with --sweep_rate"),
         ("--sweep_rate 3 --modes static", "--modes does nothing with --sweep_rate"),
         ("--sweep_rate --num_requests 1", "--num_requests 1 is too small for --sweep_rate"),
-        ("--plot x.jpeg", "--plot x.jpeg: name a file that ends in .png or .svg or .pdf"),
+        ("--plot x.jpeg", "--plot x.jpeg: the name must end in .png or .svg or .pdf"),
     ],
 )
 def test_bad_flags_are_refused(flags: str, message: str) -> None:

@@ -75,6 +75,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--draft", "ngram", "--budget", "99"], 2, "--budget does nothing here"),
         (["--pad_stage_ms", "9", "--emulate_stage_ms", "9"], 2, "--pad_stage_ms 9.0 is for stages"),
         (["--gantt_ms", "5"], 2, "--gantt_ms does nothing without --gantt"),
+        (["--gantt", "g.bmp"], 2, "--gantt g.bmp: the name must end in .png or .svg or .pdf"),
         (["--gantt", "g.png", "--gantt_ms", "-1"], 2, "--gantt_ms -1.0 is out of range"),
         (["--plots", "/dev/null"], 2, "--plots /dev/null is not a directory"),
         (["--time_run", "/dev/full/x"], 2, "--time_run /dev/full/x"),

@@ -206,6 +206,7 @@ def test_a_file_of_records_is_replayed(
         (("--link_gbit", "0"), "--link_gbit 0"),
         (("--pa", "2"), "--pa 2"),
         (("--gantt_ms", "5"), "--gantt_ms does nothing"),
+        (("--gantt", "g.bmp"), "--gantt g.bmp: the name must end in .png or .svg or .pdf"),
         (("--stages", "2", "4", "--gantt", "chart.png"), "--gantt is for one cluster"),
         (("--modes", "pipeline"), "--modes"),
     ],

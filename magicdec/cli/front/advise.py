@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -49,6 +49,7 @@ def main() -> NoReturn:
         args = read(sys.argv[1:])
         commands = make_commands(args)
         check_writable("--out", args.out)
+        check_runs(commands.values(), args.nproc)
         find_machine(args)
         records = {name: measure(words, args.out) for name, words in commands.items()}
         print(find_advice(args, records))
@@ -115,6 +116,18 @@ def make_commands(args: argparse.Namespace) -> dict[str, list[str]]:
             with_local_models(config)
             found[name] = ["run", *words]
     return found
+
+
+def check_runs(commands: Iterable[list[str]], nproc: int) -> None:
+    """Raises ValueError for a model, a text or a length that cannot be, which the runs would refuse
+    only after the machine was probed."""
+    from magicdec.setup.prepare import Known, complete, find
+
+    known, launch = Known(), Launch(0, nproc, 0, nproc)
+    with spinner("checking the runs", True):
+        for _, *words in commands:
+            found = find(with_local_models(run.read(words)), launch, known)
+            complete(found, known, agree=lambda _, check: check())
 
 
 def find_machine(args: argparse.Namespace) -> None:

@@ -56,16 +56,30 @@ class Parser(argparse.ArgumentParser):
     def format_help_all(self) -> str:
         return super().format_help()
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        """As argparse's, with a hint. Raises ValueError for a flag that does not exist, with the
+        name that is most like it."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = self.options()
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"choose from {' '.join(known)}"
+            raise ValueError(f"unknown argument {unknown[0]}; {hint}")
+        return parsed
+
+    def options(self) -> list[str]:
+        """Every spelling of every flag, those of its actions (`gate save`) included."""
+        found = [option for action in self._actions for option in action.option_strings]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [option for inner in action.choices.values() for option in inner.options()]
+        return list(dict.fromkeys(found))
+
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
         """The values of all flags, and the `dest` of those that were given. Raises ValueError for a
         flag that does not exist, with the name that is most like it."""
         unset = argparse.Namespace(**{a.dest: UNSET for a in self._actions if a.dest != "help"})
-        parsed, unknown = self.parse_known_args(words, unset)
-        if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            close = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"choose from {' '.join(known)}"
-            raise ValueError(f"unknown argument {unknown[0]}; {hint}")
+        parsed = self.parse_args(words, unset)
         given = {dest for dest, value in vars(parsed).items() if value is not UNSET}
         for action in self._actions:
             if action.dest in vars(parsed) and action.dest not in given:

@@ -22,6 +22,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.names import BATCHINGS, COMPACTION
 from magicdec.records.writing import check_files
+from magicdec.report.figures.style import check_picture
 from magicdec.serving.metrics import GOODPUT_OF, parse_goodput
 from magicdec.serving.options import WINDOWED, ServingOptions, check_modes
 from magicdec.serving.passes import DRAFTED, Pass, check_compactions, make_passes
@@ -35,7 +36,6 @@ from magicdec.workload.request_shapes import (
 from magicdec.workload.request_shapes import FORMS as LENGTH_FORMS
 
 WINDOW_MS = 1000.0
-PICTURES = (".png", ".svg", ".pdf")
 SWEPT = "poisson:1"  # what --sweep_rate stretches
 EVERYDAY = (
     *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--output_len"),
@@ -79,8 +79,8 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     parser = build_parser(base)
     args, given = parser.read(words)
     config = config_of(parser, base, args, given, launch)
-    if args.plot is not None and args.plot.suffix not in PICTURES:
-        raise ValueError(f"--plot {args.plot}: name a file that ends in {' or '.join(PICTURES)}")
+    if args.plot is not None:
+        check_picture("--plot", args.plot)
     rates = None if args.sweep_rate is None else take_rates(args, argv)
     check_modes(args.modes)
     check_compactions(args.compaction, args.modes)
@@ -164,8 +164,8 @@ def build_parser(base: RunConfig) -> Parser:
         "display itself is shown on a terminal only")  # fmt: skip
     add("--plot", type=Path, metavar="FILE",
         help="draw when each request waited, was prefilled and decoded, for each batching; with "
-        "--sweep_rate, the rate served and times to first token at each rate. A file that ends in "
-        f"{' or '.join(PICTURES)}")  # fmt: skip
+        "--sweep_rate, the rate served and times to first token at each rate; .png, .svg or .pdf",
+    )  # fmt: skip
     add("--out", type=Path, default=Path("results/serving.jsonl"), metavar="FILE",
         help="append a record for each batching, one JSON line [results/serving.jsonl]",
     )  # fmt: skip

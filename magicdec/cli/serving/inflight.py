@@ -13,10 +13,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import run_on_ranks
+from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.cli.serving.flags import Asked, parse
 from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.steps import announce, conclude, run_command
@@ -38,7 +40,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     """The whole command on this rank. Returns its exit code."""
     asked = parse(words, launch)
     asked = replace(asked, config=with_local_models(asked.config))
-    run_on_ranks(asked.config.parallel.nproc, words, launch)
+    check = partial(check_heads, asked.config)
+    run_on_ranks(asked.config.parallel.nproc, words, launch, check)
     with spinner("preparing", launch.rank == 0):
         from magicdec.serving.prepare import prepare
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,6 +21,7 @@ from magicdec.cli.flags import add_section, read_sections, run_on_ranks
 from magicdec.cli.front.run import last_value
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.parsing.rank_checks import check_roles
 from magicdec.cli.serving.common_flags import add_files, add_requests
 from magicdec.cli.serving.drafter import (
     DEFAULT_DRAFTER,
@@ -102,7 +104,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     """The whole command on this rank. Returns its exit code."""
     asked = parse(words, launch)
     asked = replace(asked, config=with_local_models(asked.config))
-    run_on_ranks(asked.config.parallel.nproc, words, launch)
+    check = partial(check_roles, asked.config, asked.options.layer_split)
+    run_on_ranks(asked.config.parallel.nproc, words, launch, check)
     with spinner("preparing", launch.rank == 0):
         from magicdec.pipelined_run.prepare import prepare
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,6 +20,7 @@ from magicdec.cli.flags import add_section, read_sections, run_on_ranks
 from magicdec.cli.front.run import MODEL_PREFIX, config_of_draft, last_value
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.parsing.rank_checks import check_stages
 from magicdec.cli.serving.common_flags import add_requests
 from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.ring_outputs import RingOutputs, add_outputs, read_outputs
@@ -78,7 +80,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     """The whole command on this rank. Returns its exit code."""
     asked = parse(words, launch)
     asked = replace(asked, config=with_local_models(asked.config))
-    run_on_ranks(asked.config.parallel.nproc, words, launch)
+    check = partial(check_stages, asked.config, asked.options.layer_split)
+    run_on_ranks(asked.config.parallel.nproc, words, launch, check)
     with spinner("preparing", launch.rank == 0):
         from magicdec.pipeline.prepare import prepare
 

@@ -18,6 +18,7 @@ from magicdec.cli.serving.common_flags import add_files
 from magicdec.memory.sampler import STATM
 from magicdec.pipeline.options import RING, RINGS, SEQUENTIAL, WITH_CURVES
 from magicdec.records.writing import check_files
+from magicdec.report.figures.style import check_picture
 
 if TYPE_CHECKING:
     from magicdec.pipeline.measured_pass import Outcome
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 FILES = (  # (flag, metavar, help text)
     ("--gantt", "FILE",
-     "draw which sample every stage computes when (PNG). A ring with drafts gets a file of its "
-     "own, FILE_ring_speculative. Default: no chart, and no times are noted"),
+     "draw which sample every stage computes when; .png, .svg or .pdf. A ring with drafts gets a "
+     "file of its own, FILE_ring_speculative. Default: no chart, and no times are noted"),
     ("--plots", "DIR",
      "write the tokens and the memory of each rank against time to CSV files in this directory, "
      "for the ring and the sequential baseline, and draw curves of all numbers of nodes that have "
@@ -130,6 +131,8 @@ def read_outputs(args: argparse.Namespace, is_writer: bool) -> RingOutputs:
             raise ValueError("--gantt_ms does nothing without --gantt; leave it out")
         if not 0 < args.gantt_ms < float("inf"):
             raise ValueError(f"--gantt_ms {args.gantt_ms} is out of range; it must be more than 0")
+    if args.gantt is not None:
+        check_picture("--gantt", args.gantt)
     if is_writer:
         check_files({"--out": args.out, "--gantt": args.gantt, "--time_run": args.time_run})
     if args.plots is not None and args.plots.exists() and not args.plots.is_dir():

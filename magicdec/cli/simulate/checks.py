@@ -6,6 +6,7 @@ import argparse
 
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES
 from magicdec.records.writing import check_files
+from magicdec.report.figures.style import check_picture
 from magicdec.simulator.modes import MODES
 
 
@@ -33,6 +34,8 @@ def check(args: argparse.Namespace, given: set[str]) -> None:
         raise ValueError("--all_reduce_ms does nothing without --nodes; leave it out")
     if "gantt_ms" in given and args.gantt is None:
         raise ValueError("--gantt_ms does nothing without --gantt; leave it out")
+    if args.gantt is not None:
+        check_picture("--gantt", args.gantt)
     check_files({"--gantt": args.gantt, "--out": args.out})
     args.modes = [mode for mode in MODES if mode in args.modes]
 

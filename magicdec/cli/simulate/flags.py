@@ -122,7 +122,8 @@ def _add_output(group: Any) -> None:
     group.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, metavar="NAME",
         help=f"ways to decode, of {', '.join(MODES)} [all]")  # fmt: skip
     group.add_argument("--gantt", type=Path, metavar="FILE",
-        help="draw what every stage computes when (PNG); for one cluster")  # fmt: skip
+        help="draw what every stage computes when, in one cluster; .png, .svg or .pdf",
+    )  # fmt: skip
     group.add_argument("--gantt_ms", type=float, metavar="X",
         help="how much time the chart shows, in ms; default: 40 times the slowest "
         "stage")  # fmt: skip

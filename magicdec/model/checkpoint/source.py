@@ -46,8 +46,8 @@ from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
 
 CHOICES = (
-    "demo, demo-draft, random:<preset>, a Hugging Face directory, "
-    "or a .safetensors/.pth/.bin file beside its config.json"
+    "demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on the Hugging "
+    "Face hub (owner/name), or a .safetensors/.pth/.bin file beside its config.json"
 )
 # Elements read at a time, which bounds the extra memory while loading.
 READ_ELEMENTS = 1 << 24

@@ -26,7 +26,7 @@ SHOWN_BEFORE = 0.25  # of that is shown before the last stage computes the first
 
 
 def draw_ring(flag: str, path: Path, trace: RingTrace, until_ms: float | None) -> None:
-    """Write a PNG of both charts, of the first `until_ms`. Without it, they show how the first
+    """Draw both charts, of the first `until_ms`. Without it, they show how the first
     samples begin to decode. Raises ValueError, naming the flag, if there are too many rows or the
     file cannot be written."""
     origin_s = trace.stages[0][0][0]
