@@ -1,4 +1,4 @@
-"""The CPU backend: attention over the paged cache in one pass of a C++ kernel (`native.cpp`).
+"""The CPU backend: attention over the paged cache in one pass of a C++ kernel (`cpp/native.cpp`).
 
 Owns the calls to the compiled library. When torch traces a model, the call goes through
 `torch.library`.
@@ -26,19 +26,9 @@ from magicdec.kv.int8_layout import INT8_TILED
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.view import NO_NODES, KVView, Nodes
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "native.cpp"
 HEADERS = (
-    SOURCE.with_name("native_problem.h"),
-    SOURCE.with_name("native_tree.h"),
-    SOURCE.with_name("native_plan.h"),
-    SOURCE.with_name("native_team.h"),
-    SOURCE.with_name("native_portable.h"),
-    SOURCE.with_name("native_chunk.h"),
-    SOURCE.with_name("native_bf16.h"),
-    SOURCE.with_name("native_registers.h"),
-    SOURCE.with_name("native_amx.h"),
-    SOURCE.with_name("native_int8.h"),
-    SOURCE.with_name("native_received.h"),
+    *sorted(SOURCE.parent.glob("*.h")),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "bf16.h",

@@ -11,7 +11,7 @@
 #include <ctime>
 #include <vector>
 
-#include "../attention/native_team.h"
+#include "../attention/cpp/native_team.h"
 #include "../distributed/shared_memory.h"
 #include "../model/elementwise/rows.h"
 #include "../model/linear/packed.h"

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-TILE = 64  # tokens of a tile (TILE of attention/native.cpp)
+TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h)
 
 
 class Layout(Protocol):

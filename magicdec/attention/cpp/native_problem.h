@@ -12,11 +12,11 @@
 
 #include <omp.h>
 
-#include "../kernels/arithmetic.h"
-#include "../kernels/amx.h"
+#include "../../kernels/arithmetic.h"
+#include "../../kernels/amx.h"
 #if defined(__AVX512BF16__)
-#include "../kernels/bf16.h"
-#include "../kernels/int8.h"
+#include "../../kernels/bf16.h"
+#include "../../kernels/int8.h"
 #endif
 
 namespace {
