@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples.recorded import PrefillSamples
 
 Rng = np.random.Generator
 Array = np.ndarray[Any, Any]

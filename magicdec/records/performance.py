@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from magicdec.records.fields import description_of, recorded
-from magicdec.records.samples import LATER
+from magicdec.records.samples.recorded import LATER
 from magicdec.records.statistics.uncertainty import Uncertainty
 
 NO_STEP = "if no step was needed"

@@ -16,7 +16,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.memory import MemoryRecord
 from magicdec.records.performance import Metrics
-from magicdec.records.samples import LATER, PrefillSamples, SamplesRecord
+from magicdec.records.samples.recorded import LATER, PrefillSamples, SamplesRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.records.writing import append_line, to_json
 

@@ -9,7 +9,7 @@ from magicdec.names import BASELINE
 from magicdec.records.environment import Environment
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.samples import SamplesRecord
+from magicdec.records.samples.recorded import SamplesRecord
 from magicdec.records.table import method
 from magicdec.report.commands import command_of
 from magicdec.report.settings import Setting, settings

@@ -25,7 +25,7 @@ from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.reading import parse_record
 from magicdec.records.record import STATUSES, RunRecord
-from magicdec.records.samples import PassSamples
+from magicdec.records.samples.measured import PassSamples
 
 Record = dict[str, Any]
 RATE = 0.8

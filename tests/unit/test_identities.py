@@ -12,7 +12,8 @@ import pytest
 from magicdec.records.identities.of_metrics import check_identities
 from magicdec.records.metrics import run_metrics
 from magicdec.records.performance import Metrics
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples.recorded import PrefillSamples
 
 BANDWIDTH = 1e9
 

@@ -40,7 +40,7 @@ ERRORS = {
         "test_the_net_speedup_begins_at_the_end_of_prefill",
     ),
     "TPOT's clock shifted by 0.5 ms": (
-        "records/samples.py",
+        "records/samples/measured.py",
         "end - started_s)",
         "end - started_s - 0.0005)",
         "test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples.recorded import PrefillSamples
 
 ROUNDING_MS = 1e-5  # a sample is rounded to 1e-6 ms; times a few samples
 PHASE_TOLERANCE = 0.01  # on CUDA phases have the device's clock and steps the host's
