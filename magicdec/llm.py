@@ -47,9 +47,10 @@ class LLM:
     tokens each, prompt included.
 
     `drafter` (self or ngram; None: no speculation) drafts `num_draft_tokens` tokens a step, or as
-    many as pay with "auto"; with self it reads what `kv` shows. The KV cache holds
-    `cache_tokens` tokens of all requests together (default: enough for all of them at full
-    length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
+    many as pay with "auto"; with self it reads what `kv` shows. A request asks for at most
+    `max_new_tokens` (default: as many as fit in a row), which bounds what a policy copies. The KV
+    cache holds `cache_tokens` tokens of all requests together (default: enough for all of them at
+    full length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
     prompts. Requests are admitted in `order` (fcfs, shortest_remaining or priority). If
     `max_waiting` requests wait, `submit` runs steps until there is room for one more.
 
@@ -71,6 +72,7 @@ class LLM:
         max_waiting: int | None = None,
         order: str = "fcfs",
         threads: int | None = None,
+        max_new_tokens: int | None = None,
     ) -> None:
         for name, value, choices in (
             ("drafter", drafter, (None, *DRAFTERS)), ("order", order, tuple(ADMISSION_ORDERS)),
@@ -79,10 +81,13 @@ class LLM:
                 raise ValueError(f"{name} {value}; choose from {', '.join(map(str, choices))}")
         for name, number in (
             ("max_tokens", max_tokens - 1), ("block_tokens", block_tokens),
-            ("prefill_tokens", prefill_tokens), ("cache_tokens", cache_tokens or 1),
+            ("prefill_tokens", prefill_tokens),
+            ("cache_tokens", 1 if cache_tokens is None else cache_tokens),
+            ("max_new_tokens", 1 if max_new_tokens is None else max_new_tokens),
         ):  # fmt: skip
             if number < 1:
                 raise ValueError(f"{name} is too small")
+        self.max_new_tokens = min(max_new_tokens or max_tokens, max_tokens)
         strategy = BASELINE if drafter is None else "speculative"
         asked = RunConfig(
             model=ModelSection(model, dtype),
@@ -91,7 +96,10 @@ class LLM:
             kv=kv,
             decoding=DecodingSection(strategy, drafter, num_draft_tokens),
             workload=WorkloadSection(
-                batch_size=max_concurrency, prefix_len=max_tokens - 1, gen_len=1
+                batch_size=max_concurrency,
+                prefix_len=max_tokens - 1,
+                gen_len=1,
+                extra_new_tokens=self.max_new_tokens - 1,
             ),
         )
         found, known = find(asked, Launch(0, 1, 0, 1), Known()), Known()
@@ -133,6 +141,11 @@ class LLM:
         if wrong is not None or not ids:
             what = "is empty" if wrong is None else f"has the token id {wrong}"
             raise ValueError(f"the prompt {what}; ids are below {self.model.vocab_size}")
+        if max_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens {max_new_tokens} is too large; this LLM was made for at most "
+                f"{self.max_new_tokens}"
+            )
         eos = () if ignore_eos else self.model.eos_token_ids
         params = make_params(sampling, max_new_tokens, eos, self._num_requests)
         request = Request(self._num_requests, ids, params, priority=priority)

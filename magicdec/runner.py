@@ -40,7 +40,8 @@ layer computes attention."""
 
 @dataclass
 class ModelRunner:
-    """Runs `model` for `num_rows` sequences of at most `max_tokens` cached tokens each.
+    """Runs `model` for `num_rows` sequences of at most `max_tokens` cached tokens each, of which at
+    most `max_following` follow the prompt.
 
     `offsets` [num_rows] is the difference between the position of a row's next token and the number
     of its tokens in the cache. It is not 0 if the cache holds only selected tokens of a longer
@@ -59,6 +60,7 @@ class ModelRunner:
     executor: Executor | None = None  # computes forwards of few tokens, if the model has one
     block_tokens: int | None = None  # about the tokens of a block; default: the backend's choice
     num_blocks: int | None = None  # of the pool; default: as many as all rows can need
+    max_following: int | None = None  # drafts included; default: as many as a row holds
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)

@@ -141,7 +141,9 @@ def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Sample
     found = {(budget, dtype): Samples() for budget in args.budget for dtype in DTYPES}
     prompts, room = prepared.workload.prompts, config.workload.num_new_tokens
     for first in range(0, len(prompts), args.B):
-        runner = ModelRunner(model, make_backend("native"), group, args.B, args.prefix_len + room)
+        runner = ModelRunner(
+            model, make_backend("native"), group, args.B, args.prefix_len + room, max_following=room
+        )
         requests = tuple(
             Request(first + row, prompts[first + row], SamplingParams(room), row=row)
             for row in range(args.B)

@@ -128,8 +128,10 @@ def make_runner(
     num_rows: int,
     max_tokens: int,
     backend: AttentionBackend | None = None,
+    max_following: int | None = None,
 ) -> ModelRunner:
-    return ModelRunner(model, backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens)
+    place = model, backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens
+    return ModelRunner(*place, max_following=max_following)
 
 
 def make_draft(
@@ -143,6 +145,7 @@ def make_draft(
     max_drafts: int = 8,
     group: Group = Group((0,), 0),
     source: int = 0,
+    max_following: int | None = None,
 ) -> DraftModel:
     """A standalone draft on the ranks of `group`, of which the target's `source`-th tells the
     others; small chunks and blocks, so that short texts cross them."""
@@ -150,7 +153,8 @@ def make_draft(
     place = model, backend or GroupedBackend(), group
     kv_dtype = standalone_kv_dtype(kv)
     if not isinstance(policy, StreamingLLM):
-        return DraftModel(ModelRunner(*place, *rows, kv_dtype=kv_dtype), source, chunk)
+        runner = ModelRunner(*place, *rows, kv_dtype=kv_dtype, max_following=max_following)
+        return DraftModel(runner, source, chunk)
     tail = chunk + max_drafts
     runner = RollingRunner(*place, *rows, policy, kv_dtype, max_tail=tail, block_size=block_size)
     return DraftModel(runner, source, chunk, is_rolling=True)

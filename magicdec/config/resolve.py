@@ -192,4 +192,5 @@ def resolve_workload(section: WorkloadSection) -> ResolvedWorkload:
         num_batches=section.num_batches,
         warmup_batches=section.warmup_batches,
         seed=section.seed,
+        extra_new_tokens=section.extra_new_tokens,
     )

@@ -111,6 +111,7 @@ class ResolvedWorkload:
     num_batches: int
     warmup_batches: int
     seed: int
+    extra_new_tokens: int
 
     @property
     def num_new_tokens(self) -> int:

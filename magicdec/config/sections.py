@@ -236,6 +236,7 @@ class WorkloadSection:
     seed: int = option(
         123, "Seed for the order of the prompts and for what recall and ruler draw.", "--seed"
     )
+    extra_new_tokens: int = 0  # by which a request with a shorter prompt may exceed `gen_len`
 
     @property
     def num_new_tokens(self) -> int:

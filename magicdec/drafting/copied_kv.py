@@ -26,7 +26,7 @@ from torch import Tensor
 from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.observation import newest_queries, weights_in_cache
-from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
+from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import first_key
 from magicdec.kv.visible import SinksAndWindow
 from magicdec.request import Request
@@ -64,16 +64,21 @@ class CopiedKV(DraftKV):
         self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
 
     @property
+    def row_tokens(self) -> int:
+        """Entries of a row of the copy: what is chosen of any text, and all that can follow, so
+        that the copy never has to grow while requests of other lengths come."""
+        source = self.source
+        following = source.max_tokens if source.max_following is None else source.max_following
+        return min(self.policy.budget + following, source.max_tokens)
+
+    @property
     def _offsets(self) -> Tensor:
         assert self.runner.offsets is not None, "a cache of its own has offsets"
         return self.runner.offsets
 
     def admit(self, requests: Sequence[Request]) -> None:
-        cached = [request.num_cached for request in requests]
-        room = self.source.max_tokens - min(cached)
-        needed = min(min(self.policy.budget, max(cached)) + room, self.source.max_tokens)
-        if self.runner is self.source or self.runner.max_tokens < needed:
-            self._make_cache(needed)
+        if self.runner is self.source:
+            self.runner = self.source.with_cache(self.row_tokens, self.kv_dtype)
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
             self.runner.cache.release(request.row)
@@ -94,9 +99,12 @@ class CopiedKV(DraftKV):
         """Copy what `follow` would not, and choose anew where that is due."""
         rows = [request.row for request in requests if request.row is not None]
         held = self.lengths(rows).bounds
-        behind = max(r.num_cached - n for r, n in zip(requests, held, strict=True))
-        if behind > num_draft_tokens + 1:
-            self.follow(BatchRows.of(rows, self.source.device), behind)
+        behind = [r.num_cached - n for r, n in zip(requests, held, strict=True)]
+        # `follow` copies as many tokens of each row, and a row that is less far behind than others
+        # may have no room for so many.
+        for count in sorted({n for n in behind if n > num_draft_tokens + 1}):
+            equal = [row for row, n in zip(rows, behind, strict=True) if n == count]
+            self.follow(BatchRows.of(equal, self.source.device), count)
         every, due = self.policy.reselect_every, []
         for request, row in zip(requests, rows, strict=True):
             last = request.num_cached + num_draft_tokens
@@ -137,24 +145,6 @@ class CopiedKV(DraftKV):
         shifted = zip(rows.numbers, committed.bounds, strict=True)
         bounds = tuple(bound - self.shifts[row] for row, bound in shifted)
         return Lengths(committed.tensor - self._offsets[rows.index], bounds)
-
-    def _make_cache(self, max_tokens: int) -> None:
-        """A cache of so many tokens a row; what rows hold already moves into it."""
-        old = None if self.runner is self.source else self.runner
-        self.runner = self.source.with_cache(max_tokens, self.kv_dtype)
-        if old is None:
-            return
-        assert old.offsets is not None, "a cache of its own has offsets"
-        self._offsets.copy_(old.offsets)
-        for row, length in enumerate(old.cache.lengths):
-            if not old.cache.blocks[row]:
-                continue
-            self.runner.cache.allocate(row, max_tokens)
-            index = upload([row], self.source.device)
-            places = torch.arange(length, device=self.source.device)[None]
-            source, target = old.cache.slots(index, places), self.runner.cache.slots(index, places)
-            self.runner.cache.copy_from(old.cache, source, target)
-            self.runner.cache.advance([row], length)
 
     def _choose(
         self, requests: Sequence[Request], num_draft_tokens: int = MOST_DRAFT_TOKENS

@@ -98,6 +98,7 @@ def time_place(
     runner = ModelRunner(
         model, backend, group, B, context + max(grid.new_tokens),
         executor=make_executor(kinds_of(config.model, config.model.target_dtype), model, group),
+        max_following=max(grid.new_tokens),
     )  # fmt: skip
     batch = fill(runner, context)
     captures = config.decoding.cuda_graphs == "on"

@@ -18,7 +18,12 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
 from magicdec.kv.view import WEIGHTS_BLOCK
-from magicdec.memory.working_memory import DTYPE_BYTES, max_tokens, working_bytes
+from magicdec.memory.working_memory import (
+    DTYPE_BYTES,
+    max_following,
+    max_tokens,
+    working_bytes,
+)
 from magicdec.model.config import ModelConfig
 
 
@@ -122,7 +127,8 @@ def _draft_kv_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, ba
     per_token = int8_kv_bytes_per_token(model, shard) if is_int8 else in_run_dtype
     whole, policy = _stored_tokens(config, backend, longest), make_policy(config.kv)
     if policy.is_copied:  # with room for the tokens that follow
-        copied = min(policy.copied_tokens(w.prefix_len) + longest - w.prefix_len, longest)
+        following = max_following(config, longest)
+        copied = min(policy.copied_tokens(w.prefix_len) + following, longest)
         context = 0 if is_self else whole * in_run_dtype
         return context + _stored_tokens(config, backend, copied) * per_token
     if is_self:

@@ -25,6 +25,13 @@ def max_tokens(config: ResolvedConfig) -> int:
     return w.prefix_len + w.num_new_tokens + drafted
 
 
+def max_following(config: ResolvedConfig, row_tokens: int) -> int:
+    """Tokens that follow a prompt at most in a row of `row_tokens`, drafts included. A short prompt
+    may be followed by more than the longest is."""
+    w = config.workload
+    return min(row_tokens, row_tokens - w.prefix_len + w.extra_new_tokens)
+
+
 def working_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
     """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
     first choice; reading and converting a matrix; the buffer that measures the bandwidth. The

@@ -18,6 +18,7 @@ from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.executor.executor import Executor
+from magicdec.memory.working_memory import max_following
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
@@ -144,7 +145,10 @@ def make_target(
     if cache_tokens is not None:
         num_blocks = -(-cache_tokens // size)
     num_blocks += spare_blocks
-    return ModelRunner(*place, executor=executor, block_tokens=block_tokens, num_blocks=num_blocks)
+    return ModelRunner(
+        *place, executor=executor, block_tokens=block_tokens, num_blocks=num_blocks,
+        max_following=max_following(config, max_tokens),
+    )  # fmt: skip
 
 
 def make_draft(
@@ -174,7 +178,10 @@ def make_draft(
                 max_tail=tail,
             )  # fmt: skip
         else:
-            runner = ModelRunner(*place, num_rows, max_tokens, kv_dtype=kv_dtype, executor=executor)
+            runner = ModelRunner(
+                *place, num_rows, max_tokens, kv_dtype=kv_dtype, executor=executor,
+                max_following=max_following(config, max_tokens),
+            )  # fmt: skip
         keep_queries(runner, config.kv)
     first = groups.target.ranks.index(config.draft.rank_group[0])
     return DraftModel(runner, first, chunk, is_rolling)

@@ -27,7 +27,12 @@ class ShapedOptions:
 
     def batch_of(self, asked: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
         """`asked` with one batch of so many rows. A row has room for the longest request, which
-        need not have the longest prompt, and for `spare` tokens."""
+        need not have the longest prompt, and for `spare` tokens. The longest output may be that of
+        another request."""
         prompt = self.longest_prompt
-        room = self.longest - prompt + spare
-        return replace(asked, batch_size=rows, prefix_len=prompt, gen_len=room, num_batches=1)
+        new = self.longest - prompt
+        extra = max(shape.output_len for shape in self.shapes) - new
+        return replace(
+            asked, batch_size=rows, prefix_len=prompt, gen_len=new + spare, num_batches=1,
+            extra_new_tokens=extra,
+        )  # fmt: skip

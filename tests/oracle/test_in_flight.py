@@ -120,7 +120,10 @@ def draw_schedule(
         size = backend.block_size(8)
         needed = [len(r.prompt_ids) + r.sampling.max_new_tokens + step_tokens for r in requests]
         blocks = {"block_tokens": 8, "num_blocks": -(-max(needed) // size) + random.randint(0, 1)}
-    runner = replace(make_runner(MODEL, num_rows, MAX_TOKENS, backend), **blocks)
+    # So that a copy of K and V has just the room that the longest output needs.
+    following = MOST_NEW + step_tokens - 1
+    runner = make_runner(MODEL, num_rows, MAX_TOKENS, backend, following)
+    runner = replace(runner, **blocks)
     runner = replace(runner, num_blocks=runner.cache.shape.num_blocks + spare)
     limits = Limits(
         MAX_TOKENS, runner.cache.shape.block_size,
@@ -150,7 +153,10 @@ def serve(
     runner, seen = schedule.runner, Counter[str]()
     draft = None
     if drafter == "model":
-        draft = make_draft(MODEL, kv, runner.num_rows, MAX_TOKENS, chunk=8, max_drafts=MOST_DRAFTS)
+        draft = make_draft(
+            MODEL, kv, runner.num_rows, MAX_TOKENS, chunk=8, max_drafts=MOST_DRAFTS,
+            max_following=runner.max_following,
+        )  # fmt: skip
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
     setup = Setup(
         runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,

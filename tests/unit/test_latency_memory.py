@@ -48,7 +48,7 @@ def test_caches_are_those_of_the_forwards(
         made.append(cache.num_bytes)
 
     monkeypatch.setattr(KVCache, "__init__", record)
-    runner = make_runner(tiny_transformer(), B, context + 5)
+    runner = make_runner(tiny_transformer(), B, context + 5, max_following=5)
     list(make_forwards(runner, fill(runner, context), GRID, context))
     plan = plan_place(CONFIG, GRID, MODELS, ALONE, B, context)
     assert made[0] == plan.kv and sum(made[1:]) == plan.draft_kv and len(made) == 3

@@ -62,7 +62,7 @@ def make_config(backend: str, kv: KVSection) -> ResolvedConfig:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     """The caches that a reader keeps are counted apart."""
-    runner = make_runner(tiny_transformer(), ROWS, PREFIX + NEW + 3, BACKENDS[backend]())
+    runner = make_runner(tiny_transformer(), ROWS, PREFIX + NEW + 3, BACKENDS[backend](), NEW + 3)
     requests = make_requests(random_prompts([PREFIX] * ROWS, TINY.vocab_size), NEW)
     keep_queries(runner, kv)
     batch = Batch(tuple(Engine(runner, 128).prefill(requests)))

@@ -1,0 +1,211 @@
+"""The copy that a KV policy keeps for drafts is as large as the memory plan says, for requests of
+any lengths, and it is made once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    TINY,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+from several_ranks import generate_alone
+from threaded_pipeline import divide, serve
+
+from magicdec.cli.serving import flags, pipeline
+from magicdec.cli.serving.inflight import measure
+from magicdec.cli.serving.kept import Kept
+from magicdec.config.sections import KVSection
+from magicdec.console import Silent
+from magicdec.distributed.groups import Group, Launch, ParallelGroups
+from magicdec.drafting.copied_kv import CopiedKV
+from magicdec.drafting.policies.policy import make_draft_kv, make_policy
+from magicdec.engine import Engine
+from magicdec.kv.cache import KVCache
+from magicdec.memory.check import add_up
+from magicdec.memory.plan import MemoryPlan, Models
+from magicdec.memory.working_memory import max_tokens
+from magicdec.pipelined_run.draft_model import ModelDrafter
+from magicdec.pipelined_run.parcel import DraftRequest
+from magicdec.pipelined_run.prepare import prepare as prepare_pipeline
+from magicdec.pipelined_run.prepare import stage_plans
+from magicdec.pipelined_run.stage import ModelPart
+from magicdec.pipelined_speculation.options import Options
+from magicdec.serving.memory import plan_of
+from magicdec.serving.prepare import prepare
+from magicdec.setup.loading import LoadedModels
+from magicdec.setup.loading import make_draft as load_draft
+from magicdec.setup.prepare import Prepared
+
+ALONE = Launch(0, 1, 0, 1)
+WINDOW = 6
+COPIED = "--kv_policy", "snapkv", "--budget", "20", "--window_size", str(WINDOW)
+FLAGS = "--dtype", "float32", "--threads", "1", "--attention", "grouped"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every KV cache, in the order in which they are made."""
+    sizes: list[int] = []
+    original = KVCache.__init__
+
+    def record(cache: KVCache, *args: Any) -> None:
+        original(cache, *args)
+        sizes.append(cache.num_bytes)
+
+    monkeypatch.setattr(KVCache, "__init__", record)
+    return sizes
+
+
+def query_bytes(prepared: Prepared) -> int:
+    """What the plan of the draft's KV has beside caches: the newest queries of prompts."""
+    w, policy = prepared.config.workload, make_policy(prepared.config.kv)
+    kept = w.batch_size * min(policy.observed_tokens, w.prefix_len)
+    return 4 * kept * TINY.num_layers * TINY.num_heads * TINY.head_dim
+
+
+def mixed_lengths(random: Random) -> list[tuple[int, int]]:
+    """(prompt, output): now one of them is long, now the other, or both or neither."""
+
+    def length() -> int:
+        return random.randint(*random.choice(((1, 9), (60, 150))))
+
+    return [(length(), length()) for _ in range(random.randint(2, 5))]
+
+
+@pytest.mark.parametrize("drafter", ["self", "model"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_copied_in_flight_is_what_was_planned(
+    seed: int, drafter: str, tiny_checkpoint: Path, tmp_path: Path, made: list[int]
+) -> None:
+    random, trace = Random(seed), tmp_path / "trace.jsonl"
+    lines = [
+        {"arrival_ms": float(i), "prompt_len": prompt_len, "output_len": output_len}
+        for i, (prompt_len, output_len) in enumerate(mixed_lengths(random))
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draft = "self" if drafter == "self" else f"model:{tiny_checkpoint}"
+    asked = flags.parse([
+        *("--model", str(tiny_checkpoint), *FLAGS, "--arrival", f"trace:{trace}"),
+        *("--max_concurrency", str(random.randint(1, 3)), "--modes", "inflight"),
+        *("--draft", draft, *COPIED, "--gamma", str(random.randint(1, 4))),
+        *("--out", str(tmp_path / "out.jsonl")),
+    ], ALONE)  # fmt: skip
+    prepared = prepare(asked.config, asked.options, ALONE)
+    plan = plan_of(asked.options, prepared.config, models_of(prepared), ALONE)
+    assert made == []
+    records = measure(prepared, asked, Kept(asked.out))
+    assert [record.num_differing for record in records] == [0, 0]
+    target, *drafts = made
+    whole = drafts[:1] if drafter == "model" else []  # the context, of which entries are copied
+    copies = drafts[len(whole) :]
+    assert len(copies) == 2, "one to warm up, and one for all requests"
+    assert plan.kv == target
+    assert {sum(whole) + copy for copy in copies} == {plan.draft_kv - query_bytes(prepared)}
+
+
+def models_of(prepared: Prepared) -> Models:
+    draft = prepared.draft_source
+    return Models(prepared.source.config, None if draft is None else draft.config)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_pipelines_drafter_copies_is_what_was_planned(
+    seed: int, tiny_checkpoint: Path, tmp_path: Path, made: list[int]
+) -> None:
+    """Its requests do not say how far their rows grow."""
+    asked = pipeline.parse([
+        *("--model", str(tiny_checkpoint), *FLAGS, "--device", "cpu", "--no_baseline"),
+        *("--prefix_len", "uniform:1:120", "--output_len", "uniform:2:60", "--num_requests", "4"),
+        *("--seed", str(seed), "--drafter", "self", *COPIED, "--np", str(1 + seed % 2)),
+        *("--out", str(tmp_path / "r.jsonl")),
+    ], ALONE)  # fmt: skip
+    found = prepare_pipeline(asked.config, asked.options, ALONE)
+    drafting = found.drafting
+    assert drafting is not None and drafting.draft_source is not None
+    alone, models = Group((0,), 0), LoadedModels(torch.device("cpu"), Silent())
+    groups = ParallelGroups(0, 1, alone, draft=alone)
+    draft = load_draft(drafting, groups, max_tokens(drafting.config), models)
+    assert draft is not None
+    drafter = ModelDrafter(draft, drafting.config.kv, TINY.vocab_size)
+    for number, (shape, prompt) in enumerate(
+        zip(asked.options.shapes, drafting.workload.prompts, strict=True)
+    ):
+        text = list(prompt[: shape.prompt_len])
+        drafter.propose(DraftRequest(number, 0, 0, tuple(text), ((5,),)), text)
+    configs = found.run.config, drafting.config
+    plans = stage_plans(configs, models_of(drafting), asked.options, found.layout, (0,))
+    plan = add_up([MemoryPlan(0, 0), *plans])
+    assert len(made) == 2, "the whole context, and the copy"
+    assert sum(made) == plan.draft_kv - query_bytes(drafting)
+
+
+@pytest.mark.parametrize("np", [1, 2])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_pipelines_drafter_needs_no_more_than_that(np: int, seed: int) -> None:
+    random = Random(seed)
+    model = tiny_transformer(replace(TINY, num_layers=2))
+    lengths = [(random.randint(1, 60), random.randint(1, 30)) for _ in range(4)]
+    served = [
+        make_requests([prompt], new)[0]
+        for prompt, (_, new) in zip(
+            random_prompts([p for p, _ in lengths], 97), lengths, strict=True
+        )
+    ]
+    served = [replace(request, request_id=i) for i, request in enumerate(served)]
+    expected = generate_alone(model, [replace(r, output_ids=[]) for r in served], 100)
+    options = Options(mode="sync", draft=4, pa=0.0, ps=0.0, np=np, lanes=2)
+    num_cells = max(p + n for p, n in lengths) + options.spare_cells
+    kv = KVSection("snapkv", 12, window_size=4)
+    following = max(n for _, n in lengths) + options.spare_cells
+    draft = make_draft(model, kv, 2, num_cells, max_following=following)
+    drafter = ModelDrafter(draft, kv, TINY.vocab_size)
+    parts = [ModelPart(make_runner(part, 2, num_cells)) for part in divide(model, 2)]
+    serve(parts, drafter, options, served, 16)
+    assert [request.output_ids for request in served] == expected
+    assert drafter.kv.runner.max_tokens == min(12 + following, num_cells)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_far_behind_copy_nothing_past_the_end_of_others(seed: int) -> None:
+    """One row decodes without drafts nearly to its end, beside one that always drafts and is at its
+    end first."""
+    new, gamma, budget = 24, 3, 12
+    prompts = random_prompts([9, 40], TINY.vocab_size, seed)
+    room = 40 + new + gamma
+    runner = make_runner(tiny_transformer(), 2, room, max_following=new + gamma)
+    engine = Engine(runner, 16)
+    engine.prefill(make_requests(prompts, new))
+    requests = engine.scheduler.running
+    reader = make_draft_kv(runner, KVSection("snapkv", budget, window_size=4))
+    assert isinstance(reader, CopiedKV)
+    reader.admit(requests)
+    generator = torch.Generator().manual_seed(seed)
+    for request in requests:
+        count = new - 2
+        tokens = torch.randint(TINY.vocab_size, (1, count), generator=generator)
+        runner.forward(tokens, [request.row])
+        request.output_ids.extend(tokens[0].tolist())
+    # The second row has followed the target all along.
+    reader.prepare(requests[1:], gamma)
+    before = reader.lengths([1]).bounds
+    reader.prepare(requests, gamma)
+    assert reader.lengths([1]).bounds == before == (40 + new - 2,)
+    assert reader.lengths([0, 1]).bounds == tuple(r.num_cached for r in requests)
+    cache = reader.runner.cache
+    for row, prompt in enumerate((9, 40)):
+        places = torch.arange(prompt, prompt + new - 2)[None]
+        index = torch.tensor([row])
+        wanted = runner.cache.read(1, runner.cache.slots(index, places))
+        found = cache.read(1, cache.slots(index, places - reader.shifts[row]))
+        assert all(map(torch.equal, found, wanted))
