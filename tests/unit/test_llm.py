@@ -93,9 +93,26 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
         ({"order": "lifo"}, "order lifo; choose from fcfs, shortest_remaining, priority"),
         ({"max_tokens": 1}, "max_tokens is too small"),
         ({"max_tokens": 9999}, "9999"),
+        ({"max_new_tokens": 0}, "max_new_tokens is too small"),
+        ({"cache_tokens": 0}, "cache_tokens is too small"),
     ):
         with pytest.raises(ValueError, match=message):
             make_llm(tiny_checkpoint, **options)
+
+
+@pytest.mark.parametrize(("most", "row_tokens"), [(30, 20 + 30 + 4), (None, 200 + 4)])
+def test_what_a_policy_copies_has_room_for_the_longest_output(
+    most: int | None, row_tokens: int, expected: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    kv = KVSection("snapkv", 20, window_size=6)
+    llm = make_llm(tiny_checkpoint, drafter="self", kv=kv, max_new_tokens=most)
+    streams = [llm.submit(prompt, 30, ignore_eos=True) for prompt in PROMPTS]
+    assert [list(stream) for stream in streams] == [tokens[:30] for tokens in expected]
+    draft_kv = llm._strategy.drafter.draft_kv  # type: ignore[attr-defined]
+    assert draft_kv.runner.max_tokens == row_tokens
+    if most is not None:
+        with pytest.raises(ValueError, match=r"max_new_tokens 31 is too large; .* at most 30"):
+            llm.submit(PROMPTS[0], 31)
 
 
 def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
