@@ -32,8 +32,10 @@ from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
 from magicdec.sampling.metadata import Filters
-from magicdec.sampling.randomness import exponentials
+from magicdec.sampling.randomness import exponentials, exponentials_of
 from magicdec.sampling.sampling import make_params, probabilities
+
+FEW = 8  # a share of the vocabulary below which the tokens that filters keep are looked at alone
 
 
 def perturb(probs: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor | float) -> Tensor:
@@ -54,10 +56,18 @@ class CoupledSampling:
         """Logits [N, V] with noise, for the tokens at `positions` of the text of the request with
         this number. The largest is the choice; filtered tokens have -inf. Each row is shifted by
         some number. At temperature 0 these are the logits themselves."""
-        if self.section.temperature == 0:
+        if self.section.temperature == 0 or not positions:
             return logits
         params, device = make_params(self.section, 1, (), request), logits.device
-        probs = probabilities(logits.float().unsqueeze(0), Filters.of([params], device))
+        filters = Filters.of([params], device)
+        probs = probabilities(logits.float().unsqueeze(0), filters)
         seeds = torch.tensor([params.seed], device=device)
         places = torch.tensor(positions, dtype=torch.int64, device=device).unsqueeze(0)
-        return perturb(probs, seeds, places, params.temperature)[0]
+        most = int((probs > 0).sum(dim=-1).max())
+        if most * FEW > probs.shape[-1]:
+            return perturb(probs, seeds, places, params.temperature)[0]
+        # Noise for the tokens that were filtered out would take longer than all else.
+        kept = probs.topk(most)
+        noise = exponentials_of(seeds.unsqueeze(1), places, kept.indices)
+        found = noise.reciprocal_().mul_(kept.values).log_().mul_(params.temperature)
+        return torch.full_like(probs, -torch.inf).scatter_(-1, kept.indices, found)[0]

@@ -72,9 +72,15 @@ def exponentials(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """A number with the exponential distribution of mean 1, for each token of the vocabulary at
     each of `positions` [B, T] of the texts of the requests with `seeds` [B]: float64 [B, T, V],
     finite and larger than 0. A token's number does not depend on the size of the vocabulary."""
-    purpose = int(Purpose.RESAMPLE)
-    bits = splitmix64(_mix(seeds).unsqueeze(1), positions * len(Purpose) + purpose)
-    bits = splitmix64(bits.unsqueeze(2), torch.arange(vocab_size, device=seeds.device))
+    tokens = torch.arange(vocab_size, device=seeds.device)
+    return exponentials_of(seeds.unsqueeze(1), positions, tokens)
+
+
+def exponentials_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The same for some tokens of each position, float64 [..., N]: `tokens` are [..., N] or [N].
+    `seeds` and `positions` are broadcast to [...]."""
+    bits = splitmix64(_mix(seeds), positions * len(Purpose) + int(Purpose.RESAMPLE))
+    bits = splitmix64(bits.unsqueeze(-1), tokens)
     # 52 bits, so that adding a half is exact: the logarithm is neither that of 0 nor that of 1.
     unit = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
     return unit.log_().neg_()

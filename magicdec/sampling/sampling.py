@@ -14,6 +14,7 @@ from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
 from magicdec.request import SamplingParams
+from magicdec.sampling.keep_top import keep_top
 from magicdec.sampling.metadata import Filters, Penalties
 from magicdec.sampling.randomness import derive_seed
 
@@ -65,7 +66,7 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
     # The largest score is shifted to 0 first, so that it stays finite at any temperature.
     scores = (scores - scores.gather(-1, best)) / filters.temperature
     if filters.top is not None:
-        scores = _keep_top(scores, *filters.top)
+        scores = keep_top(scores, *filters.top)
     probs = scores.softmax(dim=-1)
     if filters.min_p is not None:
         least = filters.min_p * probs.amax(dim=-1, keepdim=True)
@@ -101,21 +102,6 @@ def make_params(
     values = dataclasses.asdict(section)
     values["seed"] = derive_seed(section.seed, request_id)
     return SamplingParams(max_new_tokens, eos_token_ids, is_coupled=is_coupled, **values)
-
-
-def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The scores, float64 [B, T, V], with -inf for the tokens that top_k and then top_p drop; both
-    are [B, 1, 1]."""
-    vocab_size = scores.shape[-1]
-    ascending = scores.sort(dim=-1).values
-    first = vocab_size - top_k.clamp(max=vocab_size)
-    floor = ascending.gather(-1, first.expand(*scores.shape[:2], 1))
-    ascending = torch.where(ascending < floor, -torch.inf, ascending)
-    # A token is dropped if it and all less likely tokens together have at most 1 - top_p.
-    held = ascending.softmax(dim=-1).cumsum(dim=-1)
-    num_dropped = (held <= 1 - top_p).sum(-1, keepdim=True)
-    floor = ascending.gather(-1, num_dropped.clamp(max=vocab_size - 1))
-    return torch.where(scores < floor, -torch.inf, scores)
 
 
 def _chain_before(drafts: Tensor, num_positions: int) -> Tensor:

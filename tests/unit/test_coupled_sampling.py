@@ -26,7 +26,7 @@ from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
 from magicdec.request import Request
-from magicdec.sampling.coupled import CoupledSampling, perturb
+from magicdec.sampling.coupled import FEW, CoupledSampling, perturb
 from magicdec.sampling.metadata import Filters
 from magicdec.sampling.randomness import derive_seed, exponentials
 from magicdec.sampling.sampling import make_params, probabilities
@@ -50,6 +50,18 @@ def test_the_noise_depends_on_seed_position_and_token_alone() -> None:
     assert torch.equal(noise[1, 1], noise[1, 2])
     different = noise.flatten(0, 1)[[0, 1, 2, 3, 4, 6, 7, 8]]
     assert different.unique().numel() == different.numel()
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {}], ids=str)
+def test_noise_for_kept_tokens_alone_has_the_same_bits(filters: dict[str, float]) -> None:
+    logits, positions = torch.randn(6, 2003) * 3, [7, 8, 8, 70_000, 3, 0]
+    section = SamplingSection(temperature=0.7, seed=5, **filters)
+    params = make_params(section, 1, (), 4)
+    probs = probabilities(logits.unsqueeze(0), Filters.of([params], CPU))
+    assert bool(filters) == ((probs > 0).sum(dim=-1).max() < 2003 / FEW)
+    seeds, places = torch.tensor([params.seed]), torch.tensor([positions])
+    expected = perturb(probs, seeds, places, params.temperature)[0]
+    assert torch.equal(CoupledSampling(section).perturbed(logits, 4, positions), expected)
 
 
 def test_the_noise_is_exponential_and_independent_of_its_neighbours() -> None:

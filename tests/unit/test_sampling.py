@@ -23,7 +23,8 @@ from magicdec.cli.flags import parse
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
 from magicdec.request import Request, SamplingParams
-from magicdec.sampling.metadata import Filters, Penalties
+from magicdec.sampling.keep_top import by_selection, by_sorting
+from magicdec.sampling.metadata import NO_TOP_K, Filters, Penalties
 from magicdec.sampling.sampling import make_params, process, sample
 from magicdec.sampling.sampling import probabilities as filtered
 
@@ -140,6 +141,22 @@ def test_filters_equal_transformers(vocab_size: int) -> None:
         torch.testing.assert_close(result[row], expected, rtol=1e-12, atol=1e-15)
         alone = probabilities(logits[row : row + 1], [p])
         torch.testing.assert_close(result[row : row + 1], alone, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 20.0])
+@pytest.mark.parametrize("vocab_size", [1, 255, 257, 4097, 20_000])
+def test_looking_at_the_likeliest_tokens_keeps_what_sorting_keeps(
+    vocab_size: int, scale: float
+) -> None:
+    """Rows of a batch have filters of their own. Some scores are equal."""
+    logits = random_logits(2, 3, vocab_size, seed=vocab_size).mul(scale / 5).double()
+    logits[0, 0] = logits[0, 0].round(decimals=1)
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    for top_k in (1, 7, 300, 5000, NO_TOP_K):
+        for top_p in (1e-9, 0.5, 0.95, 0.999999, 1.0):
+            ks = torch.tensor([top_k, NO_TOP_K]).view(2, 1, 1)
+            ps = torch.tensor([top_p, 0.3], dtype=torch.float64).view(2, 1, 1)
+            assert torch.equal(by_selection(scores, ks, ps), by_sorting(scores, ks, ps))
 
 
 def test_every_filter_changes_probabilities() -> None:
