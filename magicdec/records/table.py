@@ -57,12 +57,12 @@ def _title(record: RunRecord) -> str:
     c, e = record.config, record.environment
     w, parallel = c["workload"], c["parallel"]
     dataset = "" if record.workload is None else f", {record.workload.dataset}"
-    bandwidth = e.read_bandwidth_bytes_per_s
+    bandwidth, batches = e.read_bandwidth_bytes_per_s, w["num_batches"]
     read = "" if bandwidth is None else f", {bandwidth / 1e9:.1f} GB/s read"
     return (
         f"{c['model']['model']} ({_dtypes(c['model'])}){dataset}: "
         f"B {w['batch_size']}, prefix {w['prefix_len']}, {w['gen_len']} new tokens, "
-        f"{w['num_batches']} batches; ranks {e.world_size} x threads {e.threads}, "
+        f"{batches} batch{'es' * (batches != 1)}; ranks {e.world_size} x threads {e.threads}, "
         f"{parallel.get('collectives') or parallel['device']}{read}"
     )
 

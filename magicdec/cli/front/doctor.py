@@ -81,7 +81,7 @@ def find_checks() -> Iterator[Check]:
     has_triton = find_spec("triton") is not None
     yield Check("Triton", has_triton, version("triton") if has_triton else "not installed")
     for name, missing in machine.missing_backends.items():
-        yield Check(f"--attention {name}", False, f"needs {missing}")
+        yield Check(f"--attention {name}", False, missing)
     yield check_demo()
     yield check_auto(machine)
 
