@@ -64,7 +64,7 @@ def cell(metrics: Metrics, name: str, description: Recorded) -> str:
         return description.show_between(value, ends)
     ends = ends or [[]] * len(value)
     return "\n".join(
-        f"{description.show_between(share, both)} of {count}"
+        f"{description.show_between(share, both)}, {count} judged"
         for share, both, count in zip(value, ends, judged, strict=True)
     )
 

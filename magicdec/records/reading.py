@@ -129,7 +129,7 @@ def parse_record(raw: Any) -> RunRecord:
     """Make a record of a run from its JSON value. Raises ValueError, one line, if it is not one of
     this schema. This is `Unreadable`, unless it is a record of another schema version."""
     if isinstance(raw, dict) and (kind := kind_of(raw)) is not None:
-        raise ValueError(f"it is a record of kind {kind}, not of a run")
+        raise ValueError(f"it is a record of kind {kind}, not of a run; see `magicdec table`")
     _check_version(raw, SCHEMA_VERSION)
     try:
         fields = parse_fields(RunRecord, raw, "")

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from magicdec.cli.parsing.pass_records import KINDS, load, read_commands
 from magicdec.pipelined_run.measured.bars import labels_of
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.records.reading import load_records
+from magicdec.serving.showing.passes import verdict
 
 OF_KIND: dict[str, dict[str, Any]] = {
     "serving": {"arrival": "burst", "output_len": 4, "max_concurrency": None, "batching": "static"},
@@ -52,6 +54,20 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     monkeypatch.setattr(sys, "argv", ["magicdec table", *map(str, words)])
     table.main()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("differs", "ring: DIFFERS, 2 of 3 requests differ from one; rounding may be the reason"),
+        ("diverged", "ring: DIVERGED, 2 of 3 requests differ from one"),
+    ],
+)
+def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -> None:
+    passed = SimpleNamespace(
+        name="ring", status=status, reference="one", num_differing=2, requests=[0, 0, 0]
+    )
+    assert verdict(passed) == said
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,7 +133,7 @@ def test_refuses_in_one_line(
 
 def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
     path = write(tmp_path / "passes.jsonl", record("pipeline", "ring"))
-    with pytest.raises(ValueError, match=":1: it is a record of kind pipeline, not of a run"):
+    with pytest.raises(ValueError, match=":1: it is a record of kind pipeline, not of a run; see"):
         load_records(path)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from matplotlib.text import Text
 from test_compare import failed, write
 
 from magicdec.cli import report_page
@@ -28,6 +29,7 @@ from magicdec.report.commands import command_of
 from magicdec.report.figures.drift import relative_steps
 from magicdec.report.figures.phases import drafting_share
 from magicdec.report.figures.speedup import position
+from magicdec.report.figures.style import make_axes, put_title, styled
 from magicdec.report.figures.throughput import pareto
 from magicdec.report.panels import choose, summarize
 from magicdec.report.point import Point, make_point
@@ -303,6 +305,21 @@ def test_drift_compares_only_what_was_repeated() -> None:
     slow["baseline_metrics"]["mean_step_ms"] = 3 * step
     points.append(make_point(4, "runs.jsonl", parse_record(slow)))
     assert relative_steps(points) == pytest.approx([1.0, 1.0, None, 3.0], nan_ok=True)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_the_title_of_a_panel_is_not_cut_off(columns: int) -> None:
+    text = "draft demo-draft, dataset books.jsonl, B 128, prefix 131072 tokens, ranks 4, threads 2"
+    with styled():
+        figure, axes = make_axes(columns)
+        for ax in axes:
+            put_title(ax, text)
+        figure.canvas.draw()
+        found = [t for ax in axes for t in ax.findobj(Text) if t.get_text().startswith("draft")]
+        ends = [shown.get_window_extent().x1 for shown in found]
+    assert [" ".join(shown.get_text().split()) for shown in found] == [text] * columns
+    limits = [*(ax.get_window_extent().x0 for ax in axes[1:]), figure.bbox.x1]
+    assert all(end <= limit for end, limit in zip(ends, limits, strict=True))
 
 
 def test_no_panel_is_left_without_a_series() -> None:

@@ -56,6 +56,7 @@ def announce(prepared: Prepared) -> None:
 def conclude(kept: Kept, records: Sequence[PassRecord]) -> int:
     """Say where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
     tokens."""
-    print(f"{kept.count} records appended to {kept.path}", file=sys.stderr)
+    noun = "record" if kept.count == 1 else "records"
+    print(f"{kept.count} {noun} appended to {kept.path}", file=sys.stderr)
     is_wrong = any(record.status == "diverged" for record in records)
     return FAILED if is_wrong or kept.count < len(records) else 0

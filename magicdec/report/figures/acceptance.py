@@ -15,6 +15,7 @@ from magicdec.report.figures.style import (
     make_axes,
     plain_ticks,
     plot_values,
+    put_title,
 )
 from magicdec.report.panels import (
     Panel,
@@ -82,7 +83,7 @@ def _draw_budgets(panels: list[Panel]) -> Figure:
         for policy, values in rates.items():
             handles[policy] = plot_values(ax, list(values), list(values.values()), looks[policy])
         ax.set(xscale="log", xlabel="KV budget (tokens that a draft reads)")
-        ax.set_title(title(panel, varying(panels)))
+        put_title(ax, title(panel, varying(panels)))
         plain_ticks(ax.xaxis, sorted(set(chain.from_iterable(rates.values()))))
     for ax in axes[::2]:
         ax.set_ylabel("acceptance rate")
@@ -156,7 +157,7 @@ def _draw_curves(
         longest = max(len(_shares(point)) for point in of.values())
         plain_ticks(ax.xaxis, list(range(1, longest + 1)))
         ax.set(xlabel="draft position in its step", ylim=(0, 1.04))
-        ax.set_title(title(panel, varying(panels)))
+        put_title(ax, title(panel, varying(panels)))
     for ax in axes[::2]:
         ax.set_ylabel("share of verifications")
     legend_below(figure, list(handles.values()), list(handles), columns=3)

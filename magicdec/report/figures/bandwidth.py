@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from magicdec.names import BASELINE
 from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
-from magicdec.report.figures.style import GREY, legend_below, make_axes
+from magicdec.report.figures.style import GREY, legend_below, make_axes, put_title
 from magicdec.report.figures.throughput import looks_of, series
 from magicdec.report.panels import Panel, common, group, make_panels, richest, title, varying
 from magicdec.report.point import Point
@@ -70,7 +70,7 @@ def draw_panels(panels: list[Panel]) -> Figure:
         handles |= draw_roof(ax, sorted({roof(p) / GB for p in panel.points}))
         ax.set(xscale="log", ylim=(0, None), xlabel="bytes that a step must read (GB)")
         ax.set_ylabel("achieved (GB/s)")
-        ax.set_title(title(panel, varying(panels)))
+        put_title(ax, title(panel, varying(panels)))
         label_sizes(ax.xaxis)
     legend_below(figure, list(handles.values()), list(handles))
     return figure

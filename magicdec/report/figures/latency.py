@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from magicdec.names import BASELINE
 from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
-from magicdec.report.figures.style import GREY, MOST_SERIES, Look, legend_below, look, make_axes
+from magicdec.report.figures.style import (
+    GREY,
+    MOST_SERIES,
+    Look,
+    legend_below,
+    look,
+    make_axes,
+    put_title,
+)
 from magicdec.report.panels import Panel, choose, common, make_panels, richest, title, varying
 from magicdec.report.point import Point
 
@@ -93,7 +101,7 @@ def _draw(
             rows.append([*panel.held.values(), series, len(values), *cuts])
         ax.set(xlabel=label, ylim=(0, 1.02))
         ax.margins(x=0.03)
-        ax.set_title(title(panel, varying(kept)))
+        put_title(ax, title(panel, varying(kept)))
     for ax in axes[::2]:
         ax.set_ylabel("share of sequences")
     order = sorted(handles, key=lambda series: (series != BASELINE, len(series), series))

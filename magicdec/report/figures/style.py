@@ -3,6 +3,7 @@ each with a marker and a line style of its own, so that figures can be read in g
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ LINES: tuple[Any, ...] = (
 )  # fmt: skip
 GREY = "#666666"
 WIDTH = 7.4  # inches: the text width of a printed page
+TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
 MOST_SERIES = len(COLOURS)
 SETTINGS: dict[Any, Any] = {
     "font.size": 9,
@@ -95,6 +97,13 @@ def make_axes(
     for unused in axes[count:]:
         unused.set_visible(False)
     return figure, axes[:count]
+
+
+def put_title(ax: Axes, text: str) -> None:
+    """The title of a panel, in as many lines as keep it within the panel."""
+    place = ax.get_subplotspec()
+    assert place is not None, "panels are in a grid"
+    ax.set_title("\n".join(textwrap.wrap(text, TITLE_LETTERS // place.get_gridspec().ncols)))
 
 
 def legend_below(figure: Figure, handles: list[Any], labels: list[str], columns: int = 3) -> None:

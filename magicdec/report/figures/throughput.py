@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from magicdec.names import BASELINE
 from magicdec.records.performance import Metrics
 from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
-from magicdec.report.figures.style import GREY, MOST_SERIES, Look, legend_below, look, make_axes
+from magicdec.report.figures.style import (
+    GREY,
+    MOST_SERIES,
+    Look,
+    legend_below,
+    look,
+    make_axes,
+    put_title,
+)
 from magicdec.report.panels import (
     Panel,
     choose,
@@ -86,7 +94,7 @@ def draw_panels(panels: list[Panel], looks: dict[str, Look]) -> Figure:
                 handles[name] = draw_marks(ax, of, looks[name])
         handles |= draw_fronts(ax, theirs, ours)
         ax.set(xlabel="mean TPOT (ms)", ylabel="decoding (tokens/s)")
-        ax.set_title(title(panel, varying(panels)))
+        put_title(ax, title(panel, varying(panels)))
         ax.margins(0.1, 0.14)
     legend_below(figure, list(handles.values()), list(handles))
     return figure

@@ -40,7 +40,8 @@ def verdict(record: PassRecord) -> str:
     if record.num_differing == 0:
         return f"{name}: all {total} requests have the tokens of {record.reference}"
     text = f"{record.num_differing} of {total} requests differ from {record.reference}"
-    return f"{name}: {record.status.upper()}, {text}"
+    why = "; rounding may be the reason" if record.status == "differs" else ""
+    return f"{name}: {record.status.upper()}, {text}{why}"
 
 
 def rows_of(
