@@ -91,12 +91,6 @@ class RingOptions(ShapedOptions):
         return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
 
     @property
-    def mean_context(self) -> int:
-        """Cached tokens of a request, halfway through its output, in the mean over requests."""
-        total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
-        return total // len(self.shapes)
-
-    @property
     def passes(self) -> tuple[str, ...]:
         """All ways in which the requests are served, in order. The tokens of the first are the
         reference of the others."""

@@ -107,7 +107,8 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     run = replace(run, memory=check_together(launch, check_here))
     settled = replace(settled, asked=replace(options, layer_split=split.asked))
     check_agreement(launch, run.source, settings_of(settled, layers, transport))
-    return PreparedRing(run, whole, alone, settled, grid, layers, transport, split.reason, drafts)
+    reason = split.reason and f"{FLAG} {split.asked}: {split.reason}"
+    return PreparedRing(run, whole, alone, settled, grid, layers, transport, reason, drafts)
 
 
 def settings_of(
@@ -140,7 +141,8 @@ def find_split(run: Prepared, options: RingOptions, grid: StageGrid, launch: Lau
     that of this rank's stage, with drafts if the command has any."""
     step = DecodeStep(options.lane_size, options.mean_context, num_drafts_of(run.config))
     return choose_split(
-        options.layer_split, grid, run.source.config.num_layers, launch,
+        options.layer_split, [grid.ranks_of(stage) for stage in range(grid.num_stages)],
+        run.source.config.num_layers, launch,
         describe_source(options.machine, step),
         lambda: find_times(run, grid, launch, options.machine, step),
     )  # fmt: skip

@@ -5,16 +5,18 @@ torch.
     0.5,0.5/0.5,0.5    two stages, and the draft on the last two ranks, which share its layers
     0.5,0.5/head       two stages, and the draft on the head
     0,1.0/head         the head has no layers: it schedules and drafts; one stage
+    auto/1.0           all ranks but the last are stages, whose layers follow from times
 
 Rank 0 is the head and, unless its share is 0, the first stage.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from magicdec.distributed.layer_split import FLAG, SHARE, is_auto, split_layers
+from magicdec.distributed.layer_split import FLAG, SHARE, StageTimes, count_stages, split_layers
 
 ON_HEAD = "head"
 
@@ -49,6 +51,12 @@ class Layout:
         way = [0, *self.stages, 0]
         return [(a, b) for a, b in pairwise(way) if a != b]
 
+    def with_layers(self, layers: Sequence[range]) -> Layout:
+        """The same with other layers of the stages, in their order."""
+        of_stages = dict(zip(self.stages, layers, strict=True))
+        of_ranks = (of_stages.get(rank, range(0)) for rank in range(self.world_size))
+        return replace(self, layers=tuple(of_ranks))
+
     def describe(self, rank: int) -> str:
         parts = ["head"] if rank == 0 else []
         if rank in self.stages:
@@ -59,29 +67,47 @@ class Layout:
         return ", ".join(parts)
 
 
+@dataclass(frozen=True)
+class SplitText:
+    """The parts of `--layer_split`: the share 0 of a head without layers (`0,`, or empty), what
+    `split_layers` takes for the stages, and the place of the draft behind the slash (None: there is
+    no slash)."""
+
+    head: str
+    stages: str | None
+    draft: str | None
+
+    def __str__(self) -> str:
+        return f"{self.head}{self.stages}{'' if self.draft is None else f'/{self.draft}'}"
+
+
+def read_split(text: str | None) -> SplitText:
+    if text is None:
+        return SplitText("", None, None)
+    target, slash, draft = text.partition("/")
+    first, comma, rest = target.partition(",")
+    has_head_layers = not comma or first.strip("0.") != ""
+    head, stages = ("", target) if has_head_layers else (f"{first},", rest)
+    return SplitText(head, stages, draft if slash else None)
+
+
 def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     """`text` as the user wrote it; None stands for equal shares of all ranks, with the draft on the
-    head. Raises ValueError, naming the flag."""
-    if text is None:
-        return Layout(split_layers(None, world_size, num_layers), (0,))
-    target, slash, draft = text.partition("/")
-    if is_auto(target):
-        raise ValueError(
-            f"{FLAG} {text}: no times are measured for a pipeline whose head also schedules and "
-            "may draft; give counts or shares"
-        )
-    num_apart = count_shares(text, draft) if slash and draft != ON_HEAD else 0
-    words = target.split(",")
-    count = len(words) + num_apart
-    if count != world_size:
+    head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
+    them. Raises ValueError, naming the flag."""
+    split = read_split(text)
+    is_apart, is_headless = split.draft not in (None, ON_HEAD), split.head != ""
+    num_apart = count_shares(str(text), str(split.draft)) if is_apart else 0
+    num_others = num_apart + is_headless
+    num_stages = max(1, count_stages(split.stages, world_size - num_others))
+    if (count := num_stages + num_others) != world_size:
         raise ValueError(
             f"{FLAG} {text} names {count} ranks, but {world_size} were started; start {count}"
         )
-    has_head_layers = len(words) == 1 or words[0].strip("0.") != ""
-    given = words if has_head_layers else words[1:]
-    layers = split_layers(",".join(given), len(given), num_layers)
+    any_times = [StageTimes(0.0, 1.0)] * num_stages
+    layers = split_layers(split.stages, num_stages, num_layers, any_times)
     empty = (range(0),)
-    layers = (*(() if has_head_layers else empty), *layers, *(empty * num_apart))
+    layers = (*(empty if is_headless else ()), *layers, *(empty * num_apart))
     return Layout(layers, tuple(range(world_size - num_apart, world_size)) or (0,))
 
 

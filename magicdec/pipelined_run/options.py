@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.pipeline.emulation.link import Link
+from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import MODES, Options
 from magicdec.workload.shaped import ShapedOptions
 from magicdec.workload.trace import RequestShape
@@ -35,6 +38,7 @@ class SpeculationOptions(ShapedOptions):
     emulate_link_ms: float | None = None
     emulate_draft_ms: float | None = None
     emulate_acceptance: float | None = None
+    machine: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("emulate_stage_ms", "emulate_link_ms", "emulate_draft_ms"):
@@ -47,6 +51,11 @@ class SpeculationOptions(ShapedOptions):
         self._check_emulation()
 
     def _check_emulation(self) -> None:
+        if self.emulate_stage_ms is not None and self.is_measured:
+            raise ValueError(
+                f"{FLAG} {self.layer_split}: with --emulate_stage_ms {self.emulate_stage_ms} a "
+                "stage takes the same time with any layers; give layer counts or shares"
+            )
         if self.emulate_stage_ms is not None and self.emulate_acceptance is None:
             raise ValueError(
                 "--emulate_stage_ms: stages that sleep emit no tokens that a draft could guess; "
@@ -62,6 +71,11 @@ class SpeculationOptions(ShapedOptions):
             raise ValueError("--emulate_acceptance needs the tokens of the baseline")
         if self.emulate_draft_ms is not None and self.emulate_acceptance is None:
             raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the layers of the stages follow from times."""
+        return is_auto(read_split(self.layer_split).stages)
 
     @property
     def needs_drafts(self) -> bool:
@@ -92,6 +106,7 @@ class SpeculationOptions(ShapedOptions):
         values = asdict(self) | asdict(self.speculation)
         for name in ("shapes", "speculation", "mode"):
             del values[name]
+        values["machine"] = None if self.machine is None else str(self.machine)
         return values | {"num_requests": len(self.shapes)}
 
 

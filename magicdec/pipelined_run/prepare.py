@@ -26,6 +26,7 @@ from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
 from magicdec.pipeline.pass_configs import of_one_process, without_drafts
 from magicdec.pipeline.prepare import check_agreement, obstacles_of
+from magicdec.pipelined_run.auto_split import check_auto, find_split, with_counts
 from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout
 from magicdec.pipelined_run.options import SpeculationOptions
 from magicdec.setup.prepare import Found, Known, Prepared, complete, find
@@ -35,7 +36,8 @@ from magicdec.setup.prepare import Found, Known, Prepared, complete, find
 class PreparedPipeline:
     """`run.config` is that of one rank, which needs no other to compute what it holds, and which
     drafts nothing. `transport` is None for one rank. `drafting` is `run` with the draft model,
-    None if no model drafts."""
+    None if no model drafts. `split` says in one line what `--layer_split auto` chose; it is empty
+    for another split."""
 
     run: Prepared
     whole: ResolvedConfig
@@ -43,6 +45,7 @@ class PreparedPipeline:
     layout: Layout
     transport: Transport | None
     drafting: Prepared | None
+    split: str = ""
 
 
 def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> PreparedPipeline:
@@ -53,6 +56,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     whole, model = without_drafts(found.config), found.source.config
     layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
     check_draft_ranks(found, options, layout)
+    check_auto(options, layout, found.source)
     if options.speculation.spare_cells:
         check_cells(whole, model)
     if options.link is not None and layout.world_size == 1:
@@ -74,17 +78,22 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     run = complete(
         replace(found, config=drafting),
         known,
-        lambda at, _: check_together(at, check_here),
+        lambda at, _: "",  # what ranks must agree on follows
         (len(options.shapes), "--num_requests"),
     )
+    drafts = None if found.draft is None else replace(run, config=of_drafts(drafting))
+    run = replace(run, config=alone)
+    chosen = find_split(run, options, layout, launch)
+    layout, options = layout.with_layers(chosen.layers), with_counts(options, chosen)
+    reason = chosen.reason and f"{FLAG} {options.layer_split}: {chosen.reason}"
+    run = replace(run, memory=check_together(launch, check_here))
     settings = {"layers": [len(each) for each in layout.layers], **options.describe()}
     settings |= asdict(asked.sampling)
+    del settings["machine"]  # every host has a file of its own
     if transport is not None:
         settings["messages"] = transport.describe()
     check_agreement(launch, run.source, settings)
-    drafts = None if found.draft is None else replace(run, config=of_drafts(drafting))
-    run = replace(run, config=alone)
-    return PreparedPipeline(run, whole, options, layout, transport, drafts)
+    return PreparedPipeline(run, whole, options, layout, transport, drafts, reason)
 
 
 def with_workload(asked: RunConfig, options: SpeculationOptions) -> RunConfig:

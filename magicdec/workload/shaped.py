@@ -25,6 +25,12 @@ class ShapedOptions:
         """Tokens of the longest request, output included."""
         return max(shape.prompt_len + shape.output_len for shape in self.shapes)
 
+    @property
+    def mean_context(self) -> int:
+        """Cached tokens of a request, halfway through its output, in the mean over requests."""
+        total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
+        return total // len(self.shapes)
+
     def batch_of(self, asked: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
         """`asked` with one batch of so many rows. A row has room for the longest request, which
         need not have the longest prompt, and for `spare` tokens. The longest output may be that of

@@ -94,7 +94,7 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     done = launch(
         "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
         "--drafter", "self", "--kv_policy", "snapkv", "--budget", 90,
-        "--layer_split", "0.5,0.5/1.0", "--mode", *MODES,
+        "--layer_split", "auto/1.0", "--mode", *MODES,
         "--pa", 0, "--lanes", 2, "--temperature", 0.8, "--top_p", 0.95,
         "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
     )  # fmt: skip
@@ -105,6 +105,9 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert all(record["status"] == "ok" for record in records)
     assert all(record["kind"] == "speculation" for record in records)
     assert all(record["config"]["sampling"]["top_p"] == 0.95 for record in records)
+    splits = {record["config"]["workload"]["layer_split"] for record in records}
+    assert splits == {"1,1/1.0"}, "two layers for two stages, in place of auto"
+    assert "--layer_split 1,1/1.0: the stages are predicted to take" in done.stdout
     uses = [record["metrics"]["use"] for record in records[1:]]
     assert records[0]["metrics"]["use"] is None
     assert [use["drafted"] > 0 for use in uses][:2] == [False, True]
@@ -149,6 +152,25 @@ def test_two_ranks_that_share_a_draft_are_in_its_record_and_trace(
         for rank in (1, 2)
     ]
     assert steps[0] == steps[1] != set(), "both do every step"
+
+
+@pytest.mark.wide
+def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
+    launch: Launch, text_file: Path, tmp_path: Path
+) -> None:
+    """Which layers is not known, but they are those that the line and the record say."""
+    done = launch(
+        "pipeline_benchmark.py", "--dataset", text_file, "--drafter", "ngram",
+        "--layer_split", "auto/head", "--mode", "iterative", "async", *FLAGS, num_ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "r.jsonl")
+    assert [record["status"] for record in records] == ["ok"] * 3
+    counts = records[-1]["metrics"]["use"]["num_layers"]
+    assert sum(counts) == 6 and min(counts) >= 1
+    split = f"{counts[0]},{counts[1]}/head"
+    assert {record["config"]["workload"]["layer_split"] for record in records} == {split}
+    assert f"--layer_split {split}: the stages are predicted to take" in done.stdout
 
 
 @pytest.mark.parametrize(

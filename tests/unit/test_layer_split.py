@@ -4,6 +4,7 @@ stage."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -168,9 +169,14 @@ def test_a_round_is_bound_by_the_slowest_stage_or_by_all() -> None:
 
 
 def choose(
-    monkeypatch: pytest.MonkeyPatch, others: list[dict[str, Any]], asked: str = "auto"
+    monkeypatch: pytest.MonkeyPatch,
+    others: list[dict[str, Any]],
+    asked: str = "auto",
+    stages: Sequence[Sequence[int]] = (),
+    first: RankTimes | None = RankTimes(1e-3, 1e-4, 4e-3),
 ) -> Any:
-    """`choose_split` on rank 0 of two stages, with what the other ranks say."""
+    """`choose_split` on rank 0, which finds the times `first`, with what the other ranks say. By
+    default there are two stages of equally many ranks."""
     ranks = 1 + len(others)
 
     def exchange(launch: Launch, text: str, topic: str) -> list[str]:
@@ -178,19 +184,22 @@ def choose(
 
     monkeypatch.setattr("magicdec.pipeline.auto_split.choose.exchange_texts", exchange)
     launch, grid = Launch(0, ranks, 0, 1), StageGrid(2, ranks // 2)
-    return choose_split(asked, grid, 12, launch, "given", lambda: RankTimes(1e-3, 1e-4, 4e-3))
+    stages = stages or [grid.ranks_of(stage) for stage in range(2)]
+    return choose_split(asked, stages, 12, launch, "given", lambda: first)
 
 
-def said(host: int, layer_s: float, first_s: float | None = None) -> dict[str, Any]:
-    times = {"layer_s": layer_s, "fixed_s": 1e-4, "first_fixed_s": first_s}
+def said(host: int, layer_s: float, own_s: float | None = None) -> dict[str, Any]:
+    times = {"layer_s": layer_s, "fixed_s": 1e-4, "own_fixed_s": own_s}
     return {"asked": "auto", "host": host, "times": times}
 
 
 def test_ranks_choose_one_split_by_the_times_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     equal = choose(monkeypatch, [said(1, 1e-3)])
     assert equal.asked == "4,8" and equal.layers == (range(4), range(4, 12))
-    assert "--layer_split 4,8" in equal.reason and "1 ms a layer" in equal.reason
-    assert "8, 8.1 ms on the stages" in equal.reason and "(given)" in equal.reason
+    assert equal.reason == (
+        "the stages are predicted to take 8, 8.1 ms, from 1 ms a layer and 4, 0.1 ms beside layers "
+        "(given)"
+    )
     slow = choose(monkeypatch, [said(1, 4e-3)])
     assert slow.asked == "9,3" and "1 to 4 ms a layer" in slow.reason
     # Ranks of one host count as equally fast, whatever noise one of them had.
@@ -199,6 +208,21 @@ def test_ranks_choose_one_split_by_the_times_of_all(monkeypatch: pytest.MonkeyPa
     # A stage is as slow as its slowest rank.
     mixed = choose(monkeypatch, [said(1, 1e-3, 8e-3), said(2, 1e-3), said(3, 2e-3)])
     assert mixed.asked == "6,6"
+
+
+def test_ends_of_the_model_count_on_the_stages_that_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first stage embeds, the last has the head; ranks without a stage have no times."""
+    no_stage = {"asked": "auto", "host": 0, "times": None}
+    others, stages = [said(0, 1e-3), said(0, 1e-3, 5e-3), no_stage], ((0,), (1,), (2,))
+    first = RankTimes(1e-3, 1e-4, 2e-4)
+    three = choose(monkeypatch, others, stages=stages, first=first)
+    assert three.asked == "5,6,1" and "and 0.2, 0.1, 5 ms beside layers" in three.reason
+    headless = choose(monkeypatch, others, stages=((1,), (2,)), first=None)
+    assert headless.asked == "8,4" and "to take 8.1, 9 ms" in headless.reason
+    slow = [said(1, 3e-3), said(2, 1e-3, 5e-3), no_stage]
+    assert choose(monkeypatch, slow, stages=stages, first=first).asked == "7,2,3"
 
 
 def test_ranks_that_cannot_choose_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

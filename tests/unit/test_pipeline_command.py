@@ -53,7 +53,11 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--layer_split", "1.0/0.5,0.5"], "1.0/0.5,0.5 names 3 ranks, but 2 were started"),
         (["--layer_split", "0.5,0.4/head"], "--layer_split 0.5,0.4 adds up to 0.9"),
         (["--layer_split", "6,0/head"], "--layer_split 6,0 leaves stage 1 without a layer"),
-        (["--layer_split", "auto/head"], "--layer_split auto/head: no times are measured"),
+        (["--layer_split", "auto/2.0"], "--layer_split auto/2.0: behind the slash is head"),
+        (["--layer_split", "auto:2/1.0"], "--layer_split auto:2/1.0 names 3 ranks, but 2 were"),
+        (["--layer_split", "auto", *EMULATED], "--layer_split auto: with --emulate_stage_ms 20.0"),
+        (["--layer_split", "3,3", "--machine", "m.json"], "--machine m.json does nothing here"),
+        (["--layer_split", "auto/1.0", "--machine", "m.json"], "it is for --layer_split auto with"),
         (["--mode", "async", "fast"], "--mode fast is not known; choose from iterative, sync"),
         (["--drafter", "other"], "other is not known; choose from model:NAME, self, ngram"),
         (["--drafter", "model:nowhere"], "--drafter 'nowhere' is not known"),
@@ -120,6 +124,10 @@ def test_a_draft_has_at_most_as_many_ranks_as_heads(tmp_path: Path) -> None:
         ("6/1.0", [6, 0], (1,), []),
         ("0.5,0.5/0.5,0.5", [3, 3, 0, 0], (2, 3), [(0, 1), (1, 0)]),
         ("0,6/.33,.33,.33", [0, 6, 0, 0, 0], (2, 3, 4), [(0, 1), (1, 0)]),
+        ("auto", [2, 2, 2], (0,), [(0, 1), (1, 2), (2, 0)]),
+        ("auto/1.0", [3, 3, 0], (2,), [(0, 1), (1, 0)]),
+        ("auto/0.5,0.5", [3, 3, 0, 0], (2, 3), [(0, 1), (1, 0)]),
+        ("0,auto:2/head", [0, 3, 3], (0,), [(0, 1), (1, 2), (2, 0)]),
     ],
 )
 def test_every_rank_has_its_part(

@@ -177,7 +177,7 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is measured has no bounds, so only its order is known: the first stage does more."""
-    monkeypatch.setattr("magicdec.pipeline.auto_split.measure.ENOUGH_S", 0.0)
+    monkeypatch.setattr("magicdec.pipeline.auto_split.timing.ENOUGH_S", 0.0)
     launch = Launch(0, 1, 0, 1)
     words = *FLAGS, "--out", str(tmp_path / "r.jsonl"), "--layer_split", "auto"
     options = parse(words, launch)
@@ -198,11 +198,11 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
         computed.clear()
         times = measure_times(Timed(run, found.grid, each))
         assert set(computed) == {(2, each.num_tokens)}, "rows and tokens of every timed message"
-        assert times.layer_s > 0 and times.first_fixed_s is not None
-        assert times.first_fixed_s >= times.fixed_s >= 0
+        assert times.layer_s > 0 and times.own_fixed_s is not None
+        assert times.own_fixed_s >= times.fixed_s >= 0
     second = replace(found.run, launch=Launch(1, 2, 1, 2))
     other = measure_times(Timed(second, StageGrid(2), step))
-    assert other.layer_s > 0 and other.first_fixed_s is None
+    assert other.layer_s > 0 and other.own_fixed_s is None
     assert torch.get_num_threads() == threads
     here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
     machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
@@ -213,7 +213,7 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     known = find_times(*place, step)
     assert known.layer_s > 1e-3 and known.fixed_s == 0
     head_bytes = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype]
-    assert known.first_fixed_s == pytest.approx(head_bytes / 1e9, rel=0.01)
+    assert known.own_fixed_s == pytest.approx(head_bytes / 1e9, rel=0.01)
     MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
         find_times(*place, step)

@@ -110,6 +110,8 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
         from magicdec.pipelined_run.prepare import prepare
 
         prepared = prepare(asked.config, asked.options, launch)
+    if launch.rank == 0 and prepared.split:
+        print(labelled("split", prepared.split))
     if launch.rank == 0 and prepared.transport is not None:
         print(labelled("messages", prepared.transport.describe()))
     announce(prepared.run)
@@ -171,6 +173,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         has_baseline=not args.no_baseline,
         output_len=args.output_len,
         shapes=tuple(shapes),
+        machine=args.machine,
         **{name: getattr(args, name) for name, _, _ in EMULATION},
     )
     if args.plot is not None:
@@ -206,8 +209,12 @@ def add_pipeline(parser: Parser) -> None:
         help="layers of each rank as counts or shares, then a slash and the place of the draft: "
         "0.1,0.4,0.5/1.0 has the draft on a rank of its own, which is the last, 0.5,0.5/0.5,0.5 on "
         "the last two, which share its layers by tensor parallelism, and 0.5,0.5/head on the "
-        "first. A first share of 0 is a head without layers. Default: equal shares of all "
-        "ranks, the draft on the head")  # fmt: skip
+        "first. A first share of 0 is a head without layers. auto in place of "
+        "the stages measures times of layers before the run and minimises the slowest stage "
+        "(auto/1.0). Default: equal shares of all ranks, the draft on the head")  # fmt: skip
+    add("--machine", type=Path, metavar="FILE",
+        help="the file that `magicdec probe` wrote with as many ranks: --layer_split auto takes "
+        "its times from there. Default: it measures them")  # fmt: skip
     add("--mode", nargs="+", default=["async"], metavar="NAME",
         help=f"ways to decode, of {', '.join(MODES)} [async]")  # fmt: skip
     add("--drafter", default=DEFAULT_DRAFTER, metavar="NAME",

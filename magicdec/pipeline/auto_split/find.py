@@ -6,6 +6,7 @@ Owns the checks of both. Must not know how ranks agree on a split.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.cost_model.stage_costs import stage_times
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.layer_split import AUTO, FLAG
+from magicdec.distributed.layer_split import AUTO, FLAG, StageTimes
 from magicdec.distributed.stages import StageGrid
 from magicdec.hardware.ceiling_file import load_machine
+from magicdec.hardware.devices import release_memory
 from magicdec.memory.check import add_up, check_together
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.memory.room import Room, find_room
@@ -27,6 +29,8 @@ from magicdec.pipeline.auto_split.choose import RankTimes
 from magicdec.pipeline.auto_split.measure import DecodeStep, Timed, measure_times
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.step_estimate import check_machine
+
+ROOM_TOPIC = "room to time layers"
 
 
 def check_source(asked: str, source: ModelSource) -> None:
@@ -38,10 +42,16 @@ def check_source(asked: str, source: ModelSource) -> None:
         )
 
 
+def describe_origin(machine: Path | None) -> str:
+    """Where times come from."""
+    return "measured" if machine is None else f"predicted from {machine}"
+
+
 def describe_source(machine: Path | None, step: DecodeStep) -> str:
-    """Where the times come from, for the line that says what was chosen."""
-    where = "measured" if machine is None else f"predicted from {machine}"
-    tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
+    """Where the times of a ring come from, for the line that says what was chosen."""
+    where, tokens = describe_origin(machine), ""
+    if step.num_drafts:
+        tokens = f" and {step.num_drafts} drafts"
     return f"{where} for messages of {step.rows} with {step.context} cached tokens{tokens} each"
 
 
@@ -56,32 +66,42 @@ def find_times(
     most = run.source.config.max_length - step.new_tokens
     timed = Timed(run, grid, replace(step, context=min(step.context, most)))
     room = find_room(run.config, launch, torch.cuda.device_count())
-    check_together(launch, lambda: check_room(timed, room), "room to time layers")
-    return measure_times(timed)
+    check_together(launch, lambda: check_room(room_plans(timed, room), room), ROOM_TOPIC)
+    times = measure_times(timed)
+    release_memory(timed.device)  # before anyone reads how much is free for the run
+    return times
 
 
 def predict_times(
     run: Prepared, grid: StageGrid, launch: Launch, path: Path, step: DecodeStep
 ) -> RankTimes:
     """From the rates in a machine file of this machine."""
+    first, other = predict_stages(run, grid.tensor_parallel, launch, path, step)
+    has_ends = grid.stage_of(launch.rank) == 0
+    return RankTimes(other.layer_s, other.fixed_s, first.fixed_s if has_ends else None)
+
+
+def predict_stages(
+    run: Prepared, tp: int, launch: Launch, path: Path, step: DecodeStep
+) -> tuple[StageTimes, StageTimes]:
+    """Of a stage with the ends of the model, and of one without, each of `tp` ranks."""
     config = run.config
     machine, dtype = load_machine(path), config.model.dtype
     check_machine(path, machine, config, launch)
-    hardware, tp = machine.hardware(dtype), grid.tensor_parallel
+    hardware = machine.hardware(dtype)
     nodes = -(-tp // launch.local_world_size)
     for link, ends in (("link", tp // nodes), ("node_link", nodes)):
         if ends > 1 and getattr(hardware, link) is None:
             raise ValueError(f"--machine {path} has no {link}, over which a stage's ranks reduce")
     is_int8, size = config.model.target_dtype == "int8", DTYPE_BYTES[dtype]
-    first, other = stage_times(
+    return stage_times(
         Deployment(run.source.config, hardware, size, tp, nodes, is_int8),
-        *(step.rows, step.context, 1 + step.num_drafts),
+        *(step.rows, step.context, step.num_tokens),
     )
-    return RankTimes(other.layer_s, other.fixed_s, first.fixed_s)
 
 
-def check_room(timed: Timed, room: Room) -> str:
-    """Raises ValueError if what all ranks of this room time does not fit beside each other."""
+def room_plans(timed: Timed, room: Room) -> list[MemoryPlan]:
+    """What the ranks of this room need to time their stages."""
     config, plans = timed.config, list[MemoryPlan]()
     for rank in room.ranks:
         stage = timed.grid.stage_of(rank)
@@ -93,6 +113,11 @@ def check_room(timed: Timed, room: Room) -> str:
             models = Models(timed.run.source.config, timed.run.draft_source.config)
             with_draft = plan_rank(of_stage, models, rank)
             plans.append(MemoryPlan(0, 0, with_draft.draft_weights, with_draft.draft_kv))
-    if refusal := room.refusal(add_up(plans)):
+    return plans
+
+
+def check_room(plans: Sequence[MemoryPlan], room: Room) -> str:
+    """Raises ValueError if what all ranks of this room time does not fit beside each other."""
+    if refusal := room.refusal(add_up([MemoryPlan(0, 0), *plans])):
         raise ValueError(f"{FLAG} {AUTO}: timing a few layers needs {refusal}; give layer counts")
     return ""

@@ -8,9 +8,9 @@ with their all-reduces.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,28 +22,24 @@ from magicdec.distributed.channels.message import Kind, Message
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import stage_groups_before_run
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.devices import device_of
 from magicdec.pipeline.auto_split.choose import RankTimes
+from magicdec.pipeline.auto_split.timing import (
+    Timers,
+    layers_to_time,
+    load_layers,
+    run_threads,
+    time_rounds,
+)
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation, make_speculation
 from magicdec.pipeline.stage import VERIFY, WANTED, Occupancy, Stage
 from magicdec.request import Request
-from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
-from magicdec.setup.loading import (
-    LoadedModels,
-    StagePart,
-    kinds_of,
-    load_kind,
-    make_backend,
-    make_executor,
-)
+from magicdec.setup.loading import LoadedModels, StagePart
 from magicdec.setup.prepare import Prepared
 
-MOST_LAYERS = 4  # that are timed together
-FEWEST_ROUNDS, ROUNDS, ENOUGH_S = 3, 20, 2.0
 STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
 
 
@@ -99,7 +95,7 @@ class Timed:
     @property
     def num_layers(self) -> int:
         """The layers of the larger of the two stages that are timed."""
-        return min(MOST_LAYERS, self.run.source.config.num_layers)
+        return layers_to_time(self.run.source)
 
 
 @dataclass
@@ -118,11 +114,9 @@ class FilledStage(Stage):
 
 
 def measure_times(timed: Timed) -> RankTimes:
-    """With the threads of the run. The number of threads is afterwards what it was. All ranks must
-    call it."""
-    before, config, launch = torch.get_num_threads(), timed.config, timed.run.launch
-    torch.set_num_threads(config.parallel.threads)
-    try:
+    """With the threads of the run. All ranks must call it."""
+    config, launch = timed.config, timed.run.launch
+    with run_threads(config):
         if timed.grid.tensor_parallel == 1:
             group = Group((launch.rank,), 0)
             place = launch.rank, launch.world_size, group, None, timed.grid
@@ -130,55 +124,28 @@ def measure_times(timed: Timed) -> RankTimes:
         place_of_groups = launch, timed.grid, timed.device, config.parallel.collectives
         with stage_groups_before_run(*place_of_groups) as groups:
             return time_stages(timed, groups)
-    finally:
-        torch.set_num_threads(before)
 
 
 def time_stages(timed: Timed, groups: ParallelGroups) -> RankTimes:
-    """All are timed in turn, in several rounds. Each number is the fastest of its rounds, because
-    noise only adds to it."""
-    group = groups.target
+    group, step = groups.target, timed.step
     one, several = (load_stage(timed, group, n, has_ends=False) for n in (1, timed.num_layers))
-    first, speculation = None, None
+    with_ends = None
     if timed.is_first:
-        first = load_stage(timed, group, 1, has_ends=True)
-        if timed.step.num_drafts:
+        first, speculation = load_stage(timed, group, 1, has_ends=True), None
+        if step.num_drafts:
             run = replace(timed.run, config=timed.config)
             models = LoadedModels(timed.device, make_progress(False))
             speculation = make_speculation(run, first.runner, groups, models)
-    found: list[tuple[float, float, float]] = []
-    end = time.perf_counter() + ENOUGH_S
-    while len(found) < FEWEST_ROUNDS or (
-        len(found) < ROUNDS and has_time(group, end, timed.device)
-    ):
-        times = time_passing(one, timed.step), time_passing(several, timed.step)
-        of_first = 0.0 if first is None else time_first(first, timed, speculation)
-        found.append((*times, of_first))
-    one_s, several_s, first_s = map(min, zip(*found, strict=True))
-    layer_s = (several_s - one_s) / (timed.num_layers - 1)
-    if layer_s <= 0:  # only noise makes it so; a stage's time is then taken for that of its layers
-        layer_s = several_s / timed.num_layers
-    fixed_s = max(0.0, one_s - layer_s)
-    return RankTimes(layer_s, fixed_s, None if first is None else max(fixed_s, first_s - layer_s))
-
-
-def has_time(group: Group, end: float, device: torch.device) -> bool:
-    """Whether the first rank of the group has time left, on all its ranks: they time together."""
-    return bool(
-        group.broadcast(torch.tensor([time.perf_counter() < end], device=device).int(), 0).item()
-    )
+        with_ends = partial(time_first, first, timed, speculation)
+    passing = partial(time_passing, one, step), partial(time_passing, several, step)
+    return time_rounds(Timers(*passing, timed.num_layers, with_ends), group, timed.device)
 
 
 def load_stage(timed: Timed, group: Group, num_layers: int, has_ends: bool) -> FilledStage:
-    """A stage with the model's first layers, and a cache that is not the zeros of fresh memory."""
-    config, part, step = timed.config, StagePart(range(num_layers), has_ends), timed.step
-    kinds, shard = kinds_of(config.model, config.model.target_dtype), Shard(group.index, group.size)
-    model = load_kind(timed.run.source, shard, kinds, timed.device, part)
-    backend, executor = make_backend(config.attention.backend), make_executor(kinds, model, group)
-    sizes = step.rows, step.context + step.new_tokens
-    runner = ModelRunner(model, backend, group, *sizes, executor=executor)
-    for pool in (runner.cache.k, runner.cache.v):
-        pool.fill_(0.1)
+    """A stage with the model's first layers."""
+    step, part = timed.step, StagePart(range(num_layers), has_ends)
+    place = timed.config, timed.run.source, group, timed.device, part
+    runner = load_layers(*place, step.rows, step.context + step.new_tokens)
     return FilledStage(runner, is_last=False, num_tokens=step.num_tokens)
 
 

@@ -1,0 +1,197 @@
+"""`magicdec pipeline --layer_split auto`: what is timed on which rank, and the choice that follows.
+Measured times have no bounds, so only what was computed is known; choices are made from given
+times."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from magicdec.cli.serving.pipeline import parse
+from magicdec.cost_model.plan import DTYPE_BYTES
+from magicdec.distributed.groups import Launch
+from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.hardware.environment import describe_environment
+from magicdec.memory.room import Room
+from magicdec.model.checkpoint.source import find_model
+from magicdec.model.checkpoint.split import split_checkpoint
+from magicdec.pipeline.auto_split.choose import RankTimes
+from magicdec.pipeline.auto_split.measure import STEPS, DecodeStep
+from magicdec.pipelined_run import auto_split
+from magicdec.pipelined_run.auto_split import (
+    TimedRuns,
+    check_auto,
+    find_split,
+    find_times,
+    measure_times,
+    room_plans,
+    with_counts,
+)
+from magicdec.pipelined_run.layout import make_layout
+from magicdec.pipelined_run.prepare import PreparedPipeline, prepare
+from magicdec.pipelined_run.stage import ModelPart, Predictions
+
+FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
+
+
+def prepared(tmp_path: Path, *words: str) -> PreparedPipeline:
+    """On one rank, where `auto` needs no times."""
+    launch = Launch(0, 1, 0, 1)
+    asked = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl"), *words], launch)
+    return prepare(asked.config, asked.options, launch)
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> PreparedPipeline:
+    return prepared(tmp_path, "--layer_split", "auto", "--draft", "3", "--drafter", "ngram")
+
+
+def test_one_stage_needs_no_times(found: PreparedPipeline, tmp_path: Path) -> None:
+    assert found.split == "" and found.options.layer_split == "6"
+    described = found.options.describe()
+    assert described["layer_split"] == "6" and described["machine"] is None
+    other = prepared(tmp_path, "--layer_split", "1.0/head", "--drafter", "ngram")
+    assert other.options.layer_split == "1.0/head", "as the user wrote it"
+
+
+def choose(
+    found: PreparedPipeline, split: str, times: list[RankTimes | None], patch: pytest.MonkeyPatch
+) -> tuple[str | None, str]:
+    """The split that rank 0 chooses, where rank i finds `times[i]` on a host of its own."""
+    others = [
+        json.dumps({"asked": "auto", "host": rank, "times": None if each is None else asdict(each)})
+        for rank, each in enumerate(times)
+    ]
+    steps = list[DecodeStep]()
+
+    def find(timed: TimedRuns, launch: Launch, machine: Path | None) -> RankTimes | None:
+        steps.append(timed.step)
+        return times[0]
+
+    patch.setattr(auto_split, "find_times", find)
+    name = "magicdec.pipeline.auto_split.choose.exchange_texts"
+    patch.setattr(name, lambda launch, text, topic: [text, *others[1:]])
+    options, launch = replace(found.options, layer_split=split), Launch(0, len(times), 0, 1)
+    layout = make_layout(split, len(times), 6)
+    chosen = find_split(found.run, options, layout, launch)
+    assert steps == [DecodeStep(1, 104, 3)], "1 row and 3 drafts after half of the output"
+    kept = layout.with_layers(chosen.layers)
+    assert kept.stages == layout.stages and kept.draft_ranks == layout.draft_ranks
+    return with_counts(options, chosen).layer_split, chosen.reason
+
+
+EMBEDS, PASSES, HEAD = (RankTimes(1e-3, 0.0, own) for own in (1e-4, None, 2.5e-3))
+
+
+def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(
+    found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, reason = choose(found, "auto/head", [EMBEDS, HEAD], monkeypatch)
+    assert split == "4,2/head"
+    assert reason == (
+        "the stages are predicted to take 4.1, 4.5 ms, from 1 ms a layer and 0.1, 2.5 ms beside "
+        "layers (measured for runs of 4 rows after 104 tokens)"
+    )
+    slow = replace(EMBEDS, layer_s=5e-3)
+    assert choose(found, "auto/1.0", [slow, HEAD, None], monkeypatch)[0] == "1,5/1.0"
+    two = [EMBEDS, HEAD, None, None]
+    assert choose(found, "auto/0.5,0.5", two, monkeypatch)[0] == "4,2/0.5,0.5"
+    assert choose(found, "0,auto", [None, PASSES, HEAD], monkeypatch)[0] == "0,4,2"
+    assert choose(found, "auto", [EMBEDS, PASSES, HEAD], monkeypatch)[0] == "2,3,1"
+
+
+def test_without_drafts_runs_have_one_row_and_never_more_than_there_are_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = list[DecodeStep]()
+
+    def find(timed: TimedRuns, launch: Launch, machine: Path | None) -> RankTimes:
+        steps.append(timed.step)
+        return EMBEDS
+
+    monkeypatch.setattr(auto_split, "find_times", find)
+    other = json.dumps({"asked": "auto", "host": 1, "times": asdict(HEAD)})
+    name = "magicdec.pipeline.auto_split.choose.exchange_texts"
+    monkeypatch.setattr(name, lambda launch, text, topic: [text, other])
+    place = make_layout("auto", 2, 6), Launch(0, 2, 0, 1)
+    for words in (["--mode", "iterative"], ["--draft", "99", "--drafter", "ngram"]):
+        one = prepared(tmp_path, "--layer_split", "auto", *words)
+        find_split(one.run, one.options, *place)
+    assert steps == [DecodeStep(1, 104, 0), DecodeStep(1, 104, 7)]
+
+
+def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
+    found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("magicdec.pipeline.auto_split.timing.ENOUGH_S", 0.0)
+    computed = list[tuple[object, ...]]()
+    compute = ModelPart.compute
+
+    def noted(part: ModelPart, launch: Any, *place: Any) -> Any:
+        out, model = compute(part, launch, *place), part.runner.model
+        is_right = isinstance(out, Predictions) == model.has_head
+        assert is_right and (not model.has_head or len(out.tokens) == launch.num_rows)
+        assert part.runner.cache.lengths == [53], "50 tokens, and a run that replaces the last one"
+        ends = model.has_embedding, model.has_head
+        computed.append((part.num_layers, *ends, launch.num_rows, launch.positions[0]))
+        return out
+
+    monkeypatch.setattr(ModelPart, "compute", noted)
+    threads, layout = torch.get_num_threads(), make_layout("0,auto/1.0", 5, 6)
+    timed = TimedRuns(found.run, layout, DecodeStep(1, 50, 2))
+    passing = {(1, False, False, 3, 50), (4, False, False, 3, 50)}
+    own = {1: {(1, True, False, 3, 50)}, 2: set[Any](), 3: {(1, False, True, 3, 50)}}
+    for rank, each in own.items():
+        computed.clear()
+        times = measure_times(timed, Launch(rank, 5, rank, 5))
+        assert set(computed) == passing | each
+        assert len(computed) % (STEPS + 1) == 0 and times.layer_s > 0
+        assert (times.own_fixed_s is None) == (rank == 2)
+        assert times.own_fixed_s is None or times.own_fixed_s >= times.fixed_s >= 0
+    assert torch.get_num_threads() == threads
+    computed.clear()
+    assert find_times(timed, Launch(0, 1, 0, 1), None) is None, "the head has no layers"
+    assert computed == []
+    plans = [*room_plans(timed, Room((0, 1, 2, 3, 4), "", None))]
+    first, middle, last = (plan.weights for plan in plans)
+    assert first == last > middle > 0 and min(plan.kv for plan in plans) > 0
+
+
+def test_times_come_from_a_machine_file(found: PreparedPipeline, tmp_path: Path) -> None:
+    config, source, launch = found.run.config, found.run.source, Launch(0, 1, 0, 1)
+    here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
+    machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
+    dtype, path = config.model.dtype, tmp_path / "machine.json"
+    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
+    MachineFile(machine, 1e9, *rates).save(path)
+    head_s = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype] / 1e9
+    for split, own in (("auto", 0.0), ("1.0/head", head_s)):  # rank 0 of two stages, and alone
+        layout = make_layout(split, 2 if split == "auto" else 1, 6)
+        known = find_times(TimedRuns(found.run, layout, DecodeStep(1, 50, 2)), launch, path)
+        assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
+        assert known.own_fixed_s == (pytest.approx(own, rel=0.01) if own else None)
+    MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
+    with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
+        find_times(TimedRuns(found.run, layout, DecodeStep(1, 50, 2)), launch, path)
+
+
+def test_what_does_not_fit_and_files_with_a_split_are_refused(
+    found: PreparedPipeline,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(auto_split, "find_room", lambda *place: Room((0,), "on this host", 9))
+    timed = TimedRuns(found.run, make_layout("auto", 2, 6), DecodeStep(1, 50, 2))
+    with pytest.raises(ValueError, match=r"--layer_split auto: timing a few layers needs .* free"):
+        find_times(timed, Launch(0, 1, 0, 1), None)
+    split_checkpoint(find_model("--model", str(tiny_checkpoint)), tmp_path, [range(1), range(1, 2)])
+    options = replace(found.options, layer_split="auto/head")
+    with pytest.raises(ValueError, match=r"--layer_split auto/head: .* made with --layer_split"):
+        check_auto(options, timed.layout, find_model("--model", str(tmp_path)))
