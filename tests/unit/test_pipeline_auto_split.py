@@ -62,8 +62,9 @@ def test_one_stage_needs_no_times(found: PreparedPipeline, tmp_path: Path) -> No
 
 def choose(
     found: PreparedPipeline, split: str, times: list[RankTimes | None], patch: pytest.MonkeyPatch
-) -> tuple[str | None, str]:
-    """The split that rank 0 chooses, where rank i finds `times[i]` on a host of its own."""
+) -> tuple[str | None, str, DecodeStep]:
+    """What rank 0 chooses, where rank i finds `times[i]` on a host of its own: the split and the
+    reason. And what was timed."""
     others = [
         json.dumps({"asked": "auto", "host": rank, "times": None if each is None else asdict(each)})
         for rank, each in enumerate(times)
@@ -80,10 +81,10 @@ def choose(
     options, launch = replace(found.options, layer_split=split), Launch(0, len(times), 0, 1)
     layout = make_layout(split, len(times), 6)
     chosen = find_split(found.run, options, layout, launch)
-    assert steps == [DecodeStep(1, 104, 3)], "1 row and 3 drafts after half of the output"
     kept = layout.with_layers(chosen.layers)
     assert kept.stages == layout.stages and kept.draft_ranks == layout.draft_ranks
-    return with_counts(options, chosen).layer_split, chosen.reason
+    (step,) = steps
+    return with_counts(options, chosen).layer_split, chosen.reason, step
 
 
 EMBEDS, PASSES, HEAD = (RankTimes(1e-3, 0.0, own) for own in (1e-4, None, 2.5e-3))
@@ -92,8 +93,8 @@ EMBEDS, PASSES, HEAD = (RankTimes(1e-3, 0.0, own) for own in (1e-4, None, 2.5e-3
 def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(
     found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, reason = choose(found, "auto/head", [EMBEDS, HEAD], monkeypatch)
-    assert split == "4,2/head"
+    split, reason, step = choose(found, "auto/head", [EMBEDS, HEAD], monkeypatch)
+    assert split == "4,2/head" and step == DecodeStep(1, 104, 3)
     assert reason == (
         "the stages are predicted to take 4.1, 4.5 ms, from 1 ms a layer and 0.1, 2.5 ms beside "
         "layers (measured for runs of 4 rows after 104 tokens)"
@@ -106,30 +107,24 @@ def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(
     assert choose(found, "auto", [EMBEDS, PASSES, HEAD], monkeypatch)[0] == "2,3,1"
 
 
-def test_without_drafts_runs_have_one_row_and_never_more_than_there_are_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
+    tmp_path: Path, found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = list[DecodeStep]()
-
-    def find(timed: TimedRuns, launch: Launch, machine: Path | None) -> RankTimes:
-        steps.append(timed.step)
-        return EMBEDS
-
-    monkeypatch.setattr(auto_split, "find_times", find)
-    other = json.dumps({"asked": "auto", "host": 1, "times": asdict(HEAD)})
-    name = "magicdec.pipeline.auto_split.choose.exchange_texts"
-    monkeypatch.setattr(name, lambda launch, text, topic: [text, other])
-    place = make_layout("auto", 2, 6), Launch(0, 2, 0, 1)
-    for words in (["--mode", "iterative"], ["--draft", "99", "--drafter", "ngram"]):
-        one = prepared(tmp_path, "--layer_split", "auto", *words)
-        find_split(one.run, one.options, *place)
-    assert steps == [DecodeStep(1, 104, 0), DecodeStep(1, 104, 7)]
+    plain = prepared(tmp_path, "--mode", "iterative")
+    deep = replace(found.options.speculation, draft=99)
+    for options, num_drafts in (
+        (plain.options, 0),
+        (replace(found.options, speculation=deep), 7),
+    ):
+        step = choose(replace(found, options=options), "auto", [EMBEDS, HEAD], monkeypatch)[2]
+        assert step == DecodeStep(1, 104, num_drafts)
 
 
 def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("magicdec.pipeline.auto_split.timing.ENOUGH_S", 0.0)
+    monkeypatch.setattr("magicdec.pipeline.auto_split.timing.FEWEST_ROUNDS", 1)
     computed = list[tuple[object, ...]]()
     compute = ModelPart.compute
 
