@@ -37,7 +37,10 @@ from magicdec.pipelined_run.layout import make_layout
 from magicdec.pipelined_run.prepare import PreparedPipeline, prepare
 from magicdec.pipelined_run.stage import ModelPart, Predictions
 
-FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
+FLAGS = (
+    *("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu"),
+    *("--threads", "1"),
+)
 
 
 def prepared(tmp_path: Path, *words: str) -> PreparedPipeline:
@@ -132,13 +135,15 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
         out, model = compute(part, launch, *place), part.runner.model
         is_right = isinstance(out, Predictions) == model.has_head
         assert is_right and (not model.has_head or len(out.tokens) == launch.num_rows)
+        assert torch.get_num_threads() == 1, "as in the run"
         assert part.runner.cache.lengths == [53], "50 tokens, and a run that replaces the last one"
         ends = model.has_embedding, model.has_head
         computed.append((part.num_layers, *ends, launch.num_rows, launch.positions[0]))
         return out
 
     monkeypatch.setattr(ModelPart, "compute", noted)
-    threads, layout = torch.get_num_threads(), make_layout("0,auto/1.0", 5, 6)
+    layout, threads = make_layout("0,auto/1.0", 5, 6), torch.get_num_threads()
+    torch.set_num_threads(2)
     timed = TimedRuns(found.run, layout, DecodeStep(1, 50, 2))
     passing = {(1, False, False, 3, 50), (4, False, False, 3, 50)}
     own = {1: {(1, True, False, 3, 50)}, 2: set[Any](), 3: {(1, False, True, 3, 50)}}
@@ -149,7 +154,8 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
         assert len(computed) % (STEPS + 1) == 0 and times.layer_s > 0
         assert (times.own_fixed_s is None) == (rank == 2)
         assert times.own_fixed_s is None or times.own_fixed_s >= times.fixed_s >= 0
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2, "as before"
+    torch.set_num_threads(threads)
     computed.clear()
     assert find_times(timed, Launch(0, 1, 0, 1), None) is None, "the head has no layers"
     assert computed == []

@@ -147,6 +147,8 @@ def test_the_plan_of_each_rank_of_a_draft_is_what_it_holds(
     """Prepared on one rank alone, without what the ranks tell each other."""
     monkeypatch.setattr("magicdec.memory.check.first_refusal", lambda launch, said, topic: said)
     monkeypatch.setattr("magicdec.pipelined_run.prepare.check_agreement", lambda *of: None)
+    exchange = "magicdec.pipeline.auto_split.choose.exchange_texts"
+    monkeypatch.setattr(exchange, lambda launch, text, topic: [text] * launch.world_size)
     words = ("--layer_split", "1.0/0.5,0.5", "--linear", "torch", "--kv_policy", policy)
     found = prepared(tmp_path, *words, "--dtype", "float32", world_size=3)
     run, drafting = found.run, found.drafting
