@@ -15,7 +15,6 @@ SHARED = {  # several ranks draft, which takes a model
     3: ["1.0/0.5,0.5"],
     4: ["0.5,0.5/0.5,0.5", "0,1.0/0.5,0.5"],
 }
-OF_SEVERAL = {3: ["1.0/0.5,0.5"], 4: ["0.5,0.5/0.5,0.5", "0,1.0/0.5,0.5"]}  # draft ranks
 MODES = ("iterative", "sync", "async")
 CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has no value
     "--temperature": [None, None, 0.8],
