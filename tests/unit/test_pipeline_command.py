@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import make_requests
 
 from magicdec.cli.serving.pipeline import parse
-from magicdec.console import make_progress
-from magicdec.distributed.groups import Group, Launch, ParallelGroups
-from magicdec.memory.plan import Models
-from magicdec.memory.working_memory import max_tokens
+from magicdec.distributed.groups import Launch
 from magicdec.pipelined_run.head import Drafted
 from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
@@ -24,12 +20,11 @@ from magicdec.pipelined_run.measured.prediction import (
     shown_of,
 )
 from magicdec.pipelined_run.measured.use import Observed, pipeline_use
-from magicdec.pipelined_run.prepare import prepare, stage_plans
+from magicdec.pipelined_run.prepare import prepare
 from magicdec.pipelined_run.spans import Span, What, trace_events
 from magicdec.pipelined_speculation.counts import Counts
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
-from magicdec.setup.loading import LoadedModels, make_draft
 
 FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--no_baseline")
@@ -93,27 +88,6 @@ def test_refuses_in_one_line(words: list[str], message: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--drafter", "ngram"], "--drafter ngram has no layers that 2 ranks could share; give"),
-        (["--emulate_acceptance", "1"], "1.0/0.5,0.5: --emulate_acceptance has no layers that 2"),
-    ],
-)
-def test_several_ranks_draft_with_a_model_only(
-    words: list[str], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepared(tmp_path, "--layer_split", "1.0/0.5,0.5", *words, world_size=3)
-
-
-def test_a_draft_has_at_most_as_many_ranks_as_heads(tmp_path: Path) -> None:
-    split = "1.0/" + ",".join(["0.05"] * 20)
-    refused = rf"--layer_split {split}, draft demo-draft: 20 ranks cannot share \d+ attention heads"
-    with pytest.raises(ValueError, match=refused):
-        prepared(tmp_path, "--layer_split", split, world_size=21)
-
-
-@pytest.mark.parametrize(
     ("split", "sizes", "draft_ranks", "hops"),
     [
         (None, [3, 3], (0,), [(0, 1), (1, 0)]),
@@ -138,33 +112,6 @@ def test_every_rank_has_its_part(
     assert layout.draft_ranks == draft_ranks and layout.hops == hops
     held = [layer for layers in layout.layers for layer in layers]
     assert held == list(range(6))
-
-
-@pytest.mark.parametrize("policy", ["full", "streaming_llm"])
-def test_the_plan_of_each_rank_of_a_draft_is_what_it_holds(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prepared on one rank alone, without what the ranks tell each other."""
-    monkeypatch.setattr("magicdec.memory.check.first_refusal", lambda launch, said, topic: said)
-    monkeypatch.setattr("magicdec.pipelined_run.prepare.check_agreement", lambda *of: None)
-    exchange = "magicdec.pipeline.auto_split.choose.exchange_texts"
-    monkeypatch.setattr(exchange, lambda launch, text, topic: [text] * launch.world_size)
-    words = ("--layer_split", "1.0/0.5,0.5", "--linear", "torch", "--kv_policy", policy)
-    found = prepared(tmp_path, *words, "--dtype", "float32", world_size=3)
-    run, drafting = found.run, found.drafting
-    models = Models(run.source.config, drafting.draft_source.config)
-    place = models, found.options, found.layout, range(3)
-    plans = [*stage_plans((run.config, drafting.config), *place)]
-    assert [plan.draft_weights > 0 for plan in plans] == [False, True, True]
-    for index, plan in enumerate(plans[1:]):
-        group = Group((1, 2), index)
-        groups = ParallelGroups(1 + index, 3, group, draft=group)
-        loaded = LoadedModels(torch.device("cpu"), make_progress(False))
-        draft = make_draft(drafting, groups, max_tokens(drafting.config), loaded)
-        assert draft is not None and draft.runner is not None
-        held = sum(p.numel() * p.element_size() for p in draft.runner.model.parameters())
-        assert (plan.weights, plan.draft_weights) == (0, held)
-        assert (plan.kv, plan.draft_kv) == (0, draft.runner.cache.num_bytes)
 
 
 def finished(times_s: list[float]) -> Request:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from threading import Event
 
 import pytest
@@ -129,8 +129,23 @@ def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
     assert board.is_cancelled(3) and not board.is_cancelled(2)
 
 
+@dataclass
+class Kept:
+    """A sender that keeps what was sent."""
+
+    messages: list[Message] = field(default_factory=list)
+    num_bytes = 0
+    is_closed = False
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
-    asks, answers, passed = LocalChannel(), LocalChannel(), [LocalChannel() for _ in range(2)]
+    asks, answers, passed = LocalChannel(), LocalChannel(), [Kept() for _ in range(2)]
     drafters, spans = [LookupDrafter() for _ in range(3)], [Spans() for _ in range(3)]
     first = DraftLoop(drafters[0], asks, answers, spans[0], passed)
     asks.send(DraftRequest(0, 1, 0, (1, 2, 3, 1, 2)).to_message(0))
@@ -139,7 +154,11 @@ def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
     first.serve()
     assert candidates_of(answers.receive()) == [((1, 1.0),), ((2, 1.0),)]
     assert answers.receive().kind is Kind.END
-    for drafter, inbound, found in zip(drafters[1:], passed, spans[1:], strict=True):
+    for drafter, kept, found in zip(drafters[1:], passed, spans[1:], strict=True):
+        assert len(kept.messages) == 3 and kept.is_closed
+        inbound = LocalChannel()
+        for message in kept.messages:
+            inbound.send(message)
         DraftLoop(drafter, inbound, None, found).serve()
         assert drafter.lookups[1].tokens == drafters[0].lookups[1].tokens == [1, 2, 3, 1, 2, 3]
         assert [span.run for span in found.found] == [span.run for span in spans[0].found] == [4]
