@@ -29,8 +29,9 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.processes import report_error
 from magicdec.distributed.ranks import find_world_size, is_other_start, start_ranks
+from magicdec.distributed.watching.processes import report_error
+from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.records.writing import check_files
 
 LEADER_FIRST_S = 20.0
@@ -166,27 +167,29 @@ def start(
     read: Callable[[Sequence[str]], RunConfig], argv: Sequence[str] | None = None
 ) -> NoReturn:
     """Decode as `read` makes of the command line: on this rank, or on the ranks that `--nproc`
-    starts."""
+    starts. If another rank ends while this one needs it, every rank that is left names it."""
     launch, words = read_launch(), sys.argv[1:] if argv is None else argv
-    try:
-        parsed = read(words)
-        parsed.check(find_world_size(parsed.parallel.nproc, launch))
-        if launch.rank == 0:
-            check_outputs(parsed.output)
-        parsed = with_local_models(parsed)
-        run_on_ranks(parsed.parallel.nproc, words, launch, partial(check_heads, parsed))
-        with spinner("preparing", launch.rank == 0):
-            from magicdec.setup.prepare import prepare
+    with naming_lost(launch):
+        try:
+            parsed = read(words)
+            parsed.check(find_world_size(parsed.parallel.nproc, launch))
+            if launch.rank == 0:
+                check_outputs(parsed.output)
+            parsed = with_local_models(parsed)
+            run_on_ranks(parsed.parallel.nproc, words, launch, partial(check_heads, parsed))
+            watch_ranks(launch)
+            with spinner("preparing", launch.rank == 0):
+                from magicdec.setup.prepare import prepare
 
-            prepared = prepare(parsed, launch)
-    except ValueError as error:
-        refuse(error, launch)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    announce_backend(prepared.config, launch)
-    from magicdec.cli.report import conclude
+                prepared = prepare(parsed, launch)
+        except ValueError as error:
+            refuse(error, launch)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        announce_backend(prepared.config, launch)
+        from magicdec.cli.report import conclude
 
-    sys.exit(conclude(prepared))
+        sys.exit(conclude(prepared))
 
 
 def run_on_ranks(
@@ -236,6 +239,7 @@ def refuse(error: ValueError, launch: Launch) -> NoReturn:
     torchrun, which prints it at the end of what it says. The other ranks wait until they are ended,
     so that the line appears once. A rank that is not ended was the only one to refuse (its host
     lacks a file, say), so it reports its line itself."""
+    stop_watching()
     if launch.rank != 0:
         time.sleep(LEADER_FIRST_S)
     line = f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}"

@@ -45,9 +45,9 @@ def is_other_start(nproc: int | None, launch: Launch) -> bool:
 
 
 def start_ranks(nproc: int, words: Sequence[str]) -> int:
-    """Run `python WORDS` as `nproc` ranks on this host, through torch's own launcher. If a rank
-    reported an error, it is the last line that is printed. Returns the exit code of the rank that
-    failed first, or 0."""
+    """Run `python WORDS` as `nproc` ranks on this host, through torch's own launcher. If the rank
+    that failed first reported an error, it is the last line that is printed; a rank that a signal
+    has ended is named. Returns the exit code of that rank, or 0."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -64,10 +64,12 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", *words)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         if failure.error_file != NOT_AVAILABLE:
             message: object = failure.error_file_data["message"]
             print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
+        elif failure.exitcode < 0:
+            print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (KeyboardInterrupt, SignalException):
         return INTERRUPTED

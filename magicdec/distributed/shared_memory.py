@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from magicdec.distributed.processes import is_alive
+from magicdec.distributed.watching.processes import is_alive
 from magicdec.kernels.build import load_library
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from magicdec.distributed.groups import (
     ParallelGroups,
     rendezvous_store,
 )
-from magicdec.distributed.heartbeat import start_heartbeat, stop_heartbeat
 from magicdec.distributed.interface import use_interface_towards
 from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.watching.watch import leave_ranks, watch_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -85,15 +85,13 @@ def stage_groups_before_run(
     # A store of its own, because the run's groups must not find the addresses of these.
     store = dist.PrefixStore("before the run", rendezvous_store(launch))
     _start(launch, device, "gloo", store)
-    try:
-        yield make_stage_groups(launch, grid, device, collectives)
-    finally:
-        close_groups()
+    yield make_stage_groups(launch, grid, device, collectives)
+    dist.destroy_process_group()  # not after an error: it waits for the other ranks
 
 
 def _start(launch: Launch, device: torch.device, backend: str, store: Store | None = None) -> None:
-    """Initialize torch.distributed if there are several ranks. `backend` is that of the default
-    group. Without `store`, the ranks meet as torchrun says."""
+    """Initialize torch.distributed if there are several ranks, which watch each other from then on.
+    `backend` is that of the default group. Without `store`, the ranks meet as torchrun says."""
     if launch.world_size == 1:
         return
     import torch.distributed as dist
@@ -102,9 +100,9 @@ def _start(launch: Launch, device: torch.device, backend: str, store: Store | No
         import torch
 
         torch.cuda.set_device(device)
+    watch_ranks(launch)
     if not dist.is_initialized():
-        has_other_hosts = launch.local_world_size != launch.world_size
-        if has_other_hosts:
+        if launch.local_world_size != launch.world_size:
             use_interface_towards(os.environ["MASTER_ADDR"])
         if store is None:
             dist.init_process_group(backend)
@@ -112,8 +110,6 @@ def _start(launch: Launch, device: torch.device, backend: str, store: Store | No
             dist.init_process_group(
                 backend, store=store, rank=launch.rank, world_size=launch.world_size
             )
-        if has_other_hosts:
-            start_heartbeat(launch.rank, launch.world_size)
 
 
 def _make_group(
@@ -146,9 +142,10 @@ def _make_group(
 
 
 def close_groups() -> None:
-    """Shut down torch.distributed if it was initialized."""
+    """Shut down torch.distributed if it was initialized. All ranks must call it, and need no other
+    rank afterwards."""
     import torch.distributed as dist
 
-    stop_heartbeat()
+    leave_ranks()
     if dist.is_initialized():
         dist.destroy_process_group()

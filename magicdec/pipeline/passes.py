@@ -16,8 +16,8 @@ import torch.distributed
 from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.distributed.processes import Processes
 from magicdec.distributed.start import make_groups, make_stage_groups
+from magicdec.distributed.watching.processes import processes_of
 from magicdec.engine import Engine
 from magicdec.hardware.devices import release_memory
 from magicdec.memory.sampler import MemorySampler
@@ -52,7 +52,7 @@ class Passes:
         self.everyone: ParallelGroups | None = None
         if TENSOR_PARALLEL in prepared.options.asked.passes:
             self.everyone = make_groups(launch, parallel.rank_group, *place)
-        self.processes = Processes.of_ranks() if launch.world_size > 1 else Processes()
+        self.processes = processes_of(launch)
 
     def serve(self, name: str, observe: Callable[[int], None]) -> Outcome | None:
         """Serve all requests in the pass of that name. The memory of a pass with curves is sampled

@@ -81,7 +81,7 @@ class RingPass:
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
         capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
-        place = prepared.grid, self.stages.rank, form, depth, capacity
+        place = prepared.grid, prepared.run.launch, form, depth, capacity
         ends = connect_ring(*place, None if transport is None else transport.headers, payloads)
         if (link := options.asked.link) is not None:
             ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))

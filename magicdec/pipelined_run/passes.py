@@ -83,7 +83,7 @@ class Passes:
         draft_ranks = None if prepared.drafting is None else layout.draft_ranks
         self.draft_group = make_stage_groups(launch, *place, draft_ranks).draft
         headers = None if transport is None else transport.headers
-        self.connections = Connections(layout, self.rank, headers, options.link, self._hidden())
+        self.connections = Connections(layout, launch, headers, options.link, self._hidden())
         self.models = LoadedModels(device, progress)
         self.sampling = CoupledSampling(prepared.run.config.sampling)
         self.expected: list[list[int]] | None = None  # the tokens of the baseline
@@ -91,14 +91,13 @@ class Passes:
 
     def serve(self, name: str, observe: Observe) -> Outcome | None:
         """Serve all requests in the pass of that name."""
-        with self.connections.processes.naming_ended():
-            if name != BASELINE_PASS:
-                self.member = self.member or self._join()
-                return self._pipelined(self.member, name, observe)
-            outcome = self._baseline(observe) if self.rank == 0 else None
-            release_memory(self.device)
-            self._tell_expected([] if outcome is None else outcome.requests)
-            return outcome
+        if name != BASELINE_PASS:
+            self.member = self.member or self._join()
+            return self._pipelined(self.member, name, observe)
+        outcome = self._baseline(observe) if self.rank == 0 else None
+        release_memory(self.device)
+        self._tell_expected([] if outcome is None else outcome.requests)
+        return outcome
 
     def _hidden(self) -> HiddenForm | None:
         """Of hidden states that go from GPU to GPU; None if they go another way."""

@@ -21,7 +21,8 @@ from magicdec.distributed.channels.connect import connect_edge
 from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.channels.message import Receiver, Sender
 from magicdec.distributed.channels.tensors import connect_tensors
-from magicdec.distributed.processes import Processes
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.watching.processes import processes_of
 from magicdec.hardware.devices import use_device
 from magicdec.pipeline.emulation.emulated_link import DelayedSender
 from magicdec.pipeline.emulation.link import Link
@@ -82,15 +83,15 @@ class Connections:
     def __init__(
         self,
         layout: Layout,
-        rank: int,
+        launch: Launch,
         headers: str | None,
         link: Link | None,
         hidden: HiddenForm | None = None,
     ) -> None:
         """`headers` is gloo or shared_memory. With `hidden`, hidden states go apart."""
-        self.layout, self.rank, self.headers, self.link = layout, rank, headers, link
+        self.layout, self.rank, self.headers, self.link = layout, launch.rank, headers, link
         self.hidden = hidden
-        self.processes = Processes.of_ranks() if layout.world_size > 1 else Processes()
+        self.processes = processes_of(launch)
 
     def connect(self, has_drafter: bool) -> Wires:
         wires, stages = Wires(), self.layout.stages

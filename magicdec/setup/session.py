@@ -14,6 +14,7 @@ import torch
 from magicdec.config.resolved import ResolvedParallel
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.start import close_groups, make_groups
+from magicdec.distributed.watching.watch import name_lost, stop_watching
 from magicdec.hardware.devices import device_of
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.environment import Environment
@@ -59,11 +60,17 @@ class RankSession:
         self.started = datetime.datetime.now(datetime.timezone.utc)
         torch.set_num_threads(self.parallel.threads)
 
-    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *place: object
+    ) -> None:
         """Close the process groups, but not after an error: closing waits for the other ranks, and
-        these may have ended already."""
-        if error is None:
+        these may have ended already. Raises PeerLost if that is why the error came."""
+        if kind is None:
             close_groups()
+            return
+        if isinstance(error, RuntimeError):
+            name_lost(error)
+        stop_watching()
 
     def describe_environment(self, bandwidth: float | None = None) -> Environment:
         """The `environment` of a record. `bandwidth` is the read bandwidth of all ranks together,

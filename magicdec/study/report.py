@@ -7,6 +7,7 @@ from pathlib import Path
 
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.watching.watch import stop_watching
 from magicdec.study.cells import records_of
 from magicdec.study.drift import measure_drift
 from magicdec.study.plan import StudyPlan
@@ -27,6 +28,7 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
     try:
         sweep.run(None if budget is None else 60 * budget)
     except KeyboardInterrupt:
+        stop_watching()
         is_interrupted = True
     except OSError as error:
         if is_leader:

@@ -1,35 +1,49 @@
-"""A command in which rank KILLED_RANK is killed while it serves. Started by test_recurrent.py and
-test_speculation_ranks.py with the command's name and flags."""
+"""A command in which rank KILLED_RANK is killed; KILLED_IN is the command's name and a phase of it.
+Started by test_killed_ranks.py, test_recurrent.py and test_speculation_ranks.py with its flags."""
 
 import os
 import signal
-import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from magicdec.cli.serving import pipeline, recurrent
-from magicdec.pipeline.stage import Stage
-from magicdec.pipelined_run.draft_model import ModelDrafter
-from magicdec.pipelined_run.stage import ModelPart
-
-COMMANDS = {  # what runs, and the method in whose n-th call the rank is killed
-    "recurrent": (recurrent.main, Stage, "forward", 40),
-    "pipeline": (pipeline.main, ModelPart, "compute", 20),
-    "drafts": (pipeline.main, ModelDrafter, "propose", 8),
+# Where the rank is killed: a function or a method, and in which of its calls. While serving, the
+# others go on meanwhile; in the phases before, they have the time to wait for the rank.
+PHASES = {
+    "preparing": ("magicdec.memory.check", "first_refusal", 1),
+    "timing": ("magicdec.pipeline.auto_split.measure", "time_passing", 3),
+    "starting": ("torch.distributed", "init_process_group", 1),
+    "grouping": ("torch.distributed", "new_group", 1),
+    "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
+    "connecting": ("magicdec.distributed.channels.shared_ring", "agree_on_path", 2),
+    "connecting through gloo": ("torch.distributed", "new_group", 2),
+    "serving": ("magicdec.pipeline.stage", "Stage.forward", 40),
+    "serving runs": ("magicdec.pipelined_run.stage", "ModelPart.compute", 20),
+    "serving drafts": ("magicdec.pipelined_run.draft_model", "ModelDrafter.propose", 8),
+    "closing": ("magicdec.distributed.start", "leave_ranks", 1),
 }
-main, owner, name, last = COMMANDS[sys.argv.pop(1)]
-method = getattr(owner, name)
+WAIT_S = 1.0
+command, phase = os.environ["KILLED_IN"].split(": ")
+module, path, last = PHASES[phase]
+*owners, name = path.split(".")
+owner: Any = import_module(module)
+for each in owners:
+    owner = getattr(owner, each)
+function = getattr(owner, name)
 calls = 0
 
 
-def count(*args):
+def count(*args: Any, **kwargs: Any) -> Any:
     global calls
     calls += 1
-    if calls == last and os.environ["RANK"] == os.environ["KILLED_RANK"]:
+    if calls == last and os.environ.get("RANK") == os.environ["KILLED_RANK"]:
+        if not phase.startswith("serving"):
+            time.sleep(WAIT_S)
         Path("killed_at").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    return method(*args)
+    return function(*args, **kwargs)
 
 
 setattr(owner, name, count)
-main()
+import_module(f"magicdec.cli.serving.{command}").main()

@@ -21,9 +21,9 @@ from magicdec.distributed.channels.connect import (
 from magicdec.distributed.channels.device import DevicePayloads, SplitSender
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.processes import PeerLost
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
+from magicdec.distributed.watching.processes import PeerLost
 
 DEPTH, WIDTH, CAPACITY = 6, 24, 5000
 CPU = torch.device("cpu")
@@ -63,9 +63,9 @@ def check(ends: RingEnds, is_first: bool, rounds: int = 40) -> None:
 
 def check_apart(place: tuple[Any, ...], is_first: bool) -> None:
     """Payloads go by process groups of their own; a message without one sends its header alone."""
-    grid, rank, form, depth, *rest = place
+    grid, launch, form, depth, *rest = place
     payloads = DevicePayloads(CPU, "gloo")
-    ends = connect_ring(grid, rank, payloads.header_form(form), depth, *rest, payloads)
+    ends = connect_ring(grid, launch, payloads.header_form(form), depth, *rest, payloads)
     check(ends, is_first, rounds=10)
     assert isinstance(ends.outbound, SplitSender)
     payload_bytes = sum(m.payload.numel() * 2 for m in messages() if m.payload is not None)
@@ -88,7 +88,7 @@ def main(collectives: str, task: str) -> None:
     width = 4096 if task == "time" else WIDTH
     form = MessageForm(width, torch.bfloat16, 2)
     capacity = 1 << 22 if task == "time" else CAPACITY
-    place = grid, launch.rank, form, DEPTH, capacity, collectives
+    place = grid, launch, form, DEPTH, capacity, collectives
     ends = connect_ring(*place)
     is_first = groups.stage == 0
     if task == "check":

@@ -99,7 +99,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
     payloads = DevicePayloads(device, "gloo") if case.goes_apart else None
     form = form if payloads is None else payloads.header_form(form)
-    ends = connect_ring(grid, launch.rank, form, depth, 1 << 16, case.collectives, payloads)
+    ends = connect_ring(grid, launch, form, depth, 1 << 16, case.collectives, payloads)
     requests = requests_of(case)
     if groups.stage == 0:
         place_of = num_lanes, case.lane_size, limits, CHUNK

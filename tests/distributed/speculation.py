@@ -129,7 +129,7 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
     if case.goes_apart:
         width = find_model("--model", target).config.hidden_size
         hidden = HiddenForm(DevicePayloads(torch.device("cpu"), "gloo"), width, torch.float32)
-    connections = Connections(layout, launch.rank, case.collectives, None, hidden)
+    connections = Connections(layout, launch, case.collectives, None, hidden)
     member = PipelineRank(launch.rank, connections.connect(has_drafter=True), part, drafter)
     found: dict[str, Any] = {"tokens": [], "drafted": []}
     for mode in MODES:

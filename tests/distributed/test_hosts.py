@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,4 +64,21 @@ def test_a_host_that_is_cut_off_ends_the_others(tmp_path: Path) -> None:
         ["--hosts", "2", "--cut_on", "autoregressive: "], [*words.split(), "--out", "/dev/null"]
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "host0:   traceback : rank 1 has not been heard of for" in done.stdout
+    assert "host0: rank 0: rank 1 has not been heard of for" in done.stdout
+
+
+@pytest.mark.wide
+def test_a_host_that_is_killed_early_is_named_by_all_others(tmp_path: Path) -> None:
+    """While the ranks make groups, load and connect. Rank 1 is no neighbour of rank 3."""
+    words = "recurrent --baselines sequential --num_requests 3 --prefix_len 64 --output_len 6"
+    done = run_on_hosts(
+        ["--hosts", "4", "--kill_on", "messages"],
+        [*words.split(), "--threads", "1", "--out", str(tmp_path / "r.jsonl")],
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for rank in range(3):
+        said = (
+            rf"^host{rank}: rank {rank}: (rank 3 has not been heard of for \d+ s"
+            "|the connection with rank 3 is lost: .*)$"
+        )
+        assert re.search(said, done.stdout, re.MULTILINE), done.stdout

@@ -142,8 +142,9 @@ def test_a_killed_rank_is_named_and_ends_all(
 ) -> None:
     """The records of the passes before it remain."""
     monkeypatch.setenv("KILLED_RANK", str(killed))
+    monkeypatch.setenv("KILLED_IN", "recurrent: serving")
     done = launch(
-        "distributed/killed_rank.py", "recurrent", "--model", deep_checkpoint,
+        "distributed/killed_rank.py", "--model", deep_checkpoint,
         "--dataset", text_file, *FLAGS, "--baselines", "sequential", "batched",
         "--collectives", collectives, num_ranks=3,
     )  # fmt: skip

@@ -188,8 +188,9 @@ def test_a_killed_rank_is_named_and_ends_all(
 ) -> None:
     """The record of the pass before it remains."""
     monkeypatch.setenv("KILLED_RANK", killed)
+    monkeypatch.setenv("KILLED_IN", "pipeline: serving runs")
     done = launch(
-        "distributed/killed_rank.py", "pipeline", "--model", tiny_checkpoint,
+        "distributed/killed_rank.py", "--model", tiny_checkpoint,
         "--dataset", text_file, *FLAGS, "--drafter", "ngram", "--collectives", collectives,
         "--layer_split", "0.5,0.5/head", num_ranks=2,
     )  # fmt: skip
@@ -211,8 +212,9 @@ def test_a_killed_rank_of_a_shared_draft_is_named_and_ends_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KILLED_RANK", killed)
+    monkeypatch.setenv("KILLED_IN", "pipeline: serving drafts")
     done = launch(
-        "distributed/killed_rank.py", "drafts", "--model", tiny_checkpoint,
+        "distributed/killed_rank.py", "--model", tiny_checkpoint,
         "--dataset", text_file, *FLAGS, "--drafter", "self", "--collectives", collectives,
         "--layer_split", "1.0/0.5,0.5", "--mode", "sync", "--pa", 0, num_ranks=3,
     )  # fmt: skip

@@ -26,8 +26,9 @@ from magicdec.cli.front import run
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.console import labelled
-from magicdec.distributed import processes, ranks
+from magicdec.distributed import ranks
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.watching import processes
 from magicdec.model.families.hf_config import to_hf_config
 
 ALONE = Launch(0, 1, 0, 1)

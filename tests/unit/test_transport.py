@@ -27,7 +27,7 @@ from magicdec.config.sections import AttentionSection, ParallelSection
 from magicdec.distributed.channels import tensors
 from magicdec.distributed.channels.tensors import wait_for_device
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.processes import PeerLost, Processes
+from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.memory.room import sharing_ranks
 
 TWO_GPUS = Machine(

@@ -25,6 +25,7 @@ from magicdec.cli.serving.steps import announce, conclude, run_command
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED
+from magicdec.distributed.watching.watch import watch_ranks
 
 if TYPE_CHECKING:
     from magicdec.serving.record import ServingRecord
@@ -42,6 +43,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     asked = replace(asked, config=with_local_models(asked.config))
     check = partial(check_heads, asked.config)
     run_on_ranks(asked.config.parallel.nproc, words, launch, check)
+    watch_ranks(launch)
     with spinner("preparing", launch.rank == 0):
         from magicdec.serving.prepare import prepare
 

@@ -29,6 +29,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
+from magicdec.distributed.watching.watch import watch_ranks
 from magicdec.pipeline.options import (
     BASELINES,
     NO_BASELINES,
@@ -82,6 +83,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     asked = replace(asked, config=with_local_models(asked.config))
     check = partial(check_stages, asked.config, asked.options.layer_split)
     run_on_ranks(asked.config.parallel.nproc, words, launch, check)
+    watch_ranks(launch)
     with spinner("preparing", launch.rank == 0):
         from magicdec.pipeline.prepare import prepare
 

@@ -6,7 +6,6 @@ what any of them serves, nor how.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 from magicdec.cli.flags import announce_backend, refuse
 from magicdec.cli.serving.kept import Kept
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.processes import PeerLost, report_error
 from magicdec.distributed.ranks import INTERRUPTED
+from magicdec.distributed.watching.watch import naming_lost
 
 if TYPE_CHECKING:
     from magicdec.serving.showing.passes import PassRecord
@@ -25,25 +24,17 @@ FAILED = 1
 
 
 def run_command(serve: Callable[[Launch, Sequence[str]], int]) -> NoReturn:
-    """Exit with what `serve`, the whole command on this rank, returns for the command line."""
+    """Exit with what `serve`, the whole command on this rank, returns for the command line. If
+    another rank ends while this one needs it, every rank that is left names it."""
     launch, words = read_launch(), sys.argv[1:]
     try:
-        sys.exit(serve(launch, words))
+        with naming_lost(launch):
+            code = serve(launch, words)
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except PeerLost as error:
-        say_lost(error, launch)
-
-
-def say_lost(error: PeerLost, launch: Launch) -> NoReturn:
-    """Every rank that is left says which one it lost. It ends at once: what it shares with other
-    ranks cannot be closed without them."""
-    line = f"rank {launch.rank}: {error}"
-    report_error(line)
-    print(line, file=sys.stderr, flush=True)
-    os._exit(FAILED)
+    sys.exit(code)
 
 
 def announce(prepared: Prepared) -> None:

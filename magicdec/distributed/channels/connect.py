@@ -23,8 +23,9 @@ from magicdec.distributed.channels.gloo import GlooReceiver, GlooSender
 from magicdec.distributed.channels.message import Kind, Message, MessageForm, Receiver, Sender
 from magicdec.distributed.channels.shared_ring import RingReceiver, RingSender
 from magicdec.distributed.channels.tensors import connect_tensors
-from magicdec.distributed.processes import Processes
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.watching.processes import Processes, processes_of
 
 
 class Loopback:
@@ -54,7 +55,7 @@ class RingEnds:
 
 def connect_ring(
     grid: StageGrid,
-    rank: int,
+    launch: Launch,
     form: MessageForm,
     depth: int,
     capacity: int,
@@ -68,7 +69,7 @@ def connect_ring(
     if grid.num_stages == 1:
         loop = Loopback()
         return RingEnds(loop, loop)
-    processes = Processes.of_ranks()
+    rank, processes = launch.rank, processes_of(launch)
     inbound: Receiver | None = None
     outbound: Sender | None = None
     for edge in grid.edges():

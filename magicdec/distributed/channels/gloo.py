@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from magicdec.distributed.channels.message import PATIENCE_S, Message, MessageForm
-from magicdec.distributed.processes import Processes
+from magicdec.distributed.watching.processes import Processes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

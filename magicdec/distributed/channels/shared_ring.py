@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.channels.message import PATIENCE_S, Message, MessageForm
-from magicdec.distributed.processes import PeerLost, Processes
 from magicdec.distributed.shared_memory import create_segment
+from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.kernels.build import load_library
 
 if TYPE_CHECKING:

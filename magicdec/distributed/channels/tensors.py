@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magicdec.distributed.channels.gloo import wait_for
 from magicdec.distributed.channels.message import PATIENCE_S
-from magicdec.distributed.processes import PeerLost, Processes
+from magicdec.distributed.watching.processes import PeerLost, Processes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

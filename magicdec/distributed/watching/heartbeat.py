@@ -3,28 +3,25 @@
 A host that is cut off closes no connection, so that a collective with it would wait until its own
 time-out, half an hour for gloo. Each rank therefore counts up a number in the rendezvous store and
 reads those of the others; a number that stands still for PATIENCE_S ends the process. Must not know
-what the ranks do. Needed between hosts only: on one host the launcher ends the other ranks.
+what the ranks do. Needed between hosts only: on one host, `watch` looks at the processes.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from magicdec.distributed.processes import report_error
+from magicdec.distributed.groups import Launch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 INTERVAL_S = 2.0
 PATIENCE_S = 20.0
-ENDED = "ended"
-LOST = 1  # the exit code
 
 
 class Heartbeat(threading.Thread):
@@ -58,13 +55,8 @@ class Heartbeat(threading.Thread):
             self._ending.wait(INTERVAL_S)
 
     def stop(self) -> None:
-        """This rank needs no other rank any more, and the others must not miss it."""
         self._ending.set()
         self.join()
-        try:
-            self.store.set(self._keys[self.rank], ENDED)
-        except RuntimeError:  # the rank that serves the store has ended before
-            return
 
     def _find_lost(self) -> str:
         now = time.monotonic()
@@ -73,31 +65,21 @@ class Heartbeat(threading.Thread):
             found = self.store.get(key) if self.store.check([key]) else b""
             if found != last:
                 self._heard[other] = found, now
-            elif found != ENDED.encode() and now - when > PATIENCE_S:
+            elif now - when > PATIENCE_S:
                 return f"rank {other} has not been heard of for {now - when:.0f} s"
         return ""
 
 
-def start_heartbeat(rank: int, world_size: int) -> None:
+def start_heartbeat(launch: Launch, on_lost: Callable[[str], None]) -> None:
     """Start the heartbeat of this rank. Needs a launcher's rendezvous. Needs torch."""
+    Heartbeat(open_store(), launch.rank, launch.world_size, on_lost).start()
+
+
+def open_store() -> Store:
+    """A new connection to the rendezvous store. Raises RuntimeError if that does not answer."""
     from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(
+    return TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
     )
-    Heartbeat(store, rank, world_size, end_process).start()
-
-
-def stop_heartbeat() -> None:
-    """Stop the heartbeat of this rank, if it has one."""
-    for thread in threading.enumerate():
-        if isinstance(thread, Heartbeat):
-            thread.stop()
-
-
-def end_process(line: str) -> None:
-    """End this process at once, whatever it waits for, and leave the line to the user."""
-    if not report_error(line):
-        print(line, file=sys.stderr, flush=True)
-    os._exit(LOST)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from magicdec.distributed.groups import Launch, exchange_texts
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects the error of a rank
 NOTICE_S = 0.2  # until a process whose connection has closed is seen to have ended
@@ -25,44 +25,19 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Processes:
-    """`pids` are the processes of all ranks if they run on one host, otherwise empty."""
+    """`pids` are the processes of all ranks in their order, None for a rank of another host."""
 
-    pids: tuple[int, ...] = ()
-
-    @classmethod
-    def of_ranks(cls) -> Processes:
-        """All ranks must call it together."""
-        import torch
-        import torch.distributed as dist
-
-        host = torch.tensor([*socket.gethostname().encode()[:64].ljust(64)], dtype=torch.int64)
-        ours = torch.cat([torch.tensor([os.getpid()]), host])
-        theirs = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
-        dist.all_gather(theirs, ours)
-        if not all(torch.equal(other[1:], ours[1:]) for other in theirs):
-            return cls()
-        return cls(tuple(int(other[0]) for other in theirs))
+    pids: tuple[int | None, ...] = ()
 
     def ended(self) -> list[int]:
         """The ranks of this host whose processes have ended."""
-        return [rank for rank, pid in enumerate(self.pids) if not is_alive(pid)]
+        pids = enumerate(self.pids)
+        return [rank for rank, pid in pids if pid is not None and not is_alive(pid)]
 
     def check(self) -> None:
         """Raise PeerLost if the process of any rank has ended."""
         if ended := self.ended():
             raise PeerLost(describe(ended))
-
-    @contextmanager
-    def naming_ended(self) -> Iterator[None]:
-        """If something fails inside, such as a collective, because a rank has ended: PeerLost."""
-        try:
-            yield
-        except PeerLost:
-            raise
-        except RuntimeError:
-            time.sleep(NOTICE_S)
-            self.check()
-            raise
 
     def lost(self, peer: int, error: Exception) -> PeerLost:
         """What to raise when the connection with `peer` has failed. A rank that has ended is named
@@ -72,6 +47,25 @@ class Processes:
             return PeerLost(describe(ended))
         reason = str(error).strip().splitlines()[0]
         return PeerLost(f"the connection with rank {peer} is lost: {reason}")
+
+
+@cache
+def processes_of(launch: Launch) -> Processes:
+    """Those of all ranks. All ranks must call it, and it returns when all have. It goes through the
+    rendezvous store, so that it needs no process group; it is cached, because a rank keeps its
+    process."""
+    ours = processes_seen_here()
+    told = exchange_texts(launch, f"{os.getpid()} {ours}", "processes")
+    pids = [text.partition(" ") for text in told]
+    return Processes(tuple(int(pid) if theirs == ours else None for pid, _, theirs in pids))
+
+
+def processes_seen_here() -> str:
+    """What ranks have in common that see each other's processes under the same numbers: the machine
+    since its last boot, and the namespace of its processes, which each container may have of its
+    own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def describe(ranks: list[int]) -> str:

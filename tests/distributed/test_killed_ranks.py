@@ -1,0 +1,93 @@
+"""A rank that is killed before it serves, or when it has served: the others name it and end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import TINY, Launch, save_checkpoint, tiny_transformer
+from several_ranks import PROMISED_S, check_killed
+
+FLAGS = (
+    *("--prefix_len", 20, "--prefill_chunk", 32, "--output_len", 4, "--num_requests", 3),
+    *("--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
+)
+RING = ("recurrent", "--baselines", "none")
+WHOLE = ("recurrent", "--baselines", "tensor_parallel")
+GLOO = ("--collectives", "gloo")
+TIMED = (*RING, "--layer_split", "auto:2")
+PIPELINE = ("pipeline", "--drafter", "ngram", "--no_baseline")
+CASES = {  # (phase, killed rank, ranks, command and its flags)
+    "preparing": ("preparing", 0, 3, RING),
+    "timing, of the same stage": ("timing", 0, 4, TIMED),
+    "timing, of another stage": ("timing", 3, 4, TIMED),
+    "timing through gloo": ("timing", 1, 4, (*TIMED, *GLOO)),
+    "starting": ("starting", 1, 3, RING),
+    "grouping": ("grouping", 2, 3, WHOLE),
+    "loading": ("loading", 1, 3, RING),
+    "connecting": ("connecting", 1, 3, RING),
+    "connecting through gloo": ("connecting through gloo", 0, 3, (*RING, *GLOO)),
+    "closing": ("closing", 2, 3, RING),
+    "pipeline, preparing": ("preparing", 1, 3, PIPELINE),
+    "pipeline, loading": ("loading", 2, 3, PIPELINE),
+    "pipeline, connecting": ("connecting", 1, 3, PIPELINE),
+    "pipeline, connecting through gloo": (
+        *("connecting through gloo", 2, 3), (*PIPELINE, *GLOO),
+    ),
+    "inflight, loading": ("loading", 1, 2, ("inflight", "--num_requests", 2)),
+}  # fmt: skip
+QUICK = ("loading",)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = replace(TINY, num_layers=4, vocab_size=2051)
+    return save_checkpoint(tiny_transformer(config), tmp_path_factory.mktemp("deep"))
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.wide) for c in CASES]
+)
+def test_a_rank_that_is_killed_early_is_named(
+    case: str,
+    launch: Launch,
+    checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    phase, killed, num_ranks, (command, *flags) = CASES[case]
+    monkeypatch.setenv("KILLED_RANK", str(killed))
+    monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
+    files = "--model", checkpoint, "--dataset", text_file
+    done = launch("distributed/killed_rank.py", *files, *FLAGS, *flags, num_ranks=num_ranks)
+    check_killed(done, killed, num_ranks, tmp_path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_the_launcher_names_it_too(
+    torchrun: bool,
+    launch: Launch,
+    checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends the other ranks, often before they have said anything."""
+    monkeypatch.setenv("KILLED_RANK", "1")
+    monkeypatch.setenv("KILLED_IN", "recurrent: starting")
+    words = ["--model", checkpoint, "--dataset", text_file, *FLAGS, *RING[1:]]
+    script = "distributed/killed_rank.py"
+    if torchrun:
+        done = launch(script, *words, num_ranks=2, torchrun=True)
+        assert "SIGKILL" in done.stderr and re.search(r"rank +: 1 ", done.stderr), done.stderr
+    else:
+        done = launch(script, *words, "--nproc", 2)
+        assert done.stderr.splitlines()[-1] == "rank 1 was ended by SIGKILL", done.stderr
+        assert done.returncode == 128 + signal.SIGKILL
+    assert time.monotonic() - float((tmp_path / "killed_at").read_text()) < PROMISED_S

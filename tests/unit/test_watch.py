@@ -1,0 +1,129 @@
+"""Watch: who is named, when, and that no rank ends before the others have stopped to watch it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.watching import watch as watch_module
+from magicdec.distributed.watching.processes import PeerLost, Processes
+from magicdec.distributed.watching.watch import (
+    Watch,
+    first_word,
+    leave_ranks,
+    meet,
+    name_lost,
+    naming_lost,
+    stop_watching,
+    watch_ranks,
+)
+
+LAUNCH = Launch(0, 2, 0, 2)
+RESET = "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """The process of rank 1."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def lost(other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What rank 0, which watches, says was lost, in place of ending this process."""
+    lines: list[str] = []
+    processes = Processes((os.getpid(), other.pid))
+    monkeypatch.setattr(watch_module, "meet", lambda launch, place, patience=None: None)
+    monkeypatch.setattr(watch_module, "processes_of", lambda launch: processes)
+    monkeypatch.setattr(watch_module, "end_process", lambda launch, line: lines.append(line))
+    watch_ranks(LAUNCH)
+    yield lines
+    stop_watching()
+
+
+def watches() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, Watch)]
+
+
+def test_a_rank_that_ends_is_named(lost: list[str], other: subprocess.Popen[bytes]) -> None:
+    (thread,) = watches()
+    watch_ranks(LAUNCH)
+    assert watches() == [thread], "it watches already"
+    time.sleep(2 * watch_module.LOOK_S)
+    assert thread.is_alive() and not lost
+    other.kill()
+    thread.join()
+    assert lost == ["rank 1 has ended"]
+
+
+def test_a_rank_that_has_left_may_end(lost: list[str], other: subprocess.Popen[bytes]) -> None:
+    leave_ranks()
+    assert not watches()
+    other.kill()
+    leave_ranks()
+    assert not lost
+
+
+def test_a_failure_names_the_rank_that_has_ended(
+    lost: list[str], other: subprocess.Popen[bytes]
+) -> None:
+    """While all ranks run, or while none is watched, it stays what it is."""
+    with pytest.raises(RuntimeError, match="closed by peer"), naming_lost(LAUNCH):
+        raise RuntimeError(RESET)
+    other.kill()
+    with pytest.raises(PeerLost, match=r"^rank 1 has ended$"):
+        name_lost(RuntimeError(RESET))
+    with pytest.raises(ValueError, match="--B"), naming_lost(LAUNCH):
+        raise ValueError("--B 0")
+    stop_watching()
+    lost.clear()
+    with pytest.raises(RuntimeError, match="closed by peer"), naming_lost(LAUNCH):
+        raise RuntimeError(RESET)
+    with naming_lost(LAUNCH):
+        raise PeerLost("rank 3 has ended")
+    assert lost == ["rank 3 has ended"]
+
+
+def test_ranks_meet_as_often_as_they_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank goes on when both have come for the same time."""
+    store = HashStore()
+    monkeypatch.setattr(watch_module, "rendezvous_store", lambda launch: store)
+    passed: list[int] = []
+
+    def rank(number: int) -> None:
+        for turn in range(3):
+            meet(Launch(number, 2, number, 2), "here")
+            passed.append(turn)
+
+    first = threading.Thread(target=rank, args=(0,))
+    first.start()
+    for turn in range(3):
+        time.sleep(0.05)
+        assert passed.count(turn) == 0
+        meet(Launch(1, 2, 1, 2), "here")
+    first.join()
+    assert passed == [0, 1, 2]
+
+
+def test_between_hosts_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 sees that rank 2 ends, which has lost rank 1. Of another attempt nothing is said."""
+    served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(served.port))
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert first_word("the connection with rank 1 is lost") == "the connection with rank 1 is lost"
+    assert first_word("the connection with rank 2 is lost") == "the connection with rank 1 is lost"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert first_word("the connection with rank 2 is lost") == "the connection with rank 2 is lost"
+    monkeypatch.setenv("MASTER_PORT", "1")  # nobody answers
+    assert first_word("rank 4 has ended") == "rank 4 has ended"
