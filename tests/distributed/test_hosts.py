@@ -70,7 +70,7 @@ def test_a_host_that_is_cut_off_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_a_host_that_is_killed_early_is_named_by_all_others(tmp_path: Path) -> None:
     """While the ranks make groups, load and connect. Rank 1 is no neighbour of rank 3."""
-    words = "recurrent --baselines sequential --num_requests 3 --prefix_len 64 --output_len 6"
+    words = "recurrent --baselines sequential --num_requests 4 --prefix_len 64 --output_len 6"
     done = run_on_hosts(
         ["--hosts", "4", "--kill_on", "messages"],
         [*words.split(), "--threads", "1", "--out", str(tmp_path / "r.jsonl")],
