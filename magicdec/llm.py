@@ -107,7 +107,7 @@ class LLM:
         self.model = found.source.config
         _, self.tokenizer = find_tokenizer(found.source, known)
         device, group = torch.device(found.config.parallel.device), Group((0,), 0)
-        torch.set_num_threads(found.config.parallel.threads)
+        torch.set_num_threads(found.config.parallel.threads_of(0))
         config = settle(found.config, self.model, None, group, device)
         models, longest = LoadedModels(device, make_progress(False)), row_tokens(config)
         runner = make_target(

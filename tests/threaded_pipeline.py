@@ -23,18 +23,20 @@ from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
+from magicdec.serving.counts import Moves
 
 
 @dataclass
 class Served:
-    """What each stage and the drafter did, the scheduler that decided it, and what the drafter
-    gave. `first_run` is the number of the scheduler's first run."""
+    """What each stage and the drafter did, the scheduler that decided it, what the drafter gave,
+    and when each request got its lane. `first_run` is the number of the scheduler's first run."""
 
     scheduler: PipelinedScheduler
     stages: list[list[Span]]
     head: list[Span]
     drafts: list[Span]
     drafted: list[Drafted]
+    moves: dict[int, Moves]
     first_run: int
 
 
@@ -67,7 +69,7 @@ def serve(
         thread.join()
     found = [each.found for each in spans]
     of_all = found, of_head.found, of_drafts.found
-    return Served(scheduler, *of_all, head.drafted, first_run)
+    return Served(scheduler, *of_all, head.drafted, head.moves, first_run)
 
 
 @dataclass

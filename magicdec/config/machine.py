@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Machine:
     """What `resolve` needs to know about the host. `world_size` and `local_world_size` are those of
-    torchrun. `missing_backends` says for each attention backend what it needs and does not find.
-    `missing_symmetric_memory` says the same for these collectives. `wants_symmetric_memory` says
+    torchrun, and `first_rank` is the first rank of this host. `missing_backends` says for each
+    attention backend what it needs and does not find. `missing_symmetric_memory` says the same for
+    these collectives. `wants_symmetric_memory` says
     that the environment has ENABLE_INTRA_NODE_COMM=1, `avoids_native_steps` that it has
     MAGICDEC_NATIVE_STEPS=off."""
 
     num_cpus: int
     world_size: int = 1
     local_world_size: int = 1
+    first_rank: int = 0
     has_cuda: bool = False
     has_fast_bfloat16: bool = False
     has_avx512_bf16: bool = False
@@ -31,3 +33,8 @@ class Machine:
     wants_symmetric_memory: bool = False
     avoids_native_steps: bool = False
     missing_backends: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this host."""
+        return range(self.first_rank, self.first_rank + self.local_world_size)

@@ -38,6 +38,7 @@ from magicdec.config.resolved import (
 )
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, ParallelSection, WorkloadSection
+from magicdec.config.threads import choose_threads
 
 
 def resolve(
@@ -141,25 +142,11 @@ def choose_device(asked: str, machine: Machine) -> str:
 def resolve_parallel(
     section: ParallelSection, device: str, machine: Machine, is_staged: bool = False
 ) -> ResolvedParallel:
-    """The default group is all ranks in order. By default the ranks of a host share its threads."""
-    check_threads(section.threads, machine)
-    threads = section.threads or max(1, machine.num_cpus // machine.local_world_size)
+    """The default group is all ranks in order."""
+    threads = choose_threads(section.threads, machine)
     ranks = section.rank_group or tuple(range(machine.world_size))
     collectives = choose_collectives(section.collectives, device, machine, is_staged)
     return ResolvedParallel(ranks, device, collectives, threads)
-
-
-def check_threads(threads: int | None, machine: Machine) -> None:
-    """Raises ValueError if the ranks of this host would have more threads than it has cores. One
-    thread for each rank is always allowed."""
-    most = max(1, machine.num_cpus // machine.local_world_size)
-    if threads is not None and threads > most:
-        ranks = machine.local_world_size
-        shared = "" if ranks == 1 else f" for {ranks} ranks"
-        raise ValueError(
-            f"--threads {threads} is more than this host's {machine.num_cpus} cores have"
-            f"{shared}; it must be at most {most}"
-        )
 
 
 def resolve_draft(

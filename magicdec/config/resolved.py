@@ -9,6 +9,7 @@ without that ending is the name of what was chosen.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from magicdec.config.choices.choice import Choice
 from magicdec.config.output_section import OutputSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.config.threads import Threads, threads_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,15 @@ class ResolvedParallel:
     rank_group: tuple[int, ...]
     device: str
     collectives_choice: Choice | None  # None for one rank
-    threads: int
+    threads: Threads
+
+    def threads_of(self, rank: int) -> int:
+        """The number of CPU threads of that rank of the run."""
+        return threads_of(self.threads, rank)
+
+    def threads_on(self, ranks: Iterable[int]) -> int:
+        """Those of these ranks together, which one process has while the others wait."""
+        return sum(map(self.threads_of, ranks))
 
     @property
     def collectives(self) -> str | None:

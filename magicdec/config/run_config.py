@@ -30,6 +30,7 @@ from magicdec.config.sections import (
     SamplingSection,
     WorkloadSection,
 )
+from magicdec.config.threads import check_threads
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class RunConfig:
             ("--window_size", kv.window_size, 1),
             ("--reselect_every", kv.reselect_every, 0),
             ("--recent_window", kv.num_recent_tokens, 1),
-            ("--threads", 1 if self.parallel.threads is None else self.parallel.threads, 1),
             ("--nproc", 1 if self.parallel.nproc is None else self.parallel.nproc, 1),
         ):
             if value < least:
                 raise ValueError(f"{flag} {value} is too small; it must be at least {least}")
+        check_threads(self.parallel.threads, world_size)
         check_lengths(w.prefix_len, w.gen_len, w.max_len)
         if self.decoding.strategy == "autoregressive" and self.decoding.drafter is not None:
             raise ValueError(

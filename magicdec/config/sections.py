@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from magicdec.config.options import count_or_auto, option
 from magicdec.config.policies import policy_called, policy_name
+from magicdec.config.threads import Threads, parse_threads
 from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
     ATTENTION_BACKENDS,
@@ -42,11 +43,12 @@ class ParallelSection:
         "--collectives",
         choices=("auto", *COLLECTIVES),
     )
-    threads: int | None = option(
+    threads: Threads | None = option(
         None,
-        "CPU threads of each rank. Default: the host's cores divided by its ranks.",
-        "--threads",
-    )
+        "CPU threads of each rank: one number for all of them, or one for each, such as 2,1,1. "
+        "Default: the host's cores divided by its ranks.",
+        "--threads", parse=parse_threads,
+    )  # fmt: skip
     nproc: int | None = option(
         None,
         "Ranks to start on this host, which share the model. Default: one, or those that torchrun "

@@ -28,6 +28,12 @@ class Launch:
     local_rank: int
     local_world_size: int
 
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this host, which torchrun numbers one after the other."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
 
 def read_launch() -> Launch:
     env = os.environ

@@ -35,6 +35,7 @@ def probe_machine(launch: Launch) -> Machine:
         else os.cpu_count() or 1,
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
+        first_rank=launch.local_ranks[0],
         has_cuda=has_cuda,
         num_gpus=torch.cuda.device_count(),
         missing_symmetric_memory=missing_parts(launch.local_world_size),

@@ -18,7 +18,7 @@ from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.latency.rows import Row
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.names import FULL_KV_POLICY
-from magicdec.records.environment import Environment
+from magicdec.records.environment import Environment, threads_of_ranks
 from magicdec.records.writing import write_file, write_text
 from magicdec.setup.prepare import describe_model
 
@@ -128,7 +128,7 @@ def _title(found: Latency) -> str:
     return (
         f"{c['model']['model']} ({c['model']['dtype']}, weights {c['model']['target_dtype']}): "
         f"forwards at fixed cache lengths, "
-        f"{c['grid']['repeats']} repeats; ranks {e.world_size} x threads {e.threads}, "
+        f"{c['grid']['repeats']} repeats; ranks {e.world_size} x threads {threads_of_ranks(c, e)}, "
         f"{c['parallel']['collectives'] or c['parallel']['device']}, "
         f"{c['attention']['backend']}, {e.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s read"
     )

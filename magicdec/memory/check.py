@@ -53,9 +53,7 @@ def needed(
     if config.parallel.device != "cpu":
         plans = [plan_rank(config, models, rank, keeps_queries) for rank in group]
         return max(plans, key=lambda p: p.total)
-    first = launch.rank - launch.local_rank
-    ranks = range(first, first + launch.local_world_size)
-    return add_up([plan_rank(config, models, rank, keeps_queries) for rank in ranks])
+    return add_up([plan_rank(config, models, rank, keeps_queries) for rank in launch.local_ranks])
 
 
 def planned(config: ResolvedConfig, models: Models) -> MemoryPlan:

@@ -49,8 +49,7 @@ def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> Room:
 def sharing_ranks(kind: str, launch: Launch, num_gpus: int) -> tuple[int, ...]:
     """The ranks of this host that share this rank's memory: all of them on a CPU, on CUDA those
     with the same GPU."""
-    first = launch.rank - launch.local_rank
-    ranks = range(first, first + launch.local_world_size)
+    ranks = tuple(launch.local_ranks)
     if kind == "cpu":
-        return tuple(ranks)
+        return ranks
     return tuple(rank for rank in ranks if (rank - launch.rank) % max(1, num_gpus) == 0)

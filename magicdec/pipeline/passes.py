@@ -76,12 +76,12 @@ class Passes:
             assert self.everyone is not None, "the pass was announced"
             rows = self.prepared.options.n_samples
             outcome = self._engine(self.everyone.target, rows, observe)
-        elif launch.rank == 0:  # with all cores of the host, since the other ranks wait
-            threads = self.prepared.whole.parallel.threads
-            torch.set_num_threads(threads * launch.local_world_size)
+        elif launch.rank == 0:  # with the threads of all ranks of the host, since these wait
+            parallel = self.prepared.whole.parallel
+            torch.set_num_threads(parallel.threads_on(launch.local_ranks))
             rows = 1 if name == SEQUENTIAL else self.prepared.options.n_samples
             outcome = self._engine(Group((0,), 0), rows, observe)
-            torch.set_num_threads(threads)
+            torch.set_num_threads(parallel.threads_of(launch.rank))
         self._wait_for_all()
         return outcome
 

@@ -15,6 +15,7 @@ from magicdec.config.choices.transport import Transport, check_stage_group, choo
 from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
+from magicdec.config.threads import agreed_threads
 from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.distributed.layer_split import (
     FLAG,
@@ -106,7 +107,9 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     layers = split.layers
     run = replace(run, memory=check_together(launch, check_here))
     settled = replace(settled, asked=replace(options, layer_split=split.asked))
-    check_agreement(launch, run.source, settings_of(settled, layers, transport))
+    settings = settings_of(settled, layers, transport)
+    settings["--threads"] = agreed_threads(asked.parallel.threads)
+    check_agreement(launch, run.source, settings)
     reason = split.reason and f"{FLAG} {split.asked}: {split.reason}"
     return PreparedRing(run, whole, alone, settled, grid, layers, transport, reason, drafts)
 

@@ -169,7 +169,7 @@ def measure_times(timed: TimedRuns, launch: Launch) -> RankTimes:
         place = timed.config, timed.run.source, group, device, part
         return ModelPart(load_layers(*place, *sizes), sampling)
 
-    with run_threads(timed.config):
+    with run_threads(timed.config, launch.rank):
         one, several = (load(StagePart(range(n), False)) for n in (1, timed.num_layers))
         with_end = None if end is None else partial(time_part, load(end), timed.step)
         passing = partial(time_part, one, timed.step), partial(time_part, several, timed.step)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -36,6 +37,7 @@ from magicdec.pipelined_speculation.messages import (
 )
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
+from magicdec.serving.counts import Moves
 
 Observer = Callable[[int], None]
 """A function that is called with the number of tokens of each commit."""
@@ -105,6 +107,7 @@ class Head:
         self.events, self.spans = events, spans
         self.first_run = self.first_draft = 0  # numbers that were not used before
         self.drafted: list[Drafted] = []  # of the requests that were served last
+        self.moves: dict[int, Moves] = {}  # of the same requests: when each got its lane
 
     def serve(
         self,
@@ -113,7 +116,7 @@ class Head:
         observe: Observer = lambda num_tokens: None,
     ) -> None:
         """Serve `requests`, which arrive now, until all have ended and every run is home."""
-        self.drafted = []
+        self.drafted, self.moves = [], {}
         serving = Serving(self, scheduler, requests, observe)
         serving.run()
         self.first_run += scheduler.counts.runs
@@ -177,11 +180,9 @@ class Serving:
             self._do(actions)
 
     def _take_all(self) -> None:
-        try:
+        with suppress(Empty):
             while True:
                 self._take(self.head.events.get_nowait())
-        except Empty:
-            return
 
     def _take(self, event: Event) -> None:
         if event.error is not None:
@@ -234,6 +235,7 @@ class Serving:
     def _begin(self, launch: Launch) -> None:
         """The request's first run: tell the drafter its prompt, which it reads meanwhile."""
         request = launch.request
+        self.head.moves[self.requests[request].request_id] = Moves([time.perf_counter()])
         self.lanes[request], self.told[request] = launch.lane, 0
         if self.head.drafts is not None and self.scheduler.options.mode != "iterative":
             prompt = self.requests[request].prompt_ids

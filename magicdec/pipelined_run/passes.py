@@ -7,7 +7,7 @@ that has no part in a pass waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,7 +42,7 @@ from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.counts import StepCounts
+from magicdec.serving.counts import Moves, StepCounts
 from magicdec.setup.loading import (
     LoadedModels,
     StagePart,
@@ -59,10 +59,11 @@ Observe = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """All requests of a pass, finished, and what happened meanwhile: nothing of it for the
-    baseline."""
+    """All requests of a pass, finished, when each got its lane (`moves`, by its id), and what else
+    happened meanwhile: nothing of that for the baseline."""
 
     requests: list[Request]
+    moves: Mapping[int, Moves]
     counts: Counts | None = None
     spans: list[list[Span]] | None = None  # of each rank
     drafted: list[Drafted] | None = None
@@ -112,11 +113,11 @@ class Passes:
             self.member.close()
 
     def _baseline(self, observe: Observe) -> Outcome:
-        """One process with all cores of the host, since the other ranks wait; one request after the
-        other."""
+        """One process with the threads of all ranks of the host, since these wait; one request
+        after the other."""
         run, options = self.prepared.run, self.prepared.options
         config, launch = of_one_process(run.config, 1), run.launch
-        torch.set_num_threads(config.parallel.threads * launch.local_world_size)
+        torch.set_num_threads(config.parallel.threads_on(launch.local_ranks))
         models, chunk = LoadedModels(self.device, self.progress), config.attention.prefill_chunk
         runner = make_target(config, run.source, Group((0,), 0), models, max_tokens(config))
         limits = Limits(runner.max_tokens, prefill_tokens=chunk)
@@ -129,8 +130,8 @@ class Passes:
             )  # fmt: skip
 
         outcome = serve_measured(run, options.shapes, serve, 1, observe, is_coupled=True)
-        torch.set_num_threads(config.parallel.threads)
-        return Outcome(outcome.requests)
+        torch.set_num_threads(config.parallel.threads_of(launch.rank))
+        return Outcome(outcome.requests, outcome.counts.moves)
 
     def _tell_expected(self, requests: list[Request]) -> None:
         """Every rank learns the baseline's tokens."""
@@ -157,7 +158,7 @@ class Passes:
             scheduler = PipelinedScheduler(options.of_mode(mode), chunk)
             requests = make_requests(run, options.shapes)
             head.serve(scheduler, requests, observe)
-            outcome = Outcome(requests, scheduler.counts, drafted=head.drafted)
+            outcome = Outcome(requests, head.moves, scheduler.counts, drafted=head.drafted)
 
         found = member.serve(lead)
         by_rank = gather_spans(found.found, run.launch)

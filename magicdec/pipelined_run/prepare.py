@@ -14,6 +14,7 @@ from magicdec.config.choices.transport import Transport, check_stage_group, choo
 from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
+from magicdec.config.threads import agreed_threads
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layer_split import FLAG
 from magicdec.distributed.tensor_parallel import Shard
@@ -88,7 +89,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     reason = chosen.reason and f"{FLAG} {options.layer_split}: {chosen.reason}"
     run = replace(run, memory=check_together(launch, check_here))
     settings = {"layers": [len(each) for each in layout.layers], **options.describe()}
-    settings |= asdict(asked.sampling)
+    settings |= {**asdict(asked.sampling), "--threads": agreed_threads(asked.parallel.threads)}
     del settings["machine"]  # every host has a file of its own
     if transport is not None:
         settings["messages"] = transport.describe()

@@ -8,6 +8,7 @@ from typing import Any
 from magicdec.console import make_console
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.correctness import Correctness, Divergence
+from magicdec.records.environment import threads_of_ranks
 from magicdec.records.printed import table_rows
 from magicdec.records.record import RunRecord
 
@@ -62,7 +63,8 @@ def _title(record: RunRecord) -> str:
     return (
         f"{c['model']['model']} ({_dtypes(c['model'])}){dataset}: "
         f"B {w['batch_size']}, prefix {w['prefix_len']}, {w['gen_len']} new tokens, "
-        f"{batches} batch{'es' * (batches != 1)}; ranks {e.world_size} x threads {e.threads}, "
+        f"{batches} batch{'es' * (batches != 1)}; "
+        f"ranks {e.world_size} x threads {threads_of_ranks(c, e)}, "
         f"{parallel.get('collectives') or parallel['device']}{read}"
     )
 

@@ -87,7 +87,7 @@ def check_machine(machine: MachineFile, point: Point) -> None:
         "cpu": here.cpu,
         "gpu": here.gpu,
         "world_size": here.world_size,
-        "threads": here.threads,
+        "threads": point.settings["threads"],
     }
     for key, value in found.items():
         measured = machine.description.get(key, value)

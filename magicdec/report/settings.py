@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.records.environment import threads_of_ranks
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 
@@ -63,7 +64,7 @@ SETTINGS: dict[str, Callable[[RunRecord], Setting]] = {
     "gen_len": _config("workload", "gen_len"),
     "dataset": lambda r: None if r.workload is None else r.workload.dataset,
     "ranks": lambda r: r.environment.world_size,
-    "threads": lambda r: r.environment.threads,
+    "threads": lambda r: threads_of_ranks(r.config, r.environment),
     "device": lambda r: r.environment.gpu or r.environment.cpu or r.config["parallel"]["device"],
     "attention": _config("attention", "backend"),
     "temperature": _config("sampling", "temperature"),

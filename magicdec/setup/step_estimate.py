@@ -9,6 +9,7 @@ import datetime
 from pathlib import Path
 
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.threads import describe_threads
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.cost_model.step_estimate import StepEstimate
@@ -45,11 +46,18 @@ def estimate_steps(
 
 
 def check_machine(path: Path, machine: MachineFile, config: ResolvedConfig, launch: Launch) -> None:
-    """Raise ValueError if the file was measured on another machine or with other ranks."""
+    """Raise ValueError if the file was measured on another machine or with other ranks. All ranks
+    of a file have the same number of threads."""
+    threads = config.parallel.threads
+    if not isinstance(threads, int):
+        raise ValueError(
+            f"--machine {path} is for ranks of one number of threads, not for --threads "
+            f"{describe_threads(threads)}; give --threads one number, or leave --machine out"
+        )
     now = datetime.datetime.now(datetime.timezone.utc)
     here = describe_environment(launch, config.parallel.device, now)
     wanted = {"cpu": here.cpu, "gpu": here.gpu, "world_size": here.world_size}
-    wanted["threads"] = config.parallel.threads
+    wanted["threads"] = threads
     for key, value in wanted.items():
         measured = machine.description.get(key)
         if measured != value:

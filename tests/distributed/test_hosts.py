@@ -39,11 +39,12 @@ def run_on_hosts(options: list[str], words: list[str]) -> subprocess.CompletedPr
 
 
 def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> None:
-    """Their clocks are compared for the chart and for the queues."""
+    """Their clocks are compared for the chart and for the queues. Each host has as many cores, so
+    that the threads of one do not count for the other."""
     out, chart = tmp_path / "runs.jsonl", tmp_path / "gantt.png"
     words = (
         "recurrent --baselines sequential --num_requests 3 --prefix_len 64 --output_len 6 "
-        "--target_dtype float32 --threads 1"
+        "--target_dtype float32 --threads 2,1"
     )
     files = "--out", str(out), "--gantt", str(chart)
     done = run_on_hosts(["--hosts", "2"], [*words.split(), *files])
@@ -51,6 +52,7 @@ def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> No
     _, ring = map(json.loads, out.read_text().splitlines())
     assert ring["environment"]["world_size"] == 2 and ring["status"] == "ok"
     assert ring["config"]["parallel"]["collectives"] == "gloo"
+    assert ring["config"]["parallel"]["threads"] == [2, 1] and ring["environment"]["threads"] == 2
     assert ring["ring"]["num_layers"] == [3, 3] and max(ring["ring"]["queue_depth"]) > 0
     assert chart.read_bytes().startswith(b"\x89PNG")
 

@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -123,6 +124,14 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     }
     assert "draft weights" in done.stdout and "draft KV" in done.stdout
     assert all(record["metrics"]["request_tokens_per_s"] > 0 for record in records)
+    for record in records:
+        of = record["requests"]
+        ends = sorted(each["finished_ms"] for each in of[:2])
+        is_alone = record is records[0]  # with one lane
+        assert of[2]["joined_ms"][0] >= ends[is_alone], "until then no lane was free"
+        times = [each["first_token_ms"] - each["joined_ms"][0] for each in of]
+        speed = record["metrics"]["prefill_tokens_per_s"]
+        assert speed == pytest.approx(fmean(70e3 / ms for ms in times))
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"rank 0: head, stage 0", "rank 1: stage 1", "rank 2: draft"}

@@ -18,6 +18,7 @@ from magicdec.cli.parsing.pass_records import KINDS, load, read_commands
 from magicdec.pipelined_run.measured.bars import labels_of
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.records.reading import load_records
+from magicdec.serving.counts import Moves
 from magicdec.serving.showing.passes import verdict
 
 OF_KIND: dict[str, dict[str, Any]] = {
@@ -42,7 +43,8 @@ def record(kind: str, name: str, start: str = "first", **workload: object) -> di
 
 def measured(name: str, start: str = "first", **workload: object) -> dict[str, Any]:
     right = {"status": "ok", "num_differing": 0}
-    metrics = asdict(speculation_metrics([finished([1.0, 2.0, 3.0])], None, None))
+    moves = {0: Moves([0.0])}
+    metrics = asdict(speculation_metrics([finished([1.0, 2.0, 3.0])], moves, None, None))
     return record("speculation", name, start, **workload) | right | {"metrics": metrics}
 
 
@@ -84,6 +86,14 @@ def test_the_table_is_that_of_the_command(
     assert "DIVERGED, 1 of 0 requests differ from one process" in shown
     run(monkeypatch, path)
     assert capsys.readouterr().out == shown
+
+
+def test_a_record_from_before_the_speed_of_prompts_is_shown(tmp_path: Path) -> None:
+    old = measured("async")
+    del old["metrics"]["prefill_tokens_per_s"]
+    path = write(tmp_path / "passes.jsonl", measured("sync"), old)
+    ((new, older),) = read_commands(KINDS["speculation"], [path], is_strict=True)
+    assert new.metrics.prefill_tokens_per_s == 1.0 and older.metrics.prefill_tokens_per_s is None
 
 
 def test_each_command_has_a_table_and_a_series(

@@ -25,6 +25,7 @@ from magicdec.pipelined_run.spans import Span, What, trace_events
 from magicdec.pipelined_speculation.counts import Counts
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
+from magicdec.serving.counts import Moves
 
 FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--no_baseline")
@@ -159,11 +160,25 @@ def test_metrics_follow_from_the_spans() -> None:
     assert use.stage_ms == pytest.approx([500, 250]) and use.draft_ms == pytest.approx(750)
     assert use.link_ms == pytest.approx(250) and use.acceptance_rate == 0
     requests = [finished([1.0, 2.0, 2.0, 3.0]), finished([4.0, 5.0, 6.0, 10.0])]
-    metrics = speculation_metrics(requests[:1], use, None)
+    moves = {0: Moves([0.0])}
+    metrics = speculation_metrics(requests[:1], moves, use, None)
     assert metrics.request_tokens_per_s == 1.5 and metrics.mean_ttft_ms == 1000
     assert metrics.mean_itl_ms == 1000 and metrics.makespan_s == 3.0
-    metrics = speculation_metrics(requests, use, None)  # one after the other
+    metrics = speculation_metrics(requests, moves, use, None)  # one after the other
     assert metrics.request_tokens_per_s == 1.0 and metrics.output_throughput == 0.8
+
+
+def test_the_speed_of_a_prompt_does_not_count_its_waiting() -> None:
+    """The first request is in its lane from 0.5 s to 1 s before its first token, the second from
+    3 s to 4 s."""
+    requests = make_requests([(9, 8, 7), (6, 5)], 2)
+    for request, times_s in zip(requests, ([1.0, 3.0], [4.0, 5.0]), strict=True):
+        for time_s in times_s:
+            request.append([1], time_s)
+    moves = {0: Moves([0.5]), 1: Moves([3.0])}
+    metrics = speculation_metrics(requests, moves, None, None)
+    assert metrics.prefill_tokens_per_s == (3 / 0.5 + 2 / 1.0) / 2
+    assert metrics.mean_ttft_ms == 2500.0, "which counts it"
 
 
 def test_the_simulator_gets_what_was_measured() -> None:

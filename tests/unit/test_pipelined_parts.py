@@ -15,7 +15,8 @@ from magicdec.pipelined_run.board import CancelBoard, ChannelCanceller, listen
 from magicdec.pipelined_run.drafter import DraftLoop, LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.local import LocalChannel
 from magicdec.pipelined_run.parcel import DraftRequest, candidates_of
-from magicdec.pipelined_run.spans import Spans
+from magicdec.pipelined_run.rank import there
+from magicdec.pipelined_run.spans import Spans, What
 from magicdec.pipelined_run.stage import ContextCells, is_appended
 from magicdec.pipelined_speculation.messages import Candidates, Launch
 from magicdec.pipelined_speculation.options import Options
@@ -88,6 +89,21 @@ def test_a_head_serves_again_with_new_numbers() -> None:
     assert found.drafted == serve(parts, always(-1, [1]), options, alone).drafted != []
     for spans in (found.stages[0], found.drafts):
         assert [span.run for span in spans] == list(range(len(spans)))
+
+
+def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
+    """Not when it arrives: with one lane it waits for the end of the request before it. And not
+    when the last run of its prompt is launched."""
+    before, served = make_requests([(9,)], 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
+    options = Options(mode="iterative", lanes=1)
+    found = serve([FakePart(1, True)], always(0, [1]), options, served, 1, before=before)
+    prompts = [s for s in found.head if s.what is What.PROMPT and s.run >= found.first_run]
+    first = [prompts[place].begin_s for place in (0, 3, 5)]
+    ends = [0.0, *(request.token_times_s[-1] for request in served)]
+    assert sorted(found.moves) == [0, 1, 2], "nothing is kept of those that were served before"
+    for request, launch_s, end_s in zip(served, first, ends, strict=False):
+        (joined_s,) = found.moves[request.request_id].joined_s
+        assert end_s <= joined_s <= launch_s < there(request.first_token_s)
 
 
 class LateDrafter(ScriptedDrafter):

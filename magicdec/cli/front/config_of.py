@@ -17,6 +17,7 @@ from magicdec.cli.front.run import MODEL_PREFIX, NONE, config_of_draft
 from magicdec.cli.parsing.config_file import to_toml
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.config.run_config import RunConfig
+from magicdec.config.threads import describe_threads
 from magicdec.distributed.groups import Launch
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
@@ -113,5 +114,7 @@ def _section_flags(
             value = value != field.default
             if not value:
                 continue
+        if (section, field.name) == ("parallel", "threads"):
+            value = value if isinstance(value, int) else describe_threads(value)
         found[flag] = list(value) if isinstance(value, list | tuple) else value
     return found

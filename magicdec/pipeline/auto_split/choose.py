@@ -51,7 +51,7 @@ def choose_split(
     `source` says where its times come from. Raises ValueError, on every rank, if a rank asked for
     another split or cannot find its times."""
     needs_times = is_auto(asked) and len(stages) > 1
-    said: dict[str, Any] = {"asked": asked, "host": launch.rank - launch.local_rank}
+    said: dict[str, Any] = {"asked": asked, "host": launch.local_ranks[0]}
     if needs_times:
         try:
             found = find_times()

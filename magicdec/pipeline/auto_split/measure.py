@@ -116,7 +116,7 @@ class FilledStage(Stage):
 def measure_times(timed: Timed) -> RankTimes:
     """With the threads of the run. All ranks must call it."""
     config, launch = timed.config, timed.run.launch
-    with run_threads(config):
+    with run_threads(config, launch.rank):
         if timed.grid.tensor_parallel == 1:
             group = Group((launch.rank,), 0)
             place = launch.rank, launch.world_size, group, None, timed.grid

@@ -45,10 +45,10 @@ def layers_to_time(source: ModelSource) -> int:
 
 
 @contextmanager
-def run_threads(config: ResolvedConfig) -> Iterator[None]:
-    """With the threads of the run; afterwards their number is what it was."""
+def run_threads(config: ResolvedConfig, rank: int) -> Iterator[None]:
+    """With the threads of that rank of the run; afterwards their number is what it was."""
     before = torch.get_num_threads()
-    torch.set_num_threads(config.parallel.threads)
+    torch.set_num_threads(config.parallel.threads_of(rank))
     try:
         yield
     finally:

@@ -19,8 +19,6 @@ from magicdec.pipelined_run.passes import Outcome, Passes
 from magicdec.pipelined_run.prepare import PreparedPipeline
 from magicdec.pipelined_run.spans import Span
 from magicdec.records.environment import Environment
-from magicdec.request import Request
-from magicdec.serving.counts import Moves
 from magicdec.serving.record import describe_requests, status_of
 from magicdec.serving.server import differing
 from magicdec.setup.session import RankSession
@@ -83,7 +81,8 @@ def make_record(
         kept |= {key: config[key] for key in OF_DRAFTS}
     metrics = None
     if status != "diverged":
-        metrics = speculation_metrics(outcome.requests, *describe_use(prepared, name, outcome))
+        described = describe_use(prepared, name, outcome)
+        metrics = speculation_metrics(outcome.requests, outcome.moves, *described)
     asked = {"dataset": prepared.run.workload.dataset, "seed": prepared.run.workload.seed}
     asked |= prepared.options.describe()
     begin_s = outcome.requests[0].arrived_s
@@ -96,7 +95,7 @@ def make_record(
         reference=None if reference is None else BASELINE_PASS,
         num_differing=num_differing,
         metrics=metrics,
-        requests=describe_requests(outcome.requests, joined(outcome.requests), begin_s),
+        requests=describe_requests(outcome.requests, outcome.moves, begin_s),
     )
 
 
@@ -125,8 +124,3 @@ def observe(prepared: PreparedPipeline, outcome: Outcome) -> Observed:
     begin_s = min(request.token_times_s[0] for request in outcome.requests)
     end_s = max(request.token_times_s[-1] for request in outcome.requests)
     return Observed(prepared.layout, outcome.spans, begin_s, end_s)
-
-
-def joined(requests: Sequence[Request]) -> dict[int, Moves]:
-    """Requests wait for a lane inside the scheduler, which has no clock."""
-    return {request.request_id: Moves([request.arrived_s]) for request in requests}

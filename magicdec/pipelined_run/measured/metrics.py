@@ -6,12 +6,14 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from magicdec.pipelined_run.measured.use import PipelineUse
 from magicdec.records.fields import recorded
+from magicdec.records.metrics import mean
 from magicdec.request import Request
+from magicdec.serving.counts import Moves
 from magicdec.serving.metrics import ONE_TOKEN, gaps_ms, request_ms, summary
 
 
@@ -37,6 +39,12 @@ class SpeculationMetrics:
         "time from the arrival of the requests to the last token", "s", label="makespan, s",
         digits=2,
     )  # fmt: skip
+    prefill_tokens_per_s: float | None = recorded(
+        "prompt tokens of a request divided by the time from the launch of its first run, or the "
+        "begin of its first step in one process, to its first token; the time that it waits for a "
+        "lane does not count; mean over the requests", "tokens/s",
+        label="prefill, tokens/s", digits=1, null="in older records", is_later=True,
+    )  # fmt: skip
     mean_ttft_ms: float = recorded(
         "time to first token; mean over the requests", "ms", label="TTFT mean, ms", digits=1
     )
@@ -60,10 +68,13 @@ class SpeculationMetrics:
 
 
 def speculation_metrics(
-    requests: Sequence[Request], use: PipelineUse | None, predicted: float | None
+    requests: Sequence[Request],
+    moves: Mapping[int, Moves],
+    use: PipelineUse | None,
+    predicted: float | None,
 ) -> SpeculationMetrics:
-    """The metrics of finished requests, which arrived together. `predicted` are the tokens/s of a
-    request as simulated."""
+    """The metrics of finished requests, which arrived together. `moves` says by the id of a request
+    when it got its lane. `predicted` are the tokens/s of a request as simulated."""
     times = [request_ms(request) for request in requests]
     ends = [request.token_times_s[-1] for request in requests]
     makespan_s = max(ends) - min(request.arrived_s for request in requests)
@@ -73,7 +84,16 @@ def speculation_metrics(
         predicted_request_tokens_per_s=predicted,
         output_throughput=sum(len(request.output_ids) for request in requests) / makespan_s,
         makespan_s=makespan_s,
+        prefill_tokens_per_s=mean([prefill_speed(r, moves[r.request_id]) for r in requests]),
         use=use,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),
     )
+
+
+def prefill_speed(request: Request, moves: Moves) -> float:
+    """The prompt tokens of a finished request, divided by the seconds from when it got its lane to
+    its first token."""
+    assert request.first_token_s is not None, "what has ended has a first token"
+    (joined_s,) = moves.joined_s  # nothing is preempted here
+    return len(request.prompt_ids) / (request.first_token_s - joined_s)

@@ -1,0 +1,90 @@
+"""How many CPU threads each rank computes with, as `--threads` says it: one number for all ranks,
+or one for each. Imports no torch.
+
+Owns the form of the flag and the checks of it. Must not know who sets a rank's threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from magicdec.config.machine import Machine
+
+Threads = int | tuple[int, ...]
+"""The number of each rank's threads, or that of each rank in the order of ranks."""
+
+
+def parse_threads(text: str) -> Threads:
+    """2, or 2,1,1."""
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not known; choose a whole number, or one for each rank, such as 2,1,1"
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def threads_of(threads: Threads, rank: int) -> int:
+    return threads if isinstance(threads, int) else threads[rank]
+
+
+def describe_threads(threads: Threads | Sequence[int]) -> str:
+    """As a user writes it."""
+    return str(threads) if isinstance(threads, int) else ",".join(map(str, threads))
+
+
+def check_threads(threads: Threads | None, world_size: int) -> None:
+    """Raises ValueError, naming the flag, if a rank has no thread, or if there are not as many
+    numbers as ranks."""
+    if threads is None:
+        return
+    flag = f"--threads {describe_threads(threads)}"
+    if isinstance(threads, int):
+        if threads < 1:
+            raise ValueError(f"{flag} is too small; it must be at least 1")
+        return
+    if len(threads) != world_size:
+        raise ValueError(
+            f"{flag} has {len(threads)} numbers, but {world_size} ranks were started; give one "
+            f"number for all of them, or {world_size}"
+        )
+    if min(threads) < 1:
+        rank = threads.index(min(threads))
+        raise ValueError(
+            f"{flag}: rank {rank} has {threads[rank]} threads; each must have at least 1"
+        )
+
+
+def agreed_threads(asked: Threads | None) -> str:
+    """What all ranks must have been told alike: which rank has how many. One number, like the
+    default, may differ between hosts."""
+    if asked is None or isinstance(asked, int):
+        return "no number for each rank"
+    return describe_threads(asked)
+
+
+def choose_threads(asked: Threads | None, machine: Machine) -> Threads:
+    """By default the ranks of a host share its cores. Raises ValueError, naming the flag, if the
+    ranks of this host would have more threads than it has cores. One thread for each rank is always
+    allowed. Ranks of other hosts do not count."""
+    ranks, cores = machine.local_ranks, machine.num_cpus
+    most = max(1, cores // len(ranks))
+    if asked is None:
+        return most
+    total = sum(threads_of(asked, rank) for rank in ranks)
+    if total > max(cores, len(ranks)):
+        flag = f"--threads {describe_threads(asked)}"
+        if isinstance(asked, int):
+            shared = "" if len(ranks) == 1 else f" for {len(ranks)} ranks"
+            raise ValueError(
+                f"{flag} is more than this host's {cores} cores have{shared}; it must be at most "
+                f"{most}"
+            )
+        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        raise ValueError(
+            f"{flag} has {total} threads for {names} of this host, whose cores are {cores}; give "
+            f"at most {max(cores, len(ranks))} in all"
+        )
+    return asked if isinstance(asked, int) or len(set(asked)) > 1 else asked[0]

@@ -1,0 +1,165 @@
+"""`--threads`, one number for all ranks or one for each: what is refused, what each rank computes
+with, and what records and their readers say."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_requests
+from test_compare import make
+from test_config import parsed
+from test_session import PARALLEL
+from test_step_estimate import make_config, save
+from threaded_pipeline import FakePart
+
+from magicdec.cli.front.config_of import flags_of
+from magicdec.cli.parsing.config_file import to_toml
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
+from magicdec.config.threads import Threads, agreed_threads
+from magicdec.distributed.groups import Launch
+from magicdec.hardware.ceiling_file import load_machine
+from magicdec.kernels.build import share_openmp
+from magicdec.pipelined_run.layout import Layout
+from magicdec.pipelined_run.rank import Connections, PipelineRank
+from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.records.reading import parse_record
+from magicdec.records.table import print_record
+from magicdec.report.settings import settings
+from magicdec.setup.session import RankSession
+from magicdec.setup.step_estimate import check_machine
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2,x", "--threads: '2,x' is not known; choose a whole number, or one for each rank, such"),
+        ("2,", "'2,' is not known"),
+        ("0", "--threads 0 is too small; it must be at least 1"),
+        ("2,0,1", "--threads 2,0,1: rank 1 has 0 threads; each must have at least 1"),
+        ("2,1", "--threads 2,1 has 2 numbers, but 3 ranks were started; give one number for all"),
+        ("1,1,1,1", "--threads 1,1,1,1 has 4 numbers, but 3 ranks were started; .* or 3$"),
+    ],
+)
+def test_a_wrong_number_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        parsed("--threads", text).check(world_size=3)
+    assert "\n" not in str(refused.value)
+
+
+def host(cores: int, ranks: range, world_size: int) -> Machine:
+    return Machine(cores, world_size, len(ranks), ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "found"),
+    [
+        ("4", host(4, range(1), 1), 4),
+        ("2", host(4, range(2), 2), 2),
+        ("1", host(2, range(3), 3), 1),
+        ("2,1,1", host(4, range(3), 3), (2, 1, 1)),
+        ("1,1,1", host(2, range(3), 3), 1),
+        ("2,2", host(4, range(2), 2), 2),
+        ("2,1,8,8", host(3, range(2), 4), (2, 1, 8, 8)),
+        ("8,8,2,1", host(3, range(2, 4), 4), (8, 8, 2, 1)),
+    ],
+)
+def test_the_threads_of_a_host_fit_its_cores(text: str, machine: Machine, found: Threads) -> None:
+    """Equal numbers become one, and those of other hosts do not count."""
+    assert resolve(parsed("--threads", text), machine).parallel.threads == found
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "message"),
+    [
+        ("5", host(4, range(1), 1), "--threads 5 is more than this host's 4 cores have; .* 4$"),
+        ("3", host(4, range(2), 2), "--threads 3 is more than .* cores have for 2 ranks; .* 2$"),
+        ("2", host(2, range(3), 3), "at most 1"),
+        ("2,2,1", host(4, range(3), 3), "2,2,1 has 5 threads for ranks 0 to 2 of this host, whose "
+         "cores are 4; give at most 4 in all"),
+        ("2,1,1", host(2, range(3), 3), "has 4 threads .* whose cores are 2; give at most 3"),
+        ("2,1,8,8", host(3, range(2, 4), 4), "has 16 threads for ranks 2 to 3 of this host"),
+        ("1,5", host(4, range(1, 2), 2), "has 5 threads for rank 1 of this host, .* at most 4"),
+    ],
+)  # fmt: skip
+def test_more_threads_than_cores_are_refused(text: str, machine: Machine, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(parsed("--threads", text), machine)
+
+
+def test_each_rank_computes_with_its_own() -> None:
+    before, parallel = torch.get_num_threads(), replace(PARALLEL, threads=(3, 1, 2))
+    for rank, threads in enumerate((3, 1, 2)):
+        RankSession(Launch(rank, 3, rank, 3), parallel).begin()
+        assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+
+
+def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
+    """Also in native code: OpenMP has a number for each thread of Python, which begins as that of
+    the environment."""
+    share_openmp()
+    openmp, before, seen = ctypes.CDLL(None), torch.get_num_threads(), list[int]()
+    part = FakePart(2, True, computed=lambda run: seen.append(openmp.omp_get_max_threads()))
+    wires = Connections(Layout((range(2),), 0), 0, None, None).connect(has_drafter=False)
+    member, requests = PipelineRank(0, wires, part, None), make_requests([(9,)], 3)
+    torch.set_num_threads(3)
+    options = Options(mode="iterative")
+    member.serve(lambda head: head.serve(PipelinedScheduler(options), requests))
+    member.close()
+    torch.set_num_threads(before)
+    assert seen == [3, 3, 3] and requests[0].output_ids == [1, 2, 3]
+
+
+def test_one_process_has_the_threads_of_its_host() -> None:
+    """While the other ranks wait. Ranks 2 and 3 are on another host."""
+    first, second = Launch(0, 4, 0, 2), Launch(3, 4, 1, 2)
+    assert (list(first.local_ranks), list(second.local_ranks)) == ([0, 1], [2, 3])
+    for threads, of_hosts in (((4, 1, 2, 3), (5, 5)), (2, (4, 4))):
+        parallel = replace(PARALLEL, threads=threads)
+        found = tuple(parallel.threads_on(launch.local_ranks) for launch in (first, second))
+        assert found == of_hosts
+
+
+def test_ranks_agree_on_numbers_for_each_rank() -> None:
+    """Hosts may have different single numbers, because each may have other cores."""
+    assert agreed_threads(None) == agreed_threads(2) == agreed_threads(3)
+    assert len({agreed_threads(each) for each in (2, (2, 1), (1, 2))}) == 3
+
+
+def test_a_machine_file_is_for_ranks_of_one_number(tmp_path: Path) -> None:
+    """Its rates are those of ranks that all had as many threads."""
+    path, launch = save(tmp_path / "machine.json", world_size=2), Launch(0, 2, 0, 2)
+    config = make_config(path)
+    check_machine(path, load_machine(path), config, launch)
+    several = replace(config, parallel=replace(config.parallel, threads=(1, 2)))
+    with pytest.raises(
+        ValueError, match=r"ranks of one number of threads, not for --threads 1,2; give"
+    ):
+        check_machine(path, load_machine(path), several, launch)
+
+
+def recorded(threads: Any) -> Any:
+    """A record of a run whose leading rank had two threads."""
+    raw = json.loads(json.dumps(make()))
+    raw["environment"]["threads"] = 2
+    raw["config"]["parallel"]["threads"] = threads
+    return parse_record(raw)
+
+
+@pytest.mark.parametrize(("threads", "shown"), [(2, 2), ([2, 1], "2,1")])
+def test_readers_of_records_name_the_threads_of_all_ranks(
+    threads: Any, shown: int | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = recorded(threads)
+    assert settings(record)["threads"] == shown
+    print_record(record)
+    assert f"x threads {shown}," in " ".join(capsys.readouterr().out.split())
+    assert f"threads = {json.dumps(shown)}" in to_toml(flags_of(record)).splitlines()
