@@ -189,7 +189,8 @@ class PipelineRank:
         self, lead: Callable[[Head], None], loops: list[Callable[[], None]], spans: Spans
     ) -> None:
         wires, events = self.wires, SimpleQueue[Event]()
-        threads = [in_thread(partial(self._on_device, loop), events) for loop in loops]
+        compute = partial(self._compute, torch.get_num_threads())
+        threads = [in_thread(partial(compute, loop), events) for loop in loops]
         threads.append(forward(there(wires.results), True, events))
         if wires.answered is not None:
             threads.append(forward(wires.answered, False, events))
@@ -201,9 +202,11 @@ class PipelineRank:
             thread.join()
         self.first_run, self.first_draft = head.first_run, head.first_draft
 
-    def _on_device(self, loop: Callable[[], None]) -> None:
-        """In a thread, which does not know the device of the thread that started it."""
+    def _compute(self, num_threads: int, loop: Callable[[], None]) -> None:
+        """In a thread of Python, which has neither the device of the thread that started it nor,
+        in OpenMP, its number of threads."""
         use_device(self.device)
+        torch.set_num_threads(num_threads)
         loop()
 
     def close(self) -> None:
