@@ -94,7 +94,7 @@ def test_a_head_serves_again_with_new_numbers() -> None:
 def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
     """Not when it arrives: with one lane it waits for the end of the request before it. And not
     when the last run of its prompt is launched."""
-    before, served = make_requests([(9,)], 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
+    before, served = make_requests([(9,)] * 4, 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
     options = Options(mode="iterative", lanes=1)
     found = serve([FakePart(1, True)], always(0, [1]), options, served, 1, before=before)
     prompts = [s for s in found.head if s.what is What.PROMPT and s.run >= found.first_run]
