@@ -165,7 +165,7 @@ def end_process(launch: Launch, line: str) -> NoReturn:
         line = first_word(line)
     line = f"rank {launch.rank}: {line}"
     report_error(line)
-    print(line, file=sys.stderr, flush=True)
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: all ranks say it now
     os._exit(LOST)
 
 
