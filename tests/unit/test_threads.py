@@ -108,7 +108,8 @@ def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     share_openmp()
     openmp, before, seen = ctypes.CDLL(None), torch.get_num_threads(), list[int]()
     part = FakePart(2, True, computed=lambda run: seen.append(openmp.omp_get_max_threads()))
-    wires = Connections(Layout((range(2),), (0,)), 0, None, None).connect(has_drafter=False)
+    place = Layout((range(2),), (0,)), Launch(0, 1, 0, 1), None, None
+    wires = Connections(*place).connect(has_drafter=False)
     member, requests = PipelineRank(0, wires, part, None), make_requests([(9,)], 3)
     torch.set_num_threads(3)
     options = Options(mode="iterative")
