@@ -33,6 +33,7 @@ from magicdec.console import labelled
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.distributed.watching.watch import naming_lost
 from magicdec.latency.grid import KV_FIELDS, Grid
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.writing import check_files
@@ -75,7 +76,8 @@ def main() -> NoReturn:
     from magicdec.latency.report import make_latency, print_table, write_files
 
     try:
-        config, environment, rows = measure(resolved, asked.grid, source, launch)
+        with naming_lost(launch):
+            config, environment, rows = measure(resolved, asked.grid, source, launch)
     except KeyboardInterrupt:
         sys.exit(130)
     if launch.rank == 0:

@@ -22,6 +22,7 @@ from magicdec.config.sections import ParallelSection
 from magicdec.console import make_console
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import INTERRUPTED, find_world_size
+from magicdec.distributed.watching.watch import naming_lost
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.names import DEVICES, DTYPES
 from magicdec.probe.probe import Found, measure
@@ -49,7 +50,8 @@ def main() -> NoReturn:
         warn_of_load(os.getloadavg()[0], machine.num_cpus)
     found, code = Found(), 0
     try:
-        measure(resolved, machine, launch, found)
+        with naming_lost(launch):
+            measure(resolved, machine, launch, found)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if launch.rank == 0:

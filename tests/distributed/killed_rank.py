@@ -8,11 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+COMMANDS = {"run": "magicdec.cli.front.run", "latency": "magicdec.cli.latency"}
 # Where the rank is killed: a function or a method, and in which of its calls. While serving, the
 # others go on meanwhile; in the phases before, they have the time to wait for the rank.
 PHASES = {
     "preparing": ("magicdec.memory.check", "first_refusal", 1),
     "timing": ("magicdec.pipeline.auto_split.measure", "time_passing", 3),
+    "timing runs": ("magicdec.pipelined_run.auto_split", "time_part", 1),
     "starting": ("torch.distributed", "init_process_group", 1),
     "grouping": ("torch.distributed", "new_group", 1),
     "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
@@ -46,4 +48,4 @@ def count(*args: Any, **kwargs: Any) -> Any:
 
 
 setattr(owner, name, count)
-import_module(f"magicdec.cli.serving.{command}").main()
+import_module(COMMANDS.get(command, f"magicdec.cli.serving.{command}")).main()

@@ -38,6 +38,7 @@ CASES = {  # (phase, killed rank, ranks, command and its flags)
     "pipeline, connecting through gloo": (
         *("connecting through gloo", 2, 3), (*PIPELINE, *GLOO),
     ),
+    "pipeline, timing": ("timing runs", 1, 3, (*PIPELINE, "--layer_split", "auto")),
     "inflight, loading": ("loading", 1, 2, ("inflight", "--num_requests", 2)),
 }  # fmt: skip
 QUICK = ("loading",)
@@ -66,6 +67,31 @@ def test_a_rank_that_is_killed_early_is_named(
     files = "--model", checkpoint, "--dataset", text_file
     done = launch("distributed/killed_rank.py", *files, *FLAGS, *flags, num_ranks=num_ranks)
     check_killed(done, killed, num_ranks, tmp_path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("command", "phase", "flags"),
+    [
+        ("run", "preparing", ("--gen_len", 8, "--B", 2)),
+        ("run", "loading", ("--gen_len", 8, "--B", 2)),
+        ("latency", "grouping", ("--B", 1, "--T", 1)),
+    ],
+)
+def test_other_commands_name_it_too(
+    command: str,
+    phase: str,
+    flags: tuple[object, ...],
+    launch: Launch,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KILLED_RANK", "1")
+    monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
+    script, sizes = "distributed/killed_rank.py", ("--prefix_len", 60, "--threads", 1)
+    done = launch(script, "--model", checkpoint, *sizes, *flags, num_ranks=3)
+    check_killed(done, 1, 3, tmp_path)
 
 
 @pytest.mark.wide

@@ -23,6 +23,7 @@ from magicdec.cli.study.flags import NAMES, Flags
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import find_world_size
+from magicdec.distributed.watching.watch import naming_lost
 from magicdec.records.writing import check_writable
 from magicdec.study.study import (
     MOST_CELLS,
@@ -56,7 +57,8 @@ def main() -> NoReturn:
         if launch.rank == 0:
             print_order(plan)
         sys.exit(0)
-    sys.exit(conclude(plan, study.settings, launch))
+    with naming_lost(launch):
+        sys.exit(conclude(plan, study.settings, launch))
 
 
 def build_own_parser() -> Parser:
