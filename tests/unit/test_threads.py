@@ -26,6 +26,7 @@ from magicdec.config.threads import Threads, agreed_threads
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.kernels.build import share_openmp
+from magicdec.pipeline.auto_split.timing import run_threads
 from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_run.rank import Connections, PipelineRank
 from magicdec.pipelined_speculation.options import Options
@@ -100,6 +101,15 @@ def test_each_rank_computes_with_its_own() -> None:
         RankSession(Launch(rank, 3, rank, 3), parallel).begin()
         assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
+
+
+def test_the_layers_of_a_rank_are_timed_with_its_own() -> None:
+    before, config = torch.get_num_threads(), make_config(None)
+    several = replace(config, parallel=replace(config.parallel, threads=(1, 3)))
+    for rank, threads in enumerate((1, 3)):
+        with run_threads(several, rank):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == before
 
 
 def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
