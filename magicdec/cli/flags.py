@@ -32,7 +32,7 @@ from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import find_world_size, is_other_start, start_ranks
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
-from magicdec.records.writing import check_files
+from magicdec.records.writing import check_directory, check_files
 
 LEADER_FIRST_S = 20.0
 # What `--help` shows; `--help_all` shows the rest.
@@ -215,6 +215,8 @@ def check_outputs(output: OutputSection) -> None:
     """Raises ValueError if the files of the run cannot be written."""
     tokens = None if output.save_tokens is None else Path(output.save_tokens)
     check_files({"--out": Path(output.results), "--save_tokens": tokens})
+    if output.profile is not None:
+        check_directory("--profile", Path(output.profile))
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from magicdec.distributed.groups import Launch
@@ -50,29 +51,32 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     has ended is named. Returns the exit code of that rank, or 0."""
     import logging
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ[LAUNCHER] = str(os.getpid())
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a rank then sets its threads
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="magicdec", max_restarts=0,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-    )  # fmt: skip
-    try:
-        elastic_launch(config, sys.executable)("-u", *words)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.error_file != NOT_AVAILABLE:
-            message: object = failure.error_file_data["message"]
-            print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
-        elif failure.exitcode < 0:
-            print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except (KeyboardInterrupt, SignalException):
-        return INTERRUPTED
+    # The launcher keeps what ranks report in a folder, which it would leave behind.
+    with tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="magicdec", max_restarts=0,
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )  # fmt: skip
+        try:
+            elastic_launch(config, sys.executable)("-u", *words)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.error_file != NOT_AVAILABLE:
+                message: object = failure.error_file_data["message"]
+                print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
+            elif failure.exitcode < 0:
+                print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        except (KeyboardInterrupt, SignalException):
+            return INTERRUPTED
     return 0
 
 

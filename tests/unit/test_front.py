@@ -219,8 +219,11 @@ SMALL = ("--B", 1, "--prefix_len", 64, "--gen_len", 4, "--num_batches", 1, "--th
 
 
 def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
-    done = magicdec("run", *SMALL, "--nproc", 2, cwd=tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = magicdec("run", *SMALL, "--nproc", 2, cwd=tmp_path, TMPDIR=str(temporary))
     assert done.returncode == 0, done.stderr
+    assert list(temporary.iterdir()) == []
     (line,) = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert record["environment"]["world_size"] == 2 and record["status"] == "ok"
@@ -229,9 +232,9 @@ def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_refuses_is_the_only_line(tmp_path: Path) -> None:
-    done = magicdec("run", *SMALL, "--nproc", 2, "--model", "nope", cwd=tmp_path)
+    done = magicdec("run", *SMALL, "--nproc", 2, "--dataset", "nope.txt", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("magicdec run: --model 'nope' is not known")
+    assert done.stderr.startswith("magicdec run: --dataset nope.txt: cannot be read")
     assert done.stderr.count("\n") == 1
 
 

@@ -16,7 +16,7 @@ from test_record import RECORDS
 from magicdec.cli import report
 from magicdec.config.output_section import OutputSection
 from magicdec.records.reading import load_records
-from magicdec.records.writing import append_line, check_writable, write_text
+from magicdec.records.writing import append_line, check_directory, check_writable, write_text
 from magicdec.run.outcome import Outcome
 from magicdec.setup.prepare import Prepared
 
@@ -46,6 +46,22 @@ def test_a_directory_without_permission_is_refused(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ValueError, match="no file can be made in"):
         check_writable("--results", tmp_path / "runs.jsonl")
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    check_directory("--plots", tmp_path)
+    check_directory("--plots", tmp_path / "new" / "er")
+    with pytest.raises(ValueError, match=f"--plots {file} is not a directory; name one"):
+        check_directory("--plots", file)
+    with pytest.raises(ValueError, match=f"--plots {file}/new: no file can be made in {file}"):
+        check_directory("--plots", file / "new")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=f"--plots .*/new: no file can be made in {tmp_path};"):
+        check_directory("--plots", tmp_path / "new")
 
 
 def test_a_line_that_is_written_in_parts_is_whole(

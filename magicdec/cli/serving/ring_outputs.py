@@ -17,7 +17,7 @@ from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.serving.common_flags import add_files
 from magicdec.memory.sampler import STATM
 from magicdec.pipeline.options import RING, RINGS, SEQUENTIAL, WITH_CURVES
-from magicdec.records.writing import check_files
+from magicdec.records.writing import check_directory, check_files
 from magicdec.report.figures.style import check_picture
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def read_outputs(args: argparse.Namespace, is_writer: bool) -> RingOutputs:
         check_picture("--gantt", args.gantt)
     if is_writer:
         check_files({"--out": args.out, "--gantt": args.gantt, "--time_run": args.time_run})
-    if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
-        raise ValueError(f"--plots {args.plots} is not a directory; name one to write to")
+        if args.plots is not None:
+            check_directory("--plots", args.plots)
     if args.plots is not None and not STATM.exists():
         raise ValueError(f"--plots {args.plots}: this system has no {STATM}, which says how much "
                          "memory a rank uses; leave it out")  # fmt: skip
