@@ -1,8 +1,7 @@
 """Collectives between the CPU ranks of one host through shared memory (`shared_memory.cpp`).
 
-Owns the shared memory segment. One rank creates it, all ranks map it, and it is unlinked before the
-first message, so that no file is left behind however the ranks end. A message larger than a slot is
-sent in parts.
+Owns the shared memory segment. One rank creates it, and all ranks map it. It never has a name that
+could be left behind, however the ranks end. A message larger than a slot is sent in parts.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ class SharedMemoryExchange:
         self._library = load_library(SOURCE, (), HEADERS)
         self._library.magicdec_wait.restype = ctypes.c_int64
         num_bytes = size * (64 + 2 * SLOT_BYTES)
-        path = create_segment(num_bytes) if index == 0 else None
+        segment = Segment(num_bytes) if index == 0 else None
+        path = None if segment is None else segment.path
         ends: list[Any] = [None] * size
         dist.all_gather_object(ends, (index, path, os.getpid()), group=handle)
         shared = next(p for i, p, _ in ends if i == 0)
@@ -51,8 +51,8 @@ class SharedMemoryExchange:
         with Path(shared).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), num_bytes)
         dist.barrier(group=handle)
-        if path is not None:
-            Path(path).unlink()
+        if segment is not None:
+            segment.close()
         self.segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -100,14 +100,21 @@ class SharedMemoryExchange:
             raise RuntimeError(f"rank {rank} of the group has ended (process {self.pids[rank]})")
 
 
-def create_segment(num_bytes: int) -> str:
-    """A new file of that size in shared memory. Raises OSError if there is no room for it."""
-    descriptor, path = tempfile.mkstemp(prefix="magicdec-", dir=DIRECTORY)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError:
+class Segment:
+    """A new file of `num_bytes` in shared memory, which has no name any more: it is gone with the
+    processes that hold it, however they end. Other processes of this user open it at `path`, until
+    it is closed. Raises OSError if there is no room for it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._file, path = tempfile.mkstemp(prefix="magicdec-", dir=DIRECTORY)
         Path(path).unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    return path
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        try:
+            os.posix_fallocate(self._file, 0, num_bytes)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """All have mapped it."""
+        os.close(self._file)

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from magicdec.distributed.channels.message import Kind, Receiver, Sender
-from magicdec.distributed.shared_memory import create_segment
+from magicdec.distributed.shared_memory import Segment
 from magicdec.pipelined_run.parcel import numbers_of, pack
 
 SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
@@ -73,16 +73,17 @@ def shared_board(rank: int) -> CancelBoard:
     import torch.distributed as dist
 
     words = torch.zeros(PATH_BYTES, dtype=torch.uint8)
-    if rank == 0:
-        name = os.fsencode(create_segment(BOARD_BYTES))
+    segment = Segment(BOARD_BYTES) if rank == 0 else None
+    if segment is not None:
+        name = os.fsencode(segment.path)
         words[: len(name)] = torch.tensor([*name], dtype=torch.uint8)
     dist.broadcast(words, 0)
     path = Path(os.fsdecode(bytes(words.tolist()).rstrip(b"\0")))
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), BOARD_BYTES)
     dist.barrier()
-    if rank == 0:
-        path.unlink()
+    if segment is not None:
+        segment.close()
     return CancelBoard(memory)
 
 

@@ -12,6 +12,8 @@ import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
 from several_ranks import PROMISED_S, check_killed
 
+from magicdec.distributed import shared_memory
+
 FLAGS = (
     *("--prefix_len", 20, "--prefill_chunk", 32, "--output_len", 4, "--num_requests", 3),
     *("--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
@@ -44,6 +46,10 @@ CASES = {  # (phase, killed rank, ranks, command and its flags)
 QUICK = ("loading",)
 
 
+def segments() -> set[Path]:
+    return set(shared_memory.DIRECTORY.glob("magicdec-*"))
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(TINY, num_layers=4, vocab_size=2051)
@@ -65,8 +71,10 @@ def test_a_rank_that_is_killed_early_is_named(
     monkeypatch.setenv("KILLED_RANK", str(killed))
     monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
     files = "--model", checkpoint, "--dataset", text_file
+    before = segments()
     done = launch("distributed/killed_rank.py", *files, *FLAGS, *flags, num_ranks=num_ranks)
     check_killed(done, killed, num_ranks, tmp_path)
+    assert segments() <= before, "shared memory is left behind"
 
 
 @pytest.mark.wide

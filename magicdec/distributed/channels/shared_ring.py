@@ -1,8 +1,7 @@
 """Messages between two CPU ranks of one host through a ring buffer in shared memory
 (`shared_ring.cpp`).
 
-Owns the shared memory segment of one directed edge. The receiver creates it, both map it, and it is
-unlinked before the first message, so that no file is left behind however the ranks end.
+Owns the shared memory segment of one directed edge. The receiver creates it, and both map it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.channels.message import PATIENCE_S, Message, MessageForm
-from magicdec.distributed.shared_memory import create_segment
+from magicdec.distributed.shared_memory import Segment
 from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.kernels.build import load_library
 
@@ -50,14 +49,15 @@ class SharedRing:
             getattr(self._library, name).restype = ctypes.c_int64
         self._capacity = ctypes.c_int64(capacity)
         num_bytes = self._library.magicdec_ring_bytes(self._capacity)
-        path = agree_on_path(handle, peer, num_bytes, self.is_receiver)
+        segment = Segment(num_bytes) if self.is_receiver else None
+        path = agree_on_path(handle, peer, segment)
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), num_bytes)
         import torch.distributed as dist
 
         dist.barrier(group=handle)
-        if self.is_receiver:
-            path.unlink()
+        if segment is not None:
+            segment.close()
         self._ring = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def _move(self, function: Callable[..., int], tensor: Tensor) -> None:
@@ -109,13 +109,13 @@ class RingReceiver(SharedRing):
         return self.form.message(numbers, payload)
 
 
-def agree_on_path(handle: ProcessGroup, peer: int, num_bytes: int, is_receiver: bool) -> Path:
-    """The segment that the receiver has created, on both ends."""
+def agree_on_path(handle: ProcessGroup, peer: int, segment: Segment | None) -> Path:
+    """Where the segment that the receiver has created is opened, on both ends."""
     import torch.distributed as dist
 
     words = torch.zeros(PATH_BYTES, dtype=torch.uint8)
-    if is_receiver:
-        name = os.fsencode(create_segment(num_bytes))
+    if segment is not None:
+        name = os.fsencode(segment.path)
         words[: len(name)] = torch.tensor([*name], dtype=torch.uint8)
         dist.send(words, peer, group=handle)
     else:
