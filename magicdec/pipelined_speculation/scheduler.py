@@ -140,7 +140,7 @@ class PipelinedScheduler:
         if not sequence.adjustment.may_draft:
             sequence.adjustment.exhausted()
             return False
-        return sequence.can_grow(sequence.tree.frontier())
+        return sequence.may_grow
 
     def _end_microbatch(self, sequence: Sequence) -> list[Action]:
         """Nothing more is drafted for this microbatch: launch it, or count a failed attempt."""

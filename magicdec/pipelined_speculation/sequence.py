@@ -148,6 +148,9 @@ class Sequence:
         """Append a drafted token to a leaf; `microbatch.Grow` says what is returned."""
         if leaf.was_tip and leaf.position + 1 == self.tip.position and token == self.tip.token:
             return self.tip  # its result came before its draft
+        if token in self.eos_ids:
+            leaf.ends = not leaf.children  # a second candidate may end what the first continues
+            return None
         if not self.can_grow(leaf):
             return None
         child = Node(token, leaf.position + 1, leaf)
@@ -155,6 +158,12 @@ class Sequence:
             return None
         leaf.children.append(child)
         return child
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether there is something to draft after all that was drafted."""
+        end = self.tree.frontier()
+        return not end.ends and self.can_grow(end)
 
     def can_grow(self, leaf: Node) -> bool:
         """Whether a token after the leaf can still be right and would be an input."""

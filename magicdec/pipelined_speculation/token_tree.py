@@ -38,6 +38,7 @@ class Node:
     margin: float = math.inf  # by how much its logit exceeds the second largest
     children: list[Node] = field(default_factory=list)
     was_tip: bool = False
+    ends: bool = False  # the drafter expects the end of the output after it, which is no input
 
     def add(self, token: int) -> Node:
         child = Node(token, self.position + 1, self)

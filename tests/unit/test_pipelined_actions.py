@@ -79,20 +79,48 @@ def test_the_branch_that_wins_moves_home() -> None:
 
 
 def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
+    """Although the drafter went on behind the place where the target ends it."""
     scheduler = PipelinedScheduler(Options(draft=4, lanes=1))
     scheduler.submit([1], 20, eos_ids=[9])
     other, actions = scheduler.submit([2, 3], 1)
     assert other == 1 and actions == []
     scheduler.result(0, [2])
-    for token in (7, 9, 8, 5):
+    for token in (7, 6, 8, 5):
         scheduler.idle()
         actions = scheduler.drafted(scheduler._num_drafts - 1, [((token, 1.0),)])
-    assert [launch.tokens for launch in actions if isinstance(launch, Launch)] == [(7, 9, 8, 5)]
+    assert [launch.tokens for launch in actions if isinstance(launch, Launch)] == [(7, 6, 8, 5)]
     assert scheduler.result(1, [7]) == [Commit(0, (7,), None)]
     commit, prompt = scheduler.result(2, [9, 8, 5, 4])
     assert commit == Commit(0, (9,), "eos")
     assert isinstance(prompt, Launch) and prompt.tokens == (2, 3) and prompt.lane == 0
     assert scheduler.result(3, [6]) == [Commit(1, (6,), "length"), Stop()]
+
+
+def test_nothing_is_drafted_from_an_end_token_on() -> None:
+    """It would be no input. If the target goes on, so does the drafter."""
+    scheduler = PipelinedScheduler(Options(draft=4))
+    scheduler.submit([1], 20, eos_ids=[9])
+    scheduler.result(0, [2])
+    scheduler.idle()
+    assert scheduler.drafted(0, [((7, 1.0),)]) == []
+    scheduler.idle()
+    (launch,) = scheduler.drafted(1, [((9, 1.0),)])
+    assert isinstance(launch, Launch) and launch.tokens == (7,) and scheduler.idle() == []
+    assert scheduler.result(1, [7]) == [Commit(0, (7,), None)] and scheduler.idle() == []
+    commit, again = scheduler.result(2, [8])
+    assert commit == Commit(0, (8,), None) and isinstance(again, Launch) and again.tokens == (8,)
+    assert scheduler.idle() == [Draft(2, 0, ((),))]
+
+
+def test_a_second_candidate_that_ends_the_output_does_not_end_the_first() -> None:
+    scheduler = PipelinedScheduler(Options(draft=4, np=3, pa=0.1, ps=0.1))
+    scheduler.submit([1], 20, eos_ids=[9])
+    scheduler.result(0, [2])
+    scheduler.idle()
+    assert scheduler.drafted(0, [((7, 0.5), (9, 0.3), (6, 0.2))]) == []
+    assert scheduler.idle() == [Draft(1, 0, ((7,), (6,)))]
+    (launch,) = scheduler.drafted(1, [((9, 1.0),), ((9, 1.0),)])
+    assert isinstance(launch, Launch) and launch.tokens == (7, 6) and scheduler.idle() == []
 
 
 def test_a_prompt_is_run_in_chunks_of_which_the_last_predicts() -> None:
