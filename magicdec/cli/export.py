@@ -38,6 +38,8 @@ def write(out: Path, rows: list[Row]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_rows(partial, rows)
         partial.replace(out)
+    except FileExistsError:
+        raise ValueError(f"--out {out}: {out.parent} is not a directory") from None
     except OSError as error:
         with suppress(OSError):
             partial.unlink()

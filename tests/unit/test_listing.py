@@ -163,8 +163,8 @@ def test_an_export_keeps_a_failed_run_and_mixed_gammas(
     ("out", "message"),
     [
         ("runs.xlsx", "must end in .csv or .parquet"),
-        ("missing/runs.csv", "No such file or directory"),
-        ("missing/runs.parquet", "No such file or directory"),
+        ("file/runs.csv", "file is not a directory"),
+        ("file/runs.parquet", "file is not a directory"),
         ("folder.csv", "Is a directory"),
     ],
 )
@@ -173,6 +173,7 @@ def test_an_export_that_cannot_be_written_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "file").touch()
     words = ["magicdec export", str(BASELINES), "--out", str(tmp_path / out)]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as stopped:
