@@ -64,12 +64,16 @@ class CopiedKV(DraftKV):
         self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
 
     @property
+    def following(self) -> int:
+        """The most tokens that follow a prompt, drafts included."""
+        most = self.source.max_following
+        return self.source.max_tokens if most is None else most
+
+    @property
     def row_tokens(self) -> int:
         """Entries of a row of the copy: what is chosen of any text, and all that can follow, so
         that the copy never has to grow while requests of other lengths come."""
-        source = self.source
-        following = source.max_tokens if source.max_following is None else source.max_following
-        return min(self.policy.budget + following, source.max_tokens)
+        return min(self.policy.budget + self.following, self.source.max_tokens)
 
     @property
     def _offsets(self) -> Tensor:
@@ -189,7 +193,8 @@ class CopiedKV(DraftKV):
     def _reach(self, length: int, num_draft_tokens: int) -> tuple[int, int]:
         """The position up to which a choice after `length` tokens is made, and the first position
         that is still seen from there."""
-        until, every = self.source.max_tokens, self.policy.reselect_every
+        until = min(self.source.max_tokens, length + self.following)
+        every = self.policy.reselect_every
         if every and self.source.window is not None:
             until = min(until, length + every + num_draft_tokens)
         return until, min(length, first_key(until - 1, self.source.window))

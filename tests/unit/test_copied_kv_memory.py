@@ -209,3 +209,19 @@ def test_rows_that_are_far_behind_copy_nothing_past_the_end_of_others(seed: int)
         wanted = runner.cache.read(1, runner.cache.slots(index, places))
         found = cache.read(1, cache.slots(index, places - reader.shifts[row]))
         assert all(map(torch.equal, found, wanted))
+
+
+def test_a_short_prompt_keeps_what_its_own_end_still_sees() -> None:
+    """Under a sliding window, beside a row that has room for more than the window."""
+    new, gamma, budget = 8, 3, 12
+    room = 60 + new + gamma
+    model = tiny_transformer(replace(TINY, sliding_window=24))
+    runner = make_runner(model, 2, room, max_following=new + gamma)
+    engine = Engine(runner, 16)
+    engine.prefill(make_requests(random_prompts([14, 60], TINY.vocab_size), new))
+    reader = make_draft_kv(runner, KVSection("snapkv", budget, window_size=4))
+    assert isinstance(reader, CopiedKV)
+    reader.admit(engine.scheduler.running)
+    last = [length + new + gamma - 1 for length in (14, 60)]
+    seen = [min(budget, 14), min(budget, 60 - (last[1] - 24 + 1))]
+    assert [reader.runner.cache.lengths[row] for row in (0, 1)] == seen
