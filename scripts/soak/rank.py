@@ -45,17 +45,22 @@ def repeat(self: Passes, name: str, observe: Callable[[int], None]) -> Outcome |
         return outcome
     for number in range(PASSES):
         assert self.member is not None, "it has served"
-        note(self.rank, name, number, self.member.wires, outcome)
+        line = {"mode": name, "pass": number} | tokens_of(outcome)
+        outcome = None  # how many drafts it holds depends on the time that messages took
+        note(self.rank, line, self.member.wires)
         if IS_MEASURED:
             dist.barrier()  # the next pass begins when all have measured
         outcome = serve(self, name, lambda num_tokens: None)
     return outcome
 
 
-def note(rank: int, mode: str, number: int, wires: Wires, outcome: Outcome | None) -> None:
+def tokens_of(outcome: Outcome | None) -> dict[str, Any]:
     outputs = [] if outcome is None else [request.output_ids for request in outcome.requests]
     runs = 0 if outcome is None or outcome.counts is None else outcome.counts.runs
-    line = {"mode": mode, "pass": number, "outputs": outputs, "runs": runs}
+    return {"outputs": outputs, "runs": runs}
+
+
+def note(rank: int, line: dict[str, Any], wires: Wires) -> None:
     line |= held(wires) if IS_MEASURED else {}
     with (DIRECTORY / f"rank{rank}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
