@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from magicdec.cli.flags import Parser
+from magicdec.cli.parsing.parser import Parser
 from magicdec.cost_model.curves import DEFAULT_GAMMA, DEFAULT_POLICY
 from magicdec.names import DTYPES, FULL_KV_POLICY, KV_POLICIES, WEIGHT_DTYPES
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
 from magicdec.distributed.groups import Launch
 
 DESCRIPTION = (

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.checkpoints.hub_models import announce
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
 from magicdec.distributed.groups import Launch
-from magicdec.model.checkpoint.hub import RemoteFile, download, find_repository
+from magicdec.model.checkpoint.hub import download, find_repository
 
 DESCRIPTION = (
     "Download the files that running a model needs (safetensors, else .bin; config and tokenizer) "
@@ -90,8 +92,3 @@ def run(args: argparse.Namespace) -> None:
         f"{len(files)} files, {size / 1e9:.2f} GB, checksums verified; "
         f"--model {args.out_dir} runs them"
     )
-
-
-def announce(file: RemoteFile) -> None:
-    """Print a line for each file, which is also useful in a log file."""
-    print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)

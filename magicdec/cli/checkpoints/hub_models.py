@@ -10,11 +10,15 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from magicdec.config.options import flag_of
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.ranks import is_launched
 from magicdec.model.presets.named import WEIGHT_SUFFIXES
+
+if TYPE_CHECKING:
+    from magicdec.model.checkpoint.hub import RemoteFile
 
 DIRECTORY = Path("checkpoints")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -49,7 +53,6 @@ def find_local(flag: str, name: str) -> str:
 
 
 def fetch(flag: str, name: str, directory: Path) -> None:
-    from magicdec.cli.checkpoints.download import announce
     from magicdec.model.checkpoint.hub import download, find_repository
 
     try:
@@ -61,3 +64,8 @@ def fetch(flag: str, name: str, directory: Path) -> None:
         raise ValueError(f"{flag} {name} is no directory; on the hub: {reason}") from None
     except OSError as error:
         raise ValueError(f"{flag} {name}: {error.filename}: {error.strerror or error}") from None
+
+
+def announce(file: RemoteFile) -> None:
+    """Print a line for each file, which is also useful in a log file."""
+    print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)

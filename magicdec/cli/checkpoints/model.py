@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from magicdec.cli.checkpoints import convert, download
 from magicdec.cli.checkpoints.hub_models import DIRECTORY
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
 from magicdec.distributed.groups import Launch
 
 DESCRIPTION = "Fetch a model from the Hugging Face hub, or write a checkpoint as one file."

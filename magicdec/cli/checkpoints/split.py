@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layer_split import count_stages, split_layers
 
