@@ -149,7 +149,7 @@ class Sequence:
         if leaf.was_tip and leaf.position + 1 == self.tip.position and token == self.tip.token:
             return self.tip  # its result came before its draft
         if token in self.eos_ids:
-            leaf.ends = not leaf.children  # a second candidate may end what the first continues
+            leaf.ends = True  # unless another candidate continues it
             return None
         if not self.can_grow(leaf):
             return None
