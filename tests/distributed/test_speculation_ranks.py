@@ -182,12 +182,26 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
     assert f"--layer_split {split}: the stages are predicted to take" in done.stdout
 
 
+SERVING_RUNS = "serving runs", ("--drafter", "ngram", "--layer_split", "0.5,0.5/head"), 2
+SERVING_DRAFTS = (
+    "serving drafts",
+    ("--drafter", "self", "--layer_split", "1.0/0.5,0.5", "--mode", "sync", "--pa", 0),
+    3,
+)
+
+
 @pytest.mark.parametrize(
-    ("killed", "collectives"),
-    [("1", "shared_memory"), pytest.param("0", "gloo", marks=pytest.mark.wide)],
+    ("killed", "case", "collectives"),
+    [
+        (1, SERVING_RUNS, "shared_memory"),
+        pytest.param(0, SERVING_RUNS, "gloo", marks=pytest.mark.wide),
+        (2, SERVING_DRAFTS, "shared_memory"),
+        pytest.param(1, SERVING_DRAFTS, "gloo", marks=pytest.mark.wide),
+    ],
 )
 def test_a_killed_rank_is_named_and_ends_all(
-    killed: str,
+    killed: int,
+    case: tuple[str, tuple[object, ...], int],
     collectives: str,
     launch: Launch,
     tiny_checkpoint: Path,
@@ -195,36 +209,13 @@ def test_a_killed_rank_is_named_and_ends_all(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The record of the pass before it remains."""
-    monkeypatch.setenv("KILLED_RANK", killed)
-    monkeypatch.setenv("KILLED_IN", "pipeline: serving runs")
+    """The record of the pass before it remains. The ranks of a shared draft are named too."""
+    phase, flags, num_ranks = case
+    monkeypatch.setenv("KILLED_RANK", str(killed))
+    monkeypatch.setenv("KILLED_IN", f"pipeline: {phase}")
     done = launch(
-        "distributed/killed_rank.py", "--model", tiny_checkpoint,
-        "--dataset", text_file, *FLAGS, "--drafter", "ngram", "--collectives", collectives,
-        "--layer_split", "0.5,0.5/head", num_ranks=2,
+        "distributed/killed_rank.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
+        "--collectives", collectives, *flags, num_ranks=num_ranks,
     )  # fmt: skip
-    check_killed(done, int(killed), 2, tmp_path)
+    check_killed(done, killed, num_ranks, tmp_path)
     assert [record["name"] for record in read_records(tmp_path / "r.jsonl")] == ["one process"]
-
-
-@pytest.mark.parametrize(
-    ("killed", "collectives"),
-    [("2", "shared_memory"), pytest.param("1", "gloo", marks=pytest.mark.wide)],
-)
-def test_a_killed_rank_of_a_shared_draft_is_named_and_ends_all(
-    killed: str,
-    collectives: str,
-    launch: Launch,
-    tiny_checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KILLED_RANK", killed)
-    monkeypatch.setenv("KILLED_IN", "pipeline: serving drafts")
-    done = launch(
-        "distributed/killed_rank.py", "--model", tiny_checkpoint,
-        "--dataset", text_file, *FLAGS, "--drafter", "self", "--collectives", collectives,
-        "--layer_split", "1.0/0.5,0.5", "--mode", "sync", "--pa", 0, num_ranks=3,
-    )  # fmt: skip
-    check_killed(done, int(killed), 3, tmp_path)
