@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from magicdec.files import save_figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -81,11 +83,7 @@ def draw(
         for name, look in legend.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    save_figure(flag, path, figure)
 
 
 def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:

@@ -9,12 +9,13 @@ Then compares whole generations with the packaged demo model on its demo text: t
 without self-speculation, and transformers' `generate` with and without its assisted generation.
 
 `transformers` is always measured. The others are measured if their own virtual environment is
-given. That of OpenVINO GenAI needs `openvino-genai` and `optimum-intel`; that of llama.cpp needs
-`gguf` and `llama-cpp-python`, built with CMAKE_ARGS=-DGGML_NATIVE=ON. Before anything is timed, all
-peers must emit the same float32 tokens from the same prompts. Times are for bfloat16 if this CPU
-has fast bfloat16 (llama.cpp with a float16 KV cache, which is faster for it). A verification has 4
-tokens per row. The model is random: 6 layers, hidden size 384, 6 heads of 64, FFN 1024, vocabulary
-4096.
+given; an environment that lacks something is refused with the command that installs it. Before
+anything is timed, all exact peers must emit the same float32 tokens from the same prompts. Times
+are for bfloat16 if this CPU has fast bfloat16 (llama.cpp with a float16 KV cache, which is faster
+for it). `openvino_u8` is OpenVINO GenAI with the 8-bit KV cache that is its default, and
+`llama_cpp_q8_0` llama.cpp with a q8_0 KV cache. These two are not exact, and are marked so. A
+verification has 4 tokens per row. The model is random: 6 layers, hidden size 384, 6 heads of 64,
+FFN 1024, vocabulary 4096.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,18 @@ from peer_runs import (
     BATCH,
     GENERATED,
     HEADS,
+    INEXACT_CAPTION,
     POSITIONS,
     ROOM,
     VERIFIED,
     Case,
     check_tokens,
+    marked,
     measure,
     measure_generations,
     save_model,
 )
-from peers import PEERS
+from peers import ENVIRONMENTS, PEERS
 from rich.console import Console
 from rich.table import Table
 
@@ -56,12 +60,12 @@ GENERATED_PREFIX = 4096
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The checked command line, with `pythons` by peer. Raises ValueError for a wrong value."""
+    """The checked command line, with the Python interpreters in `pythons` by environment. Raises
+    ValueError for a wrong value."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own = {name: entry.modules for name, entry in PEERS.items() if entry.modules}
-    for name, modules in own.items():
-        where = f"python of an environment with {' and '.join(modules)}"
-        parser.add_argument(f"--{name}_python", metavar="PATH", help=where)
+    for name, environment in ENVIRONMENTS.items():
+        text = f"python of an environment with {', '.join(environment.requirements)}"
+        parser.add_argument(f"--{name}_python", metavar="PATH", help=text)
     parser.add_argument(
         "--cases",
         nargs="+",
@@ -85,8 +89,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.json and not options.json.parent.is_dir():
         raise ValueError(f"--json {options.json}: directory {options.json.parent} does not exist")
     options.cases = [read_case(text) for text in options.cases]
-    given = {name: getattr(options, f"{name}_python") for name in own}
-    options.pythons = {name: python for name, python in given.items() if python}
+    pythons = {name: getattr(options, f"{name}_python") for name in ENVIRONMENTS}
+    options.pythons = {name: python for name, python in pythons.items() if python}
     for name, python in options.pythons.items():
         check_python(name, python)
     return options
@@ -109,40 +113,48 @@ def read_case(text: str) -> Case:
 def measure_decode(
     cases: Sequence[Case], pythons: dict[str, str], dtype: str, threads: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The rows of `measure` for all cases, and the versions of the peers."""
+    """The rows of `measure` for all cases, and the versions of the peers. `pythons` has the Python
+    interpreters by environment."""
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for case in cases:
             plain = Path(temporary) / f"hf-{case.kv_heads}"
+            exported = {
+                environment: Start(
+                    environment, python, plain.with_name(f"{environment}-{plain.name}")
+                )
+                for environment, python in pythons.items()
+            }
             starts = [
-                started_here(name, plain)
+                replace(exported[entry.environment], name=name)
+                if entry.environment
+                else started_here(name, plain)
                 for name, entry in PEERS.items()
-                if entry.decodes and not entry.modules
-            ]
-            exported = [
-                Start(name, python, Path(temporary) / f"{name}-{case.kv_heads}")
-                for name, python in pythons.items()
+                if entry.decodes and entry.environment in {"", *exported}
             ]
             if not plain.exists():
                 save_model(case.kv_heads, plain)
-                for start in exported:
+                for start in exported.values():
                     export_model(start, plain)
-                versions |= check_tokens([*starts, *exported], threads)
-            rows += measure(case, [*starts, *exported], dtype, threads)
+                versions |= check_tokens(starts, threads)
+            rows += measure(case, starts, dtype, threads)
             print(f"measured {case}", file=sys.stderr, flush=True)
     return rows, versions
 
 
 def decode_table(measured: dict[str, Any]) -> Table:
     bandwidth = measured["machine"]["read_bytes_per_s"]
-    table = Table(title=f"decode step of {BATCH} rows; KV roofline at {bandwidth / 1e9:.1f} GB/s")
+    title = f"decode step of {BATCH} rows; KV roofline at {bandwidth / 1e9:.1f} GB/s"
+    has_inexact = not all(row["is_exact"] for row in measured["decode"])
+    table = Table(title=title, caption=INEXACT_CAPTION if has_inexact else None)
     columns = ("peer", "KV heads", "prefix", "step, ms", "10-90 %", "KV roofline")
     for column in (*columns, f"verify {VERIFIED}, ms", "10-90 %", "prefill, tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in measured["decode"]:
         table.add_row(
-            row["peer"], str(row["kv_heads"]), str(row["prefix"]), *spread(row, ""),
+            marked(row["peer"], row["is_exact"]),
+            str(row["kv_heads"]), str(row["prefix"]), *spread(row, ""),
             f"{row['bytes'] / bandwidth / (row['ms'] / 1e3):.0%}", *spread(row, "verify_"),
             f"{row['prefill_tokens_per_s']:.0f}",
         )  # fmt: skip

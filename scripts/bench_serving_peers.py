@@ -4,27 +4,33 @@ model, requests, greedy decoding and threads, each in a process of its own, in t
     python scripts/bench_serving_peers.py
     python scripts/bench_serving_peers.py --openvino_python VENV/bin/python --json serving.json
 
-The environment of OpenVINO GenAI needs `openvino-genai` and `optimum-intel`; without it, OpenVINO
-is left out. The trace has 32 requests with prompts of 256 to 4096 random tokens and outputs of 16
-to 128 tokens; every request is decoded to its full output length. Requests arrive together and by a
-Poisson process. The ways are
+OpenVINO GenAI needs an environment of its own; without it, OpenVINO is left out, and an
+environment that lacks something is refused with the command that installs it. The trace has 32
+requests with prompts of 256 to 4096 random tokens and outputs of 16 to 128 tokens; every request is
+decoded to its full output length. Requests arrive together and by a Poisson process. The ways are
 
     magicdec            all requests may run together; `LLM`'s defaults, 512 tokens of prompts in a
                         step
     magicdec-1024       1024 tokens of prompts in a step
     openvino            the scheduler's defaults, 256 tokens in a step
     openvino-2048       2048 tokens in a step
+    openvino-u8         the same two with the 8-bit KV cache that is OpenVINO's default; they are
+    openvino-2048-u8    not exact
     transformers-256x2  256 tokens and 2 requests in a step, measured once
     transformers        its defaults, 8192 tokens and all requests in a step, measured once, and
                         only if it is named in --ways, because it takes minutes
 
-Before anything is timed, all ways must emit the same float32 tokens for a shorter trace, whose
-prompts are prefilled in parts too. Times are for bfloat16 weights, cache and arithmetic if this CPU
-has fast bfloat16. The random model's largest logits are close to each other, so rounding changes
-many tokens; the table counts the requests of each way whose tokens are not those of float32. The
-KV caches have room for all requests, and none shares prefixes. The model is that of
+Before anything is timed, all exact ways must emit the same float32 tokens for a shorter trace,
+whose prompts are prefilled in parts too. Times are for bfloat16 weights, cache and arithmetic if
+this CPU has fast bfloat16. The random model's largest logits are close to each other, so rounding
+changes many tokens; the table counts the requests of each way whose tokens are not those of
+float32. The KV caches have room for all requests, and none shares prefixes. The model is that of
 `bench_peers.py`. The makespan goes from the first arrival to the last token of the last request;
 TTFT from the arrival of a request to its first token.
+
+Each served trace is reported on stderr with an estimate of the time that is left. `--num_requests`
+and `--repetitions` make a run shorter. After Ctrl-C, what is measured so far is printed, and
+written to the file of `--json`.
 """
 
 from __future__ import annotations
@@ -34,15 +40,15 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import describe_machine
 from peer_process import Start, check_python, export_model, started_here
-from peer_runs import HEADS, POSITIONS
-from peers import PEERS
+from peer_runs import HEADS, INEXACT_CAPTION, POSITIONS, marked
+from peers import ENVIRONMENTS, PEERS
 from rich.console import Console
 from rich.table import Table
 from serving_runs import WAYS, Way, check_tokens, measure, save_serving_model
@@ -57,7 +63,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The checked command line, with `traces` by arrival and `ways`. Raises ValueError for a wrong
     value."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    needed = " and ".join(PEERS["openvino"].modules)
+    needed = ", ".join(ENVIRONMENTS["openvino"].requirements)
     parser.add_argument(
         "--openvino_python", metavar="PATH", help=f"python of an environment with {needed}"
     )
@@ -80,7 +86,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     check_numbers(options)
     options.ways = choose_ways(options.ways, options.openvino_python)
-    if any(way.peer == "openvino" for way in options.ways):
+    if any(PEERS[way.peer].environment for way in options.ways):
         check_python("openvino", options.openvino_python)
     options.traces = {
         arrival: make_trace(arrival, options.num_requests, options.seed)
@@ -107,12 +113,12 @@ def choose_ways(names: Sequence[str] | None, openvino_python: str | None) -> lis
     is not known or cannot run."""
     if names is None:
         default = [way for way in WAYS if way.is_default]
-        return [way for way in default if way.peer != "openvino" or openvino_python]
+        return [way for way in default if openvino_python or not PEERS[way.peer].environment]
     known = {way.name: way for way in WAYS}
     for name in names:
         if name not in known:
             raise ValueError(f"--ways {name} is not known; choose from {', '.join(known)}")
-        if known[name].peer == "openvino" and openvino_python is None:
+        if PEERS[known[name].peer].environment and openvino_python is None:
             raise ValueError(f"--ways {name} needs --openvino_python")
     return [known[name] for name in dict.fromkeys(names)]
 
@@ -123,46 +129,66 @@ def run(options: argparse.Namespace) -> None:
     traces = {arrival: describe_trace(trace) for arrival, trace in options.traces.items()}
     measured: dict[str, Any] = {"machine": describe_machine(), "dtype": dtype, "traces": traces}
     measured |= {"kv_heads": options.kv_heads, "ways": [asdict(way) for way in options.ways]}
-    with tempfile.TemporaryDirectory() as temporary:
-        ways = prepare(options, Path(temporary))
-        measured["versions"] = check_tokens(ways, options.seed, options.threads)
-        print("float32 tokens of all ways are equal", file=sys.stderr, flush=True)
-        measured["serving"] = measure(
-            ways, options.traces, dtype, options.threads, options.repetitions
-        )
+
+    def report(rows: Sequence[dict[str, Any]], line: str) -> None:
+        measured["serving"] = rows
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            print("exporting models, comparing float32 tokens", file=sys.stderr, flush=True)
+            ways = prepare(options, Path(temporary))
+            measured["versions"] = check_tokens(ways, options.seed, options.threads)
+            print("float32 tokens of all exact ways are equal", file=sys.stderr, flush=True)
+            measure(ways, options.traces, dtype, options.threads, options.repetitions, report)
+    finally:
+        if "serving" in measured:
+            conclude(measured, options.json)
+
+
+def conclude(measured: dict[str, Any], path: Path | None) -> None:
+    """Print what is measured, and write it to the file."""
     console = Console(width=130)
-    for arrival in options.traces:
-        console.print(make_table(arrival, dtype, measured["serving"]))
+    for arrival in dict.fromkeys(row["arrival"] for row in measured["serving"]):
+        console.print(make_table(arrival, measured["dtype"], measured["serving"]))
     for version in measured["versions"].values():
         console.print(version, soft_wrap=True)
-    if options.json:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+    if path is not None:
+        path.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 def prepare(options: argparse.Namespace, directory: Path) -> list[tuple[Way, Start]]:
     """Each way with the start of its peer. Writes the models."""
     plain = directory / "hf"
     save_serving_model(options.kv_heads, plain)
-    starts = {
-        way.peer: started_here(way.peer, plain) for way in options.ways if way.peer != "openvino"
-    }
-    if any(way.peer == "openvino" for way in options.ways):
-        starts["openvino"] = Start("openvino", options.openvino_python, directory / "openvino")
-        export_model(starts["openvino"], plain)
-    return [(way, starts[way.peer]) for way in options.ways]
+    exported = Start("openvino", options.openvino_python, directory / "openvino")
+    if any(PEERS[way.peer].environment for way in options.ways):
+        export_model(exported, plain)
+    return [
+        (
+            way,
+            replace(exported, name=way.peer)
+            if PEERS[way.peer].environment
+            else started_here(way.peer, plain),
+        )
+        for way in options.ways
+    ]
 
 
 def make_table(arrival: str, dtype: str, rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of one arrival process. The ratio is the makespan over that of the first way."""
     rows = [row for row in rows if row["arrival"] == arrival]
-    table = Table(title=f"{rows[0]['num_requests']} requests, arrival {arrival}, {dtype}")
+    title = f"{rows[0]['num_requests']} requests, arrival {arrival}, {dtype}"
+    has_inexact = not all(row["is_exact"] for row in rows)
+    table = Table(title=title, caption=INEXACT_CAPTION if has_inexact else None)
     columns = ("way", "makespan, s", "least-most", "ratio", "output tokens/s")
     for column in (*columns, "TTFT p50, s", "p90, s", "TPOT, ms", "unlike float32"):
         table.add_column(column, justify="right")
     for row in rows:
         makespans = row["all_makespan_s"]
         table.add_row(
-            row["way"], f"{row['makespan_s']:.2f}", f"{min(makespans):.2f}-{max(makespans):.2f}",
+            marked(row["way"], row["is_exact"]),
+            f"{row['makespan_s']:.2f}", f"{min(makespans):.2f}-{max(makespans):.2f}",
             f"{row['makespan_s'] / rows[0]['makespan_s']:.2f}", f"{row['output_throughput']:.0f}",
             f"{row['p50_ttft_ms'] / 1e3:.2f}", f"{row['p90_ttft_ms'] / 1e3:.2f}",
             f"{row['mean_tpot_ms']:.1f}", str(row["num_differing"]),
@@ -181,6 +207,8 @@ def main() -> None:
         run(options)
     except RuntimeError as error:  # a peer failed or emits different tokens
         sys.exit(f"{program}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from peers import PEERS
+from packaging.requirements import Requirement
+from peers import ENVIRONMENTS
 from peers.serving_peer import ServingSizes
 
 SCRIPT = Path(__file__).with_name("peer_worker.py")
-FIND = (
-    "import sys; from importlib.util import find_spec; "
-    "sys.exit(' '.join(m for m in sys.argv[1:] if not find_spec(m)) or 0)"
-)
+# Prints the installed versions of the distributions in its arguments as a JSON object.
+FIND_VERSIONS = """
+import json, sys
+from importlib.metadata import distributions
+installed = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in distributions()}
+print(json.dumps({name: installed.get(name) for name in sys.argv[1:]}))
+"""
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,30 @@ class Sizes:
     batch: int
 
 
-def check_python(name: str, python: str) -> None:
-    """Raises ValueError if `python` cannot be run or lacks modules that peer `name` needs."""
-    flag, modules = f"--{name}_python", PEERS[name].modules
-    wanted = f"choose the python of an environment with {' and '.join(modules)}"
+def check_python(environment: str, python: str) -> None:
+    """Raises ValueError, in one line with the command that installs what is needed, if `python`
+    cannot be run or its environment lacks a requirement of `ENVIRONMENTS[environment]`."""
+    flag, needed = f"--{environment}_python {python}", ENVIRONMENTS[environment]
+    requirements = [Requirement(text) for text in needed.requirements]
+    command = [python, "-c", FIND_VERSIONS, *(each.name for each in requirements)]
     try:
-        done = subprocess.run([python, "-c", FIND, *modules], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise ValueError(f"{flag} {python}: {error.strerror}; {wanted}") from None
+        install = needed.install_command("python")
+        raise ValueError(
+            f"{flag}: {error.strerror}; choose the python of an environment made by: {install}"
+        ) from None
     if done.returncode:
-        raise ValueError(f"{flag} {python}: lacks {last_line(done.stderr)}; {wanted}")
+        raise ValueError(f"{flag}: {last_line(done.stderr)}; choose a Python interpreter")
+    versions = json.loads(done.stdout)
+    obstacles = [
+        f"{each.name} is {version or 'missing'}" + (f", not {each.specifier}" if version else "")
+        for each in requirements
+        if (version := versions[each.name]) is None or not each.specifier.contains(version)
+    ]
+    if obstacles:
+        install = needed.install_command(python)
+        raise ValueError(f"{flag}: {'; '.join(obstacles)}; install with: {install}")
 
 
 def export_model(start: Start, source: Path) -> None:

@@ -4,11 +4,11 @@ command line; `report/flat.py` makes the rows."""
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.record_files import add_record_files, read_files
+from magicdec.files import complete_file
 from magicdec.report.flat import SUFFIXES, Row, flat_rows, write_rows
 
 
@@ -31,19 +31,9 @@ def main() -> None:
 
 
 def write(out: Path, rows: list[Row]) -> None:
-    """The complete table appears at once, or not at all. Raises ValueError if it cannot be
-    written."""
-    partial = out.with_name(f"{out.stem}.partial{out.suffix}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    """Raises ValueError if the table cannot be written."""
+    with complete_file("--out", out) as partial:
         write_rows(partial, rows)
-        partial.replace(out)
-    except FileExistsError:
-        raise ValueError(f"--out {out}: {out.parent} is not a directory") from None
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise ValueError(f"--out {out}: {error.strerror or error}") from None
 
 
 def make_parser() -> Parser:

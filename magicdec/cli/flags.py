@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.parsing.config_file import file_words
-from magicdec.cli.parsing.ignored import why_ignored
+from magicdec.cli.parsing.ignored import drafts_only, why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.choices.choice import How
@@ -43,13 +43,15 @@ EVERYDAY = (
 
 
 def build_parser(config: RunConfig, description: str) -> Parser:
-    """Make one flag for each field that declares one; the defaults are those of `config`."""
+    """Make one flag for each field that declares one; the defaults are those of `config`. The help
+    leaves out flags that the command could only refuse."""
     parser = Parser(description=description, everyday=EVERYDAY)
     add_config_flag(parser)
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
         if values is not None:
             add_section(parser, section.name, values)
+    parser.hide(partial(drafts_only, config))
     return parser
 
 

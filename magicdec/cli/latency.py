@@ -224,8 +224,9 @@ def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, 
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import as_stored
+    from magicdec.setup.prepare import as_stored, check_threads_equal
 
+    check_threads_equal(launch, asked.config)
     source = find_model("--model", asked.config.model.model)
     model = source.config
     stored = as_stored(asked.config, source)

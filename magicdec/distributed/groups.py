@@ -6,7 +6,9 @@ Imports torch only when a group is made, so that a wrong command line is refused
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,6 +52,17 @@ def first_refusal(launch: Launch, refusal: str, topic: str) -> str:
     has one. `refusal` is this rank's message, or empty. All ranks must call it, once for each
     topic."""
     return next((text for text in exchange_texts(launch, refusal, topic) if text), "")
+
+
+def check_equal(launch: Launch, facts: Mapping[str, object], topic: str) -> None:
+    """Raises ValueError, on every rank, if a rank has another fact than rank 0. Facts are values of
+    JSON by what they are called in the message. All ranks must call it, once for each topic."""
+    texts = exchange_texts(launch, json.dumps(facts), topic)
+    first = json.loads(texts[0])
+    for rank, theirs in enumerate(map(json.loads, texts)):
+        for name in {**first, **theirs}:
+            if (ours := first.get(name)) != (other := theirs.get(name)):
+                raise ValueError(f"{name}: rank 0 has {ours}, rank {rank} has {other}")
 
 
 def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[str]:

@@ -77,8 +77,18 @@ def split_layers(
 
 def is_auto(text: str | None) -> bool:
     """Whether the split follows from times."""
+    return _rule(text) == AUTO
+
+
+def is_mdi_llm(text: str | None) -> bool:
+    """Whether the split follows the rule of MDI-LLM."""
+    return _rule(text) == MDI_LLM
+
+
+def _rule(text: str | None) -> str | None:
+    """The name of the rule that `text` names, if it names one."""
     named = None if text is None else NAMED.fullmatch(text)
-    return named is not None and named[1] == AUTO
+    return None if named is None else named[1]
 
 
 def count_stages(text: str | None, world_size: int) -> int:

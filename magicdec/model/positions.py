@@ -66,6 +66,9 @@ def alibi(positions: Tensor, slopes: Tensor, size: int) -> PositionEncoding:
     its position as two digits, q holds the slope times each digit's weight. Attention divides
     scores by sqrt(D'), so q is multiplied by sqrt(D' / D) and the slopes by sqrt(D')."""
 
+    weights = torch.stack([slopes * DIGIT, slopes], dim=1) * math.sqrt(size)  # [H, 2]
+    digits = torch.stack([positions // DIGIT, positions % DIGIT], dim=-1).unsqueeze(2)
+
     def encode(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
         head_dim = q.shape[-1]
@@ -76,8 +79,6 @@ def alibi(positions: Tensor, slopes: Tensor, size: int) -> PositionEncoding:
         k[..., head_dim:last] = digits.to(k.dtype)
         return q, k, v
 
-    weights = torch.stack([slopes * DIGIT, slopes], dim=1) * math.sqrt(size)  # [H, 2]
-    digits = torch.stack([positions // DIGIT, positions % DIGIT], dim=-1).unsqueeze(2)
     return encode
 
 

@@ -6,9 +6,9 @@ Must not know the flags, nor what is measured.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 
 from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
@@ -16,7 +16,7 @@ from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.threads import agreed_threads
-from magicdec.distributed.groups import Launch, exchange_texts
+from magicdec.distributed.groups import Launch, check_equal
 from magicdec.distributed.layer_split import (
     FLAG,
     StageTimes,
@@ -89,7 +89,7 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     transport = choose_transport(whole.parallel, machine, on_host)
     stage = grid.stage_of(launch.rank)
 
-    def check_here() -> str:
+    def check_here(layers: Sequence[range]) -> str:
         check_files(found.source, options.passes, layers, stage, launch.rank)
         configs, room = (whole, drafting), find_room(whole, launch, machine.num_gpus)
         return check_memory(configs, found.models, grid, layers, options.passes, room)
@@ -105,7 +105,7 @@ def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedR
     run = replace(run, config=without_drafts(run.config))
     split = find_split(drafts or run, options, grid, launch)
     layers = split.layers
-    run = replace(run, memory=check_together(launch, check_here))
+    run = replace(run, memory=check_together(launch, partial(check_here, layers)))
     settled = replace(settled, asked=replace(options, layer_split=split.asked))
     settings = settings_of(settled, layers, transport)
     settings["--threads"] = agreed_threads(asked.parallel.threads)
@@ -172,12 +172,7 @@ def check_agreement(launch: Launch, source: ModelSource, settings: Mapping[str, 
     of_model = {f"model's {name}": value for name, value in asdict(source.config).items()}
     facts = {"magicdec": version("magicdec"), **of_model, **settings}
     facts["model's weights, by their fingerprint,"] = fingerprint(source)
-    told = exchange_texts(launch, json.dumps(facts), "pipeline")
-    first = json.loads(told[0])
-    for rank, theirs in enumerate(map(json.loads, told)):
-        for name in {**first, **theirs}:
-            if (ours := first.get(name)) != (other := theirs.get(name)):
-                raise ValueError(f"{name}: rank 0 has {ours}, rank {rank} has {other}")
+    check_equal(launch, facts, "pipeline")
 
 
 def check_groups(

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from magicdec.distributed.layer_split import FLAG, SHARE, StageTimes, count_stages, split_layers
+from magicdec.distributed.layer_split import (
+    FLAG,
+    MDI_LLM,
+    SHARE,
+    StageTimes,
+    count_stages,
+    is_mdi_llm,
+    split_layers,
+)
 
 ON_HEAD = "head"
 
@@ -96,6 +104,11 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
     them. Raises ValueError, naming the flag."""
     split = read_split(text)
+    if is_mdi_llm(split.stages):
+        raise ValueError(
+            f"{FLAG} {text}: {MDI_LLM} divides the layers of a ring (`magicdec recurrent`); choose "
+            "from counts, shares and auto"
+        )
     is_apart, is_headless = split.draft not in (None, ON_HEAD), split.head != ""
     num_apart = count_shares(str(text), str(split.draft)) if is_apart else 0
     num_others = num_apart + is_headless

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from magicdec.attention.backend import check_trees
 from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
@@ -71,7 +72,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     alone = without_drafts(drafting)
     transport = choose_transport(whole.parallel, machine, options.on_host)
 
-    def check_here() -> str:
+    def check_here(options: SpeculationOptions, layout: Layout) -> str:
         check_files(found, options, layout, launch.rank)
         configs, room = (alone, of_drafts(drafting)), find_room(whole, launch, machine.num_gpus)
         return check_memory(configs, found.models, options, layout, room)
@@ -87,7 +88,7 @@ def prepare(asked: RunConfig, options: SpeculationOptions, launch: Launch) -> Pr
     chosen = find_split(run, options, layout, launch)
     layout, options = layout.with_layers(chosen.layers), with_counts(options, chosen)
     reason = chosen.reason and f"{FLAG} {options.layer_split}: {chosen.reason}"
-    run = replace(run, memory=check_together(launch, check_here))
+    run = replace(run, memory=check_together(launch, partial(check_here, options, layout)))
     settings = {"layers": [len(each) for each in layout.layers], **options.describe()}
     settings |= {**asdict(asked.sampling), "--threads": agreed_threads(asked.parallel.threads)}
     del settings["machine"]  # every host has a file of its own

@@ -20,7 +20,7 @@ class Options:
     ps: float = 0.1  # another candidate opens a branch when it is more probable
     pr: float = 0.0  # both rise by this for each microbatch since the last commit
     pd: float = 0.0  # both fall by this for each attempt that drafted nothing
-    draft: int = 16  # most tokens in the depth of a microbatch, and about its most rows
+    draft: int = 4  # most tokens in the depth of a microbatch, and about its most rows
     np: int = 1  # most branches of a microbatch
     recovery: str = "acceptance"  # when `pr` starts anew: README of the original; its code: attempt
     relaunch: bool = False  # start anew from the newest token after each commit, as the original

@@ -17,6 +17,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from magicdec.files import complete_file
+
 # The kinds of files other than records, and the version of the schema of each.
 VERSIONS = {"latency": 1, "plan": 1, "stage_plan": 1, "machine": 2}
 
@@ -35,20 +37,9 @@ def write_file(flag: str, path: Path, kind: str, content: Any) -> None:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Write a file. The complete file appears at once, or not at all; links and devices are written
-    to directly. Raises ValueError, naming the flag, if the file cannot be written."""
-    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
-    partial = path.with_name(path.name + ".partial") if is_plain else path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file as `complete_file` does."""
+    with complete_file(flag, path) as partial:
         partial.write_text(text, encoding="utf-8")
-        if is_plain:
-            partial.replace(path)
-    except OSError as error:
-        if is_plain:
-            with suppress(OSError):
-                partial.unlink()
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:

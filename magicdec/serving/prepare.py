@@ -27,7 +27,7 @@ from magicdec.serving.options import ServingOptions
 from magicdec.serving.passes import Pass
 from magicdec.serving.server import Server
 from magicdec.setup.loading import LoadedModels, make_draft, make_target
-from magicdec.setup.prepare import Known, Prepared, complete, find
+from magicdec.setup.prepare import Known, Prepared, check_threads_equal, complete, find
 from magicdec.setup.session import RankSession
 
 
@@ -40,6 +40,7 @@ def prepare(
     """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
     naming the flag or the line of a file, for errors that a user can correct. `check_model` raises
     it for a model that was not meant."""
+    check_threads_equal(launch, asked)
     workload = options.batch_of(asked.workload, options.max_concurrency)
     known, asked = Known(), replace(asked, workload=workload)
     found = find(asked, launch, known)

@@ -15,8 +15,9 @@ from magicdec.config.options import flag_of
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
+from magicdec.config.threads import agreed_threads
 from magicdec.cost_model.step_estimate import StepEstimate
-from magicdec.distributed.groups import Launch
+from magicdec.distributed.groups import Launch, check_equal
 from magicdec.executor.requirements import layer_obstacle
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_memory, check_together, planned
@@ -121,8 +122,14 @@ class Found:
 def prepare(asked: RunConfig, launch: Launch) -> Prepared:
     """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
     errors that a user can correct."""
+    check_threads_equal(launch, asked)
     known = Known()
     return complete(find(asked, launch, known), known)
+
+
+def check_threads_equal(launch: Launch, asked: RunConfig) -> None:
+    """Raises ValueError, on every rank, if ranks were given different lists of `--threads`."""
+    check_equal(launch, {"--threads": agreed_threads(asked.parallel.threads)}, "threads")
 
 
 def find(asked: RunConfig, launch: Launch, known: Known, is_part: bool = False) -> Found:

@@ -5,11 +5,11 @@ there is such a metric. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from magicdec.pipelined_speculation.counts import Counts
+from magicdec.records.metrics import mean, percentile
 from magicdec.simulator.machine import Machine
 from magicdec.simulator.simulation import Trace
 
@@ -20,8 +20,8 @@ class Measured:
 
     tokens_per_s: float  # sum over requests: tokens after the first, over the time they took
     ttft_ms: float  # mean over requests
-    mean_itl_ms: float
-    p99_itl_ms: float
+    mean_itl_ms: float | None  # None if no request has a token after its first
+    p99_itl_ms: float | None
     busy: float  # mean over stages of the share of time in which they compute
     useful: float  # the same, without runs that were cancelled
     draft_busy: float  # share of time in which the drafter computes
@@ -39,7 +39,7 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> Measured:
     for at, commit in trace.commits:
         times.setdefault(commit.request, []).extend([at] * len(commit.tokens))
     first, last = min(t[0] for t in times.values()), max(t[-1] for t in times.values())
-    gaps = [later - earlier for each in times.values() for earlier, later in pairwise(each)]
+    itl_ms = [1e3 * (b - a) for each in times.values() for a, b in pairwise(each)]
     window = (last - first) or math.inf
     rates = [(len(t) - 1) / (t[-1] - t[0]) if t[-1] > t[0] else 0.0 for t in times.values()]
     in_flight = sum(_within(f.launched_s, f.home_s, first, last) for f in trace.flights)
@@ -50,8 +50,8 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> Measured:
     return Measured(
         tokens_per_s=sum(rates),
         ttft_ms=1e3 * sum(each[0] for each in times.values()) / len(times),
-        mean_itl_ms=1e3 * sum(gaps) / len(gaps) if gaps else 0.0,
-        p99_itl_ms=1e3 * percentile(gaps, 99),
+        mean_itl_ms=mean(itl_ms),
+        p99_itl_ms=percentile(itl_ms, 99),
         busy=busy / window,
         useful=useful / window,
         draft_busy=drafting / window,
@@ -79,10 +79,3 @@ def _busy(trace: Trace, first: float, last: float, num_stages: int) -> tuple[flo
 
 def _within(begin: float, end: float, first: float, last: float) -> float:
     return max(0.0, min(end, last) - max(begin, first))
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that at least that many percent of the values do not exceed."""
-    if not values:
-        return 0.0
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -12,14 +12,44 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Environment:
+    """The Python environment of a library that cannot share this project's. `requirements` are what
+    pip installs in it, with the versions that this comparison was run with. `variables` are set
+    while pip builds."""
+
+    requirements: tuple[str, ...]
+    variables: str = ""
+
+    def install_command(self, python: str) -> str:
+        """The shell command that installs the requirements for the interpreter `python`."""
+        quoted = " ".join(f"'{requirement}'" for requirement in self.requirements)
+        return f"{self.variables} {python} -m pip install {quoted}".strip()
+
+
+ENVIRONMENTS = {
+    "openvino": Environment(
+        (
+            *("openvino-genai==2026.4.*", "optimum-intel==2.2.*", "transformers==5.5.*"),
+            *("sentencepiece", "tiktoken", "protobuf"),
+        )
+    ),
+    "llama_cpp": Environment(("llama-cpp-python==0.3.*", "gguf"), "CMAKE_ARGS=-DGGML_NATIVE=ON"),
+}
+
+
+@dataclass(frozen=True)
 class Entry:
-    """`where` is "module:class". A peer with `modules` runs in an environment of its own, given by
-    the flag `--NAME_python`, and loads a model written by its `export`; without the flag it is left
-    out. `decodes` and `generates`: whether it is in the table of decode steps and in the table of
-    whole generations. `serving`: "module:class" of what serves requests, if it does."""
+    """`where` is "module:class". `environment` names the entry of `ENVIRONMENTS` that a peer runs
+    in; its Python is given by the flag `--ENVIRONMENT_python`, without which the peer is left out,
+    and it loads a model written by its `export`. Without `environment`, a peer runs in this
+    project's environment. `is_exact`: whether its float32 tokens must be those of the other peers;
+    a peer with an 8-bit KV cache need not emit them. `decodes` and `generates`: whether it is in
+    the table of decode steps and in the table of whole generations. `serving`: "module:class" of
+    what serves requests, if it does."""
 
     where: str
-    modules: tuple[str, ...] = ()
+    environment: str = ""
+    is_exact: bool = True
     decodes: bool = True
     generates: bool = False
     serving: str = ""
@@ -60,8 +90,15 @@ PEERS = {
     ),
     "openvino": Entry(
         "peers.openvino_genai:OpenVINO",
-        ("openvino_genai", "optimum.intel"),
+        "openvino",
         serving="peers.openvino_serving:OpenVINOServing",
     ),
-    "llama_cpp": Entry("peers.llama_cpp:LlamaCpp", ("llama_cpp", "gguf")),
+    "openvino_u8": Entry(
+        "peers.openvino_genai:OpenVINO8Bit",
+        "openvino",
+        is_exact=False,
+        serving="peers.openvino_serving:OpenVINOServing8Bit",
+    ),
+    "llama_cpp": Entry("peers.llama_cpp:LlamaCpp", "llama_cpp"),
+    "llama_cpp_q8_0": Entry("peers.llama_cpp:LlamaCpp8Bit", "llama_cpp", is_exact=False),
 }

@@ -82,19 +82,26 @@ class LlamaCpp(Peer):
         params.n_seq_max = batch
         params.n_batch, params.n_ubatch = CHUNK * batch, CHUNK
         params.n_threads = params.n_threads_batch = threads
-        lib, exact = self.lib, dtype == "float32"
-        shares = lib.llama_model_n_head_kv(self.model) < lib.llama_model_n_head(self.model)
+        params.type_k = params.type_v = self._cache_type(dtype)
         params.flash_attn_type = (
-            lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
-            if exact or shares
-            else lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            self.lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+            if self._takes_flash_attention(dtype)
+            else self.lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
-        params.type_k = params.type_v = lib.GGML_TYPE_F32 if exact else lib.GGML_TYPE_F16
         params.kv_unified = False
         context = self.lib.llama_init_from_model(self.model, params)
         if not context:
             raise RuntimeError(f"llama.cpp refuses a context of {params.n_ctx} tokens in {dtype}")
         return context
+
+    def _cache_type(self, dtype: str) -> int:
+        wide, half = self.lib.GGML_TYPE_F32, self.lib.GGML_TYPE_F16
+        return int(wide if dtype == "float32" else half)
+
+    def _takes_flash_attention(self, dtype: str) -> bool:
+        num_kv_heads = self.lib.llama_model_n_head_kv(self.model)
+        shares_heads = num_kv_heads < self.lib.llama_model_n_head(self.model)
+        return dtype != "float32" and not shares_heads
 
     def _forward(self, rows: list[list[int]], last_only: bool = False) -> list[list[int]]:
         """Append `rows` [B, T] and return the greedy ids after each token, [B, T], or with
@@ -145,3 +152,14 @@ class LlamaCpp(Peer):
             if name != "embd":
                 setattr(batch, name, self.arrays[name].ctypes.data_as(kind))
         return batch
+
+
+class LlamaCpp8Bit(LlamaCpp):
+    """With a KV cache of 8 bits (q8_0), which changes the emitted tokens. Values of 8 bits need
+    flash attention."""
+
+    def _cache_type(self, dtype: str) -> int:
+        return int(self.lib.GGML_TYPE_Q8_0)
+
+    def _takes_flash_attention(self, dtype: str) -> bool:
+        return True

@@ -10,9 +10,23 @@ from peers.peer import CHUNK, Peer
 TOKENIZER = Path(__file__).parents[2] / "magicdec" / "demo" / "target" / "tokenizer.model"
 
 
+def cpu_properties(dtype: str, threads: int, is_exact: bool) -> dict[str, str]:
+    """Properties of the CPU plug-in: arithmetic in `dtype`, and the KV cache in `dtype` too if
+    `is_exact`; otherwise the plug-in's default, 8 bits."""
+    short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    cache = {"KV_CACHE_PRECISION": short} if is_exact else {}
+    return {
+        "INFERENCE_PRECISION_HINT": short,
+        "INFERENCE_NUM_THREADS": str(threads),
+        **cache,
+    }
+
+
 class OpenVINO(Peer):
     """KV cache and arithmetic in `dtype`. It cannot verify, because its interface has no forward of
     several given tokens."""
+
+    is_exact = True
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         import openvino_genai
@@ -23,11 +37,8 @@ class OpenVINO(Peer):
         scheduler.max_num_seqs = batch
         scheduler.num_kv_blocks = 2 * batch * (max_tokens // 16)  # for blocks of 16 or 32
         scheduler.enable_prefix_caching = False
-        short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-        properties = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
-        properties["INFERENCE_NUM_THREADS"] = str(threads)
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
-            model, scheduler, "CPU", properties
+            model, scheduler, "CPU", cpu_properties(dtype, threads, self.is_exact)
         )
         self.room, self.handles = max_tokens, list[Any]()
         self.emitted: list[list[int]] = []
@@ -80,3 +91,9 @@ class OpenVINO(Peer):
 
     def tokens(self) -> list[list[int]]:
         return self.emitted
+
+
+class OpenVINO8Bit(OpenVINO):
+    """With the plug-in's default KV cache of 8 bits, which changes the emitted tokens."""
+
+    is_exact = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from peers.openvino_genai import cpu_properties
 from peers.serving_peer import ServingPeer, ServingSizes, TimedRequest
 
 SMALLEST_BLOCK = 16  # tokens; the plug-in chooses 16 or 32
@@ -15,6 +16,8 @@ class OpenVINOServing(ServingPeer):
     """KV cache and arithmetic in `dtype`. The other settings of the scheduler are its defaults:
     parts of prompts are prefilled together with decoding (`dynamic_split_fuse`), 256 tokens in a
     step, and prefix caching is off."""
+
+    is_exact = True
 
     def __init__(self, model: str, dtype: str, sizes: ServingSizes) -> None:
         import openvino_genai
@@ -27,11 +30,8 @@ class OpenVINOServing(ServingPeer):
             scheduler.max_num_batched_tokens = sizes.batch_tokens
         if sizes.max_running is not None:
             scheduler.max_num_seqs = sizes.max_running
-        short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-        properties = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
-        properties["INFERENCE_NUM_THREADS"] = str(sizes.threads)
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
-            model, scheduler, "CPU", properties
+            model, scheduler, "CPU", cpu_properties(dtype, sizes.threads, self.is_exact)
         )
         self.handles: dict[int, Any] = {}
 
@@ -63,3 +63,9 @@ class OpenVINOServing(ServingPeer):
         running = self.genai.GenerationStatus.RUNNING
         self.handles = {i: h for i, h in self.handles.items() if h.get_status() == running}
         return emitted
+
+
+class OpenVINOServing8Bit(OpenVINOServing):
+    """With the plug-in's default KV cache of 8 bits, which changes the emitted tokens."""
+
+    is_exact = False

@@ -16,6 +16,7 @@ from conftest import HANG
 
 from magicdec import names as module
 from magicdec.cli import flags as cli
+from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.flags import build_parser, parse, read_sections
 from magicdec.config.choices.backend import choose_backend
 from magicdec.config.choices.choice import Choice, How, asked_for
@@ -237,6 +238,17 @@ def test_the_help_has_two_levels() -> None:
     assert "--gamma" in short and "--prefill_chunk" not in short and "--help_all shows" in short
     assert "--prefill_chunk" in whole and len(re.findall(r"^  --", short, re.M)) <= 13
     assert parser.format_help_all() == whole
+
+
+def test_the_help_offers_no_flag_that_can_only_be_refused() -> None:
+    """Autoregressive decoding drafts nothing; a seed does something if --temperature is given."""
+    parser = build_parser(DRIVERS["baseline"], "")
+    whole = parser.format_help_all()
+    for flag in ("--gamma", "--budget", "--kv_policy", "--tree", "--no_baseline"):
+        assert flag not in whole and flag in build_parser(DRIVERS["selfspec"], "").format_help_all()
+    assert "--seed" in whole and "--prefix_len" in whole
+    with pytest.raises(ValueError, match="--gamma does nothing here: autoregressive decoding"):
+        parsed("--gamma", "4", driver=DRIVERS["baseline"])
 
 
 def test_no_flags_change_nothing() -> None:

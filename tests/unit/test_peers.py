@@ -9,6 +9,7 @@ import inspect
 import json
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import peer_runs
-from bench_peers import read_options
+from bench_peers import decode_table, read_options
 from peer_process import Sizes, Start, Worker, started_here
 from peer_runs import Case, check_tokens, make_drafts, make_prompts, measure, require_equal
-from peers import PEERS
+from peers import ENVIRONMENTS, PEERS, Entry, Environment
 from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
 from peers.peer import Peer
+from rich.console import Console
 
 HERE = sys.executable
 
@@ -47,7 +49,8 @@ HERE = sys.executable
         (
             ["--llama_cpp_python", "/nowhere/python"],
             "--llama_cpp_python /nowhere/python: No such file or directory; choose the python "
-            "of an environment with llama_cpp and gguf",
+            "of an environment made by: CMAKE_ARGS=-DGGML_NATIVE=ON python -m pip install "
+            "'llama-cpp-python==0.3.*' 'gguf'",
         ),
     ],
 )
@@ -57,15 +60,33 @@ def test_refuses_in_one_line(flags: list[str], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_refuses_an_environment_without_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = peer_entry("peers.llama_cpp:LlamaCpp", ("torch", "no_such_module"))
-    monkeypatch.setitem(PEERS, "llama_cpp", entry)
-    with pytest.raises(ValueError, match="lacks no_such_module; choose the python of"):
+def test_an_environment_is_refused_with_what_it_lacks_and_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needed = Environment(("pytest", "safetensors>=0.1", "torch==1.2.*", "no-such-package>=3"))
+    monkeypatch.setitem(ENVIRONMENTS, "llama_cpp", needed)
+    with pytest.raises(ValueError) as error:
         read_options(["--llama_cpp_python", HERE])
+    assert str(error.value) == (
+        f"--llama_cpp_python {HERE}: torch is {torch.__version__}, not ==1.2.*; no-such-package is "
+        f"missing; install with: {HERE} -m pip install 'pytest' 'safetensors>=0.1' 'torch==1.2.*' "
+        "'no-such-package>=3'"
+    )
 
 
-def peer_entry(where: str, modules: tuple[str, ...]) -> Any:
-    return type(PEERS["magicdec"])(where, modules)
+def test_an_environment_with_all_requirements_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are compared as pip does; a local version, such as 2.13.0+cpu, is the same version."""
+    version = torch.__version__.partition("+")[0]
+    needed = Environment((f"torch=={version}", "typing-extensions", "Jinja2>=2"))
+    monkeypatch.setitem(ENVIRONMENTS, "llama_cpp", needed)
+    assert read_options(["--llama_cpp_python", HERE]).pythons == {"llama_cpp": HERE}
+
+
+def test_the_documentation_installs_what_is_checked() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    page = " ".join(page.split())
+    for name, python in (("openvino", "openvino/bin/python"), ("llama_cpp", "llama/bin/python")):
+        assert ENVIRONMENTS[name].install_command(python) in page
 
 
 def test_ends_with_code_2_and_one_line() -> None:
@@ -81,7 +102,8 @@ def test_every_name_is_a_peer_and_has_what_its_entry_says() -> None:
     for entry in PEERS.values():
         peer = entry.load()
         assert issubclass(peer, Peer) and not inspect.isabstract(peer)
-        assert (peer.export is not Peer.export) == bool(entry.modules)
+        assert (peer.export is not Peer.export) == bool(entry.environment)
+        assert entry.environment in {"", *ENVIRONMENTS}
         assert (peer.verify is not Peer.verify) == peer.can_verify
 
 
@@ -159,10 +181,31 @@ class FakeWorker:
 def test_nothing_is_measured_after_other_tokens(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unless the peer is not exact, which the table then says."""
     monkeypatch.setattr(peer_runs, "Worker", FakeWorker)
     starts = [started_here(peer, Path()) for peer in ("magicdec", name)]
+    monkeypatch.setitem(PEERS, name, Entry("nowhere"))
     with pytest.raises(RuntimeError, match=f"{name} and magicdec emit different {what}"):
         check_tokens(starts, threads=1)
+    monkeypatch.setitem(PEERS, name, Entry("nowhere", is_exact=False))
+    assert check_tokens(starts, threads=1) == {"magicdec": "0", name: "0"}
+
+
+def test_the_table_marks_peers_that_are_not_exact() -> None:
+    numbers = dict.fromkeys(("ms", "ms_p10", "ms_p90", "bytes", "prefill_tokens_per_s"), 1.0)
+    verify = dict.fromkeys(("verify_ms", "verify_ms_p10", "verify_ms_p90"))
+    rows = [
+        {"peer": name, "is_exact": PEERS[name].is_exact, "kv_heads": 6, "prefix": 8}
+        | numbers
+        | verify
+        for name in ("openvino", "openvino_u8", "llama_cpp_q8_0")
+    ]
+    measured = {"machine": {"read_bytes_per_s": 1e9}, "decode": rows}
+    printed = StringIO()
+    Console(width=130, file=printed).print(decode_table(measured))
+    text = printed.getvalue()
+    assert "openvino_u8 *" in text and "llama_cpp_q8_0 *" in text and "openvino *" not in text
+    assert "* not exact" in text
 
 
 def test_other_tokens_end_the_comparison() -> None:

@@ -119,7 +119,7 @@ def test_ranks_that_disagree_are_refused(name: str, monkeypatch: pytest.MonkeyPa
         (known,) = (fact for fact in json.loads(text) if fact.startswith(name))
         return [text, text, json.dumps({**json.loads(text), known: "other"})]
 
-    monkeypatch.setattr("magicdec.pipeline.prepare.exchange_texts", exchange)
+    monkeypatch.setattr("magicdec.distributed.groups.exchange_texts", exchange)
     source = find_model("--model", "demo")
     with pytest.raises(ValueError, match=f"{name}.*: rank 0 has .*, rank 2 has other"):
         check_agreement(Launch(0, 3, 0, 3), source, {"n_samples": 4})

@@ -17,16 +17,21 @@ import pytest
 from conftest import ROOT, random_prompts
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import bench_serving_peers
 import serving_runs
 from bench_serving_peers import make_table, read_options
 from peer_process import Start, started_here
-from peers import PEERS
+from peers import ENVIRONMENTS, PEERS, Entry
 from peers.serving_peer import Served, ServingPeer, ServingSizes, TimedRequest, serve_requests
 from rich.console import Console
-from serving_runs import WAYS, Way, check_tokens, measure, metrics, sizes_of
+from serving_runs import WAYS, Way, check_tokens, estimate_left, measure, metrics, sizes_of
 from serving_trace import describe_trace, make_trace
 
-NAMES = "magicdec, magicdec-1024, openvino, openvino-2048, transformers-256x2, transformers"
+NAMES = (
+    "magicdec, magicdec-1024, openvino, openvino-2048, openvino-u8, openvino-2048-u8, "
+    "transformers-256x2, transformers"
+)
+EXACT, OTHER = WAYS[0], next(way for way in WAYS if way.name == "transformers-256x2")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ NAMES = "magicdec, magicdec-1024, openvino, openvino-2048, transformers-256x2, t
         (
             ["--openvino_python", "/nowhere/python"],
             "--openvino_python /nowhere/python: No such file or directory; choose the python of an "
-            "environment with openvino_genai and optimum.intel",
+            f"environment made by: {ENVIRONMENTS['openvino'].install_command('python')}",
         ),
     ],
 )
@@ -188,27 +193,74 @@ def _fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_fake_workers")
-def test_other_float32_tokens_end_the_comparison() -> None:
+def test_other_float32_tokens_end_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the peer is not exact."""
     good, odd = started_here("magicdec", Path()), started_here("transformers", Path("odd"))
-    assert check_tokens([(WAYS[0], good), (WAYS[4], good)], 0, 1).keys() == {
-        "magicdec",
-        "transformers",
-    }
+    versions = {"magicdec": "0", "transformers": "0"}
+    assert check_tokens([(EXACT, good), (OTHER, good)], 0, 1) == versions
     with pytest.raises(RuntimeError, match="transformers-256x2 and magicdec emit different"):
-        check_tokens([(WAYS[0], good), (WAYS[4], odd)], 0, 1)
+        check_tokens([(EXACT, good), (OTHER, odd)], 0, 1)
+    monkeypatch.setitem(PEERS, "transformers", Entry("nowhere", is_exact=False))
+    assert check_tokens([(EXACT, good), (OTHER, odd)], 0, 1) == versions
 
 
 @pytest.mark.usefixtures("_fake_workers")
 def test_rows_count_the_requests_unlike_float32_and_the_table_shows_each_way() -> None:
     traces = {name: make_trace(name, 3, 0) for name in ("burst", "poisson:100")}
-    ways = [(way, started_here(way.peer, Path())) for way in (WAYS[0], WAYS[4])]
-    rows = measure(ways, traces, "bfloat16", 1, repetitions=2)
+    ways = [(way, started_here(way.peer, Path())) for way in (EXACT, OTHER)]
+    lines: list[str] = []
+    rows = measure(
+        ways, traces, "bfloat16", 1, repetitions=2, report=lambda rows, line: lines.append(line)
+    )
+    longest = max(r.output_len for r in traces["burst"])
+    assert lines[0].startswith(f"1/6 burst, magicdec: {longest:.1f} s; about ")
+    assert lines[-1].endswith("; done") and len(lines) == 6
     assert [(row["arrival"], row["way"]) for row in rows] == [
         (arrival, way.name) for arrival in traces for way, _ in ways
     ]
     assert [len(row["all_makespan_s"]) for row in rows] == [2, 1, 2, 1]
     assert {row["num_differing"] for row in rows} == {3}
-    assert rows[0]["makespan_s"] == max(r.output_len for r in traces["burst"])
+    assert rows[0]["makespan_s"] == longest
     printed = StringIO()
     Console(width=130, file=printed).print(make_table("burst", "bfloat16", rows))
     assert printed.getvalue().count("transformers-256x2") == 1
+
+
+def test_the_time_that_is_left_is_that_of_each_way_or_of_the_mean() -> None:
+    rows = [{"way": "a", "makespan_s": 30.0}, {"way": "a", "makespan_s": 90.0}]
+    rows.append({"way": "b", "makespan_s": 120.0})
+    order = [("burst", "a"), ("burst", "b"), ("burst", "new")]
+    assert estimate_left(rows, order) == "about 4.5 minutes left"
+    assert estimate_left(rows, []) == "done"
+
+
+@pytest.mark.usefixtures("_fake_workers")
+def test_what_is_measured_is_kept_when_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the third of four served traces, the file and the tables have these three."""
+    path = tmp_path / "serving.json"
+    options = read_options(
+        [
+            *("--ways", "magicdec", "magicdec-1024", "--num_requests", "3", "--repetitions", "1"),
+            *("--json", str(path), "--threads", "1"),
+        ]
+    )
+    served = iter(range(20))
+    original = serving_runs.serve
+
+    def interrupted(worker: Any, requests: Any) -> list[Served]:
+        if next(served) == 2 + 1 + 2 + 3:  # checks, float32 reference, warm-ups; then measured
+            raise KeyboardInterrupt
+        return original(worker, requests)
+
+    monkeypatch.setattr(serving_runs, "serve", interrupted)
+    monkeypatch.setattr(bench_serving_peers, "save_serving_model", lambda kv_heads, path: None)
+    with pytest.raises(KeyboardInterrupt):
+        bench_serving_peers.run(options)
+    rows = json.loads(path.read_text())["serving"]
+    measured = [(row["arrival"], row["way"]) for row in rows]
+    both = [("burst", "magicdec"), ("burst", "magicdec-1024")]
+    assert measured == [*both, ("poisson:100", "magicdec")]
+    printed = capsys.readouterr()
+    assert "3 requests, arrival burst" in printed.out and "1/4 burst, magicdec" in printed.err

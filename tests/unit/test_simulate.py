@@ -7,15 +7,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
 from magicdec.cli.commands import console
+from magicdec.cli.simulate.flags import build_parser, make_options
 from magicdec.cost_model.acceptance import conditional_rate
 from magicdec.pipelined_speculation.options import Options
 from magicdec.simulator.cluster import Cluster, divisions
 from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Machine
-from magicdec.simulator.measured import Measured, percentile
+from magicdec.simulator.measured import Measured
 from magicdec.simulator.modes import MODES, Work, run_mode
 from magicdec.simulator.text import draw_ranks, replay_ranks
 
@@ -123,9 +125,23 @@ def test_recorded_counts_are_replayed() -> None:
         replay_ranks([0], [0], 5, seed=0)
 
 
-def test_percentiles_are_values() -> None:
-    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert percentile([3.0, 1.0, 2.0], 99) == 3.0 and percentile([], 99) == 0.0
+def test_times_between_tokens_are_defined_as_in_records() -> None:
+    """Interpolated, as numpy does it. Synchronous speculation commits several tokens at a time."""
+    work = Work([0] * 12, (1.0,), 12)
+    trace, found = run_mode("sync", FOUR, Options(draft=4), work)
+    times_ms = [1e3 * at_s for at_s, commit in trace.commits for _ in commit.tokens]
+    itl_ms = np.diff(times_ms)
+    assert found.mean_itl_ms == pytest.approx(itl_ms.mean())
+    assert found.p99_itl_ms == pytest.approx(np.percentile(itl_ms, 99)) < max(itl_ms)
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    found = run("iterative", gen_len=1)
+    assert found.mean_itl_ms is None and found.p99_itl_ms is None
+
+
+def test_flags_have_the_defaults_of_the_settings() -> None:
+    assert make_options(build_parser().parse_args([])) == Options()
 
 
 def test_a_cluster_divides_layers_and_nodes() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.records.reading import parse_record
 from magicdec.records.table import print_record
 from magicdec.report.settings import settings
+from magicdec.serving import prepare as serving
+from magicdec.setup import prepare as setup
 from magicdec.setup.session import RankSession
 from magicdec.setup.step_estimate import check_machine
 
@@ -143,6 +147,23 @@ def test_ranks_agree_on_numbers_for_each_rank() -> None:
     """Hosts may have different single numbers, because each may have other cores."""
     assert agreed_threads(None) == agreed_threads(2) == agreed_threads(3)
     assert len({agreed_threads(each) for each in (2, (2, 1), (1, 2))}) == 3
+
+
+@pytest.mark.parametrize(
+    "prepare", [setup.prepare, partial(serving.prepare, options=None)], ids=["run", "inflight"]
+)
+def test_hosts_with_other_lists_are_refused(
+    prepare: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a model is looked for."""
+
+    def exchange(launch: Launch, text: str, topic: str) -> list[str]:
+        return [json.dumps({"--threads": "2,1"}), text]
+
+    monkeypatch.setattr("magicdec.distributed.groups.exchange_texts", exchange)
+    message = "--threads: rank 0 has 2,1, rank 1 has 1,2"
+    with pytest.raises(ValueError, match=message):
+        prepare(parsed("--threads", "1,2", "--model", "nowhere"), launch=Launch(1, 2, 0, 1))
 
 
 def test_a_machine_file_is_for_ranks_of_one_number(tmp_path: Path) -> None:

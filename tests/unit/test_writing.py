@@ -11,10 +11,14 @@ from typing import cast
 
 import pytest
 from conftest import HANG, ROOT, Launch
+from matplotlib.figure import Figure
 from test_record import RECORDS
 
+from magicdec import gantt
 from magicdec.cli import report
 from magicdec.config.output_section import OutputSection
+from magicdec.files import removed
+from magicdec.gantt import Bar, Look, Panel
 from magicdec.records.reading import load_records
 from magicdec.records.writing import append_line, check_directory, check_writable, write_text
 from magicdec.run.outcome import Outcome
@@ -116,6 +120,35 @@ def test_a_file_that_could_not_be_written_leaves_no_part(
     with pytest.raises(ValueError, match=r"--save_tokens .*t.jsonl: No space left"):
         write_text("--save_tokens", tmp_path / "t.jsonl", "{}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_could_not_be_drawn_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old picture stays. A format that is not known is no reason either."""
+
+    def full(self: Figure, path: Path, **options: object) -> None:
+        path.write_bytes(b"half of a picture")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    panel = Panel("ring", ["stage 0"], [Bar(0, 0.0, 1.0, Look("#000000"))], 1.0)
+    (tmp_path / "old.png").write_text("old")
+    for name in ("new.png", "old.png"):
+        with pytest.raises(ValueError, match=rf"--gantt .*/{name}: No space left"):
+            gantt.draw("--gantt", tmp_path / name, [panel], {})
+    assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
+    assert (tmp_path / "old.png").read_text() == "old"
+
+
+def test_an_error_of_a_partial_file_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    out, partial = tmp_path / "model.safetensors", tmp_path / ".model.safetensors.1.partial"
+    with pytest.raises(OSError) as refused, removed(partial, out=out):
+        raise OSError(30, "Read-only file system", str(partial))
+    assert refused.value.filename == str(out)
+    with pytest.raises(OSError) as other, removed(partial, out=out):
+        raise OSError(2, "No such file or directory", "another")
+    assert other.value.filename == "another"
 
 
 @needs_full

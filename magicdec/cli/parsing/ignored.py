@@ -26,11 +26,18 @@ def refuse_ignored(config: RunConfig, parser: Parser, given: set[str]) -> None:
             raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
 
 
+def drafts_only(config: RunConfig, field: str) -> bool:
+    """Whether the command of `config` decodes autoregressively and `field` is about drafts, so that
+    no other flag can make the command use it."""
+    is_of_drafts = field.partition(".")[0] in ("kv", "draft") or field in OF_DRAFTING
+    return config.decoding.strategy == BASELINE and is_of_drafts
+
+
 def why_ignored(config: RunConfig, field: str) -> str | None:
     """Why the run does not use `field`, such as `kv.window_size`; None if it does."""
     section, _, name = field.partition(".")
     decoding = config.decoding
-    if decoding.strategy == BASELINE and (section in ("kv", "draft") or field in OF_DRAFTING):
+    if drafts_only(config, field):
         return "autoregressive decoding drafts nothing"
     if field == "decoding.num_draft_tokens" and decoding.tree is not None:
         return "--tree says what a step drafts"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from magicdec.distributed.groups import read_launch
@@ -40,7 +40,11 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         shown = {"-h", "--help_all", *self.everyday}
-        hidden = [a for a in self._actions if not shown & set(a.option_strings)]
+        hidden = [
+            action
+            for action in self._actions
+            if action.help != argparse.SUPPRESS and not shown & set(action.option_strings)
+        ]
         if not self.everyday or not hidden:
             return super().format_help()
         texts = [action.help for action in hidden]
@@ -55,6 +59,12 @@ class Parser(argparse.ArgumentParser):
 
     def format_help_all(self) -> str:
         return super().format_help()
+
+    def hide(self, is_hidden: Callable[[str], bool]) -> None:
+        """Leave the flags whose `dest` is hidden out of every help text."""
+        for action in self._actions:
+            if is_hidden(action.dest):
+                action.help = argparse.SUPPRESS
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse's, with a hint. Raises ValueError for a flag that does not exist, with the

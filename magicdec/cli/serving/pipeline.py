@@ -41,7 +41,7 @@ from magicdec.distributed.watching.watch import watch_ranks
 from magicdec.pipelined_run.options import SpeculationOptions, read_modes
 from magicdec.pipelined_run.spans import trace_events
 from magicdec.pipelined_speculation.options import MODES
-from magicdec.records.writing import check_files
+from magicdec.records.writing import check_files, write_text
 from magicdec.report.figures.style import check_picture
 from magicdec.workload.arrivals import BURST, Arrival
 from magicdec.workload.request_shapes import make_shapes
@@ -138,11 +138,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
 def write_trace(path: Path, traces: Traces, layout: Layout) -> None:
     """Raises ValueError if the file cannot be written."""
     names = [f"rank {rank}: {layout.describe(rank)}" for rank in range(layout.world_size)]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"traceEvents": trace_events(traces, names)}))
-    except OSError as error:
-        raise ValueError(f"--trace {path}: {error.strerror}") from None
+    write_text("--trace", path, json.dumps({"traceEvents": trace_events(traces, names)}))
 
 
 def parse(argv: Sequence[str], launch: Launch) -> Asked:

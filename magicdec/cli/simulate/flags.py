@@ -38,13 +38,28 @@ CLUSTER: Numbers = (
      "each layer needs"),
 )  # fmt: skip
 SPECULATION: Numbers = (
-    ("draft", int, 4, "most tokens in the depth of a microbatch"),
-    ("np", int, 1, "most branches of a microbatch"),
-    ("pa", float, 0.5, "a branch stops when its best candidate is less probable than this"),
-    ("ps", float, 0.1, "a further candidate opens a branch when it is more probable than this"),
-    ("pr", float, 0.0, "--pa and --ps rise by this with each microbatch since the last commit"),
-    ("pd", float, 0.0, "--pa and --ps fall by this with each attempt that drafted nothing"),
-    ("max_in_flight", int, None, "most runs of a request at the same time; default: no limit"),
+    ("draft", int, Options.draft, "most tokens in the depth of a microbatch"),
+    ("np", int, Options.np, "most branches of a microbatch"),
+    ("pa", float, Options.pa, "a branch stops when its best candidate is less probable than this"),
+    (
+        "ps",
+        float,
+        Options.ps,
+        "a further candidate opens a branch when it is more probable than this",
+    ),
+    (
+        "pr",
+        float,
+        Options.pr,
+        "--pa and --ps rise by this with each microbatch since the last commit",
+    ),
+    ("pd", float, Options.pd, "--pa and --ps fall by this with each attempt that drafted nothing"),
+    (
+        "max_in_flight",
+        int,
+        Options.max_in_flight,
+        "most runs of a request at the same time; default: no limit",
+    ),
 )
 WORKLOAD: Numbers = (
     ("acceptance_gamma", int, 4, "draft tokens in a step with which the rate of --acceptance was "
@@ -96,7 +111,7 @@ def _add_machine(group: Any) -> None:
 def add_speculation(group: Any) -> None:
     """The flags of the scheduler, which `make_options` reads."""
     _add_numbers(group, SPECULATION)
-    group.add_argument("--recovery", default="acceptance", choices=RECOVERIES,
+    group.add_argument("--recovery", default=Options.recovery, choices=RECOVERIES,
         help="when the count of --pr starts anew: at a commit (acceptance), or also after an "
         "attempt that drafted nothing (attempt) [acceptance]")  # fmt: skip
     group.add_argument("--relaunch", action="store_true",

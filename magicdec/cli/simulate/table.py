@@ -29,9 +29,10 @@ def print_modes(machine: Machine, measured: dict[str, Measured]) -> None:
     for mode, m in measured.items():
         ratio = "-" if base is None else f"{m.tokens_per_s / base.tokens_per_s:.2f}"
         accept = "-" if m.acceptance_rate is None else f"{m.acceptance_rate:.2f}"
+        itl, p99 = ("-" if ms is None else f"{ms:.1f}" for ms in (m.mean_itl_ms, m.p99_itl_ms))
         print(
-            f"{mode:<10}{m.tokens_per_s:>8.2f}{ratio:>7}{m.ttft_ms:>8.1f}{m.mean_itl_ms:>7.1f}"
-            f"{m.p99_itl_ms:>7.1f}{m.busy:>7.1%}{m.useful:>8.1%}{accept:>8}{m.runs:>6}"
+            f"{mode:<10}{m.tokens_per_s:>8.2f}{ratio:>7}{m.ttft_ms:>8.1f}{itl:>7}"
+            f"{p99:>7}{m.busy:>7.1%}{m.useful:>8.1%}{accept:>8}{m.runs:>6}"
         )
     print(
         "\nratio: tok/s over those of iterative. TTFT, ITL and p99 (of the ITL) are in ms.\n"

@@ -12,8 +12,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from magicdec.files import removed
 from magicdec.model.checkpoint.gpt_fast import GptFastWeights
 from magicdec.model.checkpoint.manifest import (
     Manifest,
@@ -112,7 +112,7 @@ def convert(
     check_disk(out, (2 if out.suffix == ".pth" else 1) * size, out.parent)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     flat = partial.with_suffix(".tensors") if out.suffix == ".pth" else partial
-    with removed(partial, flat):
+    with removed(partial, flat, out=out):
         entries, digest, start = write_safetensors(flat, source.weights, shapes, dtypes, progress)
         if flat != partial:
             write_pth(partial, flat, start, entries)
@@ -200,7 +200,7 @@ def publish(partial: Path, out: Path, manifest: Manifest) -> None:
     may lack a manifest, but never has the manifest of another file."""
     beside = manifest_path(out)
     written = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
-    with removed(written):
+    with removed(written, out=beside):
         with written.open("x", encoding="utf-8") as handle:
             handle.write(manifest.to_json())
             _sync(handle)
@@ -217,16 +217,6 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
         if theirs.is_file() and not ours.exists():
             ours.parent.mkdir(exist_ok=True)
             shutil.copyfile(theirs, ours)
-
-
-@contextmanager
-def removed(*paths: Path) -> Iterator[None]:
-    """Delete these files on leaving the block, also after an error."""
-    try:
-        yield
-    finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
 
 def _sync(handle: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from magicdec.files import removed
 from magicdec.model.checkpoint.chunks import (
     CHUNKS,
     FINGERPRINT,
@@ -27,7 +28,6 @@ from magicdec.model.checkpoint.convert import (
     check_disk,
     copy_companions,
     publish,
-    removed,
     write_safetensors,
 )
 from magicdec.model.checkpoint.fingerprint import fingerprint
@@ -94,7 +94,7 @@ def _write(
 ) -> None:
     dtypes = source.weights.dtypes()
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    with removed(partial):
+    with removed(partial, out=file):
         entries, digest, _ = write_safetensors(
             partial, source.weights, shapes, dtypes, progress, {FINGERPRINT: chunk_of}
         )
@@ -117,7 +117,7 @@ def _write_index(
         "weight_map": owner,
     }
     partial = index.with_name(f".{index.name}.{os.getpid()}.partial")
-    with removed(partial):
+    with removed(partial, out=index):
         partial.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         partial.replace(index)
 

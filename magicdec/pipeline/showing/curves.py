@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from magicdec.files import save_figure
 from magicdec.records.writing import append_line, write_text
 from magicdec.report.figures.style import look, styled
 from magicdec.request import Request
@@ -89,10 +90,7 @@ class Curves:
             finish(each, "each sample", "output tokens of a sample")
             figure.suptitle(self.model)
             figure.legend(loc="outside lower center", ncols=3)
-            try:
-                figure.savefig(self.plot, dpi=DOTS_PER_INCH)
-            except OSError as error:
-                raise ValueError(f"{self.flag} {self.plot}: {error.strerror}") from None
+            save_figure(self.flag, self.plot, figure)
 
     def rows(self, path: Path) -> list[list[str]]:
         """Of a file. Raises ValueError if it cannot be read."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.pipeline.showing.curves import DOTS_PER_INCH, Curves, csv_of
+from magicdec.files import save_figure
+from magicdec.pipeline.showing.curves import Curves, csv_of
 from magicdec.records.writing import write_text
 from magicdec.report.figures.style import LINES, look, styled
 
@@ -68,10 +69,7 @@ class MemoryCurves:
             ax.set_ylim(bottom=0)
             figure.suptitle(self.curves.model)
             figure.legend(loc="outside lower center", ncols=3)
-            try:
-                figure.savefig(self.plot, dpi=DOTS_PER_INCH)
-            except OSError as error:
-                raise ValueError(f"{self.curves.flag} {self.plot}: {error.strerror}") from None
+            save_figure(self.curves.flag, self.plot, figure)
 
 
 def by_rank(rows: Sequence[Sequence[str]]) -> list[Points]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from magicdec.files import save_figure
 from magicdec.pipelined_run.measured.record import SpeculationRecord
 from magicdec.pipelined_run.measured.table import title
 from magicdec.report.figures.style import look, styled
@@ -60,10 +61,7 @@ def draw_bars(flag: str, path: Path, commands: Sequence[Records]) -> None:
             figure.legend(handles, labels, loc="outside lower left", ncols=1)
         else:
             figure.suptitle(title(shown[0][-1]))
-        try:
-            figure.savefig(path, dpi=DOTS_PER_INCH)
-        except OSError as error:
-            raise ValueError(f"{flag} {path}: {error.strerror}") from None
+        save_figure(flag, path, figure)
 
 
 def draw_panel(ax: Axes, metric: str, commands: Sequence[Records]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from magicdec.console import make_console
+from magicdec.files import save_figure
 from magicdec.records.fields import described_fields
 from magicdec.serving.metrics import ServingMetrics
 from magicdec.serving.record import ServingRecord
@@ -110,4 +111,4 @@ def draw_rates(records: Sequence[ServingRecord], path: Path) -> None:
         axes.set_ylabel(label)
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save_figure("--plot", path, figure)

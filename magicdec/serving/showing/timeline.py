@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from magicdec.files import save_figure
 from magicdec.serving.record import RequestRecord, ServingRecord
 
 WAITING, PREFILL, DECODE = "waiting", "prefill", "decode"
@@ -53,7 +54,7 @@ def draw_timeline(records: Sequence[ServingRecord], path: Path) -> None:
     panels[-1, 0].set_xlim(left=0)
     panels[-1, 0].set_xlabel("seconds after the first arrival", fontsize=8)
     figure.legend(handles=handles(), loc="outside upper right", ncols=3, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    save_figure("--plot", path, figure)
 
 
 def handles() -> list[object]:
