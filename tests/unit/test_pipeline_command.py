@@ -44,7 +44,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--layer_split", "1.0"], "--layer_split 1.0 names 1 ranks, but 2 were started; start 1"),
         (["--layer_split", "1.0/0.6,0.4"], "ranks compute every layer together; give 0.5,0.5"),
         (["--layer_split", "1.0/3,3"], "behind the slash is head, or equal shares of the draft"),
-        (["--layer_split", "mdi_llm"], "mdi_llm divides the layers of a ring .* shares and auto"),
+        (["--layer_split", "mdi_llm"], "mdi_llm: mdi_llm divides the layers of a ring"),
         (["--layer_split", "mdi_llm:1/1.0"], "--layer_split mdi_llm:1/1.0: mdi_llm divides the"),
         (["--layer_split", "1.0/tail"], "1.0/tail: behind the slash is head, or equal shares"),
         (["--layer_split", "1.0/0.9"], "compute every layer together; give 1.0"),
