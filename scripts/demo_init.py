@@ -1,8 +1,8 @@
 """The initialisation of the demo models: an induction circuit in the first two layers.
 
-In an earlier training no induction head formed by itself (docs/log.md: after 6.4 M tokens recall
-was zero at every distance). Therefore training starts from the circuit that Olsson et al. 2022
-found in trained models, and refines it:
+In an earlier training no induction head formed by itself (docs/log/models.md: after 6.4 M tokens
+recall was zero at every distance). Therefore training starts from the circuit that Olsson et al.
+2022 found in trained models, and refines it:
 
 - layer 0, heads 0 and 1 attend to the token 1 and 2 positions back (through the rotary pairs of
   high frequency) and write a summary of it into a part of the residual stream;

@@ -13,31 +13,36 @@ from magicdec.cli.commands import COMMANDS, KNOWN, start
 
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for pattern in ("*.md", "docs/*.md", "results/*.md", "magicdec/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "results/*.md", "magicdec/**/*.md")
     for page in ROOT.glob(pattern)
 )
-HISTORY = ("docs/log.md",)  # what it names was there on the day of the entry
+DATED = re.compile(r"^## \d{4}-\d{2}-\d{2} ", re.MULTILINE)  # the heading of an entry of the log
 # Written with a folder and as source or text, or within what is committed of the repository.
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
 DRIVERS = {f"tests/{name}_benchmark.py": name for name in KNOWN} | {"tests/probe.py": "probe"}
 MOST_README_LINES, WIDEST_README_LINE = 200, 122
 
 
-def prose(page: str) -> str:
-    """The page without its fenced blocks, which hold output and commands."""
-    return re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+def prose(text: str) -> str:
+    """The text without its fenced blocks, which hold output and commands."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def text_of_today(page: str) -> str:
+    """The page before its dated entries. What an entry names was there on its day."""
+    return DATED.split((ROOT / page).read_text())[0]
 
 
 def anchors(path: Path) -> set[str]:
     """The anchors that GitHub makes from the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", prose(str(path.relative_to(ROOT))), flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose(path.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def missing_links(page: str) -> list[str]:
     """Relative links of the page to a file or a heading that is not there."""
     missing = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose((ROOT / page).read_text())):
         if "://" in link:
             continue
         name, _, anchor = link.partition("#")
@@ -50,7 +55,7 @@ def missing_links(page: str) -> list[str]:
 def missing_paths(page: str) -> list[str]:
     """Repository paths in backticks that are not there; `kv/cache.py` is one within magicdec."""
     missing = []
-    for word in " ".join(re.findall(r"`([^`\n]+)`", prose(page))).split():
+    for word in " ".join(re.findall(r"`([^`\n]+)`", prose(text_of_today(page)))).split():
         path = word.split(":")[0]
         if PATH.fullmatch(path) and not any((ROOT / p / path).exists() for p in ("", "magicdec")):
             missing.append(word)
@@ -59,7 +64,7 @@ def missing_paths(page: str) -> list[str]:
 
 def commands(page: str) -> list[tuple[str, list[str]]]:
     """What the page's indented blocks start of `magicdec` and its drivers: command and flags."""
-    text = (ROOT / page).read_text().replace("\\\n", " ")
+    text = text_of_today(page).replace("\\\n", " ")
     found = []
     for line in re.findall(r"^    (.*)$", text, flags=re.MULTILINE):
         for words in re.split(r"[;&]", line.partition("  #")[0]):
@@ -78,15 +83,15 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not missing_links(page)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+@pytest.mark.parametrize("page", PAGES)
 def test_paths_are_there(page: str) -> None:
     assert not missing_paths(page)
 
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
-    assert [page for page in pages if f"({page})" not in index] == []
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert [page for page in sorted(pages - {"README.md"}) if f"({page})" not in index] == []
 
 
 def test_the_readme_is_short() -> None:
@@ -95,7 +100,7 @@ def test_the_readme_is_short() -> None:
     assert [line for line in lines if len(line) > WIDEST_README_LINE] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_have_their_flags(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import flags_page
