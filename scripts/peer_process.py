@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from peers import ENVIRONMENTS
 from peers.serving_peer import ServingSizes
 
@@ -22,7 +23,10 @@ SCRIPT = Path(__file__).with_name("peer_worker.py")
 FIND_VERSIONS = """
 import json, sys
 from importlib.metadata import distributions
-installed = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in distributions()}
+installed = {
+    d.metadata["Name"].lower().replace("_", "-").replace(".", "-"): d.version
+    for d in distributions()
+}
 print(json.dumps({name: installed.get(name) for name in sys.argv[1:]}))
 """
 
@@ -50,7 +54,7 @@ def check_python(environment: str, python: str) -> None:
     cannot be run or its environment lacks a requirement of `ENVIRONMENTS[environment]`."""
     flag, needed = f"--{environment}_python {python}", ENVIRONMENTS[environment]
     requirements = [Requirement(text) for text in needed.requirements]
-    command = [python, "-c", FIND_VERSIONS, *(each.name for each in requirements)]
+    command = [python, "-c", FIND_VERSIONS, *(canonicalize_name(r.name) for r in requirements)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -64,7 +68,8 @@ def check_python(environment: str, python: str) -> None:
     obstacles = [
         f"{each.name} is {version or 'missing'}" + (f", not {each.specifier}" if version else "")
         for each in requirements
-        if (version := versions[each.name]) is None or not each.specifier.contains(version)
+        if (version := versions[canonicalize_name(each.name)]) is None
+        or not each.specifier.contains(version)
     ]
     if obstacles:
         install = needed.install_command(python)
