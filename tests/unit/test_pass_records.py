@@ -22,7 +22,7 @@ from magicdec.serving.counts import Moves
 from magicdec.serving.showing.passes import verdict
 
 OF_KIND: dict[str, dict[str, Any]] = {
-    "serving": {"arrival": "burst", "output_len": 4, "max_concurrency": None, "batching": "static"},
+    "serving": {"arrival": "burst", "gen_len": 4, "max_concurrency": None, "batching": "static"},
     "pipeline": {"n_samples": 2},
     "speculation": {"lanes": 1, "drafter": "ngram", "layer_split": "3,3"},
 }
@@ -36,7 +36,7 @@ def record(kind: str, name: str, start: str = "first", **workload: object) -> di
         "kind": kind, "schema_version": vars(load(KINDS[kind].record))["schema_version"],
         "status": "diverged", "name": name, "config": config,
         "environment": base["environment"] | {"time_utc": start}, "workload": base["workload"],
-        "reference": "one process", "num_differing": 1, "metrics": None, "ring": None,
+        "reference": "sequential", "num_differing": 1, "metrics": None, "ring": None,
         "requests": [],
     }  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_the_table_is_that_of_the_command(
     (records,) = read_commands(KINDS[kind], [path], is_strict=True)
     load(KINDS[kind].show)(records)
     shown = capsys.readouterr().out
-    assert "DIVERGED, 1 of 0 requests differ from one process" in shown
+    assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
     run(monkeypatch, path)
     assert capsys.readouterr().out == shown
 
