@@ -60,8 +60,8 @@ def _add_models(parser: Parser) -> None:
     add("--model", default="demo",
         help="the model: demo, a preset, random:<preset> or a directory [demo]")  # fmt: skip
     add("--draft", default=SELF, metavar="DRAFT",
-        help=f"what drafts: the model itself ({SELF}) or a smaller one ({MODEL_PREFIX}NAME) [{SELF}]",
-    )  # fmt: skip
+        help=f"what drafts: the model itself ({SELF}) or a smaller one ({MODEL_PREFIX}NAME) "
+        f"[{SELF}]")  # fmt: skip
     add("--dtype", default="bfloat16", choices=DTYPES,
         help="dtype of the activations and the KV cache [bfloat16]")  # fmt: skip
     for flag, name in (
