@@ -58,9 +58,10 @@ ARRIVALS = {
     "uniform": "magicdec.workload.arrivals:uniform",
     "poisson": "magicdec.workload.arrivals:poisson",
 }
+SEQUENTIAL = "sequential"  # one process, one request after the other
 # When requests that have arrived may join the running batch.
 BATCHINGS = {
-    "sequential": "magicdec.serving.batching:sequential",
+    SEQUENTIAL: "magicdec.serving.batching:sequential",
     "static": "magicdec.serving.batching:static",
     "dynamic": "magicdec.serving.batching:dynamic",
     "inflight": "magicdec.serving.batching:inflight",

@@ -36,8 +36,8 @@ def main() -> None:
     if not args.show:
         for seed in args.seeds:
             for rate in args.acceptance:
-                measure(args.out, rate, seed, args.output_len)
-    found = read(args.out, args.output_len)
+                measure(args.out, rate, seed, args.gen_len)
+    found = read(args.out, args.gen_len)
     print_errors(found)
     print()
     print_speedups(found)
@@ -50,32 +50,32 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--acceptance", type=float, nargs="+", default=list(ACCEPTANCE), metavar="A")
     add("--seeds", type=int, nargs="+", default=[0], metavar="N")
-    add("--output_len", type=int, default=600, metavar="N")
+    add("--gen_len", type=int, default=600, metavar="N")
     add("--out", type=Path, default=Path("results/predicted_pipeline.jsonl"), metavar="FILE")
     add("--show", action="store_true", help="measure nothing, print what the file has")
     return parser
 
 
-def measure(out: Path, rate: float, seed: int, output_len: int) -> None:
+def measure(out: Path, rate: float, seed: int, gen_len: int) -> None:
     """Measure the modes that the file does not have yet."""
-    found = read(out, output_len)
+    found = read(out, gen_len)
     has_plain = any((s, mode) == (seed, PLAIN) for _, s, mode in found)
     modes = [mode for mode in MODES[1:] if (rate, seed, mode) not in found]
     modes = [*[PLAIN] * (not has_plain), *modes]
     if not modes:
         return
-    words = ["pipeline", "--model", LAYERS, "--nproc", STAGES, "--threads", 1, "--no_baseline"]
+    words = ["pipeline", "--model", LAYERS, "--nproc", STAGES, "--threads", 1]
     words += ["--emulate_stage_ms", STAGE_MS, "--emulate_link_ms", LINK_MS]
-    words += ["--emulate_draft_ms", DRAFT_MS, "--emulate_acceptance", rate, "--draft", DRAFT]
-    words += ["--num_requests", 1, "--prefix_len", 64, "--output_len", output_len]
-    words += ["--seed", seed, "--out", out, "--mode", *modes]
+    words += ["--emulate_draft_ms", DRAFT_MS, "--emulate_acceptance", rate, "--gamma", DRAFT]
+    words += ["--num_requests", 1, "--prefix_len", 64, "--gen_len", gen_len]
+    words += ["--seed", seed, "--out", out, "--modes", *modes]
     print(f"acceptance {rate:g}, seed {seed}: {', '.join(modes)}", file=sys.stderr, flush=True)
     ended = run_command(words)
     if ended.code:
         sys.exit(f"predicted_pipeline.py: magicdec pipeline ended with {ended.code}: {ended.error}")
 
 
-def read(out: Path, output_len: int) -> Passes:
+def read(out: Path, gen_len: int) -> Passes:
     """The newest record of each pass with that output length."""
     if not out.exists():
         return {}
@@ -83,7 +83,7 @@ def read(out: Path, output_len: int) -> Passes:
     for records in read_commands(KINDS["speculation"], [out], is_strict=False):
         for record in records:
             workload = record.config["workload"]
-            if workload["output_len"] == str(output_len):
+            if workload["gen_len"] == str(gen_len):
                 found[workload["emulate_acceptance"], workload["seed"], record.name] = record
     return found
 

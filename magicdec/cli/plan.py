@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from magicdec.cli.flags import refuse
+from magicdec.cli.front.run import MODEL_PREFIX, SELF
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.plan_flags import BATCH_SIZES, MAX_GAMMA, PREFIX_LENS, build_parser
 from magicdec.cli.planning.hardware import check_given, check_sizes, check_tp, find_target
@@ -29,7 +30,7 @@ from magicdec.model.presets.named import find_config
 from magicdec.records.writing import write_file
 
 SPECULATION = (  # flags that --stages does not read
-    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft_model", "draft_tp"),
+    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft", "draft_tp"),
     *("draft_dtype", "budget", "kv_policy", "gen_len", "max_gamma"),
 )
 LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
@@ -84,7 +85,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.tp % args.nodes:
         raise ValueError(f"--nodes {args.nodes} does not divide --tp {args.tp}")
     target = find_target(args, config, args.tp, args.nodes)
-    drafter = "self" if args.draft_model is None else "model"
+    drafter = SELF if args.draft == SELF else "model"
     if args.conditional_acceptance is not None:
         curves, source = find_conditional(args.conditional_acceptance, args.budget)
     else:
@@ -124,19 +125,23 @@ def find_choice(kv_policy: str | None, budget: int) -> Choice:
 
 def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:
     """The target itself, or a standalone draft on the first `--draft_tp` of its ranks."""
-    if args.draft_model is None:
+    name = args.draft.removeprefix(MODEL_PREFIX)
+    if args.draft != SELF and (name == args.draft or not name):
+        choices = f"{SELF}, {MODEL_PREFIX}NAME"
+        raise ValueError(f"--draft {args.draft} is not known; choose from {choices}")
+    if args.draft == SELF:
         if args.draft_tp is not None:
-            raise ValueError("--draft_tp is for --draft_model; self-speculation drafts on --tp")
+            raise ValueError(f"--draft_tp is for --draft {MODEL_PREFIX}NAME; self drafts on --tp")
         if args.draft_dtype != "auto":
-            raise ValueError("--draft_dtype is for --draft_model; else the model itself drafts")
+            raise ValueError(f"--draft_dtype is for --draft {MODEL_PREFIX}NAME; self is the model")
         return target
-    config, tp = find_config("--draft_model", args.draft_model), args.draft_tp or 1
+    config, tp = find_config("--draft", name), args.draft_tp or 1
     if config.vocab_size != target.config.vocab_size:
         raise ValueError(
-            f"--draft_model {args.draft_model} has a vocabulary of {config.vocab_size}, "
+            f"--draft {args.draft} has a vocabulary of {config.vocab_size}, "
             f"--model {args.model} one of {target.config.vocab_size}; they must be equal"
         )
-    check_tp("--draft_tp", tp, "--draft_model", config)
+    check_tp("--draft_tp", tp, "--draft", config)
     nodes = -(-tp // (target.tp // target.nodes))
     if tp > target.tp or tp % nodes:
         raise ValueError(f"--draft_tp {tp} cannot be laid out on --tp {args.tp} ranks")

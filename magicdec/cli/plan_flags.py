@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from magicdec.cli.front.run import MODEL_PREFIX, SELF
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cost_model.curves import DEFAULT_GAMMA, DEFAULT_POLICY
 from magicdec.names import DTYPES, FULL_KV_POLICY, KV_POLICIES, WEIGHT_DTYPES
@@ -58,10 +59,15 @@ def _add_models(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", default="demo",
         help="the model: demo, a preset, random:<preset> or a directory [demo]")  # fmt: skip
-    add("--draft_model", help="a standalone draft model; default: the model drafts for itself")
+    add("--draft", default=SELF, metavar="DRAFT",
+        help=f"what drafts: the model itself ({SELF}) or a smaller one ({MODEL_PREFIX}NAME) "
+        f"[{SELF}]")  # fmt: skip
     add("--dtype", default="bfloat16", choices=DTYPES,
         help="dtype of the activations and the KV cache [bfloat16]")  # fmt: skip
-    for flag, name in (("--target_dtype", "--model"), ("--draft_dtype", "--draft_model")):
+    for flag, name in (
+        ("--target_dtype", "--model"),
+        ("--draft_dtype", f"--draft {MODEL_PREFIX}NAME"),
+    ):
         add(flag, default="auto", choices=("auto", *WEIGHT_DTYPES),
             help=f"dtype of the matrices of {name}; auto is --dtype [auto]")  # fmt: skip
     add("--machine", type=Path, metavar="FILE", help="the file that `magicdec probe` wrote")
@@ -111,7 +117,9 @@ def _add_ranks(parser: Parser) -> None:
     add("--tp", type=int, default=1, metavar="N",
         help="ranks that share the model, or each stage of it, by tensor parallelism [1]",
     )  # fmt: skip
-    add("--draft_tp", type=int, metavar="N", help="ranks that share --draft_model [1]")
+    add(
+        "--draft_tp", type=int, metavar="N", help=f"ranks that share --draft {MODEL_PREFIX}NAME [1]"
+    )
     add("--nodes", type=int, default=1, metavar="N",
         help="number of hosts over which the ranks are spread [1]")  # fmt: skip
     add("--stages", type=int, metavar="N",

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.parsing.pass_records import Kind, find_kind, load, read_commands
+from magicdec.cli.parsing.pass_records import KINDS, Kind, load, read_commands
 from magicdec.cli.parsing.record_files import add_record_files, read_files
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.metrics import check_metrics
@@ -21,50 +24,73 @@ from magicdec.report.listing import FORMATS, SORT_KEYS, list_records, print_text
 from magicdec.report.noise import Noted, noise_lines
 from magicdec.report.settings import SETTINGS
 
+RUN_FLAGS = {"check": False, "group_by": [], "sort": None, "format": "text"}  # with their defaults
+
 
 def main() -> None:
     """`magicdec table FILE...`"""
     try:
         args, _ = make_parser().read(sys.argv[1:])
         check_keys(args)
-        kind = find_kind(args.files)
-        if kind is not None:
-            show_passes(kind, args)
-            return
-        if args.plot is not None:
-            raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline`, not runs")
         if args.check:
             sys.exit(check({path: load_records(path, is_strict=True) for path in args.files}))
-        records = Noted(record for _, record in read_files(args, can_be_empty=True))
+        others = Counter[str]()
+        records = Noted(record for _, record in read_files(args, can_be_empty=True, others=others))
         is_ascending = None if not args.reverse else args.sort not in SETTINGS
         listing = list_records(records, args.group_by, args.sort, is_ascending)
+        kinds = {name: KINDS[name] for name in others if name in KINDS}
+        if kinds and not listing.rows:
+            check_flags_of_runs(args)
+        commands = read_passes(kinds, args)
+        if args.format != "text":
+            print(FORMATS[args.format](listing), end="")
+            return
+        if listing.rows or not commands:
+            print_text(listing, [] if args.group_by else noise_lines(records.few))
+        show_passes(commands, is_first=not listing.rows)
+        draw_passes(commands, args.plot)
     except ValueError as error:
         print(f"magicdec table: {error}", file=sys.stderr)
         sys.exit(2)
-    if args.format == "text":
-        print_text(listing, [] if args.group_by else noise_lines(records.few))
-    else:
-        print(FORMATS[args.format](listing), end="")
 
 
-def show_passes(kind: Kind, args: argparse.Namespace) -> None:
-    """Print the passes of each command as the command itself did, and draw them if asked. Raises
-    ValueError for flags that only records of runs have."""
-    for name, default in (("check", False), ("group_by", []), ("sort", None), ("format", "text")):
+Commands = list[tuple[Kind, list[Any]]]
+"""The records of each command that served requests, with their kind."""
+
+
+def check_flags_of_runs(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag that only records of runs have."""
+    for name, default in RUN_FLAGS.items():
         if getattr(args, name) != default:
             raise ValueError(f"--{name} is for records of runs, which have no passes; leave it out")
-    if args.plot is not None and kind.draw is None:
-        raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline` alone")
+
+
+def read_passes(kinds: Mapping[str, Kind], args: argparse.Namespace) -> Commands:
+    """The commands of these kinds in the files. Raises ValueError if --plot has nothing to draw."""
     if args.plot is not None:
         check_picture("--plot", args.plot)
         check_writable("--plot", args.plot)
-    commands = list(read_commands(kind, args.files, args.strict))
-    for number, records in enumerate(commands):
-        if number:
+        if not any(kind.draw for kind in kinds.values()):
+            raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline` alone")
+    return [
+        (kind, records)
+        for kind in kinds.values()
+        for records in read_commands(kind, args.files, args.strict)
+    ]
+
+
+def show_passes(commands: Commands, is_first: bool) -> None:
+    """Print the passes of each command as the command itself did."""
+    for number, (kind, records) in enumerate(commands):
+        if number or not is_first:
             print()
         load(kind.show)(records)
-    if args.plot is not None and kind.draw is not None:
-        load(kind.draw)("--plot", args.plot, commands)
+
+
+def draw_passes(commands: Commands, path: Path | None) -> None:
+    if path is not None:
+        draw = next(kind.draw for kind, _ in commands if kind.draw is not None)
+        load(draw)("--plot", path, [records for kind, records in commands if kind.draw == draw])
 
 
 def check_keys(args: argparse.Namespace) -> None:

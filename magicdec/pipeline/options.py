@@ -13,16 +13,18 @@ from typing import Any
 
 from magicdec.distributed.layer_split import AUTO, FLAG, is_auto
 from magicdec.distributed.stages import StageGrid
+from magicdec.names import SEQUENTIAL
 from magicdec.pipeline.emulation.link import Link
 from magicdec.workload.shaped import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
 RING, SPECULATIVE_RING = "ring", "ring_speculative"
 RINGS = (RING, SPECULATIVE_RING)
-SEQUENTIAL, BATCHED, TENSOR_PARALLEL = "sequential", "batched", "tensor_parallel"
+BATCHED, TENSOR_PARALLEL = "batched", "tensor_parallel"
 BASELINES = (SEQUENTIAL, BATCHED, TENSOR_PARALLEL)
 WITH_CURVES = (SEQUENTIAL, RING)  # passes whose tokens and memory are drawn against time
-NO_BASELINES, NO_DRAFT = "none", "none"
+MODES = (*BASELINES, RING)
+NO_DRAFT = "none"
 BYTES_PER_MBIT = 1e6 / 8
 
 
@@ -37,7 +39,7 @@ class RingOptions(ShapedOptions):
     lane_size: int
     n_samples: int | None
     prefill_tokens: int | None
-    output_len: str
+    gen_len: str
     baselines: tuple[str, ...]
     shapes: tuple[RequestShape, ...]
     emulate_stage_ms: float | None = None
@@ -73,7 +75,7 @@ class RingOptions(ShapedOptions):
         if self.emulate_stage_ms is not None and self.baselines:
             raise ValueError(
                 f"--emulate_stage_ms {self.emulate_stage_ms}: stages that sleep emit no tokens to "
-                f"compare with --baselines {' '.join(self.baselines)}; choose {NO_BASELINES}"
+                f"compare with those of {' '.join(self.baselines)}; choose --modes {RING}"
             )
         if self.emulate_stage_ms is not None and self.pad_stage_ms is not None:
             raise ValueError(
@@ -107,7 +109,7 @@ class RingOptions(ShapedOptions):
         if count < samples:
             raise ValueError(f"--num_requests {count} is less than the samples in flight, {asked}")
         if grid.world_size == 1 and TENSOR_PARALLEL in self.baselines:
-            raise ValueError(f"--baselines {TENSOR_PARALLEL} needs several ranks; see --nproc")
+            raise ValueError(f"--modes {TENSOR_PARALLEL} needs several ranks; see --nproc")
         if self.machine is not None and not (is_auto(self.layer_split) and grid.num_stages > 1):
             raise ValueError(
                 f"--machine {self.machine} does nothing here: it is for {FLAG} {AUTO} with several "
@@ -143,19 +145,19 @@ class SettledOptions:
         return self.asked.prefill_tokens or num_stages * chunk
 
 
-def read_baselines(
+def read_modes(
     names: Sequence[str] | None, world_size: int, is_emulated: bool = False
 ) -> tuple[str, ...]:
-    """The baselines in the order of BASELINES; None stands for all that there are on so many ranks,
-    and for none beside emulated stages. Raises ValueError, naming the flag."""
+    """What serves the requests beside the ring, in the order of BASELINES. None stands for all that
+    there are on so many ranks, and for none beside emulated stages. Raises ValueError, naming the
+    flag."""
     if names is None:
         if is_emulated:
             return ()
         return tuple(n for n in BASELINES if n != TENSOR_PARALLEL or world_size > 1)
-    if list(names) == [NO_BASELINES]:
-        return ()
     for name in names:
-        if name not in BASELINES:
-            choices = ", ".join((*BASELINES, NO_BASELINES))
-            raise ValueError(f"--baselines {name} is not known; choose from {choices}")
+        if name not in MODES:
+            raise ValueError(f"--modes {name} is not known; choose from {', '.join(MODES)}")
+    if RING not in names:
+        raise ValueError(f"--modes {' '.join(names)} lacks the {RING}; add it")
     return tuple(name for name in BASELINES if name in names)

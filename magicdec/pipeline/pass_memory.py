@@ -10,7 +10,8 @@ from magicdec.distributed.stages import StageGrid
 from magicdec.memory.check import add_up
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.memory.room import Room
-from magicdec.pipeline.options import RINGS, SEQUENTIAL, SPECULATIVE_RING, TENSOR_PARALLEL
+from magicdec.names import SEQUENTIAL
+from magicdec.pipeline.options import RINGS, SPECULATIVE_RING, TENSOR_PARALLEL
 from magicdec.pipeline.pass_configs import of_one_process, of_stage
 
 
@@ -32,7 +33,7 @@ def check_memory(
     }
     name, plan = max(plans.items(), key=lambda item: item[1].total)
     if refusal := room.refusal(plan):
-        others = "" if name in RINGS else "; leave it out of --baselines"
+        others = "" if name in RINGS else "; leave it out of --modes"
         raise ValueError(
             f"--n_samples {whole.workload.batch_size} --prefix_len {whole.workload.prefix_len}: "
             f"{name} needs {refusal}{others}"

@@ -22,11 +22,10 @@ from magicdec.engine import Engine
 from magicdec.hardware.devices import release_memory
 from magicdec.memory.sampler import MemorySampler
 from magicdec.memory.working_memory import max_tokens
-from magicdec.names import BASELINE
+from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.measured_pass import Outcome, limits_of, serve_measured
 from magicdec.pipeline.options import (
     RINGS,
-    SEQUENTIAL,
     SPECULATIVE_RING,
     TENSOR_PARALLEL,
     WITH_CURVES,

@@ -164,7 +164,7 @@ def check_files(
         check_part(source, range(source.config.num_layers), has_ends=True)
     except ValueError as error:
         names = " ".join(whole)
-        raise ValueError(f"--baselines {names}, which read the whole model: {error}") from error
+        raise ValueError(f"--modes {names}, which read the whole model: {error}") from error
 
 
 def check_agreement(launch: Launch, source: ModelSource, settings: Mapping[str, object]) -> None:
@@ -184,8 +184,8 @@ def check_groups(
         check_stage_group(f"{FLAG} {options.layer_split}", whole.parallel)
     if TENSOR_PARALLEL not in options.baselines:
         return
-    check_stage_group(f"--baselines {TENSOR_PARALLEL}", whole.parallel)
+    check_stage_group(f"--modes {TENSOR_PARALLEL}", whole.parallel)
     try:
         Shard(0, grid.world_size).heads(model.num_heads, model.num_kv_heads)
     except ValueError as error:
-        raise ValueError(f"--baselines {TENSOR_PARALLEL}: {error}") from error
+        raise ValueError(f"--modes {TENSOR_PARALLEL}: {error}") from error

@@ -55,7 +55,7 @@ class PassRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRecord(PassRecord):
-    """A pass of `magicdec recurrent`: a name of `--baselines`, `ring`, or `ring_speculative`."""
+    """A pass of `magicdec recurrent`: a name of `--modes`, or `ring_speculative`."""
 
     metrics: ServingMetrics | None = recorded(
         "its metrics, as `magicdec inflight` defines them (serving.md)", null="if `diverged`"

@@ -116,7 +116,7 @@ def find_split(
     """The split that all ranks come to, before any process group starts. All ranks must call it,
     with any split. `run` as in TimedRuns. Raises ValueError, naming the flag, on every rank."""
     most = max(shape.output_len for shape in options.shapes) - 1
-    num_drafts = min(options.speculation.draft, most) if options.needs_drafts else 0
+    num_drafts = min(options.speculation.gamma, most) if options.needs_drafts else 0
     longest = run.source.config.max_length - 1 - num_drafts
     step = DecodeStep(1, min(options.mean_context, longest), num_drafts)
     rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.distributed.layer_split import FLAG, is_auto
+from magicdec.names import SEQUENTIAL
 from magicdec.pipeline.emulation.link import Link
 from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import MODES, Options
 from magicdec.workload.shaped import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
-BASELINE_PASS = "one process"
 SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
 
 
@@ -29,10 +29,10 @@ class SpeculationOptions(ShapedOptions):
 
     layer_split: str | None
     modes: tuple[str, ...]
-    drafter: str
+    draft: str
     speculation: Options
     has_baseline: bool
-    output_len: str
+    gen_len: str
     shapes: tuple[RequestShape, ...]
     emulate_stage_ms: float | None = None
     emulate_link_ms: float | None = None
@@ -63,12 +63,14 @@ class SpeculationOptions(ShapedOptions):
             )
         if self.emulate_stage_ms is not None and self.has_baseline:
             raise ValueError(
-                "--emulate_stage_ms: stages that sleep emit no tokens to compare; "
-                "give --no_baseline"
+                "--emulate_stage_ms: stages that sleep emit no tokens to compare; leave "
+                f"{SEQUENTIAL} out of --modes"
             )
         needs_tokens = self.emulate_acceptance is not None and self.emulate_stage_ms is None
         if needs_tokens and not self.has_baseline:
-            raise ValueError("--emulate_acceptance needs the tokens of the baseline")
+            raise ValueError(
+                f"--emulate_acceptance needs the tokens of {SEQUENTIAL}; add it to --modes"
+            )
         if self.emulate_draft_ms is not None and self.emulate_acceptance is None:
             raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
 
@@ -96,7 +98,7 @@ class SpeculationOptions(ShapedOptions):
     @property
     def passes(self) -> tuple[str, ...]:
         """All ways in which the requests are served, in order."""
-        return (*[BASELINE_PASS] * self.has_baseline, *self.modes)
+        return (*[SEQUENTIAL] * self.has_baseline, *self.modes)
 
     def of_mode(self, mode: str) -> Options:
         return replace(self.speculation, mode=mode)
@@ -110,9 +112,16 @@ class SpeculationOptions(ShapedOptions):
         return values | {"num_requests": len(self.shapes)}
 
 
-def read_modes(names: Sequence[str]) -> tuple[str, ...]:
-    """The modes in the order of MODES. Raises ValueError, naming the flag."""
+def read_modes(names: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
+    """Whether one process decodes too, and the ways to decode on stages in the order of MODES.
+    Raises ValueError, naming the flag."""
     for name in names:
-        if name not in MODES:
-            raise ValueError(f"--mode {name} is not known; choose from {', '.join(MODES)}")
-    return tuple(name for name in MODES if name in names)
+        if name not in (SEQUENTIAL, *MODES):
+            choices = ", ".join((SEQUENTIAL, *MODES))
+            raise ValueError(f"--modes {name} is not known; choose from {choices}")
+    modes = tuple(name for name in MODES if name in names)
+    if not modes:
+        raise ValueError(
+            f"--modes {' '.join(names)} needs no stages; add one of {', '.join(MODES)}"
+        )
+    return SEQUENTIAL in names, modes

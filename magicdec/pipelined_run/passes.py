@@ -23,7 +23,7 @@ from magicdec.distributed.start import make_stage_groups
 from magicdec.engine import Engine
 from magicdec.hardware.devices import release_memory
 from magicdec.memory.working_memory import max_tokens
-from magicdec.names import BASELINE
+from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
 from magicdec.pipeline.pass_configs import of_one_process
 from magicdec.pipeline.tracing.rows import gather_rows
@@ -31,7 +31,7 @@ from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.gathering import gather_spans
 from magicdec.pipelined_run.head import Drafted, Head
-from magicdec.pipelined_run.options import BASELINE_PASS, SCRIPTED_PROBABILITY
+from magicdec.pipelined_run.options import SCRIPTED_PROBABILITY
 from magicdec.pipelined_run.prepare import PreparedPipeline
 from magicdec.pipelined_run.rank import Connections, HiddenForm, PipelineRank
 from magicdec.pipelined_run.spans import Span
@@ -92,7 +92,7 @@ class Passes:
 
     def serve(self, name: str, observe: Observe) -> Outcome | None:
         """Serve all requests in the pass of that name."""
-        if name != BASELINE_PASS:
+        if name != SEQUENTIAL:
             self.member = self.member or self._join()
             return self._pipelined(self.member, name, observe)
         outcome = self._baseline(observe) if self.rank == 0 else None

@@ -127,7 +127,7 @@ def check_draft_ranks(found: Found, options: SpeculationOptions, layout: Layout)
         return
     if draft is None:
         is_emulated = options.emulate_acceptance is not None
-        drafter = "--emulate_acceptance" if is_emulated else f"--drafter {options.drafter}"
+        drafter = "--emulate_acceptance" if is_emulated else f"--draft {options.draft}"
         raise ValueError(
             f"{asked}: {drafter} has no layers that {count} ranks could share; give 1.0 or "
             f"{ON_HEAD} behind the slash"

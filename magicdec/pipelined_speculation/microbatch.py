@@ -65,9 +65,9 @@ class Microbatch:
         branch.leaf = node
         if node.run is None:  # else it was committed and launched while it was drafted
             self.rows.append(node)
-        if len(self.rows) > self.options.draft:
+        if len(self.rows) > self.options.gamma:
             branch.is_drafting = False
 
     @property
     def is_full(self) -> bool:
-        return self.num_steps >= self.options.draft or len(self.rows) > self.options.draft
+        return self.num_steps >= self.options.gamma or len(self.rows) > self.options.gamma

@@ -13,14 +13,14 @@ NUM_CANDIDATES = 8  # of which a draft step can choose at one place
 
 @dataclass(frozen=True)
 class Options:
-    """How to speculate. The names are those of the original's flags."""
+    """How to speculate. The names are those of the original's flags, but `gamma` is its `draft`."""
 
     mode: str = "async"
     pa: float = 0.5  # a branch stops when its best candidate is less probable
     ps: float = 0.1  # another candidate opens a branch when it is more probable
     pr: float = 0.0  # both rise by this for each microbatch since the last commit
     pd: float = 0.0  # both fall by this for each attempt that drafted nothing
-    draft: int = 4  # most tokens in the depth of a microbatch, and about its most rows
+    gamma: int = 4  # most draft tokens in the depth of a microbatch, and about its most rows
     np: int = 1  # most branches of a microbatch
     recovery: str = "acceptance"  # when `pr` starts anew: README of the original; its code: attempt
     relaunch: bool = False  # start anew from the newest token after each commit, as the original
@@ -36,7 +36,7 @@ class Options:
         for name in ("pa", "ps", "pr", "pd"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name} {getattr(self, name):g} is not between 0 and 1")
-        for name in ("draft", "np", "max_in_flight", "lanes"):
+        for name in ("gamma", "np", "max_in_flight", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value} is too small; it must be at least 1")
@@ -47,7 +47,7 @@ class Options:
     def spare_cells(self) -> int:
         """Cells of a lane beside those of its positions: for branches, of which at most `np` - 1
         have another cell than that of their position, and for tokens that were launched twice."""
-        return 4 * self.draft * (self.np - 1 + 2 * self.relaunch)
+        return 4 * self.gamma * (self.np - 1 + 2 * self.relaunch)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -30,33 +31,54 @@ CONFIG_KEYS = {
 T = TypeVar("T")
 
 
+RUN = "run"  # the kind of a record of a run, which has no key `kind`
+
+
 class Unreadable(ValueError):
     """A line that is no record: cut off in a crash, or damaged."""
 
 
+class OtherKind(Exception):
+    """A line with a record of another kind than is read."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
 def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
-    """All records of a file, as `read_records` reads them."""
+    """All records of runs in a file, as `read_records` reads them."""
     return list(read_records(path, is_strict))
 
 
-def read_records(path: Path, is_strict: bool = False) -> Iterator[RunRecord]:
+def read_records(
+    path: Path, is_strict: bool = False, others: Counter[str] | None = None
+) -> Iterator[RunRecord]:
     """The records of the runs in a file, as `read_lines` reads them."""
-    return read_lines(path, parse_record, is_strict)
+    return read_lines(path, parse_record, is_strict, others)
 
 
 def read_lines(
-    path: Path, parse: Callable[[Any], T], is_strict: bool = False, most: int | None = None
+    path: Path,
+    parse: Callable[[Any], T],
+    is_strict: bool = False,
+    others: Counter[str] | None = None,
 ) -> Iterator[T]:
     """What `parse` makes of the JSON value of each line of a file, one after the other, so that a
-    large file need not fit in memory; at most the first `most`. A line for which it raises
-    `Unreadable` is skipped with a warning on stderr that names the file and the line, if the file
-    holds records besides. With `is_strict` it is an error. Raises ValueError, one line, for this,
-    for a file without any record among its lines, for a file that cannot be read, and what `parse`
-    raises besides, such as for a record of another schema version."""
-    unreadable, num_records = [], 0
+    large file need not fit in memory. A line for which it raises `Unreadable` is skipped with a
+    warning on stderr that names the file and the line, if the file holds records besides. With
+    `is_strict` it is an error. Records of other kinds are counted in `others`; without it, a line
+    on stderr says how many were left out, and a file that has only these is an error. Raises
+    ValueError, one line, for these errors, for a file without any record among its lines, for a
+    file that cannot be read, and what `parse` raises besides, such as for a record of another
+    schema version."""
+    unreadable, num_records, left_out = [], 0, Counter[str]()
     for number, line in _lines(path):
         try:
             record = parse(decode_line(line))
+        except OtherKind as error:
+            left_out[error.kind] += 1
+            continue
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
         except ValueError as error:
@@ -64,15 +86,25 @@ def read_lines(
         else:
             num_records += 1
             yield record
-            if num_records == most:
-                return
             continue
         if is_strict:
             break
-    if unreadable and (is_strict or not num_records):
+    if unreadable and (is_strict or not (num_records or left_out)):
         raise ValueError(f"{unreadable[0]}; give a file of records (JSON lines)")
     for problem in unreadable:
         print(f"{problem}; this line is skipped", file=sys.stderr)
+    if others is not None:
+        others.update(left_out)
+    elif left_out:
+        _say_left_out(path, left_out, bool(num_records))
+
+
+def _say_left_out(path: Path, left_out: Counter[str], has_records: bool) -> None:
+    """Raises ValueError if the file has nothing but records of other kinds."""
+    counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items())
+    if not has_records:
+        raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")
+    print(f"{path}: other records are left out, {counts}; see `magicdec table`", file=sys.stderr)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -96,22 +128,23 @@ def decode_line(line: bytes) -> Any:
         raise Unreadable(f"not a JSON record ({error})") from None
 
 
-def kind_of(raw: Any) -> str | None:
-    """What wrote a record, from its JSON value; None for the record of a run. Raises
-    Unreadable for what is not an object."""
+def check_kind(raw: Any, kind: str) -> None:
+    """Raises Unreadable for what is not an object, and OtherKind for a record of another kind."""
     if not isinstance(raw, dict):
         raise Unreadable("not a record; it is not an object")
-    kind = raw.get("kind")
-    return kind if isinstance(kind, str) else None
+    if (other := raw.get("kind", RUN)) != kind:
+        raise OtherKind(str(other))
 
 
-def make_parser(kind: Any) -> Callable[[Any], Any]:
-    """Makes objects of the dataclass `kind`, which has a `schema_version`, from JSON values."""
+def make_parser(record_type: Any) -> Callable[[Any], Any]:
+    """Makes objects of a dataclass from JSON values. Its defaults say the `kind` and the
+    `schema_version` of its records."""
 
     def parse(raw: Any) -> Any:
-        _check_version(raw, kind.schema_version)
+        check_kind(raw, record_type.kind)
+        _check_version(raw, record_type.schema_version)
         try:
-            return kind(**parse_fields(kind, raw, ""))
+            return record_type(**parse_fields(record_type, raw, ""))
         except ValueError as error:
             raise Unreadable(f"not a record; {error}") from None
 
@@ -127,9 +160,9 @@ def _check_version(raw: Any, version: int) -> None:
 
 def parse_record(raw: Any) -> RunRecord:
     """Make a record of a run from its JSON value. Raises ValueError, one line, if it is not one of
-    this schema. This is `Unreadable`, unless it is a record of another schema version."""
-    if isinstance(raw, dict) and (kind := kind_of(raw)) is not None:
-        raise ValueError(f"it is a record of kind {kind}, not of a run; see `magicdec table`")
+    this schema. This is `Unreadable`, unless it is a record of another schema version. Raises
+    OtherKind for a record of another kind."""
+    check_kind(raw, RUN)
     _check_version(raw, SCHEMA_VERSION)
     try:
         fields = parse_fields(RunRecord, raw, "")

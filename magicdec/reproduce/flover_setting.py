@@ -61,7 +61,7 @@ class FloverSetting(Setting):
     def command(self) -> list[str]:
         words = ["inflight", "--model", HUB.get(self.model, self.model), "--nproc", self.ranks]
         words += ["--num_requests", self.num_requests, "--arrival", self.arrival]
-        words += ["--prefix_len", self.prompt_len, "--output_len", self.output_len]
+        words += ["--prefix_len", self.prompt_len, "--gen_len", self.output_len]
         return [*words, "--B", self.num_requests, "--modes", "inflight", "--dataset", "demo"]
 
     def at_demo_size(self) -> FloverSetting:

@@ -59,9 +59,9 @@ class MDILLMSetting(Setting):
         samples = self.num_samples or "1"
         words = ["recurrent", "--model", HUB.get(self.model, self.model), "--nproc", self.num_nodes]
         words += ["--layer_split", MDI_LLM, "--n_samples", samples, "--num_requests", samples]
-        words += ["--B", "1", "--prefix_len", PROMPT_LEN, "--baselines", "sequential"]
+        words += ["--B", "1", "--prefix_len", PROMPT_LEN, "--modes", "sequential", "ring"]
         words += ["--threads", "1"] if self.model == DEMO else []  # a core for each board
-        return [*words, "--output_len", str(int(self.num_tokens) // int(samples))]
+        return [*words, "--gen_len", str(int(self.num_tokens) // int(samples))]
 
     def at_demo_size(self) -> MDILLMSetting:
         """A tenth of the tokens, always with a KV cache. Only times, because on one host the

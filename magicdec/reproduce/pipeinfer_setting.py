@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from magicdec.names import SEQUENTIAL
 from magicdec.reproduce.setting import DEMO, Finding, Setting
 
 HUB = {
@@ -79,20 +80,21 @@ class PipeInferSetting(Setting):
 
     def command(self) -> list[str]:
         is_demo, drafter = self.model == DEMO, self.draft
-        words = ["pipeline", "--model", HUB.get(self.model, self.model), "--drafter"]
+        words = ["pipeline", "--model", HUB.get(self.model, self.model), "--draft"]
         if drafter == LOOKUP:
             words += [drafter]
         else:  # whose drafts read all of their context
             words += [f"model:{HUB.get(drafter, drafter)}", "--budget", "-1"]
         words += ["--nproc", self.shipped("nodes"), "--layer_split", self.shipped("layer_split")]
-        words += ["--draft", self.shipped("draft_tokens")]
+        words += ["--gamma", self.shipped("draft_tokens")]
         for name in ("pa", "ps", "pr", "np"):
             words += [f"--{name}", self.shipped(name)]
         words += ["--num_requests", DEMO_REQUESTS if is_demo else "1", "--prefix_len", PROMPT_LEN]
-        words += ["--output_len", self.shipped("gen_len"), "--ignore_eos"]
+        words += ["--gen_len", self.shipped("gen_len"), "--ignore_eos"]
         # No node has room for a whole target. A core for each rank of the demo.
-        words += ["--threads", "1"] if is_demo else ["--no_baseline"]
-        return [*words, "--mode", *MODES]
+        reference = [SEQUENTIAL] if is_demo else []
+        words += ["--threads", "1"] if is_demo else []
+        return [*words, "--modes", *reference, *MODES]
 
     def at_demo_size(self) -> PipeInferSetting:
         """Four ranks, half the tokens. In place of a draft that guesses poorly but is sure of

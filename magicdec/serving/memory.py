@@ -40,9 +40,9 @@ def check_memory(
     most = largest(fits, stored_tokens(options, config))
     advice = f"--cache_tokens {most} would fit"
     if most < max_tokens(config):
-        advice = "choose a smaller --max_concurrency, shorter requests or a smaller model"
+        advice = "choose a smaller --B, shorter requests or a smaller model"
     raise ValueError(
-        f"--max_concurrency {options.max_concurrency} with requests of up to {options.longest} "
+        f"--B {options.max_concurrency} with requests of up to {options.longest} "
         f"tokens needs {plan.describe()} {place}, {free / 1e9:.2f} GB are free; {advice}"
     )
 

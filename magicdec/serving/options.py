@@ -15,7 +15,7 @@ from magicdec.names import BATCHINGS
 from magicdec.workload.shaped import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
-FLAGS = ("--prefix_len", "--output_len")  # the lengths of a request without a trace
+FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the batching that has a time window
 
 
@@ -25,7 +25,7 @@ class ServingOptions(ShapedOptions):
     names; None stands for no limit."""
 
     arrival: str
-    output_len: str | None  # None if a trace has the lengths
+    gen_len: str | None  # None if a trace has the lengths
     max_concurrency: int
     prefill_tokens: int
     window_ms: float | None  # None without dynamic batching
@@ -36,7 +36,7 @@ class ServingOptions(ShapedOptions):
 
     def __post_init__(self) -> None:
         for flag, value in (
-            ("--max_concurrency", self.max_concurrency),
+            ("--B", self.max_concurrency),
             ("--prefill_tokens", self.prefill_tokens),
             ("--block_tokens", self.block_tokens),
             ("--cache_tokens", self.cache_tokens),

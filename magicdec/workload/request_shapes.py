@@ -12,7 +12,7 @@ from random import Random
 from magicdec.workload.arrivals import Arrival
 from magicdec.workload.trace import RequestShape, read_trace
 
-DEFAULT_NUM_REQUESTS, DEFAULT_PROMPT_LEN, DEFAULT_OUTPUT_LEN = 16, "512", "32"
+DEFAULT_NUM_REQUESTS, DEFAULT_PROMPT_LEN, DEFAULT_GEN_LEN = 16, "512", "32"
 UNIFORM = "uniform"
 FORMS = f"a number, or {UNIFORM}:LOW:HIGH"
 
@@ -21,7 +21,7 @@ def make_shapes(
     arrival: Arrival,
     num_requests: int | None,
     prompt_len: str | None,
-    output_len: str | None,
+    gen_len: str | None,
     seed: int,
 ) -> list[RequestShape]:
     """The requests in the order of arrival; the first arrives at 0 ms. A trace has its own lengths.
@@ -31,13 +31,13 @@ def make_shapes(
     if num_requests is not None and num_requests < 1:
         raise ValueError(f"--num_requests {num_requests} is too small; it must be at least 1")
     if arrival.trace is not None:
-        for flag, given in (("--prefix_len", prompt_len), ("--output_len", output_len)):
+        for flag, given in (("--prefix_len", prompt_len), ("--gen_len", gen_len)):
             if given is not None:
                 raise ValueError(f"{flag} {given} does nothing: the trace has the lengths")
         return _first(arrival, num_requests)
     count = num_requests or DEFAULT_NUM_REQUESTS
     prompts = parse_lengths("--prefix_len", prompt_len or DEFAULT_PROMPT_LEN)
-    outputs = parse_lengths("--output_len", output_len or DEFAULT_OUTPUT_LEN)
+    outputs = parse_lengths("--gen_len", gen_len or DEFAULT_GEN_LEN)
     of_prompts, of_outputs = Random(f"prefix_len {seed}"), Random(f"output_len {seed}")
     return [
         RequestShape(at_ms, of_prompts.randint(*prompts), of_outputs.randint(*outputs))

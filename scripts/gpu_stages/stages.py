@@ -17,8 +17,8 @@ from gpu_stages.scale import Suite
 
 RANKS = 2
 COMMANDS: dict[str, list[Any]] = {
-    "recurrent": ["--baselines", "sequential", "--draft", "ngram", "--n_samples", 4],
-    "pipeline": ["--drafter", "ngram", "--mode", "iterative", "async"],
+    "recurrent": ["--modes", "sequential", "ring", "--draft", "ngram", "--n_samples", 4],
+    "pipeline": ["--draft", "ngram", "--modes", "sequential", "iterative", "async"],
 }
 
 
@@ -41,7 +41,7 @@ def run_command(suite: Suite, command: str, collectives: str) -> list[dict[str, 
             *("--model", "demo", "--dataset", "demo", "--device", suite.device.type),
             *("--dtype", "float32", "--nproc", RANKS, "--collectives", collectives),
             *("--prefix_len", 64 if suite.is_tiny else 4096, "--num_requests", 4),
-            *("--output_len", 8 if suite.is_tiny else 64, "--out", path, *COMMANDS[command]),
+            *("--gen_len", 8 if suite.is_tiny else 64, "--out", path, *COMMANDS[command]),
         ]
         run_magicdec(command, flags, suite.results.seconds_left)
         records: list[dict[str, Any]] = [json.loads(line) for line in path.open()]

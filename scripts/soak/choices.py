@@ -18,9 +18,9 @@ SHARED = {  # several ranks draft, which takes a model
 MODES = ("iterative", "sync", "async")
 CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has no value
     "--temperature": [None, None, 0.8],
-    "--drafter": ["model:demo-draft", "model:demo-draft", "self", "ngram"],
+    "--draft": ["model:demo-draft", "model:demo-draft", "self", "ngram"],
     "--budget": [None, 40],
-    "--draft": [1, 2, 4, 8],
+    "--gamma": [1, 2, 4, 8],
     "--np": [1, 1, 2, 4],
     "--pa": [0.0, 0.3, 0.6],
     "--ps": [0.05, 0.2],
@@ -47,20 +47,20 @@ def draw(chooser: random.Random, is_repeated: bool) -> tuple[int, list[str]]:
     num_ranks = chooser.choice([2, 3, 4])
     values = {flag: chooser.choice(choices) for flag, choices in CHOICES.items()}
     if values["--emulate_acceptance"] is not None:
-        values["--drafter"] = None  # it would do nothing
+        values["--draft"] = None  # it would do nothing
     modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
-    if values["--drafter"] in (None, "ngram") or modes == ["iterative"]:
+    if values["--draft"] in (None, "ngram") or modes == ["iterative"]:
         values["--budget"] = None  # no draft has a KV cache
-    has_model = values["--drafter"] not in (None, "ngram")
+    has_model = values["--draft"] not in (None, "ngram")
     splits = SPLITS[num_ranks] + SHARED[num_ranks] * has_model
     values["--layer_split"] = chooser.choice(splits)
     longest = chooser.choice([40, 300])
     values["--prefix_len"] = f"uniform:4:{60 if is_repeated else longest}"
-    values["--output_len"] = 12 if is_repeated else f"uniform:1:{chooser.choice([12, 60])}"
+    values["--gen_len"] = 12 if is_repeated else f"uniform:1:{chooser.choice([12, 60])}"
     values["--num_requests"] = 4 if is_repeated else chooser.randint(1, 4)
     values["--seed"] = chooser.randrange(1000)
     words: list[Any] = []
     for flag, value in values.items():
         if value is not None:
             words += [flag] if value is True else [flag, value]
-    return num_ranks, [*map(str, (*FIXED, *words)), "--mode", *modes]
+    return num_ranks, [*map(str, (*FIXED, *words)), "--modes", "sequential", *modes]

@@ -43,10 +43,10 @@ def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> No
     that the threads of one do not count for the other."""
     out, chart = tmp_path / "runs.jsonl", tmp_path / "gantt.png"
     words = (
-        "recurrent --baselines sequential --num_requests 3 --prefix_len 64 --output_len 6 "
+        "recurrent --modes sequential ring --num_requests 3 --prefix_len 64 --gen_len 6 "
         "--target_dtype float32 --threads 2,1"
     )
-    files = "--out", str(out), "--gantt", str(chart)
+    files = "--out", str(out), "--plot", str(chart)
     done = run_on_hosts(["--hosts", "2"], [*words.split(), *files])
     assert done.returncode == 0, done.stdout + done.stderr
     _, ring = map(json.loads, out.read_text().splitlines())
@@ -72,7 +72,7 @@ def test_a_host_that_is_cut_off_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_a_host_that_is_killed_early_is_named_by_all_others(tmp_path: Path) -> None:
     """While the ranks make groups, load and connect. Rank 1 is no neighbour of rank 3."""
-    words = "recurrent --baselines sequential --num_requests 4 --prefix_len 64 --output_len 6"
+    words = "recurrent --modes sequential ring --num_requests 4 --prefix_len 64 --gen_len 6"
     done = run_on_hosts(
         ["--hosts", "4", "--kill_on", "messages"],
         [*words.split(), "--threads", "1", "--out", str(tmp_path / "r.jsonl")],

@@ -15,14 +15,14 @@ from several_ranks import PROMISED_S, check_killed
 from magicdec.distributed import shared_memory
 
 FLAGS = (
-    *("--prefix_len", 20, "--prefill_chunk", 32, "--output_len", 4, "--num_requests", 3),
+    *("--prefix_len", 20, "--prefill_chunk", 32, "--gen_len", 4, "--num_requests", 3),
     *("--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
 )
-RING = ("recurrent", "--baselines", "none")
-WHOLE = ("recurrent", "--baselines", "tensor_parallel")
+RING = ("recurrent", "--modes", "ring")
+WHOLE = ("recurrent", "--modes", "tensor_parallel", "ring")
 GLOO = ("--collectives", "gloo")
 TIMED = (*RING, "--layer_split", "auto:2")
-PIPELINE = ("pipeline", "--drafter", "ngram", "--no_baseline")
+PIPELINE = ("pipeline", "--draft", "ngram", "--modes", "async")
 CASES = {  # (phase, killed rank, ranks, command and its flags)
     "preparing": ("preparing", 0, 3, RING),
     "timing, of the same stage": ("timing", 0, 4, TIMED),

@@ -14,7 +14,7 @@ from several_ranks import check_killed, read_records
 from magicdec.attention.native import has_bfloat16_path
 
 FLAGS = (
-    *("--prefix_len", "uniform:20:110", "--prefill_chunk", 32, "--output_len", "uniform:4:20"),
+    *("--prefix_len", "uniform:20:110", "--prefill_chunk", 32, "--gen_len", "uniform:4:20"),
     *("--num_requests", 9, "--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
 )
 CURVES = "time_vs_tokens", "memory_vs_time"
@@ -25,8 +25,8 @@ DRAFTS = "--draft", "ngram", "--gamma", 3
     ("num_ranks", "flags", "layers"),
     [
         (1, ["--n_samples", 3], [2]),
-        (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5", "--gantt", "gantt.png",
-             "--plots", "plots", "--time_run", "runs.csv", *DRAFTS], [1, 1]),
+        (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5", "--plot", "gantt.png",
+             "--curves", "plots", "--time_run", "runs.csv", *DRAFTS], [1, 1]),
         pytest.param(4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1],
                      marks=pytest.mark.wide),
     ],
@@ -70,7 +70,7 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     charts = {"gantt.png", "gantt_ring_speculative.png"}
     curves = [f"{of}_{tiny_checkpoint.name}_9samples.png" for of in CURVES]
     plots = {*curves, *charts}
-    assert drawn == (plots if "--gantt" in flags else set())
+    assert drawn == (plots if "--plot" in flags else set())
     if drawn:
         assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3, "a head and two runs"
         assert len(list((tmp_path / "plots").glob("*_2nodes_*.csv"))) == 3
@@ -112,7 +112,7 @@ def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
     done = launch(
         "recurrent_benchmark.py", "--model", deep_checkpoint, "--dataset", text_file, *FLAGS,
         "--dtype", "bfloat16", "--attention", "native", "--linear", "packed", "--B", 2,
-        "--baselines", "sequential", "batched", num_ranks=3,
+        "--modes", "sequential", "batched", "ring", num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
@@ -145,7 +145,7 @@ def test_a_killed_rank_is_named_and_ends_all(
     monkeypatch.setenv("KILLED_IN", "recurrent: serving")
     done = launch(
         "distributed/killed_rank.py", "--model", deep_checkpoint,
-        "--dataset", text_file, *FLAGS, "--baselines", "sequential", "batched",
+        "--dataset", text_file, *FLAGS, "--modes", "sequential", "batched", "ring",
         "--collectives", collectives, num_ranks=3,
     )  # fmt: skip
     check_killed(done, killed, 3, tmp_path)
@@ -161,8 +161,8 @@ def test_a_thousand_samples_leave_nothing_behind(
     serves, and that the pages of ring buffers of 1 MB are touched one after the other, once."""
     done = launch(
         "distributed/watched_ring.py", "--model", deep_checkpoint, "--num_requests", 1000,
-        "--n_samples", 6, "--prefix_len", "uniform:4:20", "--prefill_chunk", 32, "--output_len", 6,
-        "--ignore_eos", "--threads", 1, "--dtype", "float32", "--baselines", "none",
+        "--n_samples", 6, "--prefix_len", "uniform:4:20", "--prefill_chunk", 32, "--gen_len", 6,
+        "--ignore_eos", "--threads", 1, "--dtype", "float32", "--modes", "ring",
         "--out", "r.jsonl", num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

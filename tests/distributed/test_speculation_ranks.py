@@ -34,7 +34,7 @@ from magicdec.pipelined_run.stage import ModelPart
 from magicdec.sampling.coupled import CoupledSampling
 
 FLAGS = (
-    *("--prefix_len", 70, "--prefill_chunk", 32, "--output_len", 12, "--num_requests", 3),
+    *("--prefix_len", 70, "--prefill_chunk", 32, "--gen_len", 12, "--num_requests", 3),
     *("--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
 )
 
@@ -94,15 +94,15 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
 ) -> None:
     done = launch(
         "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
-        "--drafter", "self", "--kv_policy", "snapkv", "--budget", 90,
-        "--layer_split", "auto/1.0", "--mode", *MODES,
+        "--draft", "self", "--kv_policy", "snapkv", "--budget", 90,
+        "--layer_split", "auto/1.0", "--modes", "sequential", *MODES,
         "--pa", 0, "--lanes", 2, "--temperature", 0.8, "--top_p", 0.95,
         "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "</svg>" in (tmp_path / "p.svg").read_text()
     records = read_records(tmp_path / "r.jsonl")
-    assert [record["name"] for record in records] == ["one process", *MODES]
+    assert [record["name"] for record in records] == ["sequential", *MODES]
     assert all(record["status"] == "ok" for record in records)
     assert all(record["kind"] == "speculation" for record in records)
     assert all(record["config"]["sampling"]["top_p"] == 0.95 for record in records)
@@ -143,8 +143,9 @@ def test_two_ranks_that_share_a_draft_are_in_its_record_and_trace(
 ) -> None:
     done = launch(
         "pipeline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file,
-        "--drafter", "self", "--kv_policy", "full", "--layer_split", "1.0/0.5,0.5",
-        "--mode", "sync", "--pa", 0, "--lanes", 2, "--trace", "t.json", *FLAGS, num_ranks=3,
+        "--draft", "self", "--kv_policy", "full", "--layer_split", "1.0/0.5,0.5",
+        "--modes", "sequential", "sync", "--pa", 0, "--lanes", 2, "--trace", "t.json", *FLAGS,
+        num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     _, record = read_records(tmp_path / "r.jsonl")
@@ -169,8 +170,9 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
 ) -> None:
     """Which layers is not known, but they are those that the line and the record say."""
     done = launch(
-        "pipeline_benchmark.py", "--dataset", text_file, "--drafter", "ngram",
-        "--layer_split", "auto/head", "--mode", "iterative", "async", *FLAGS, num_ranks=2,
+        "pipeline_benchmark.py", "--dataset", text_file, "--draft", "ngram",
+        "--layer_split", "auto/head", "--modes", "sequential", "iterative", "async", *FLAGS,
+        num_ranks=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
@@ -182,10 +184,10 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
     assert f"--layer_split {split}: the stages are predicted to take" in done.stdout
 
 
-SERVING_RUNS = "serving runs", ("--drafter", "ngram", "--layer_split", "0.5,0.5/head"), 2
+SERVING_RUNS = "serving runs", ("--draft", "ngram", "--layer_split", "0.5,0.5/head"), 2
 SERVING_DRAFTS = (
     "serving drafts",
-    ("--drafter", "self", "--layer_split", "1.0/0.5,0.5", "--mode", "sync", "--pa", 0),
+    ("--draft", "self", "--layer_split", "1.0/0.5,0.5", "--modes", "sequential", "sync", "--pa", 0),
     3,
 )
 
@@ -218,4 +220,4 @@ def test_a_killed_rank_is_named_and_ends_all(
         "--collectives", collectives, *flags, num_ranks=num_ranks,
     )  # fmt: skip
     check_killed(done, killed, num_ranks, tmp_path)
-    assert [record["name"] for record in read_records(tmp_path / "r.jsonl")] == ["one process"]
+    assert [record["name"] for record in read_records(tmp_path / "r.jsonl")] == ["sequential"]

@@ -77,7 +77,7 @@ def test_unknown_arrivals_are_refused(text: str, message: str) -> None:
 
 
 def test_lengths_are_fixed_or_uniform() -> None:
-    assert parse_lengths("--output_len", "64") == (64, 64)
+    assert parse_lengths("--gen_len", "64") == (64, 64)
     shapes = make_shapes(parse_arrival("burst"), 400, "9", "uniform:3:6", seed=5)
     assert {shape.output_len for shape in shapes} == {3, 4, 5, 6}
     assert {shape.prompt_len for shape in shapes} == {9}
@@ -88,8 +88,8 @@ def test_lengths_are_fixed_or_uniform() -> None:
         with pytest.raises(ValueError, match=r"--prefix_len .* is not known; choose a whole numbe"):
             parse_lengths("--prefix_len", text)
     for text in ("0", "uniform:0:3", "uniform:4:3"):
-        with pytest.raises(ValueError, match=r"--output_len .*: lengths are at least 1"):
-            parse_lengths("--output_len", text)
+        with pytest.raises(ValueError, match=r"--gen_len .*: lengths are at least 1"):
+            parse_lengths("--gen_len", text)
 
 
 def test_a_trace_is_read_in_the_order_of_arrival_and_begins_at_0(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_trace_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
         ((4, None, None), r"--num_requests 4: .* has 3; choose fewer"),
         ((0, None, None), "--num_requests 0 is too small"),
         ((None, "512", None), "--prefix_len 512 does nothing: the trace has the lengths"),
-        ((None, None, "8"), "--output_len 8 does nothing"),
+        ((None, None, "8"), "--gen_len 8 does nothing"),
     ):
         with pytest.raises(ValueError, match=message):
             make_shapes(arrival, *sizes, seed=0)

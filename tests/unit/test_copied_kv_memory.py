@@ -97,7 +97,7 @@ def test_what_is_copied_in_flight_is_what_was_planned(
     draft = "self" if drafter == "self" else f"model:{tiny_checkpoint}"
     asked = flags.parse([
         *("--model", str(tiny_checkpoint), *FLAGS, "--arrival", f"trace:{trace}"),
-        *("--max_concurrency", str(random.randint(1, 3)), "--modes", "inflight"),
+        *("--B", str(random.randint(1, 3)), "--modes", "inflight"),
         *("--draft", draft, *COPIED, "--gamma", str(random.randint(1, 4))),
         *("--out", str(tmp_path / "out.jsonl")),
     ], ALONE)  # fmt: skip
@@ -125,9 +125,9 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
 ) -> None:
     """Its requests do not say how far their rows grow."""
     asked = pipeline.parse([
-        *("--model", str(tiny_checkpoint), *FLAGS, "--device", "cpu", "--no_baseline"),
-        *("--prefix_len", "uniform:1:120", "--output_len", "uniform:2:60", "--num_requests", "4"),
-        *("--seed", str(seed), "--drafter", "self", *COPIED, "--np", str(1 + seed % 2)),
+        *("--model", str(tiny_checkpoint), *FLAGS, "--device", "cpu", "--modes", "async"),
+        *("--prefix_len", "uniform:1:120", "--gen_len", "uniform:2:60", "--num_requests", "4"),
+        *("--seed", str(seed), "--draft", "self", *COPIED, "--np", str(1 + seed % 2)),
         *("--out", str(tmp_path / "r.jsonl")),
     ], ALONE)  # fmt: skip
     found = prepare_pipeline(asked.config, asked.options, ALONE)
@@ -164,7 +164,7 @@ def test_a_pipelines_drafter_needs_no_more_than_that(np: int, seed: int) -> None
     ]
     served = [replace(request, request_id=i) for i, request in enumerate(served)]
     expected = generate_alone(model, [replace(r, output_ids=[]) for r in served], 100)
-    options = Options(mode="sync", draft=4, pa=0.0, ps=0.0, np=np, lanes=2)
+    options = Options(mode="sync", gamma=4, pa=0.0, ps=0.0, np=np, lanes=2)
     num_cells = max(p + n for p, n in lengths) + options.spare_cells
     kv = KVSection("snapkv", 12, window_size=4)
     following = max(n for _, n in lengths) + options.spare_cells

@@ -22,7 +22,7 @@ from magicdec.pipelined_run.prepare import check_files, prepare, stage_plans
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Known, find
 
-FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
+FLAGS = ("--prefix_len", "100", "--gen_len", "8", "--num_requests", "2", "--device", "cpu")
 
 
 def prepared(tmp_path: Path, *words: str, world_size: int = 3) -> Any:
@@ -34,7 +34,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 3) -> Any:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--drafter", "ngram"], "--drafter ngram has no layers that 2 ranks could share; give"),
+        (["--draft", "ngram"], "--draft ngram has no layers that 2 ranks could share; give"),
         (["--emulate_acceptance", "1"], "1.0/0.5,0.5: --emulate_acceptance has no layers that 2"),
     ],
 )
@@ -99,7 +99,7 @@ def test_every_rank_of_a_draft_needs_the_files_of_the_draft(
     whole = find_model("--model", str(tiny_checkpoint))
     _, second = split_checkpoint(whole, tmp_path / "chunks", [range(1), range(1, 2)])
     second.unlink()
-    draft = find_model("--drafter", str(tmp_path / "chunks"), is_part=True)
+    draft = find_model("--draft", str(tmp_path / "chunks"), is_part=True)
     launch = Launch(0, 3, 0, 3)
     asked = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl")], launch)
     found = replace(find(asked.config, launch, Known(), is_part=True), draft=draft)

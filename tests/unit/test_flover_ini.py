@@ -59,8 +59,8 @@ model_dir=models/tiny
 head_num=40
 """
 WORDS = (
-    "--model models/tiny --max_concurrency 32 --num_requests 32 --nproc 2 --dtype bfloat16 "
-    "--dtype bfloat16 --prefix_len 8 --output_len uniform:120:500 --compaction window "
+    "--model models/tiny --B 32 --num_requests 32 --nproc 2 --dtype bfloat16 "
+    "--dtype bfloat16 --prefix_len 8 --gen_len uniform:120:500 --compaction window "
     "--arrival constant:500 --seed 7 --temperature 0.9 --top_p 0.5 --sampling_seed 7 "
     "--repetition_penalty=2 --presence_penalty=-0.5"
 )
@@ -87,9 +87,9 @@ def test_every_key_is_a_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "flags"),
     [
-        ("use_mem_shuffle=1", "use_mem_shuffle=0", "--output_len 500 --compaction none"),
-        ("use_mem_shuffle=1", "", "--output_len 500 --arrival"),
-        ("request_output_len=500", "", "--output_len uniform:120:504"),
+        ("use_mem_shuffle=1", "use_mem_shuffle=0", "--gen_len 500 --compaction none"),
+        ("use_mem_shuffle=1", "", "--gen_len 500 --arrival"),
+        ("request_output_len=500", "", "--gen_len uniform:120:504"),
         ("interval=500", "interval=0", "--arrival burst"),
         ("model_dir=models/tiny", "", "--model tiny_7b"),
         ("top_k=0", "top_k=5", "--temperature 0.9 --top_k 5 --top_p 0.5"),

@@ -164,8 +164,8 @@ def test_other_tokens_are_found() -> None:
     [
         ("--num_requests 0", "--num_requests 0 is too small; it must be at least 1"),
         ("--arrival sometimes", "--arrival sometimes is not known; choose from burst, "),
-        ("--output_len -3", "--output_len -3: lengths are at least 1"),
-        ("--max_concurrency 0", "--max_concurrency 0 is too small; it must be at least 1"),
+        ("--gen_len -3", "--gen_len -3: lengths are at least 1"),
+        ("--B 0", "--B 0 is too small; it must be at least 1"),
         ("--prefill_tokens 0", "--prefill_tokens 0 is too small"),
         ("--block_tokens 0", "--block_tokens 0 is too small"),
         ("--cache_tokens 0", "--cache_tokens 0 is too small"),
@@ -214,8 +214,8 @@ def test_what_the_model_cannot_hold_is_refused_with_the_numbers(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     place = "--model", tiny_checkpoint
-    found = refusal(*place, "--prefix_len", 1000, "--output_len", 30)
-    assert "--prefix_len 1000 + --output_len 30 = 1030 exceeds the 1024 positions" in found
+    found = refusal(*place, "--prefix_len", 1000, "--gen_len", 30)
+    assert "--prefix_len 1000 + --gen_len 30 = 1030 exceeds the 1024 positions" in found
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"arrival_ms": 9, "prompt_len": 1000, "output_len": 30}\n')
     found = refusal(*place, "--arrival", f"trace:{trace}")
@@ -242,7 +242,7 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
         found[cache_tokens] = plan.kv
         with pytest.raises(ValueError) as refused:
             check_memory(options, config.config, config.models, ALONE, plan.total - 1)
-        assert str(refused.value).startswith("--max_concurrency 8 with requests of up to 632 tok")
+        assert str(refused.value).startswith("--B 8 with requests of up to 632 tok")
     per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     assert found == {None: 8 * 640 * per_token, "700": 704 * per_token}
     plan_all = plan_of(options, config.config, config.models, ALONE)
@@ -269,7 +269,7 @@ def test_a_trace_is_served_and_recorded(
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     asked = parse([
         *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
-        *("--arrival", f"trace:{trace}", "--max_concurrency", "3", "--prefill_tokens", "32"),
+        *("--arrival", f"trace:{trace}", "--B", "3", "--prefill_tokens", "32"),
         *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3"),
         *("--compaction", *COMPACTIONS),
         *("--draft", "self", "--budget", "20", "--num_sink_tokens", "4", "--gamma", "3"),
@@ -292,7 +292,7 @@ def test_a_trace_is_served_and_recorded(
         ends = [r["finished_ms"] for r in record["requests"]]
         assert record["metrics"]["makespan_s"] == pytest.approx(max(ends) / 1e3)
         workload = record["config"]["workload"]
-        assert workload["num_requests"] == 4 and workload["output_len"] is None
+        assert workload["num_requests"] == 4 and workload["gen_len"] is None
     preempted = {
         record.name: record.metrics.num_preemptions for record in records if record.metrics
     }
@@ -329,7 +329,7 @@ def test_rates_are_swept(
 ) -> None:
     asked = parse([
         *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
-        *("--num_requests", "4", "--prefix_len", "8", "--output_len", "3", "--sweep_rate"),
+        *("--num_requests", "4", "--prefix_len", "8", "--gen_len", "3", "--sweep_rate"),
         *("2000", "1000", "--goodput", "e2el:100000", "--out", str(tmp_path / "out.jsonl")),
     ], ALONE)  # fmt: skip
     records, _ = measured(asked)
@@ -353,7 +353,7 @@ def test_rates_are_swept(
 def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_path: Path) -> None:
     done = launch(
         "inflight_benchmark.py", "--model", tiny_checkpoint, "--num_requests", 3, "--prefix_len",
-        20, "--output_len", "uniform:2:5", "--arrival", "constant:1", "--modes", "inflight",
+        20, "--gen_len", "uniform:2:5", "--arrival", "constant:1", "--modes", "inflight",
         "static", "--dtype", "float32", "--out", tmp_path / "out.jsonl",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -370,7 +370,7 @@ def test_every_rank_count_serves_the_same_tokens(
     out = tmp_path / "out.jsonl"
     done = launch(
         "inflight_benchmark.py", "--model", tiny_checkpoint, "--num_requests", 4, "--prefix_len",
-        20, "--output_len", "uniform:2:9", "--arrival", "poisson:5", "--modes", "sequential",
+        20, "--gen_len", "uniform:2:9", "--arrival", "poisson:5", "--modes", "sequential",
         "dynamic", "inflight", "--window_ms", 4, "--dtype", "float32", "--out", out,
         "--temperature", 0.8, "--top_p", 0.9, "--draft", f"model:{tiny_checkpoint}", "--budget",
         20, "--num_sink_tokens", 4, "--draft_ranks", 1, num_ranks=2,
@@ -398,7 +398,7 @@ def test_an_interruption_leaves_readable_records(
 
     monkeypatch.setattr(Server, "serve", interrupted)
     monkeypatch.setattr("sys.argv", ["magicdec inflight", *map(str, (
-        "--model", tiny_checkpoint, "--num_requests", 2, "--prefix_len", 8, "--output_len", 3,
+        "--model", tiny_checkpoint, "--num_requests", 2, "--prefix_len", 8, "--gen_len", 3,
         "--modes", "sequential", "inflight", "--dtype", "float32", "--threads", 1, "--out", out,
     ))])  # fmt: skip
     with pytest.raises(SystemExit) as ended:

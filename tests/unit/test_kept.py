@@ -19,7 +19,7 @@ def test_a_lost_record_still_prints_the_table(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(kept, "append_line", full)
-    words = "--baselines sequential --num_requests 1 --prefix_len 8 --output_len 2 --device cpu"
+    words = "--modes sequential ring --num_requests 1 --prefix_len 8 --gen_len 2 --device cpu"
     out = tmp_path / "pipeline.jsonl"
     code = serve(Launch(0, 1, 0, 1), [*words.split(), "--out", str(out)])
     said = capsys.readouterr()

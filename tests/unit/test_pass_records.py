@@ -22,7 +22,7 @@ from magicdec.serving.counts import Moves
 from magicdec.serving.showing.passes import verdict
 
 OF_KIND: dict[str, dict[str, Any]] = {
-    "serving": {"arrival": "burst", "output_len": 4, "max_concurrency": None, "batching": "static"},
+    "serving": {"arrival": "burst", "gen_len": 4, "max_concurrency": None, "batching": "static"},
     "pipeline": {"n_samples": 2},
     "speculation": {"lanes": 1, "drafter": "ngram", "layer_split": "3,3"},
 }
@@ -36,7 +36,7 @@ def record(kind: str, name: str, start: str = "first", **workload: object) -> di
         "kind": kind, "schema_version": vars(load(KINDS[kind].record))["schema_version"],
         "status": "diverged", "name": name, "config": config,
         "environment": base["environment"] | {"time_utc": start}, "workload": base["workload"],
-        "reference": "one process", "num_differing": 1, "metrics": None, "ring": None,
+        "reference": "sequential", "num_differing": 1, "metrics": None, "ring": None,
         "requests": [],
     }  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_the_table_is_that_of_the_command(
     (records,) = read_commands(KINDS[kind], [path], is_strict=True)
     load(KINDS[kind].show)(records)
     shown = capsys.readouterr().out
-    assert "DIVERGED, 1 of 0 requests differ from one process" in shown
+    assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
     run(monkeypatch, path)
     assert capsys.readouterr().out == shown
 
@@ -117,10 +117,9 @@ def test_each_command_has_a_table_and_a_series(
     ("words", "said"),
     [
         (["--sort", "speedup"], "--sort is for records of runs"),
-        (["--check"], "--check is for records of runs"),
+        (["--check"], "passes.jsonl: it has other records only, 1 of kind speculation; see"),
         (["--format", "csv"], "--format is for records of runs"),
         (["--plot", "bars.txt"], "--plot bars.txt: the name must end in .png or .svg or .pdf"),
-        (["runs.jsonl"], "the files have records of several kinds: passes.jsonl of speculation"),
         (["--plot", "none.svg"], "--plot none.svg: no pass has metrics to draw"),
     ],
 )
@@ -133,7 +132,6 @@ def test_refuses_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("passes.jsonl"), record("speculation", "async"))
-    write(Path("runs.jsonl"), make())
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, "passes.jsonl", *words)
     assert ended.value.code == 2
@@ -143,8 +141,25 @@ def test_refuses_in_one_line(
 
 def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
     path = write(tmp_path / "passes.jsonl", record("pipeline", "ring"))
-    with pytest.raises(ValueError, match=":1: it is a record of kind pipeline, not of a run; see"):
+    with pytest.raises(ValueError, match="it has other records only, 1 of kind pipeline; see"):
         load_records(path)
+
+
+def test_a_file_may_have_records_of_several_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All commands append to one file. The table shows the runs, and then the commands of each
+    kind; commands that read runs leave the others out and say so."""
+    passes = record("serving", "static"), record("speculation", "async")
+    path = write(tmp_path / "runs.jsonl", passes[0], make(), passes[1], make())
+    assert len(load_records(path)) == 2
+    assert "left out, 1 of kind serving and 1 of kind speculation" in capsys.readouterr().err
+    run(monkeypatch, path)
+    shown = capsys.readouterr().out
+    places = [shown.index(text) for text in ("streaming_llm", "static", "async")]
+    assert places == sorted(places)
+    run(monkeypatch, path, "--format", "csv")
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_a_damaged_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

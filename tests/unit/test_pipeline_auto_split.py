@@ -38,7 +38,7 @@ from magicdec.pipelined_run.prepare import PreparedPipeline, prepare
 from magicdec.pipelined_run.stage import ModelPart, Predictions
 
 FLAGS = (
-    *("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu"),
+    *("--prefix_len", "100", "--gen_len", "8", "--num_requests", "2", "--device", "cpu"),
     *("--threads", "1"),
 )
 
@@ -52,14 +52,14 @@ def prepared(tmp_path: Path, *words: str) -> PreparedPipeline:
 
 @pytest.fixture
 def found(tmp_path: Path) -> PreparedPipeline:
-    return prepared(tmp_path, "--layer_split", "auto", "--draft", "3", "--drafter", "ngram")
+    return prepared(tmp_path, "--layer_split", "auto", "--gamma", "3", "--draft", "ngram")
 
 
 def test_one_stage_needs_no_times(found: PreparedPipeline, tmp_path: Path) -> None:
     assert found.split == "" and found.options.layer_split == "6"
     described = found.options.describe()
     assert described["layer_split"] == "6" and described["machine"] is None
-    other = prepared(tmp_path, "--layer_split", "1.0/head", "--drafter", "ngram")
+    other = prepared(tmp_path, "--layer_split", "1.0/head", "--draft", "ngram")
     assert other.options.layer_split == "1.0/head", "as the user wrote it"
 
 
@@ -113,8 +113,8 @@ def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(
 def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
     tmp_path: Path, found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = prepared(tmp_path, "--mode", "iterative")
-    deep = replace(found.options.speculation, draft=99)
+    plain = prepared(tmp_path, "--modes", "iterative")
+    deep = replace(found.options.speculation, gamma=99)
     for options, num_drafts in (
         (plain.options, 0),
         (replace(found.options, speculation=deep), 7),

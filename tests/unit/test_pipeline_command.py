@@ -27,8 +27,8 @@ from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
 from magicdec.serving.counts import Moves
 
-FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "2", "--device", "cpu")
-EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--no_baseline")
+FLAGS = ("--prefix_len", "100", "--gen_len", "8", "--num_requests", "2", "--device", "cpu")
+EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
 
 
 def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
@@ -56,15 +56,22 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--layer_split", "auto", *EMULATED], "--layer_split auto: with --emulate_stage_ms 20.0"),
         (["--layer_split", "3,3", "--machine", "m.json"], "--machine m.json does nothing here"),
         (["--layer_split", "auto/1.0", "--machine", "m.json"], "it is for --layer_split auto with"),
-        (["--mode", "async", "fast"], "--mode fast is not known; choose from iterative, sync"),
-        (["--drafter", "other"], "other is not known; choose from model:NAME, self, ngram"),
-        (["--drafter", "model:nowhere"], "--drafter 'nowhere' is not known"),
-        (["--drafter", "model:random:llama-68m"], "--model demo of 2048; a draft needs its"),
-        (["--drafter", "self", "--kv_policy", "verified"], "choose from full, streaming_llm, snap"),
-        (["--drafter", "self", "--budget", "9"], "--budget 9 must be larger than --num_sink_tok"),
-        (["--drafter", "ngram", "--budget", "99"], "prompt lookup reads no KV cache; leave it out"),
-        (["--drafter", "self", "--kv_policy", "full", "--budget", "9"], "reads the whole cache"),
-        (["--mode", "iterative", "--budget", "9"], "--mode iterative drafts nothing; leave it"),
+        (
+            ["--modes", "async", "fast"],
+            "--modes fast is not known; choose from sequential,",
+        ),
+        (["--draft", "other"], "other is not known; choose from model:NAME, self, ngram"),
+        (["--draft", "model:nowhere"], "--draft 'nowhere' is not known"),
+        (["--draft", "model:random:llama-68m"], "--model demo of 2048; a draft needs its"),
+        (["--draft", "self", "--kv_policy", "verified"], "choose from full, streaming_llm, snap"),
+        (["--draft", "self", "--budget", "9"], "--budget 9 must be larger than --num_sink_tok"),
+        (["--draft", "ngram", "--budget", "99"], "prompt lookup reads no KV cache; leave it out"),
+        (["--draft", "self", "--kv_policy", "full", "--budget", "9"], "reads the whole cache"),
+        (
+            ["--modes", "sequential"],
+            "--modes sequential needs no stages; add one of iterative",
+        ),
+        (["--modes", "iterative", "--budget", "9"], "--modes iterative drafts nothing; leave it"),
         ([*EMULATED, "--draft_dtype", "int8"], "--emulate_acceptance drafts; leave it out"),
         (["--np", "9"], "--np 9 is too large"),
         (["--repetition_penalty", "1.1"], "--repetition_penalty"),
@@ -76,8 +83,8 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--pa", "2"], "--pa 2 is not between 0 and 1"),
         (["--lanes", "0"], "--lanes 0 is too small"),
         (["--emulate_stage_ms", "20"], "give --emulate_acceptance"),
-        ([*EMULATED[:-1]], "--emulate_stage_ms: stages that sleep emit no tokens to compare"),
-        ([*EMULATED[2:]], "--emulate_acceptance needs the tokens of the baseline"),
+        ([*EMULATED[:-2]], "--emulate_stage_ms: stages that sleep emit no tokens to compare"),
+        ([*EMULATED[2:]], "--emulate_acceptance needs the tokens of sequential; add it to --modes"),
         (["--emulate_draft_ms", "4"], "--emulate_draft_ms is for --emulate_acceptance"),
         (["--emulate_acceptance", "2"], "--emulate_acceptance 2 is not between 0 and 1"),
         (["--plot", "plot.txt"], "--plot plot.txt: the name must end in .png or .svg or .pdf"),
@@ -197,7 +204,7 @@ def test_the_simulator_gets_what_was_measured() -> None:
         found = predict_tokens_per_s(requests, [], machine, options, 0)
         assert found == pytest.approx(1 / 1.25)
     drafted = [Drafted(0, place, (), ((place + 1, 0.9),)) for place in range(1, 8)]
-    right = predict_tokens_per_s([request], drafted, machine, Options(draft=1), 0)
+    right = predict_tokens_per_s([request], drafted, machine, Options(gamma=1), 0)
     assert right is not None and right > 1 / 1.25, "right drafts are faster"
     several = [request, finished([1.0, 2.0])]
     assert predict_tokens_per_s(several, [], machine, options, 0) is None

@@ -32,7 +32,7 @@ from magicdec.pipeline.pass_memory import plan_pass
 from magicdec.pipeline.prepare import check_agreement, check_files, prepare
 from magicdec.pipeline.stage import Stage
 
-FLAGS = ("--prefix_len", "100", "--output_len", "8", "--num_requests", "4", "--device", "cpu")
+FLAGS = ("--prefix_len", "100", "--gen_len", "8", "--num_requests", "4", "--device", "cpu")
 
 
 def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
@@ -63,21 +63,21 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--n_samples", "6"], 2, "--num_requests 4 is less than the samples in flight"),
         (["--n_samples", "0"], 2, "--n_samples 0 is too small"),
         (["--B", "0"], 2, "--B 0 is too small"),
-        (["--baselines", "fast"], 2, "--baselines fast is not known; choose from sequential"),
-        (["--baselines", "tensor_parallel"], 1, "tensor_parallel needs several ranks"),
+        (["--modes", "fast"], 2, "--modes fast is not known; choose from sequential"),
+        (["--modes", "tensor_parallel", "ring"], 1, "tensor_parallel needs several ranks"),
         (["--native_steps", "on", "--collectives", "gloo"], 2, "--native_steps on"),
         (["--prefix_len", "1000000"], 2, "exceeds"),
         (["--model", "random:llama-3.1-8b", "--layer_split", "16,15"], 2, "adds up to 31 layers"),
-        (["--output_len", "0"], 2, "--output_len 0"),
+        (["--gen_len", "0"], 2, "--gen_len 0"),
         (["--draft", "self"], 2, "--draft self: the first stage lacks layers to draft with"),
         (["--draft", "ngram", "--gamma", "auto"], 2, "--gamma auto: a ring drafts a fixed number"),
         (["--gamma", "3"], 2, "--gamma does nothing here"),
         (["--draft", "ngram", "--budget", "99"], 2, "--budget does nothing here"),
         (["--pad_stage_ms", "9", "--emulate_stage_ms", "9"], 2, "--pad_stage_ms 9.0 is for stages"),
-        (["--gantt_ms", "5"], 2, "--gantt_ms does nothing without --gantt"),
-        (["--gantt", "g.bmp"], 2, "--gantt g.bmp: the name must end in .png or .svg or .pdf"),
-        (["--gantt", "g.png", "--gantt_ms", "-1"], 2, "--gantt_ms -1.0 is out of range"),
-        (["--plots", "/dev/null"], 2, "--plots /dev/null is not a directory"),
+        (["--plot_ms", "5"], 2, "--plot_ms does nothing without --plot"),
+        (["--plot", "g.bmp"], 2, "--plot g.bmp: the name must end in .png or .svg or .pdf"),
+        (["--plot", "g.png", "--plot_ms", "-1"], 2, "--plot_ms -1.0 is out of range"),
+        (["--curves", "/dev/null"], 2, "--curves /dev/null is not a directory"),
         (["--time_run", "/dev/full/x"], 2, "--time_run /dev/full/x"),
     ],
 )
@@ -105,8 +105,8 @@ def test_a_host_needs_the_files_of_its_stage_alone(tiny_checkpoint: Path, tmp_pa
     assert fingerprint(source) == fingerprint(whole)
     for passes, stage, rank, expected in (
         (["ring"], 1, 1, second.name),
-        (["batched", "ring"], 0, 0, "--baselines batched, which read the whole model"),
-        (["tensor_parallel", "ring"], 0, 1, "--baselines tensor_parallel"),
+        (["batched", "ring"], 0, 0, "--modes batched, which read the whole model"),
+        (["tensor_parallel", "ring"], 0, 1, "--modes tensor_parallel"),
     ):
         with pytest.raises(ValueError, match=expected):
             check_files(source, passes, layers, stage, rank)

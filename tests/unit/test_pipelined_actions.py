@@ -14,7 +14,7 @@ from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 def test_a_run_that_a_live_run_reads_is_not_skipped() -> None:
     """The original skips run 2 here, which is known to be right, and run 3 reads what stages that
     skipped it have not written."""
-    scheduler = PipelinedScheduler(Options(draft=1, relaunch=True))
+    scheduler = PipelinedScheduler(Options(gamma=1, relaunch=True))
     scheduler.submit([5], 9)
     scheduler.result(0, [6])  # run 1 is the token 6
     for token in (7, 8):  # runs 2 and 3
@@ -32,7 +32,7 @@ def test_a_run_that_a_live_run_reads_is_not_skipped() -> None:
 
 
 def test_branches_open_where_a_candidate_is_probable_enough() -> None:
-    scheduler = PipelinedScheduler(Options(draft=3, np=3, pa=0.4, ps=0.15))
+    scheduler = PipelinedScheduler(Options(gamma=3, np=3, pa=0.4, ps=0.15))
     scheduler.submit([1], 20)
     scheduler.result(0, [2])
     (draft,) = scheduler.idle()
@@ -54,7 +54,7 @@ def test_branches_open_where_a_candidate_is_probable_enough() -> None:
 
 
 def test_a_branch_goes_on_while_there_are_as_many_rows_as_steps() -> None:
-    scheduler = PipelinedScheduler(Options(draft=3, np=2, pa=0.4, ps=0.15))
+    scheduler = PipelinedScheduler(Options(gamma=3, np=2, pa=0.4, ps=0.15))
     scheduler.submit([1], 20)
     scheduler.result(0, [2])
     scheduler.idle()
@@ -65,7 +65,7 @@ def test_a_branch_goes_on_while_there_are_as_many_rows_as_steps() -> None:
 
 
 def test_the_branch_that_wins_moves_home() -> None:
-    scheduler = PipelinedScheduler(Options(draft=1, np=2, pa=0.4, ps=0.15))
+    scheduler = PipelinedScheduler(Options(gamma=1, np=2, pa=0.4, ps=0.15))
     scheduler.submit([1], 20)
     scheduler.result(0, [2])
     scheduler.idle()
@@ -80,7 +80,7 @@ def test_the_branch_that_wins_moves_home() -> None:
 
 def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
     """Although the drafter went on behind the place where the target ends it."""
-    scheduler = PipelinedScheduler(Options(draft=4, lanes=1))
+    scheduler = PipelinedScheduler(Options(gamma=4, lanes=1))
     scheduler.submit([1], 20, eos_ids=[9])
     other, actions = scheduler.submit([2, 3], 1)
     assert other == 1 and actions == []
@@ -98,7 +98,7 @@ def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
 
 def test_nothing_is_drafted_from_an_end_token_on() -> None:
     """It would be no input. If the target goes on, so does the drafter."""
-    scheduler = PipelinedScheduler(Options(draft=4))
+    scheduler = PipelinedScheduler(Options(gamma=4))
     scheduler.submit([1], 20, eos_ids=[9])
     scheduler.result(0, [2])
     scheduler.idle()
@@ -113,7 +113,7 @@ def test_nothing_is_drafted_from_an_end_token_on() -> None:
 
 
 def test_a_second_candidate_that_ends_the_output_does_not_end_the_first() -> None:
-    scheduler = PipelinedScheduler(Options(draft=4, np=3, pa=0.1, ps=0.1))
+    scheduler = PipelinedScheduler(Options(gamma=4, np=3, pa=0.1, ps=0.1))
     scheduler.submit([1], 20, eos_ids=[9])
     scheduler.result(0, [2])
     scheduler.idle()
@@ -133,7 +133,7 @@ def test_a_prompt_is_run_in_chunks_of_which_the_last_predicts() -> None:
 
 def test_what_can_be_an_input_is_drafted_and_nothing_after_it() -> None:
     """The last of three output tokens is never an input."""
-    scheduler = PipelinedScheduler(Options(draft=8))
+    scheduler = PipelinedScheduler(Options(gamma=8))
     scheduler.submit([1], 3)
     scheduler.result(0, [2])
     assert scheduler.idle() == [Draft(0, 0, ((),))]
@@ -146,7 +146,7 @@ def test_a_result_may_come_before_the_draft_of_its_token(
     drafted: int, launched: tuple[int, ...] | None
 ) -> None:
     """A right draft goes on behind the committed token; a wrong one is not launched any more."""
-    scheduler = PipelinedScheduler(Options(draft=2, np=2))
+    scheduler = PipelinedScheduler(Options(gamma=2, np=2))
     scheduler.submit([1], 20)
     scheduler.result(0, [2])
     scheduler.idle()
@@ -158,7 +158,7 @@ def test_a_result_may_come_before_the_draft_of_its_token(
 
 
 def test_nothing_is_drafted_while_enough_runs_are_in_flight() -> None:
-    scheduler = PipelinedScheduler(Options(draft=1, max_in_flight=2))
+    scheduler = PipelinedScheduler(Options(gamma=1, max_in_flight=2))
     scheduler.submit([1], 20)
     scheduler.result(0, [2])
     scheduler.idle()
@@ -169,7 +169,7 @@ def test_nothing_is_drafted_while_enough_runs_are_in_flight() -> None:
 
 
 def test_requests_take_turns_at_drafting() -> None:
-    scheduler, asked = PipelinedScheduler(Options(draft=1, pa=0.0, lanes=2)), list[int]()
+    scheduler, asked = PipelinedScheduler(Options(gamma=1, pa=0.0, lanes=2)), list[int]()
     for _ in range(2):
         scheduler.submit([1], 20)
     for run in range(2):
@@ -183,7 +183,7 @@ def test_requests_take_turns_at_drafting() -> None:
 
 
 def test_synchronous_speculation_runs_the_newest_token_with_its_drafts() -> None:
-    scheduler = PipelinedScheduler(Options(mode="sync", draft=2))
+    scheduler = PipelinedScheduler(Options(mode="sync", gamma=2))
     scheduler.submit([1], 20)
     assert scheduler.result(0, [2]) == [Commit(0, (2,), None)]
     for number, token in enumerate((7, 8)):
@@ -195,7 +195,7 @@ def test_synchronous_speculation_runs_the_newest_token_with_its_drafts() -> None
 
 
 def test_the_threshold_rises_with_each_microbatch_until_a_commit() -> None:
-    scheduler = PipelinedScheduler(Options(draft=1, pa=0.5, pr=0.2))
+    scheduler = PipelinedScheduler(Options(gamma=1, pa=0.5, pr=0.2))
     scheduler.submit([1], 20)
     scheduler.result(0, [2])
     for number, is_launched in enumerate((True, False, True)):  # the second needs 0.7
@@ -237,9 +237,9 @@ def test_an_unsure_draft_is_asked_again_only_if_the_threshold_falls() -> None:
                 return count
         return -count
 
-    assert attempts(Options(draft=1)) == -1
-    assert attempts(Options(draft=1, pd=0.05)) == 3
-    assert attempts(Options(draft=1, pa=0.4)) == 1
+    assert attempts(Options(gamma=1)) == -1
+    assert attempts(Options(gamma=1, pd=0.05)) == 3
+    assert attempts(Options(gamma=1, pa=0.4)) == 1
 
 
 def test_results_come_home_in_order() -> None:
@@ -250,7 +250,7 @@ def test_results_come_home_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"pa": 1.5}, {"draft": 0}, {"np": 9}, {"mode": "none"}, {"max_in_flight": 0}]
+    "bad", [{"pa": 1.5}, {"gamma": 0}, {"np": 9}, {"mode": "none"}, {"max_in_flight": 0}]
 )
 def test_settings_that_cannot_be_name_their_flag(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"--{next(iter(bad))} "):

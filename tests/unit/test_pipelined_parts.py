@@ -68,7 +68,7 @@ def test_what_was_drafted_is_noted_with_the_text_before_it(lanes: int) -> None:
     """Also of requests whose lane had another request before."""
     lengths = [1, 3, 2]
     served = make_requests([tuple(range(length)) for length in lengths], 9)
-    options = Options(mode="sync", draft=2, lanes=lanes)
+    options = Options(mode="sync", gamma=2, lanes=lanes)
     found = serve([FakePart(2, True)], always(0, lengths), options, served)
     assert {drafted.request for drafted in found.drafted} == {0, 1, 2}
     for drafted in found.drafted:
@@ -121,7 +121,7 @@ class LateDrafter(ScriptedDrafter):
 def test_a_head_waits_for_a_draft_that_nobody_needs_any_more() -> None:
     drafter = LateDrafter([[1, 2, 3, 4, 5]], [1], [[0] * 5], [0.9])
     (drafter.request,) = served = make_requests([(9,)], 5)
-    found = serve([FakePart(1, True)], drafter, Options(draft=1), served)
+    found = serve([FakePart(1, True)], drafter, Options(gamma=1), served)
     assert served[0].output_ids == [1, 2, 3, 4, 5] and len(found.drafted) == 1
 
 
@@ -140,7 +140,7 @@ def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
 
     parts = [FakePart(1, False, computed=at_first), FakePart(1, True, wait=at_last)]
     first, again = (make_requests([(9,)], num_new) for num_new in (1, 4))
-    found = serve(parts, always(-1, [1]), Options(draft=1), again, board=board, before=first)
+    found = serve(parts, always(-1, [1]), Options(gamma=1), again, board=board, before=first)
     assert found.first_run == 1 and again[0].output_ids == [1, 2, 3, 4]
     assert board.is_cancelled(3) and not board.is_cancelled(2)
 

@@ -103,7 +103,7 @@ def make_drafter(name: str, lanes: int) -> Drafter:
 def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str) -> None:
     served = requests()
     parts = [ModelPart(make_runner(part, lanes, MAX_TOKENS)) for part in divide(target(), 3)]
-    options = Options(mode=mode, draft=3, pa=0.1, lanes=lanes)
+    options = Options(mode=mode, gamma=3, pa=0.1, lanes=lanes)
     found = serve(parts, make_drafter(drafter, lanes), options, served, CHUNK)
     assert [request.output_ids for request in served] == one_process()
     counts = found.scheduler.counts
@@ -129,7 +129,7 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
     """No end token, after which the target's tokens are not known."""
     served = make_requests(random_prompts(LENGTHS, 97), NEW)
     parts = [ModelPart(make_runner(part, 2, MAX_TOKENS)) for part in divide(target(), 2)]
-    options = Options(mode="sync", draft=3, pa=0.0, lanes=2)
+    options = Options(mode="sync", gamma=3, pa=0.0, lanes=2)
     found = serve(parts, make_drafter(f"self {policy}", 2), options, served, CHUNK)
     counts = found.scheduler.counts
     assert counts.drafted > counts.accepted > 0 or policy == "full"
@@ -152,7 +152,7 @@ def test_sampled_tokens_are_those_of_one_process(mode: str, np: int, drafter: st
     """The same noise chooses them, whatever is drafted. If the target drafts for itself, every
     first candidate is right."""
     served, sampling = requests(SAMPLED), CoupledSampling(SAMPLED)
-    options = Options(mode=mode, draft=3, pa=0.05, ps=0.02, np=np, lanes=2)
+    options = Options(mode=mode, gamma=3, pa=0.05, ps=0.02, np=np, lanes=2)
     num_cells = MAX_TOKENS + options.spare_cells
     parts = [ModelPart(make_runner(part, 2, num_cells), sampling) for part in divide(target(), 2)]
     drafts: Drafter = LookupDrafter()
@@ -176,7 +176,7 @@ def test_branches_and_tokens_that_are_launched_twice_have_cells_of_their_own(
 ) -> None:
     """Spare cells hold branches, and a committed path is moved home. Cells of a skipped run may
     hold anything."""
-    options = Options(draft=3, np=np, relaunch=relaunch, pa=0.05, ps=0.02, lanes=2)
+    options = Options(gamma=3, np=np, relaunch=relaunch, pa=0.05, ps=0.02, lanes=2)
     num_cells = MAX_TOKENS + options.spare_cells
     parts = [
         ModelPart(make_runner(part, 2, num_cells, make_backend(backend)))
@@ -265,7 +265,7 @@ def gated_round() -> tuple[Served, CancelBoard]:
         FakePart(4, True, wait=at_last),
     ]
     drafter = ScriptedDrafter([[1, 2, 3, 4, 5]], [1], [[-1] * 5], [0.9])
-    options = Options(draft=1, max_in_flight=3)
+    options = Options(gamma=1, max_in_flight=3)
     served = make_requests([(9,)], 5)
     found = serve(parts, drafter, options, served, board=board)
     assert served[0].output_ids == [1, 2, 3, 4, 5]
@@ -286,7 +286,7 @@ def test_a_cancelled_run_skips_exactly_the_layers_that_are_left() -> None:
 def test_right_drafts_are_never_cancelled() -> None:
     drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9])
     served = make_requests([(9,)], 29)
-    found = serve([FakePart(4, i == 2) for i in range(3)], drafter, Options(draft=2), served)
+    found = serve([FakePart(4, i == 2) for i in range(3)], drafter, Options(gamma=2), served)
     counts = found.scheduler.counts
     assert counts.invalid_runs == counts.superfluous_runs == 0
     assert all(span.value == 4 for stage in found.stages for span in stage)
@@ -315,7 +315,7 @@ def test_it_is_asynchronous(mode: str, expected: bool) -> None:
     """The stages and the drafter sleep, so that this needs no cores."""
     drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9], 0.002)
     parts = [EmulatedPart(2, 0.01, i == 2) for i in range(3)]
-    found = serve(parts, drafter, Options(mode=mode, draft=2), make_requests([(9,)], 29))
+    found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
 
 

@@ -35,7 +35,7 @@ def random_options(chooser: random.Random) -> Options:
         ps=choose([0.05, 0.2]),
         pr=choose([0, 0, 0.1, 0.4]),
         pd=choose([0, 0, 0.05]),
-        draft=chooser.randint(1, 5),
+        gamma=chooser.randint(1, 5),
         np=choose([1, 1, 2, 3, 4]),
         recovery=choose(["acceptance", "attempt"]),
         relaunch=choose([True, False]),
@@ -179,7 +179,7 @@ def test_an_always_wrong_draft_is_cancelled_inside_the_stage_where_it_is() -> No
     drafts, of one token each, are launched at 19, 22, 25, 28 and 31. They begin at the first stage
     at 20, 24, 28, 32 and 36. At 32 the first draft turns out to be wrong. The stages know it at
     32.5, when each of them is in its first layer of one of these runs, which it finishes."""
-    scheduler, trace = scripted(0.0, FOUR_STAGES, Options(draft=1), 12)
+    scheduler, trace = scripted(0.0, FOUR_STAGES, Options(gamma=1), 12)
     layers = {flight.launch.run: flight.layers for flight in trace.flights}
     assert layers[0] == layers[1] == [4, 4, 4, 4]
     assert layers[2] == [4, 4, 4, 1]
@@ -198,14 +198,14 @@ def test_an_always_wrong_draft_is_cancelled_inside_the_stage_where_it_is() -> No
 
 
 def test_nothing_of_an_always_right_draft_is_cancelled() -> None:
-    scheduler, trace = scripted(1.0, FOUR_STAGES, Options(draft=2), 40)
+    scheduler, trace = scripted(1.0, FOUR_STAGES, Options(gamma=2), 40)
     assert not trace.cancelled and scheduler.counts.speculative_runs > 15
     assert all(flight.layers == [4, 4, 4, 4] for flight in trace.flights)
     assert scheduler.counts.accepted == scheduler.counts.drafted
     # No token is launched twice, unless as in the original.
     rows = sum(flight.launch.num_rows for flight in trace.flights)
     assert rows == 40
-    again, trace = scripted(1.0, FOUR_STAGES, Options(draft=2, relaunch=True), 40)
+    again, trace = scripted(1.0, FOUR_STAGES, Options(gamma=2, relaunch=True), 40)
     assert sum(flight.launch.num_rows for flight in trace.flights) > 40
     assert again.counts.superfluous_runs > 0
     assert again.counts.accepted < 40, "a token that was drafted twice is accepted once"
@@ -217,7 +217,7 @@ def test_runs_are_launched_before_the_first_result_only_if_asynchronous() -> Non
 
 
 def max_in_flight(mode: str) -> int:
-    _, trace = scripted(0.7, FOUR_STAGES, Options(mode=mode, draft=2), 20)
+    _, trace = scripted(0.7, FOUR_STAGES, Options(mode=mode, gamma=2), 20)
     launched = [flight.launched_s for flight in trace.flights]
     return max(
         sum(flight.launched_s <= at < flight.home_s for flight in trace.flights) for at in launched
@@ -227,5 +227,5 @@ def max_in_flight(mode: str) -> int:
 def test_there_is_always_a_run_of_the_newest_token() -> None:
     """At acceptance 0 decoding is as fast as without drafts, but for a layer that is finished."""
     plain = scripted(0.0, FOUR_STAGES, Options(mode="iterative"), 20)[1]
-    wrong = scripted(0.0, FOUR_STAGES, Options(draft=2), 20)[1]
+    wrong = scripted(0.0, FOUR_STAGES, Options(gamma=2), 20)[1]
     assert wrong.end_s <= plain.end_s * 1.1

@@ -109,7 +109,7 @@ def test_a_draft_of_its_own(run: Run) -> None:
     flags = f"{BY_HAND} --acceptance 0.8 --link 300 --link_latency_us 15 "
     itself = make(flags)
     assert itself.is_self_speculation and itself.draft is itself.target
-    names = "--model llama-2-7b-32k --draft_model llama-68m --tp 8 --draft_tp 2"
+    names = "--model llama-2-7b-32k --draft model:llama-68m --tp 8 --draft_tp 2"
     own = make(flags + names)
     assert (own.draft.config.name, own.draft.tp, own.target.tp) == ("llama-68m", 2, 8)
     assert not own.is_self_speculation
@@ -134,7 +134,7 @@ def test_int8_weights_halve_what_is_read(run: Run) -> None:
         )  # fmt: skip
     assert times["auto"] == times["bfloat16"]
     assert 0.5 < times["int8"] / times["auto"] < 0.505
-    draft = make(f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --draft_model llama-68m "
+    draft = make(f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --draft model:llama-68m "
                  "--draft_dtype int8")  # fmt: skip
     assert draft.draft.is_int8 and not draft.target.is_int8
 
@@ -239,7 +239,7 @@ def test_what_a_policy_does_before_the_first_step_costs() -> None:
     assert found["streaming_llm"].begin_s == 0.0
     for policy in ("snapkv", "verified", "retrieval"):
         assert 1.0 < found[policy].net_speedup(16) < steps.speedup, policy
-    own = make(f"{flags} --draft_model llama-68m").predict(8, 4096)
+    own = make(f"{flags} --draft model:llama-68m").predict(8, 4096)
     assert own.begin_s > 0 and own.net_speedup(16) < own.speedup
 
 
@@ -292,11 +292,18 @@ def test_some_budgets_of_records() -> None:
         ),
         (f"{BY_HAND} --acceptance 0.8,0.7 --max_gamma 3", "--max_gamma 3: --acceptance has 2"),
         (f"{BY_HAND} --acceptance 0.8 --model llama-9", "--model 'llama-9' is not known"),
-        (f"{BY_HAND} --acceptance 0.8 --draft_model x", "--draft_model 'x' is not known"),
+        (f"{BY_HAND} --acceptance 0.8 --draft model:x", "--draft 'x' is not known"),
         (f"{BY_HAND} --acceptance 0.8 --model gone.pth", "config.json does not exist"),
-        (f"{BY_HAND} --acceptance 0.8 --draft_model llama-68m", "a vocabulary of 32000"),
-        (f"{BY_HAND} --acceptance 0.8 --draft_tp 2", "--draft_tp is for --draft_model"),
-        (f"{BY_HAND} --acceptance 0.8 --draft_dtype int8", "--draft_dtype is for --draft_model"),
+        (f"{BY_HAND} --acceptance 0.8 --draft model:llama-68m", "a vocabulary of 32000"),
+        (
+            f"{BY_HAND} --acceptance 0.8 --draft ngram",
+            "--draft ngram is not known; choose from self",
+        ),
+        (f"{BY_HAND} --acceptance 0.8 --draft_tp 2", "--draft_tp is for --draft model:NAME"),
+        (
+            f"{BY_HAND} --acceptance 0.8 --draft_dtype int8",
+            "--draft_dtype is for --draft model:NAME",
+        ),
         (f"{BY_HAND} --acceptance 0.8 --target_dtype float32", "--target_dtype float32: weights"),
         (f"{BY_HAND} --acceptance 0.8 --tp 3", "--tp 3 does not divide the 4 attention heads"),
         (f"{BY_HAND} --acceptance 0.8 --tp 2", "--tp above 1 needs the cost of an all-reduce"),

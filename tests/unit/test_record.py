@@ -336,7 +336,7 @@ def test_what_is_not_a_number_is_neither_written_nor_read(tmp_path: Path, value:
     [
         ('{"cut of', "not a JSON record"),
         ('{"schema_version": 1, "speedup": 1e400}', "not a JSON record (1e400 is too large)"),
-        ("[1]", "schema_version is None, this program reads 1"),
+        ("[1]", "not a record; it is not an object"),
         ("{}", "schema_version is None"),
         ('{"schema_version": 2}', "schema_version is 2, this program reads 1"),
         ('{"schema_version": 1, "status": "ok"}', "not a record; it has no config"),

@@ -142,14 +142,14 @@ def test_pairs_of_pipeinfer_take_the_settings_of_its_script(tmp_path: Path) -> N
     assert len({(s.model, s.draft) for s in settings}) == 6  # type: ignore[attr-defined]
     for setting in settings:
         flags = flags_of(setting.command())
-        assert "/" in flags["--model"] and flags["--drafter"].startswith("model:")
+        assert "/" in flags["--model"] and flags["--draft"].startswith("model:")
         stages = flags["--layer_split"].partition("/")[0].split(",")
         assert int(flags["--nproc"]) == len(stages) + 1 == setting.num_hosts == 8
-        assert (flags["--draft"], flags["--np"], flags["--output_len"]) == ("3", "3", "128")
+        assert (flags["--gamma"], flags["--np"], flags["--gen_len"]) == ("3", "3", "128")
         make_layout(flags["--layer_split"], 8, 80)
     assert [flags_of(s.command())["--pa"] for s in settings[:3]] == ["0.1", "0.5", "0.1"]
     small = settings[1].at_demo_size()
-    assert flags_of(small.command())["--drafter"] == "ngram" and small.num_hosts == 1
+    assert flags_of(small.command())["--draft"] == "ngram" and small.num_hosts == 1
     speeds = {"iterative": 5.0, "sync": 10.0, "async": 15.0}
     lines = [{"name": n, "metrics": {"request_tokens_per_s": x}} for n, x in speeds.items()]
     (tmp_path / "records").write_text("\n".join(map(json.dumps, lines)))

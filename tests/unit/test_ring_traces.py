@@ -114,10 +114,10 @@ def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) ->
     later, _ = panels_of(late, 100.0, 23.5, 80.0)
     assert (later.begin_s, later.end_s) == (23.5, 80.0) and len(later.bars) < len(stages.bars)
     path = tmp_path / "new" / "chart.png"
-    draw_ring("--gantt", path, replace(trace, clock_error_s=0.01), None)
+    draw_ring("--plot", path, replace(trace, clock_error_s=0.01), None)
     assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="--gantt: 80 rows are too many to draw; at most 64"):
-        draw_ring("--gantt", path, make_trace(80), 1e9)
+    with pytest.raises(ValueError, match="--plot: 80 rows are too many to draw; at most 64"):
+        draw_ring("--plot", path, make_trace(80), 1e9)
 
 
 def test_a_stage_between_others_has_a_span_from_taking_to_sending() -> None:
@@ -130,7 +130,7 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending() -> None:
 
 
 def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
-    curves = Curves("--plots", tmp_path / "plots", "/some/where/TinyLlama-1.1B/", 2)
+    curves = Curves("--curves", tmp_path / "plots", "/some/where/TinyLlama-1.1B/", 2)
     requests = make_requests([(5,)] * 2, 2)
     for request, times in zip(requests, ([10.5, 12.0], [10.75, 11.0]), strict=True):
         request.token_times_s = list(times)
@@ -148,7 +148,7 @@ def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
     curves.draw()
     assert curves.plot.read_bytes().startswith(b"\x89PNG")
     curves.samples_path(12).unlink()
-    with pytest.raises(ValueError, match=r"--plots .*12nodes.* cannot be read"):
+    with pytest.raises(ValueError, match=r"--curves .*12nodes.* cannot be read"):
         curves.draw()
 
 
@@ -162,7 +162,7 @@ def test_memory_of_ranks_is_sampled_and_drawn(tmp_path: Path) -> None:
     assert threading.active_count() == before, "the thread ends with the block"
     times_s, sizes = sampler.samples[::2], sampler.samples[1::2]
     assert list(times_s) == sorted(times_s) and max(sizes) - sizes[0] > 0.9 * len(held)
-    curves = MemoryCurves(Curves("--plots", tmp_path, "demo", 2))
+    curves = MemoryCurves(Curves("--curves", tmp_path, "demo", 2))
     ranks = [torch.tensor([[9.0, 2e6], [11.0, 3.5e6]]), torch.tensor([[9.5, 1e6]])]
     for num_nodes in (1, 2):
         curves.write(num_nodes, ranks[:num_nodes], 10.0)

@@ -35,7 +35,7 @@ def run(
 ) -> Measured:
     ranks = draw_ranks([acceptance], gen_len, seed=1)
     work = Work(ranks, (1.0,), gen_len, ring_requests=ring_requests)
-    return run_mode(mode, machine, options or Options(draft=4), work)[1]
+    return run_mode(mode, machine, options or Options(gamma=4), work)[1]
 
 
 def test_plain_decoding_takes_all_stages_and_links_for_each_token() -> None:
@@ -62,14 +62,14 @@ def test_a_round_of_the_ring_is_as_long_as_the_formula(
 
 @pytest.mark.parametrize("draft", [1, 4, 8])
 def test_a_right_draft_makes_synchronous_steps_as_long_as_the_formula(draft: int) -> None:
-    found = run("sync", options=Options(draft=draft), gen_len=1 + 6 * (draft + 1))
+    found = run("sync", options=Options(gamma=draft), gen_len=1 + 6 * (draft + 1))
     assert found.tokens_per_s == pytest.approx((draft + 1) / (0.004 * draft + ROUND_S))
 
 
 @pytest.mark.parametrize("draft", [1, 4, 8])
 def test_a_right_draft_fills_the_pipeline(draft: int) -> None:
     """A microbatch comes home every time that the slower of stage and drafter needs."""
-    found = run("async", options=Options(draft=draft), gen_len=100 * draft)
+    found = run("async", options=Options(gamma=draft), gen_len=100 * draft)
     assert found.tokens_per_s == pytest.approx(draft / max(0.02, 0.004 * draft), rel=0.05)
     assert found.invalid_runs == found.superfluous_runs == found.layers_skipped == 0
 
@@ -94,7 +94,7 @@ def test_it_pays() -> None:
 
 @pytest.mark.parametrize("draft", [1, 2, 4, 8])
 def test_a_wrong_draft_costs_little(draft: int) -> None:
-    wrong = run("async", acceptance=0.0, options=Options(draft=draft))
+    wrong = run("async", acceptance=0.0, options=Options(gamma=draft))
     assert wrong.tokens_per_s >= 0.9 / ROUND_S
     assert wrong.useful == pytest.approx(20 / 84, rel=0.1)
 
@@ -109,7 +109,7 @@ def test_nothing_is_cancelled_later_than_the_layer_that_runs() -> None:
 
 
 def test_launching_tokens_twice_yields_no_more() -> None:
-    options = Options(draft=4, relaunch=True)
+    options = Options(gamma=4, relaunch=True)
     chance = conditional_rate(0.8, 4)
     again, once = run("async", FOUR, chance, options), run("async", FOUR, chance)
     assert again.superfluous_runs > once.superfluous_runs == 0
@@ -128,7 +128,7 @@ def test_recorded_counts_are_replayed() -> None:
 def test_times_between_tokens_are_defined_as_in_records() -> None:
     """Interpolated, as numpy does it. Synchronous speculation commits several tokens at a time."""
     work = Work([0] * 12, (1.0,), 12)
-    trace, found = run_mode("sync", FOUR, Options(draft=4), work)
+    trace, found = run_mode("sync", FOUR, Options(gamma=4), work)
     times_ms = [1e3 * at_s for at_s, commit in trace.commits for _ in commit.tokens]
     itl_ms = np.diff(times_ms)
     assert found.mean_itl_ms == pytest.approx(itl_ms.mean())
@@ -170,7 +170,7 @@ def test_the_command_prints_draws_and_records(
 ) -> None:
     out, chart = tmp_path / "new" / "out.jsonl", tmp_path / "chart.png"
     words = ("--gen_len", 40, "--np", 2, "--conditional_acceptance", 0.7, 0.2)
-    assert simulate(monkeypatch, *words, "--out", out, "--gantt", chart) == 0
+    assert simulate(monkeypatch, *words, "--out", out, "--plot", chart) == 0
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed)) <= 80
     rows = {line.split()[0]: line.split() for line in printed if line[:10].strip() in MODES}
@@ -222,9 +222,9 @@ def test_a_file_of_records_is_replayed(
         (("--link_ms", "-1"), "--link_ms -1"),
         (("--link_gbit", "0"), "--link_gbit 0"),
         (("--pa", "2"), "--pa 2"),
-        (("--gantt_ms", "5"), "--gantt_ms does nothing"),
-        (("--gantt", "g.bmp"), "--gantt g.bmp: the name must end in .png or .svg or .pdf"),
-        (("--stages", "2", "4", "--gantt", "chart.png"), "--gantt is for one cluster"),
+        (("--plot_ms", "5"), "--plot_ms does nothing"),
+        (("--plot", "g.bmp"), "--plot g.bmp: the name must end in .png or .svg or .pdf"),
+        (("--stages", "2", "4", "--plot", "chart.png"), "--plot is for one cluster"),
         (("--modes", "pipeline"), "--modes"),
     ],
 )

@@ -57,15 +57,15 @@ def test_a_directory_that_cannot_be_written_to_is_refused(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    check_directory("--plots", tmp_path)
-    check_directory("--plots", tmp_path / "new" / "er")
-    with pytest.raises(ValueError, match=f"--plots {file} is not a directory; name one"):
-        check_directory("--plots", file)
-    with pytest.raises(ValueError, match=f"--plots {file}/new: no file can be made in {file}"):
-        check_directory("--plots", file / "new")
+    check_directory("--curves", tmp_path)
+    check_directory("--curves", tmp_path / "new" / "er")
+    with pytest.raises(ValueError, match=f"--curves {file} is not a directory; name one"):
+        check_directory("--curves", file)
+    with pytest.raises(ValueError, match=f"--curves {file}/new: no file can be made in {file}"):
+        check_directory("--curves", file / "new")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ValueError, match=f"--plots .*/new: no file can be made in {tmp_path};"):
-        check_directory("--plots", tmp_path / "new")
+    with pytest.raises(ValueError, match=f"--curves .*/new: no file can be made in {tmp_path};"):
+        check_directory("--curves", tmp_path / "new")
 
 
 def test_a_line_that_is_written_in_parts_is_whole(

@@ -4,6 +4,7 @@ torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.names import load_named
-from magicdec.records.reading import kind_of, make_parser, read_lines
+from magicdec.records.reading import make_parser, read_lines
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,13 @@ KINDS = {  # by the key `kind` of a record
 }
 
 
-def find_kind(paths: Sequence[Path]) -> Kind | None:
-    """The kind of the records in these files, by the first of each; None for records of runs.
-    Raises ValueError, one line, if a file cannot be read, or if the kinds differ."""
-    found = {path: next(read_lines(path, kind_of, most=1), None) for path in paths}
-    names = {kind if kind in KINDS else None for kind in found.values()}
-    if len(names) > 1:
-        said = ", ".join(f"{path} of {kind or 'runs'}" for path, kind in found.items())
-        raise ValueError(f"the files have records of several kinds: {said}; give them one by one")
-    name = names.pop()
-    return None if name is None else KINDS[name]
-
-
 def read_commands(kind: Kind, paths: Sequence[Path], is_strict: bool) -> Iterator[list[Any]]:
-    """The records of each command: those that follow each other in a file and have one command
-    line and one start. Raises ValueError as `read_lines` does."""
-    parse = make_parser(load(kind.record))
+    """The records of each command of this kind: those that follow each other in a file and have one
+    command line and one start. Records of other kinds are left out. Raises ValueError as
+    `read_lines` does."""
+    parse, others = make_parser(load(kind.record)), Counter[str]()
     for path in paths:
-        records = read_lines(path, parse, is_strict)
+        records = read_lines(path, parse, is_strict, others)
         for _, group in groupby(records, lambda r: (r.environment.time_utc, r.environment.argv)):
             yield list(group)
 

@@ -4,6 +4,7 @@ what runs left behind. Imports no torch."""
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,14 +27,14 @@ def add_record_files(parser: argparse.ArgumentParser, also: str = "") -> None:
 
 
 def read_files(
-    args: argparse.Namespace, can_be_empty: bool = False
+    args: argparse.Namespace, can_be_empty: bool = False, others: Counter[str] | None = None
 ) -> Iterator[tuple[Path, RunRecord]]:
-    """Each record of the files with its file, one after the other. Raises ValueError, one line, if
-    a file cannot be read or holds something else, and if there is no record, unless
-    `can_be_empty`."""
+    """Each record of a run in the files with its file, one after the other. Records of other kinds
+    are counted in `others`, as by `read_lines`. Raises ValueError, one line, if a file cannot be
+    read or holds something else, and if there is no record, unless `can_be_empty`."""
     is_empty = not can_be_empty
     for path in args.files:
-        for record in read_records(path, args.strict):
+        for record in read_records(path, args.strict, others):
             is_empty = False
             yield path, record
     if is_empty:

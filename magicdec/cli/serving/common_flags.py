@@ -8,8 +8,8 @@ from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser
 from magicdec.workload.request_shapes import (
+    DEFAULT_GEN_LEN,
     DEFAULT_NUM_REQUESTS,
-    DEFAULT_OUTPUT_LEN,
     DEFAULT_PROMPT_LEN,
     FORMS,
 )
@@ -23,9 +23,9 @@ def add_requests(parser: Parser) -> None:
     )  # fmt: skip
     add("--prefix_len", metavar="LENGTH",
         help=f"prompt tokens of each request: {FORMS} [{DEFAULT_PROMPT_LEN}]")  # fmt: skip
-    add("--output_len", metavar="LENGTH", default=DEFAULT_OUTPUT_LEN,
+    add("--gen_len", metavar="LENGTH", default=DEFAULT_GEN_LEN,
         help=f"output tokens of each request, unless an end token ends it: {FORMS} "
-        f"[{DEFAULT_OUTPUT_LEN}]")  # fmt: skip
+        f"[{DEFAULT_GEN_LEN}]")  # fmt: skip
 
 
 def add_files(

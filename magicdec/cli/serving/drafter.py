@@ -1,4 +1,4 @@
-"""`--drafter` of `magicdec pipeline`: what it stands for in a run's config.
+"""`--draft` of `magicdec pipeline`: what it stands for in a run's config.
 
 A draft model and self-speculation are the same to the ranks: a whole model on the draft's ranks,
 with a KV cache of its own. Must not know how anything is drafted.
@@ -23,9 +23,9 @@ DEFAULT_DRAFTER = f"{MODEL_PREFIX}demo-draft"
 
 @dataclass(frozen=True)
 class NamedDrafter(DraftSection):
-    """The draft that `--drafter model:NAME` names."""
+    """The draft that `--draft model:NAME` names."""
 
-    model: str = option("demo-draft", "The draft.", "--drafter")
+    model: str = option("demo-draft", "The draft.", "--draft")
 
 
 def config_of_drafter(drafter: str) -> RunConfig:
@@ -33,7 +33,7 @@ def config_of_drafter(drafter: str) -> RunConfig:
     name = drafter.removeprefix(MODEL_PREFIX)
     is_named = name != drafter
     if not name or not (is_named or name in (SELF, NGRAM)):
-        raise ValueError(f"--drafter {drafter} is not known; choose from {DRAFTERS}")
+        raise ValueError(f"--draft {drafter} is not known; choose from {DRAFTERS}")
     draft = NamedDrafter(name) if is_named else NamedDrafter()
     kind = NGRAM if drafter == NGRAM else "model"
     return RunConfig(draft=draft, decoding=DecodingSection("speculative", kind))

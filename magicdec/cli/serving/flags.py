@@ -28,8 +28,8 @@ from magicdec.serving.options import WINDOWED, ServingOptions, check_modes
 from magicdec.serving.passes import DRAFTED, Pass, check_compactions, make_passes
 from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
 from magicdec.workload.request_shapes import (
+    DEFAULT_GEN_LEN,
     DEFAULT_NUM_REQUESTS,
-    DEFAULT_OUTPUT_LEN,
     DEFAULT_PROMPT_LEN,
     make_shapes,
 )
@@ -38,8 +38,8 @@ from magicdec.workload.request_shapes import FORMS as LENGTH_FORMS
 WINDOW_MS = 1000.0
 SWEPT = "poisson:1"  # what --sweep_rate stretches
 EVERYDAY = (
-    *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--output_len"),
-    *("--max_concurrency", "--prefill_tokens", "--modes", "--draft", "--temperature", "--goodput"),
+    *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--gen_len"),
+    *("--B", "--prefill_tokens", "--modes", "--draft", "--temperature", "--goodput"),
     *("--nproc", "--out"),
 )
 SECTIONS = {  # of a run's config, and which of its fields have a flag here
@@ -130,11 +130,11 @@ def options_of(args: argparse.Namespace, seed: int) -> ServingOptions:
     if args.window_ms is not None and WINDOWED not in args.modes:
         raise ValueError(f"--window_ms {args.window_ms} does nothing: --modes has no {WINDOWED}")
     arrival = parse_arrival(args.arrival)
-    shapes = make_shapes(arrival, args.num_requests, args.prefix_len, args.output_len, seed)
+    shapes = make_shapes(arrival, args.num_requests, args.prefix_len, args.gen_len, seed)
     window_ms = WINDOW_MS if args.window_ms is None else args.window_ms
     return ServingOptions(
         arrival=args.arrival,
-        output_len=None if arrival.trace else args.output_len or DEFAULT_OUTPUT_LEN,
+        gen_len=None if arrival.trace else args.gen_len or DEFAULT_GEN_LEN,
         max_concurrency=args.max_concurrency,
         prefill_tokens=args.prefill_tokens,
         window_ms=window_ms if WINDOWED in args.modes else None,
@@ -166,8 +166,8 @@ def build_parser(base: RunConfig) -> Parser:
         help="draw when each request waited, was prefilled and decoded, for each batching; with "
         "--sweep_rate, the rate served and times to first token at each rate; .png, .svg or .pdf",
     )  # fmt: skip
-    add("--out", type=Path, default=Path("results/serving.jsonl"), metavar="FILE",
-        help="append a record for each batching, one JSON line [results/serving.jsonl]",
+    add("--out", type=Path, default=Path("results/runs.jsonl"), metavar="FILE",
+        help="append a record for each batching, one JSON line [results/runs.jsonl]",
     )  # fmt: skip
     return parser
 
@@ -183,9 +183,9 @@ def add_requests(parser: Parser) -> None:
     add("--prefix_len", metavar="LENGTH",
         help=f"prompt tokens of each request: {LENGTH_FORMS} [{DEFAULT_PROMPT_LEN}; with a trace, "
         "its own]")  # fmt: skip
-    add("--output_len", metavar="LENGTH",
+    add("--gen_len", metavar="LENGTH",
         help=f"output tokens of each request, past any end token: {LENGTH_FORMS} "
-        f"[{DEFAULT_OUTPUT_LEN}; with a trace, its own]")  # fmt: skip
+        f"[{DEFAULT_GEN_LEN}; with a trace, its own]")  # fmt: skip
 
 
 def add_serving(parser: Parser) -> None:
@@ -200,7 +200,7 @@ def add_serving(parser: Parser) -> None:
         help=f"serve the requests once more, {DRAFTED}, with drafts by the model itself (self), by "
         f"a smaller model ({MODEL_PREFIX}NAME), or from the text so far (ngram) [{NONE}]",
     )  # fmt: skip
-    add("--max_concurrency", "--B", type=int, default=8, metavar="N",
+    add("--B", type=int, dest="max_concurrency", default=8, metavar="N",
         help="requests that are prefilled or decoded together at most [8]")  # fmt: skip
     add("--prefill_tokens", type=int, default=512, metavar="N",
         help="prompt tokens that a step prefills at most, beside its decoding [512]")  # fmt: skip

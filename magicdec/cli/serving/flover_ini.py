@@ -142,7 +142,7 @@ def model_words(file: IniFile, own: dict[str, Entry], given: Callable[[str], boo
     section, runtime = file.sections[MODEL], file.sections[RUNTIME]
     model = own.get("model_dir") or section.get("model_dir") or section["model_type"]
     words = ["--model", model.text]
-    words += ["--max_concurrency", str(section["max_concurrency"].integer(1))]
+    words += ["--B", str(section["max_concurrency"].integer(1))]
     words += ["--num_requests", str(section["max_concurrency"].integer(1))]
     if "tensor_para_size" in section:
         words += ["--nproc", str(section["tensor_para_size"].integer(1))]
@@ -170,7 +170,7 @@ def length_words(file: IniFile) -> list[str]:
             raise entry.refuse(f"max_seq_len {total.text} has room for {most} after the prompt")
         most = entry.integer(1)
     shuffles = file.sections[RUNTIME].get("use_mem_shuffle")
-    words = ["--prefix_len", str(prompt), "--output_len"]
+    words = ["--prefix_len", str(prompt), "--gen_len"]
     if shuffles is None:
         return [*words, str(most)]
     length, compaction = str(most), "none"

@@ -1,7 +1,7 @@
 """`magicdec inflight`: requests that arrive over time, served one after the other, in static and
 dynamic batches, and in flight.
 
-    magicdec inflight --num_requests 32 --arrival poisson:100 --output_len uniform:16:128
+    magicdec inflight --num_requests 32 --arrival poisson:100 --gen_len uniform:16:128
     magicdec inflight --arrival trace:requests.jsonl --modes static inflight --goodput ttft:500
 
 Owns the steps of the command and its files. `flags` has its flags. Heavy imports happen after the

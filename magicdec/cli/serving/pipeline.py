@@ -1,7 +1,7 @@
 """`magicdec pipeline`: pipelined speculation on ranks that hold a model's layers (Butler et al.
 2024, PipeInfer), beside synchronous speculation and plain decoding on the same stages.
 
-    magicdec pipeline --nproc 3 --layer_split 0.5,0.5/1.0 --mode iterative sync async
+    magicdec pipeline --nproc 3 --layer_split 0.5,0.5/1.0 --modes sequential sync async
     torchrun --nproc_per_node 2 tests/pipeline_benchmark.py --layer_split 0,1.0/head
 
 Owns the flags of the command and its steps. Heavy imports happen after the flags are read.
@@ -38,6 +38,7 @@ from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.watching.watch import watch_ranks
+from magicdec.names import SEQUENTIAL
 from magicdec.pipelined_run.options import SpeculationOptions, read_modes
 from magicdec.pipelined_run.spans import trace_events
 from magicdec.pipelined_speculation.options import MODES
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
     from magicdec.pipelined_run.measured.measure import Traces
 
 EVERYDAY = (
-    *("--model", "--drafter", "--dataset", "--layer_split", "--mode", "--draft", "--pa"),
-    *("--num_requests", "--prefix_len", "--output_len", "--temperature", "--nproc", "--plot"),
+    *("--model", "--draft", "--dataset", "--layer_split", "--modes", "--gamma", "--pa"),
+    *("--num_requests", "--prefix_len", "--gen_len", "--temperature", "--nproc", "--plot"),
     *("--trace", "--out"),
 )
 SECTIONS = {  # of a run's config, and which of its fields have a flag here
@@ -79,9 +80,9 @@ EMULATION = (  # (flag, metavar, help text)
     ("emulate_link_ms", "MS", "messages and cancellations arrive later by so much. Default: as "
      "fast as the link is"),
     ("emulate_draft_ms", "MS", "a step of the emulated drafter takes so long. Default: no time"),
-    ("emulate_acceptance", "A", "in place of --drafter: each drafted token is what the target "
+    ("emulate_acceptance", "A", "in place of --draft: each drafted token is what the target "
      "writes with this probability, which needs the baseline or emulated stages. Default: "
-     "--drafter drafts"),
+     "--draft drafts"),
 )  # fmt: skip
 
 
@@ -143,15 +144,15 @@ def write_trace(path: Path, traces: Traces, layout: Layout) -> None:
 
 def parse(argv: Sequence[str], launch: Launch) -> Asked:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
-    base = config_of_drafter(last_value(argv, "--drafter") or DEFAULT_DRAFTER)
+    base = config_of_drafter(last_value(argv, "--draft") or DEFAULT_DRAFTER)
     parser = build_parser(base)
     args, given = parser.read(argv)
-    config = settle_draft(read_sections(base, args), args.drafter)
-    modes = read_modes(args.mode)
+    config = settle_draft(read_sections(base, args), args.draft)
+    has_baseline, modes = read_modes(args.modes)
     if args.emulate_acceptance is not None:
         config = without_model(config, parser, given, "--emulate_acceptance drafts")
     elif set(modes) == {"iterative"}:
-        config = without_model(config, parser, given, "--mode iterative drafts nothing")
+        config = without_model(config, parser, given, "--modes iterative drafts nothing")
     config.check(find_world_size(config.parallel.nproc, launch))
     refuse_ignored(config, parser, given)
     if args.emulate_stage_ms is not None and config.sampling.temperature > 0:
@@ -161,15 +162,15 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         )
     if args.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
         config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
-    lengths = args.num_requests, args.prefix_len, args.output_len
+    lengths = args.num_requests, args.prefix_len, args.gen_len
     shapes = make_shapes(Arrival(BURST), *lengths, config.workload.seed)
     options = SpeculationOptions(
         layer_split=args.layer_split,
         modes=modes,
-        drafter=args.drafter,
+        draft=args.draft,
         speculation=replace(make_options(args), lanes=args.lanes),
-        has_baseline=not args.no_baseline,
-        output_len=args.output_len,
+        has_baseline=has_baseline,
+        gen_len=args.gen_len,
         shapes=tuple(shapes),
         machine=args.machine,
         **{name: getattr(args, name) for name, _, _ in EMULATION},
@@ -197,7 +198,7 @@ def build_parser(base: RunConfig) -> Parser:
     add = parser.add_argument_group("emulation").add_argument
     for name, metavar, text in EMULATION:
         add(f"--{name}", type=float, metavar=metavar, help=text)
-    add_files(parser, "results/speculation.jsonl", FILES)
+    add_files(parser, "results/runs.jsonl", FILES)
     return parser
 
 
@@ -213,13 +214,13 @@ def add_pipeline(parser: Parser) -> None:
     add("--machine", type=Path, metavar="FILE",
         help="the file that `magicdec probe` wrote with as many ranks: --layer_split auto takes "
         "its times from there. Default: it measures them")  # fmt: skip
-    add("--mode", nargs="+", default=["async"], metavar="NAME",
-        help=f"ways to decode, of {', '.join(MODES)} [async]")  # fmt: skip
-    add("--drafter", default=DEFAULT_DRAFTER, metavar="NAME",
+    add("--modes", nargs="+", default=[SEQUENTIAL, "async"], metavar="NAME",
+        help=f"ways to decode, of {', '.join((SEQUENTIAL, *MODES))}. {SEQUENTIAL} is one process "
+        "that decodes one request after the other; the tokens of the others are compared with its "
+        f"tokens, and are not checked without it [{SEQUENTIAL} async]")  # fmt: skip
+    add("--draft", default=DEFAULT_DRAFTER, metavar="NAME",
         help=f"what drafts, of {DRAFTERS}: a smaller model, the whole target on the draft's ranks, "
         "or a lookup in the text. The first two read what --kv_policy says of a KV cache of their "
         f"own [{DEFAULT_DRAFTER}]")  # fmt: skip
     add("--lanes", type=int, default=1, metavar="N",
         help="requests at the same time; the others wait [1]")  # fmt: skip
-    add("--no_baseline", action="store_true",
-        help="do not decode in one process first; the tokens are then not checked")  # fmt: skip

@@ -1,7 +1,7 @@
 """`magicdec recurrent`: samples that circulate through a pipeline of stages, each on a rank of its
 own (recurrent pipeline parallelism), beside one process and tensor parallelism.
 
-    magicdec recurrent --nproc 2 --n_samples 4 --prefix_len 512 --output_len 64
+    magicdec recurrent --nproc 2 --n_samples 4 --prefix_len 512 --gen_len 64
     torchrun --nproc_per_node 3 tests/recurrent_benchmark.py --layer_split 0.25,0.25,0.5
 
 Owns the flags of the command and its steps. Heavy imports happen after the flags are read.
@@ -31,11 +31,10 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.watching.watch import watch_ranks
 from magicdec.pipeline.options import (
-    BASELINES,
-    NO_BASELINES,
+    MODES,
     NO_DRAFT,
     RingOptions,
-    read_baselines,
+    read_modes,
 )
 from magicdec.workload.arrivals import BURST, Arrival
 from magicdec.workload.request_shapes import make_shapes
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 EVERYDAY = (
     *("--model", "--dataset", "--layer_split", "--n_samples", "--B", "--num_requests"),
-    *("--prefix_len", "--output_len", "--baselines", "--draft", "--temperature", "--nproc"),
+    *("--prefix_len", "--gen_len", "--modes", "--draft", "--temperature", "--nproc"),
     "--out",
 )
 SECTIONS = {  # of a run's config, and which of its fields have a flag here
@@ -132,7 +131,7 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
     world_size = find_world_size(config.parallel.nproc, launch)
     config.check(world_size)
     refuse_ignored(config, parser, given)
-    lengths = args.num_requests, args.prefix_len, args.output_len
+    lengths = args.num_requests, args.prefix_len, args.gen_len
     shapes = make_shapes(Arrival(BURST), *lengths, config.workload.seed)
     options = RingOptions(
         layer_split=args.layer_split,
@@ -140,16 +139,16 @@ def parse(argv: Sequence[str], launch: Launch) -> Asked:
         lane_size=args.lane_size,
         n_samples=args.n_samples,
         prefill_tokens=args.prefill_tokens,
-        output_len=args.output_len,
-        baselines=read_baselines(args.baselines, world_size, args.emulate_stage_ms is not None),
+        gen_len=args.gen_len,
+        baselines=read_modes(args.modes, world_size, args.emulate_stage_ms is not None),
         shapes=tuple(shapes),
         emulate_stage_ms=args.emulate_stage_ms,
         emulate_link_ms=args.emulate_link_ms,
         emulate_link_mbps=args.emulate_link_mbps,
-        has_spans=args.gantt is not None,
+        has_spans=args.plot is not None,
         pad_stage_ms=args.pad_stage_ms,
         draft=args.draft,
-        has_memory=args.plots is not None,
+        has_memory=args.curves is not None,
     )
     return Asked(config, options, args.out, read_outputs(args, launch.rank == 0))
 
@@ -188,10 +187,10 @@ def add_pipeline(parser: Parser) -> None:
     add("--prefill_tokens", type=int, metavar="N",
         help="prompt tokens that a step of a message's samples prefills at most. Default: "
         "--prefill_chunk for each stage")  # fmt: skip
-    add("--baselines", nargs="+", metavar="NAME",
-        help=f"what to measure beside the ring, of {', '.join(BASELINES)}; the tokens of the first "
-        f"are the reference. {NO_BASELINES}: nothing, and the tokens are not checked. Default: "
-        "all; on one rank the first two")  # fmt: skip
+    add("--modes", nargs="+", metavar="NAME",
+        help=f"ways to serve the requests, of {', '.join(MODES)}; the tokens of the first are the "
+        "reference, and those of the ring alone are not checked. Default: all; on one rank without "
+        "tensor_parallel, and with --emulate_stage_ms the ring alone")  # fmt: skip
     add("--draft", default=NO_DRAFT, metavar="DRAFT",
         help="serve the requests once more by the ring, whose messages then carry --gamma draft "
         f"tokens of each sample, by a smaller model on the first rank ({MODEL_PREFIX}NAME) or from "

@@ -12,11 +12,18 @@ from magicdec.simulator.modes import MODES
 
 def check(args: argparse.Namespace, given: set[str]) -> None:
     """Raises ValueError, naming the flag, for values that cannot be and flags that do nothing."""
-    for name in ("layers", "row_bytes", "gen_len", "requests", "ring_requests", "acceptance_gamma"):
+    for name in (
+        "layers",
+        "row_bytes",
+        "gen_len",
+        "num_requests",
+        "ring_requests",
+        "acceptance_gamma",
+    ):
         _check_least(args, name, 1)
     for name in ("link_ms", "cancel_ms", "draft_ms", "row_cost", "all_reduce_ms", "prefill_ms"):
         _check_least(args, name, 0)
-    for name in ("model_ms", "link_gbit", "gantt_ms"):
+    for name in ("model_ms", "link_gbit", "plot_ms"):
         if (value := getattr(args, name)) is not None and not value > 0:
             raise ValueError(f"--{name} {value:g} is too small; it must be more than 0")
     if args.gen_len < 2:
@@ -32,11 +39,11 @@ def check(args: argparse.Namespace, given: set[str]) -> None:
         raise ValueError("--stage_ms does nothing with --model_ms; leave it out")
     if args.nodes is None and "all_reduce_ms" in given:
         raise ValueError("--all_reduce_ms does nothing without --nodes; leave it out")
-    if "gantt_ms" in given and args.gantt is None:
-        raise ValueError("--gantt_ms does nothing without --gantt; leave it out")
-    if args.gantt is not None:
-        check_picture("--gantt", args.gantt)
-    check_files({"--gantt": args.gantt, "--out": args.out})
+    if "plot_ms" in given and args.plot is None:
+        raise ValueError("--plot_ms does nothing without --plot; leave it out")
+    if args.plot is not None:
+        check_picture("--plot", args.plot)
+    check_files({"--plot": args.plot, "--out": args.out})
     args.modes = [mode for mode in MODES if mode in args.modes]
 
 

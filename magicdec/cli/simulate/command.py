@@ -31,7 +31,7 @@ SCHEMA_VERSION = 1
 BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
 WORK = (
     *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft_probs", "gen_len"),
-    *("requests", "ring_requests", "seed"),
+    *("num_requests", "ring_requests", "seed"),
 )
 CHART_STAGES = 40  # times the slowest stage: what a chart shows
 DEFAULT_STAGES, DEFAULT_STAGE_MS = 4, 20.0
@@ -91,11 +91,11 @@ def simulate(
 ) -> Simulated:
     """Simulate the modes on one machine, and draw what was asked for."""
     runs = {mode: run_mode(mode, machine, options, work) for mode in args.modes}
-    if args.gantt is not None:
+    if args.plot is not None:
         from magicdec.simulator.gantt import draw
 
-        shown = args.gantt_ms or 1e3 * CHART_STAGES * max(machine.stage_s)
-        draw("--gantt", args.gantt, {mode: trace for mode, (trace, _) in runs.items()}, shown / 1e3)
+        shown = args.plot_ms or 1e3 * CHART_STAGES * max(machine.stage_s)
+        draw("--plot", args.plot, {mode: trace for mode, (trace, _) in runs.items()}, shown / 1e3)
     return Simulated(nodes, machine, {mode: measured for mode, (_, measured) in runs.items()})
 
 
@@ -150,8 +150,8 @@ def make_machines(args: argparse.Namespace) -> list[tuple[int | None, Machine]]:
         machines: list[tuple[int | None, Machine]] = [*found]
     else:
         machines = [(None, _given_stages(base, count, args)) for count in _stage_counts(args)]
-    if args.gantt is not None and len(machines) > 1:
-        raise ValueError(f"--gantt is for one cluster, and these are {len(machines)}; leave it out")
+    if args.plot is not None and len(machines) > 1:
+        raise ValueError(f"--plot is for one cluster, and these are {len(machines)}; leave it out")
     return machines
 
 
@@ -178,9 +178,9 @@ def _given_stages(base: Machine, count: int, args: argparse.Namespace) -> Machin
 
 def make_work(args: argparse.Namespace) -> Work:
     """What is decoded. Raises ValueError for an acceptance that cannot be."""
-    length = args.gen_len * max(args.requests, 1)
+    length = args.gen_len * max(args.num_requests, 1)
     ranks = _ranks(args, length)
-    return Work(ranks, args.draft_probs, args.gen_len, args.requests, args.ring_requests)
+    return Work(ranks, args.draft_probs, args.gen_len, args.num_requests, args.ring_requests)
 
 
 def _ranks(args: argparse.Namespace, length: int) -> list[int]:

@@ -11,8 +11,8 @@ from magicdec.pipelined_speculation.options import RECOVERIES, Options
 from magicdec.simulator.modes import MODES
 
 EVERYDAY = (
-    *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--draft"),
-    *("--np", "--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--gantt"),
+    *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--gamma"),
+    *("--np", "--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--plot"),
     "--out",
 )
 # Flags with one number: (flag, type, default, help text), by group.
@@ -38,7 +38,7 @@ CLUSTER: Numbers = (
      "each layer needs"),
 )  # fmt: skip
 SPECULATION: Numbers = (
-    ("draft", int, Options.draft, "most tokens in the depth of a microbatch"),
+    ("gamma", int, Options.gamma, "most draft tokens in the depth of a microbatch"),
     ("np", int, Options.np, "most branches of a microbatch"),
     ("pa", float, Options.pa, "a branch stops when its best candidate is less probable than this"),
     (
@@ -65,7 +65,7 @@ WORKLOAD: Numbers = (
     ("acceptance_gamma", int, 4, "draft tokens in a step with which the rate of --acceptance was "
      "measured"),
     ("gen_len", int, 128, "output tokens of each request"),
-    ("requests", int, 1, "requests at the same time, except in the ring"),
+    ("num_requests", int, 1, "requests at the same time, except in the ring"),
     ("ring_requests", int, None, "requests at the same time in the ring; default: one for each "
      "stage"),
     ("seed", int, 0, "seed of the acceptance"),
@@ -136,10 +136,10 @@ def _add_workload(group: Any) -> None:
 def _add_output(group: Any) -> None:
     group.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, metavar="NAME",
         help=f"ways to decode, of {', '.join(MODES)} [all]")  # fmt: skip
-    group.add_argument("--gantt", type=Path, metavar="FILE",
+    group.add_argument("--plot", type=Path, metavar="FILE",
         help="draw what every stage computes when, in one cluster; .png, .svg or .pdf",
     )  # fmt: skip
-    group.add_argument("--gantt_ms", type=float, metavar="X",
+    group.add_argument("--plot_ms", type=float, metavar="X",
         help="how much time the chart shows, in ms; default: 40 times the slowest "
         "stage")  # fmt: skip
     group.add_argument("--out", type=Path, metavar="FILE",
@@ -154,7 +154,7 @@ def make_options(args: argparse.Namespace) -> Options:
         ps=args.ps,
         pr=args.pr,
         pd=args.pd,
-        draft=args.draft,
+        gamma=args.gamma,
         np=args.np,
         recovery=args.recovery,
         relaunch=args.relaunch,

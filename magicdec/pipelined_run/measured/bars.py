@@ -27,9 +27,9 @@ PANELS = (  # (metric, title, unit)
 )
 # Keys of `config.workload` that name a series where they differ, and what is said before a value.
 NAMED = {
-    "drafter": "",
+    "draft": "",
     "layer_split": "",
-    "draft": "draft ",
+    "gamma": "gamma ",
     "np": "np ",
     "emulate_acceptance": "acceptance ",
 }

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from magicdec.console import make_progress
 from magicdec.distributed.start import close_groups
+from magicdec.names import SEQUENTIAL
 from magicdec.pipeline.record import UNCHECKED
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.pipelined_run.measured.prediction import machine_of, predict_tokens_per_s
 from magicdec.pipelined_run.measured.record import SpeculationRecord
 from magicdec.pipelined_run.measured.use import Observed, PipelineUse, pipeline_use
-from magicdec.pipelined_run.options import BASELINE_PASS
 from magicdec.pipelined_run.passes import Outcome, Passes
 from magicdec.pipelined_run.prepare import PreparedPipeline
 from magicdec.pipelined_run.spans import Span
@@ -92,7 +92,7 @@ def make_record(
         config=kept | {"workload": asked},
         environment=environment,
         workload=prepared.run.describe_workload(),
-        reference=None if reference is None else BASELINE_PASS,
+        reference=None if reference is None else SEQUENTIAL,
         num_differing=num_differing,
         metrics=metrics,
         requests=describe_requests(outcome.requests, outcome.moves, begin_s),

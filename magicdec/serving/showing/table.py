@@ -18,7 +18,7 @@ def print_table(records: Sequence[ServingRecord]) -> None:
 
 def title(record: ServingRecord) -> str:
     model, w = record.config["model"], record.config["workload"]
-    output = "" if w["output_len"] is None else f", output length {w['output_len']}"
+    output = "" if w["gen_len"] is None else f", output length {w['gen_len']}"
     return (
         f"{model['model']} ({model['dtype']}), {record.workload.dataset}: {w['num_requests']} "
         f"requests, arrival {w['arrival']}{output}, max concurrency {w['max_concurrency']}"
