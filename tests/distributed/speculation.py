@@ -89,7 +89,7 @@ def served_requests(temperature: float) -> list[Request]:
 
 
 def options_of(case: Case, mode: str) -> Options:
-    return Options(mode=mode, draft=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
+    return Options(mode=mode, gamma=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
 
 
 def load(path: str, layers: range | None = None, shard: Shard = Shard()) -> Transformer:
