@@ -36,6 +36,7 @@ def speculation() -> PassSamples:
         decode_ms=[9.0],
         bytes_read=[[10**6, 10**6], [2 * 10**6, 10**6]],
         peak_memory_bytes=[[7, 8], [9, 10]],
+        threads=[[2, 1], [2, 1]],
     )
 
 
@@ -52,6 +53,7 @@ def baseline() -> PassSamples:
         decode_ms=[14.0] * 11,
         bytes_read=[[10**7], [10**7]],
         peak_memory_bytes=[[7], [8]],
+        threads=[[2, 1], [2, 1]],
     )
 
 

@@ -126,6 +126,12 @@ class SamplesRecord:
         null=LATER,
         is_later=True,
     )
+    threads: list[list[int]] | None = recorded(
+        "CPU threads that each rank computed with, as measured in the pass, by batch and rank; all "
+        "passes and batches have the same",
+        null="in older records",
+        is_later=True,
+    )
     answer_scores: list[float] | None = recorded(
         "answer score of each prompt",
         "0 to 1",
