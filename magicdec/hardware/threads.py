@@ -63,11 +63,11 @@ class ThreadCount:
 def num_threads() -> tuple[int, int]:
     """The number that native code takes from OpenMP, then PyTorch's. PyTorch sets that of OpenMP
     when a thread of Python asks it first; before, it is that of the environment."""
-    return _openmp_threads()(), torch.get_num_threads()
+    return openmp_threads()(), torch.get_num_threads()
 
 
 @cache
-def _openmp_threads() -> Callable[[], int]:
+def openmp_threads() -> Callable[[], int]:
     """OpenMP's function, or PyTorch's where no runtime of OpenMP is loaded."""
     share_openmp()
     function: Callable[[], int] = getattr(
@@ -77,10 +77,10 @@ def _openmp_threads() -> Callable[[], int]:
 
 
 def check_threads(name: str, ranks: Iterable[RankThreads]) -> list[int]:
-    """The measured threads of each rank in the pass of that name. Raises AssertionError, naming the
-    pass, the rank and the numbers, if they are not what its config says."""
+    """The measured threads in the pass of that name, in the order of ranks. Raises AssertionError,
+    naming the pass, the rank and the numbers, if they are not what the rank's config says."""
     threads = []
-    for rank, expected, fewest, most in ranks:
+    for rank, expected, fewest, most in sorted(ranks):
         if not fewest == expected == most:
             measured = str(most) if fewest == most else f"{fewest} to {most}"
             raise AssertionError(

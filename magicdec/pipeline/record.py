@@ -13,7 +13,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.workload import WorkloadRecord
 from magicdec.serving.metrics import ServingMetrics
-from magicdec.serving.record import EXACT_DTYPE, OF_RANKS, RequestRecord
+from magicdec.serving.record import EXACT_DTYPE, RequestRecord
 
 SCHEMA_VERSION = 1
 UNCHECKED = "unchecked"
@@ -40,7 +40,9 @@ class PassRecord:
     )
     environment: Environment = recorded("the machine, the software and the launch")
     threads: list[int] | None = recorded(
-        f"{OF_RANKS}; 0 for a rank that waited", null="in older records", is_later=True
+        "CPU threads as measured in this pass, in the order of all ranks; 0 for a rank that waited",
+        null="in older records",
+        is_later=True,
     )
     workload: WorkloadRecord = recorded("the prompts and the models")
     reference: str | None = recorded("the first pass of the command", null="if it is the only one")

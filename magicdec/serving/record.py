@@ -22,7 +22,6 @@ from magicdec.serving.metrics import ServingMetrics
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "differs", "diverged")
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens under every batching
-OF_RANKS = "CPU threads that each rank computed with in this pass, as measured there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,11 @@ class ServingRecord:
         "has `batching`, `compaction` and the flags of this command"
     )
     environment: Environment = recorded("the machine, the software and the launch")
-    threads: list[int] | None = recorded(OF_RANKS, null="in older records", is_later=True)
+    threads: list[int] | None = recorded(
+        "CPU threads as measured in this pass, in the order of ranks",
+        null="in older records",
+        is_later=True,
+    )
     workload: WorkloadRecord = recorded(
         "the prompts and the model; `prefix_len` is the length of the longest prompt"
     )

@@ -154,6 +154,22 @@ SAMPLES: dict[str, tuple[Callable[[Run], Any], str]] = {
         lambda run: run.ours.begin_ms.__setitem__(0, -35.0),
         "begin_ms is -35.0",
     ),
+    "the baseline has a thread fewer": (
+        lambda run: setattr(run.base, "threads", [[1, 1], [1, 1]]),
+        r"speculative, batch 0: the ranks had \[2, 1\] threads, but \[1, 1\]",
+    ),
+    "one batch has a rank fewer": (
+        lambda run: run.base.threads.__setitem__(1, [2]),  # type: ignore[union-attr]
+        r"autoregressive, batch 1: the ranks had \[2\] threads, but \[2, 1\]",
+    ),
+    "the threads of no batch are measured": (
+        lambda run: setattr(run.base, "threads", None),
+        "autoregressive: its threads were not measured",
+    ),
+    "the threads of one batch are not measured": (
+        lambda run: run.ours.threads.pop(),  # type: ignore[union-attr]
+        "speculative has the threads of 1 batches, but there are 2",
+    ),
     "a batch is missing": (lambda run: run.ours.begin_ms.pop(), "numbers of batches differ"),
 }
 

@@ -127,8 +127,8 @@ class SamplesRecord:
         is_later=True,
     )
     threads: list[list[int]] | None = recorded(
-        "CPU threads that each rank computed with, as measured in the pass, by batch and rank; all "
-        "passes and batches have the same",
+        "CPU threads as measured in the pass, by batch and, in their order, rank; the same in all "
+        "passes and batches",
         null="in older records",
         is_later=True,
     )
