@@ -98,6 +98,8 @@ COLLECTIVES = ("gloo", "shared_memory", "nccl", "symmetric_memory")
 
 
 def load_named(table: dict[str, str], name: str) -> Any:
-    """The object behind a name of one of the tables above."""
+    """The object behind a name of one of the tables above. Raises ValueError for other names."""
+    if name not in table:
+        raise ValueError(f"{name} is not known; choose from {', '.join(table)}")
     module, _, attribute = table[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -16,10 +16,11 @@ from typing import Any, TypeGuard
 from magicdec.cli.compare import EXIT_CODES, add_rule_flags, conclude, read_rule, share
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
-from magicdec.gate.cases import Subject, config_of, margin_of, quick, standard_cases
-from magicdec.gate.measuring import Result, measure, with_threads
+from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
+from magicdec.gate.coverage import failures, not_run, results_of
+from magicdec.gate.measuring import Arrival, Result, measure, with_threads
 from magicdec.names import DTYPES
-from magicdec.records.comparison.compare import case_failed, compare
+from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
@@ -112,21 +113,16 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def gate(args: argparse.Namespace) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
-    read or written."""
+    read or written, or that has a case of no config."""
     baselines = _read(args.baseline)
     check_files({"--out": args.out, "--junit": args.junit, "--summary": args.summary})
-    if args.quick:
-        baselines = quick(baselines)
-    results = run(args, [config_of(baseline) for baseline in baselines])
+    cases = quick(baselines) if args.quick else baselines
+    results = results_of(len(cases), run(args, [config_of(baseline) for baseline in cases]))
     records = [result for result in results if isinstance(result, RunRecord)]
     for record in records if args.out is not None else ():
         append_record(args.out, record)
-    failed = [
-        case_failed(baseline, result)
-        for baseline, result in zip(baselines, results, strict=True)
-        if isinstance(result, str)
-    ]
-    return conclude(args, failed + compare(records, baselines, read_rule(args)))
+    failed = not_run(baselines, cases, args.quick) + failures(cases, results)
+    return conclude(args, failed + compare(records, cases, read_rule(args)))
 
 
 def save(args: argparse.Namespace) -> int:
@@ -135,12 +131,13 @@ def save(args: argparse.Namespace) -> int:
     path = args.baseline
     check_writable("--baseline", path)
     old, cases = _cases_to_save(args)
-    results = run(args, [config for config, _ in cases])
+    results = results_of(len(cases), run(args, [config for config, _ in cases]))
     records = [result for result in results if _passed(result)]
     if len(records) < len(cases):
-        for result in results:
+        for (config, _), result in zip(cases, results, strict=True):
             if not _passed(result):
-                print(f"magicdec gate save: {_describe(result)}", file=sys.stderr)
+                why = f"{name_of(config)}: {_describe(result)}"
+                print(f"magicdec gate save: {why}", file=sys.stderr)
         print(f"{path} is as it was", file=sys.stderr)
         return 1
     pairs = zip(records, (margin for _, margin in cases), strict=True)
@@ -179,8 +176,8 @@ def _subject(given: dict[str, object]) -> Subject:
     return Subject(**given)  # type: ignore[arg-type]
 
 
-def run(args: argparse.Namespace, configs: Sequence[RunConfig]) -> list[Result]:
-    """The results of all cases. Prints a line for each that has ended."""
+def run(args: argparse.Namespace, configs: Sequence[RunConfig]) -> list[Arrival]:
+    """What came back from running the cases. Prints a line for each that has ended."""
     if args.processes < 1:
         raise ValueError(f"--processes {args.processes} is too small; it must be at least 1")
     threads = max(1, len(os.sched_getaffinity(0)) // args.processes)
@@ -196,7 +193,7 @@ def run(args: argparse.Namespace, configs: Sequence[RunConfig]) -> list[Result]:
 
 
 def _describe(result: Result) -> str:
-    if isinstance(result, str):
+    if not isinstance(result, RunRecord):
         return f"failed: {result}"
     if result.error is not None:
         return f"{describe(result)}: failed: {result.error}"

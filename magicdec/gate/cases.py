@@ -17,7 +17,7 @@ from magicdec.config.policies import policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
-from magicdec.records.comparison.conditions import method_of
+from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord
 
 GAMMA = 4
@@ -91,6 +91,13 @@ def _standalone(subject: Subject) -> Iterator[KVSection]:
             yield from _budgets(subject, policy, (DRAFT_BUDGET,))
 
 
+def name_of(config: RunConfig) -> str:
+    """A case that may have no record yet, in words."""
+    decoding, kv = config.decoding, config.kv
+    gamma = f"gamma={decoding.num_draft_tokens}"
+    return f"drafter={decoding.drafter} policy={kv.policy} budget={kv.budget} {gamma}"
+
+
 def margin_of(config: RunConfig) -> float | None:
     """0 where every draft is accepted, because the draft is the target with the same cache; None,
     the default, elsewhere. In bfloat16 rounding may refuse a draft."""
@@ -100,10 +107,20 @@ def margin_of(config: RunConfig) -> float | None:
 
 def config_of(record: RunRecord) -> RunConfig:
     """The configuration that repeats the run of a record, here. What `auto` chose then is left to
-    `auto` again. Raises ValueError if the run had several ranks."""
-    if record.environment.world_size != 1:
-        ranks = record.environment.world_size
-        raise ValueError(f"a baseline has {ranks} ranks; the gate runs cases of one rank")
+    `auto` again. Raises ValueError, naming the case, if the run had several ranks, or if its config
+    is not one of a run."""
+    ranks = record.environment.world_size
+    if ranks != 1:
+        raise ValueError(
+            f"{describe(record)}: a baseline has {ranks} ranks; the gate runs cases of one rank"
+        )
+    try:
+        return _config_again(record)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{describe(record)}: its config is not one of a run: {error}") from None
+
+
+def _config_again(record: RunRecord) -> RunConfig:
     sections: dict[str, Any] = {}
     kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
     for name, kind in (kinds | {"draft": DraftSection}).items():

@@ -17,15 +17,18 @@ from magicdec.records.record import RunRecord
 
 Result = RunRecord | str
 """The record of a case, or why it has none."""
+Arrival = tuple[int, Result]
+"""The number of a case and its result, as a process has sent them."""
 Finished = Callable[[int, Result], None]
 """Called with the number of a case and its result, when it has ended."""
 
 
-def measure(configs: Sequence[RunConfig], num_processes: int, finished: Finished) -> list[Result]:
-    """The results of all cases, in their order. Each process has an equal share of the cases, one
-    after the other, so that it can reuse what it has prefilled."""
+def measure(configs: Sequence[RunConfig], num_processes: int, finished: Finished) -> list[Arrival]:
+    """All results, in the order in which they came. Each process has an equal share of the cases,
+    one after the other, so that it can reuse what it has prefilled. A process that ends early sends
+    no result for the rest of its share."""
     context = multiprocessing.get_context("spawn")
-    results: list[Result] = ["its process has ended without a record"] * len(configs)
+    arrivals: list[Arrival] = []
     shares = [range(i, len(configs), num_processes) for i in range(num_processes)]
     processes, connections = [], []
     for share in filter(len, shares):
@@ -37,15 +40,15 @@ def measure(configs: Sequence[RunConfig], num_processes: int, finished: Finished
         processes.append(process)
         connections.append(ours)
     try:
-        _collect(connections, results, finished)
+        _collect(connections, arrivals, finished)
     finally:
         for process in processes:
             process.terminate()
             process.join()
-    return results
+    return arrivals
 
 
-def _collect(connections: list[Connection], results: list[Result], finished: Finished) -> None:
+def _collect(connections: list[Connection], arrivals: list[Arrival], finished: Finished) -> None:
     """Take the results as they come, until every process has closed its connection."""
     while connections:
         for ready in wait(connections):
@@ -55,7 +58,7 @@ def _collect(connections: list[Connection], results: list[Result], finished: Fin
             except EOFError:
                 connections.remove(ready)
                 continue
-            results[number] = result
+            arrivals.append((number, result))
             finished(number, result)
 
 

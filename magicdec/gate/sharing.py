@@ -26,6 +26,8 @@ def run_cases(cases: Sequence[Case]) -> Iterator[tuple[int, RunRecord | str]]:
             found = prepare(config, Launch(0, 1, 0, 1))
         except ValueError as error:
             yield number, str(error)
+        except Exception as error:  # such as a value of another type, in a file that was edited
+            yield number, f"{type(error).__name__}: {error}"
         else:
             prepared.setdefault(repr(prefill_key(found.config)), []).append((number, found))
     for group in prepared.values():
@@ -43,6 +45,6 @@ def run_group(group: Sequence[tuple[int, Prepared]]) -> Iterator[tuple[int, RunR
             resident.models.drop_others(group[0][1].source, prepared.draft_source)
             try:
                 yield number, execute_in(session, prepared, progress, resident, room).record
-            except (RuntimeError, AssertionError, ValueError, OSError) as error:
+            except Exception as error:  # so that it costs this case only
                 yield number, f"{type(error).__name__}: {error}"
                 resident = None

@@ -42,13 +42,15 @@ class RingUse:
 @dataclass(frozen=True)
 class Outcome:
     """All requests of a pass, finished, and what was counted meanwhile. `memory` has the samples
-    of each rank's memory, [N, 2]: seconds and bytes. It is empty if they were not asked for."""
+    of each rank's memory, [N, 2]: seconds and bytes. It is empty if they were not asked for.
+    `threads` are those of each rank, as in a record."""
 
     requests: list[Request]
     counts: StepCounts
     begin_s: float
     ring: RingUse | None = None
     memory: Sequence[Tensor] = ()
+    threads: Sequence[int] = ()
 
 
 def serve_measured(

@@ -20,17 +20,20 @@ from magicdec.distributed.start import make_groups, make_stage_groups
 from magicdec.distributed.watching.processes import processes_of
 from magicdec.engine import Engine
 from magicdec.hardware.devices import release_memory
+from magicdec.hardware.threads import ThreadCount, use_threads
 from magicdec.memory.sampler import MemorySampler
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.measured_pass import Outcome, limits_of, serve_measured
 from magicdec.pipeline.options import (
+    BATCHED,
     RINGS,
     SPECULATIVE_RING,
     TENSOR_PARALLEL,
     WITH_CURVES,
 )
 from magicdec.pipeline.pass_configs import of_one_process
+from magicdec.pipeline.pass_threads import expected_threads, gather_threads
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.ring_pass import RingPass
 from magicdec.pipeline.tracing.gathering import gather_memory
@@ -55,36 +58,50 @@ class Passes:
 
     def serve(self, name: str, observe: Callable[[int], None]) -> Outcome | None:
         """Serve all requests in the pass of that name. The memory of a pass with curves is sampled
-        if that was asked for."""
+        if that was asked for. Raises AssertionError if a rank has computed with other threads than
+        its config says."""
+        count = ThreadCount()
+        outcome = self._sample_memory(name, observe, count)
+        launch, parallel = self.prepared.run.launch, self.prepared.whole.parallel
+        is_one_process = name in (SEQUENTIAL, BATCHED)
+        expected = expected_threads(parallel, launch, is_one_process)
+        threads = gather_threads(name, count, expected, launch)
+        return None if outcome is None else replace(outcome, threads=threads)
+
+    def _sample_memory(
+        self, name: str, observe: Callable[[int], None], count: ThreadCount
+    ) -> Outcome | None:
         if name not in WITH_CURVES or not self.prepared.options.asked.has_memory:
-            return self._serve(name, observe)
+            return self._serve(name, observe, count)
         with MemorySampler(self.device) as sampler:
-            outcome = self._serve(name, observe)
+            outcome = self._serve(name, observe, count)
         memory = gather_memory(self.prepared.run.launch, sampler.samples)
         used = memory[:1] if name == SEQUENTIAL else memory  # the other ranks wait
         return None if outcome is None else replace(outcome, memory=used)
 
-    def _serve(self, name: str, observe: Callable[[int], None]) -> Outcome | None:
-        launch = self.prepared.run.launch
-        outcome = None
+    def _serve(
+        self, name: str, observe: Callable[[int], None], count: ThreadCount
+    ) -> Outcome | None:
+        launch, outcome = self.prepared.run.launch, None
         if name in RINGS:
             place = self.prepared, self.stages, self.device, self.progress
             ring = RingPass(*place, drafts=name == SPECULATIVE_RING)
-            outcome = ring.serve(observe)
+            with count.during():
+                outcome = ring.serve(observe)
         elif name == TENSOR_PARALLEL:
             assert self.everyone is not None, "the pass was announced"
             rows = self.prepared.options.n_samples
-            outcome = self._engine(self.everyone.target, rows, observe)
+            outcome = self._engine(self.everyone.target, rows, observe, count)
         elif launch.rank == 0:  # with the threads of all ranks of the host, since these wait
-            parallel = self.prepared.whole.parallel
-            torch.set_num_threads(parallel.threads_on(launch.local_ranks))
             rows = 1 if name == SEQUENTIAL else self.prepared.options.n_samples
-            outcome = self._engine(Group((0,), 0), rows, observe)
-            torch.set_num_threads(parallel.threads_of(launch.rank))
+            with use_threads(self.prepared.whole.parallel.threads_on(launch.local_ranks)):
+                outcome = self._engine(Group((0,), 0), rows, observe, count)
         self._wait_for_all()
         return outcome
 
-    def _engine(self, group: Group, rows: int, observe: Callable[[int], None]) -> Outcome:
+    def _engine(
+        self, group: Group, rows: int, observe: Callable[[int], None], count: ThreadCount
+    ) -> Outcome:
         """By the engine, with requests that join and leave a running batch of `rows`."""
         run, config = self.prepared.run, self.prepared.whole
         if group.size == 1:
@@ -101,7 +118,8 @@ class Passes:
             )  # fmt: skip
 
         shapes = self.prepared.options.asked.shapes
-        return serve_measured(run, shapes, serve, rows, observe)
+        with count.during():
+            return serve_measured(run, shapes, serve, rows, observe)
 
     def _wait_for_all(self) -> None:
         """Wait until every rank is done with a pass, and has given back the memory that it does not

@@ -39,6 +39,11 @@ class PassRecord:
         "with drafts only"
     )
     environment: Environment = recorded("the machine, the software and the launch")
+    threads: list[int] | None = recorded(
+        "CPU threads as measured in this pass, in the order of all ranks; 0 for a rank that waited",
+        null="in older records",
+        is_later=True,
+    )
     workload: WorkloadRecord = recorded("the prompts and the models")
     reference: str | None = recorded("the first pass of the command", null="if it is the only one")
     num_differing: int | None = recorded(

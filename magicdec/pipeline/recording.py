@@ -49,6 +49,7 @@ def make_record(
         name=name,
         config={key: config[key] for key in kept} | {"workload": asked},
         environment=environment,
+        threads=list(outcome.threads),
         workload=prepared.run.describe_workload(),
         reference=None if reference is None else reference[0],
         num_differing=num_differing,

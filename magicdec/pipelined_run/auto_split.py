@@ -22,6 +22,7 @@ from magicdec.distributed.channels.message import Kind, Message
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.layer_split import AUTO, FLAG
 from magicdec.hardware.devices import device_of, release_memory
+from magicdec.hardware.threads import use_threads
 from magicdec.memory.check import check_together
 from magicdec.memory.plan import MemoryPlan, plan_stage
 from magicdec.memory.room import Room, find_room
@@ -39,7 +40,6 @@ from magicdec.pipeline.auto_split.timing import (
     Timers,
     layers_to_time,
     load_layers,
-    run_threads,
     time_rounds,
 )
 from magicdec.pipelined_run.board import CancelBoard
@@ -169,7 +169,7 @@ def measure_times(timed: TimedRuns, launch: Launch) -> RankTimes:
         place = timed.config, timed.run.source, group, device, part
         return ModelPart(load_layers(*place, *sizes), sampling)
 
-    with run_threads(timed.config, launch.rank):
+    with use_threads(timed.config.parallel.threads_of(launch.rank)):
         one, several = (load(StagePart(range(n), False)) for n in (1, timed.num_layers))
         with_end = None if end is None else partial(time_part, load(end), timed.step)
         passing = partial(time_part, one, timed.step), partial(time_part, several, timed.step)

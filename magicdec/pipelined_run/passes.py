@@ -7,7 +7,7 @@ that has no part in a pass waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,10 +22,12 @@ from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.engine import Engine
 from magicdec.hardware.devices import release_memory
+from magicdec.hardware.threads import ThreadCount, use_threads
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
 from magicdec.pipeline.pass_configs import of_one_process
+from magicdec.pipeline.pass_threads import expected_threads, gather_threads
 from magicdec.pipeline.tracing.rows import gather_rows
 from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
@@ -60,13 +62,15 @@ Observe = Callable[[int], None]
 @dataclass(frozen=True)
 class Outcome:
     """All requests of a pass, finished, when each got its lane (`moves`, by its id), and what else
-    happened meanwhile: nothing of that for the baseline."""
+    happened meanwhile: nothing of that for the baseline. `threads` are those of each rank, as in a
+    record."""
 
     requests: list[Request]
     moves: Mapping[int, Moves]
     counts: Counts | None = None
     spans: list[list[Span]] | None = None  # of each rank
     drafted: list[Drafted] | None = None
+    threads: Sequence[int] = ()
 
 
 class Passes:
@@ -91,14 +95,24 @@ class Passes:
         self.member: PipelineRank | None = None
 
     def serve(self, name: str, observe: Observe) -> Outcome | None:
-        """Serve all requests in the pass of that name."""
-        if name != SEQUENTIAL:
+        """Serve all requests in the pass of that name. Raises AssertionError if a rank has computed
+        with other threads than its config says."""
+        launch, parallel = self.prepared.run.launch, self.prepared.run.config.parallel
+        count, is_one_process = ThreadCount(), name == SEQUENTIAL
+        expected = expected_threads(parallel, launch, is_one_process)
+        outcome: Outcome | None = None
+        if not is_one_process:
             self.member = self.member or self._join()
-            return self._pipelined(self.member, name, observe)
-        outcome = self._baseline(observe) if self.rank == 0 else None
-        release_memory(self.device)
-        self._tell_expected([] if outcome is None else outcome.requests)
-        return outcome
+            outcome = self._pipelined(self.member, name, observe, count)
+            expected = expected if self.member.computes else 0
+        elif self.rank == 0:  # with the threads of all ranks of the host, since these wait
+            with use_threads(parallel.threads_on(launch.local_ranks)):
+                outcome = self._baseline(observe, count)
+        if is_one_process:
+            release_memory(self.device)
+            self._tell_expected([] if outcome is None else outcome.requests)
+        threads = gather_threads(name, count, expected, launch)
+        return None if outcome is None else replace(outcome, threads=threads)
 
     def _hidden(self) -> HiddenForm | None:
         """Of hidden states that go from GPU to GPU; None if they go another way."""
@@ -112,12 +126,10 @@ class Passes:
         if self.member is not None:
             self.member.close()
 
-    def _baseline(self, observe: Observe) -> Outcome:
-        """One process with the threads of all ranks of the host, since these wait; one request
-        after the other."""
+    def _baseline(self, observe: Observe, count: ThreadCount) -> Outcome:
+        """One process; one request after the other."""
         run, options = self.prepared.run, self.prepared.options
-        config, launch = of_one_process(run.config, 1), run.launch
-        torch.set_num_threads(config.parallel.threads_on(launch.local_ranks))
+        config = of_one_process(run.config, 1)
         models, chunk = LoadedModels(self.device, self.progress), config.attention.prefill_chunk
         runner = make_target(config, run.source, Group((0,), 0), models, max_tokens(config))
         limits = Limits(runner.max_tokens, prefill_tokens=chunk)
@@ -129,8 +141,8 @@ class Passes:
                 lambda output, seconds: tell(sum(map(len, output.token_ids))), counts.watch,
             )  # fmt: skip
 
-        outcome = serve_measured(run, options.shapes, serve, 1, observe, is_coupled=True)
-        torch.set_num_threads(config.parallel.threads_of(launch.rank))
+        with count.during():
+            outcome = serve_measured(run, options.shapes, serve, 1, observe, is_coupled=True)
         return Outcome(outcome.requests, outcome.counts.moves)
 
     def _tell_expected(self, requests: list[Request]) -> None:
@@ -143,7 +155,9 @@ class Passes:
         told = gather_rows(ours, self.prepared.layout.world_size)[0].tolist()
         self.expected = [line[1 : line[0] + 1] for line in told]
 
-    def _pipelined(self, member: PipelineRank, mode: str, observe: Observe) -> Outcome | None:
+    def _pipelined(
+        self, member: PipelineRank, mode: str, observe: Observe, count: ThreadCount
+    ) -> Outcome | None:
         run, options = self.prepared.run, self.prepared.options
         chunk = run.config.attention.prefill_chunk
         outcome: Outcome | None = None
@@ -160,7 +174,7 @@ class Passes:
             head.serve(scheduler, requests, observe)
             outcome = Outcome(requests, head.moves, scheduler.counts, drafted=head.drafted)
 
-        found = member.serve(lead)
+        found = member.serve(lead, count)
         by_rank = gather_spans(found.found, run.launch)
         if outcome is None:
             return None

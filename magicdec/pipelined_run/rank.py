@@ -24,6 +24,7 @@ from magicdec.distributed.channels.tensors import connect_tensors
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import processes_of
 from magicdec.hardware.devices import use_device
+from magicdec.hardware.threads import ThreadCount
 from magicdec.pipeline.emulation.emulated_link import DelayedSender
 from magicdec.pipeline.emulation.link import Link
 from magicdec.pipelined_run.board import (
@@ -167,9 +168,13 @@ class PipelineRank:
         self.device = device
         self.first_run = self.first_draft = 0
 
-    def serve(self, lead: Callable[[Head], None]) -> Spans:
+    @property
+    def computes(self) -> bool:
+        return self.part is not None or self.drafter is not None
+
+    def serve(self, lead: Callable[[Head], None], count: ThreadCount) -> Spans:
         """Serve until the head has no more. `lead` is what the head does; it is called on the first
-        rank only. Returns what this rank did when."""
+        rank only. `count` measures in each loop. Returns what this rank did when."""
         spans, wires = Spans(), self.wires
         loops: list[Callable[[], None]] = []
         if self.part is not None:
@@ -179,10 +184,10 @@ class PipelineRank:
             inbound, others = there(wires.asked), wires.others
             loops.append(DraftLoop(self.drafter, inbound, wires.answers, spans, others).serve)
         if self.rank == 0:
-            self._lead(lead, loops, spans)
+            self._lead(lead, [partial(measured, loop, count) for loop in loops], spans)
         else:
             for loop in loops:  # one at most: only the first rank is several things
-                loop()
+                measured(loop, count)
         return spans
 
     def _lead(
@@ -215,6 +220,11 @@ class PipelineRank:
             there(self.wires.canceller).close()
         if self.wires.listener is not None:
             self.wires.listener.join()
+
+
+def measured(loop: Callable[[], None], count: ThreadCount) -> None:
+    with count.during():
+        loop()
 
 
 def there(end: End | None) -> End:

@@ -168,8 +168,9 @@ def parse_record(raw: Any) -> RunRecord:
         fields = parse_fields(RunRecord, raw, "")
         _check_config(fields["config"])
         has_metrics = (fields["metrics"], fields["baseline_metrics"]) != (None, None)
-        status, correctness = fields["status"], fields["correctness"]
-        problem = contradiction(status, fields["error"], correctness, has_metrics)
+        status, samples = fields["status"], fields["samples"]
+        checked = fields["correctness"], has_metrics, samples
+        problem = contradiction(status, fields["error"], *checked)
         if problem is None and fields["workload"] is None and status != "failed":
             problem = "it has no workload"
     except ValueError as error:

@@ -7,6 +7,7 @@ compared. A run that failed has a record too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
+from magicdec.records.identities.of_samples import unequal_threads
 from magicdec.records.memory import MemoryRecord
 from magicdec.records.performance import Metrics
 from magicdec.records.samples.recorded import LATER, PrefillSamples, SamplesRecord
@@ -86,7 +88,9 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         has_metrics = (self.metrics, self.baseline_metrics) != (None, None)
-        problem = contradiction(self.status, self.error, self.correctness, has_metrics)
+        problem = contradiction(
+            self.status, self.error, self.correctness, has_metrics, self.samples
+        )
         assert problem is None, problem
 
     @property
@@ -98,10 +102,15 @@ class RunRecord:
 
 
 def contradiction(
-    status: str, error: str | None, correctness: Correctness | None, has_metrics: bool
+    status: str,
+    error: str | None,
+    correctness: Correctness | None,
+    has_metrics: bool,
+    samples: Mapping[str, SamplesRecord] | None,
 ) -> str | None:
     """Why these values cannot be in one record; None if they can. No record has metrics unless the
-    check of the tokens passed, or the record says that nothing was compared."""
+    check of the tokens passed, or the record says that nothing was compared; and its passes had
+    equal resources."""
     if status not in STATUSES:
         return f"status is {status}; choose from {', '.join(STATUSES)}"
     if (error is not None) != (status in ENDED):
@@ -114,7 +123,7 @@ def contradiction(
     is_identical = status == "interrupted" and by_tokens == "ok"
     if status not in PASSED and not is_identical and has_metrics:
         return "it has metrics, which exist only where correctness passed"
-    return None
+    return unequal_threads(samples or {})
 
 
 def append_record(path: Path, record: RunRecord) -> None:

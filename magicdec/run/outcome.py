@@ -26,7 +26,7 @@ from magicdec.setup.prepare import Prepared
 BY_BATCH = (
     *("begin_ms", "calibration_ms", "draft_prefill_ms", "step_ms", "num_drafted", "num_accepted"),
     *("num_emitted", "sequence_tokens", "sequence_ms", "bytes_read", "draft_kv_tokens"),
-    *("draft_rows", "peak_memory_bytes"),
+    *("draft_rows", "peak_memory_bytes", "threads"),
 )
 
 

@@ -9,6 +9,7 @@ strategy decodes.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
 from magicdec.hardware.gpu_state import watch_gpu
+from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.hardware.timing import (
     PhaseTimer,
     peak_memory_bytes,
@@ -28,6 +30,7 @@ from magicdec.hardware.timing import (
     reset_peak_memory,
     synchronize,
 )
+from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.memory.watch import MemoryTaken, MemoryWatch
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, REFERENCE_BACKEND
@@ -138,9 +141,10 @@ class Run:
             profile(self, snapshots, Path(self.config.output.profile))
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
-        samples, w = self.samples[name], self.config.workload
+        samples, w, threads = self.samples[name], self.config.workload, ThreadCount()
         self.engine.rewind(snapshots)
         strategy = self.make_strategy(name, self.timers[name])
+        threads.note()
         self.begin(name, strategy)
         before = [runner.counts.copy() for runner in self.runners()]
         self.memory.note()
@@ -155,9 +159,19 @@ class Run:
 
             finished = self.engine.decode(strategy, observe)
         samples.end_batch(finished, started)
+        threads.note()
         self.memory.note()
         self.gpu.read()
         self.finished[name] += [r.snapshot() for r in finished]
+        self.gather_counts(name, before, threads)
+
+    def gather_counts(
+        self, name: str, before: Sequence[ForwardCounts], threads: ThreadCount
+    ) -> None:
+        """Add what all ranks have counted in a pass over one batch; `before` are the counts of this
+        rank's runners before it. Raises AssertionError if a rank has computed with other threads
+        than its config says."""
+        samples, rank = self.samples[name], self.groups.rank
         pairs = zip(self.runners(), before, strict=True)
         used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
         of_rank = (
@@ -165,12 +179,14 @@ class Run:
             peak_memory_bytes(self.device),
             sum(counts.draft_kv_tokens_read for _, counts in used),
             sum(counts.draft_rows for _, counts in used),
+            threads.of_rank(rank, self.config.parallel.threads_of(rank)),
         )
-        read, peak, draft_tokens, draft_rows = zip(
+        read, peak, draft_tokens, draft_rows, of_threads = zip(
             *self.groups.target.all_gather_object(of_rank), strict=True
         )
         samples.bytes_read.append(list(read))
         samples.peak_memory_bytes.append(list(peak))
+        samples.threads = [*(samples.threads or ()), check_threads(name, of_threads)]
         # The same on all ranks that draft; 0 on others.
         samples.draft_kv_tokens.append(max(draft_tokens))
         samples.draft_rows.append(max(draft_rows))

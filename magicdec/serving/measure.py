@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from magicdec.console import Progress, Silent, make_progress
+from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.request import StepOutput
 from magicdec.serving.group_clock import of_first_rank
 from magicdec.serving.options import ServingOptions
@@ -102,18 +103,24 @@ class Measuring:
         self.lone_s: float | None = None  # the time of one request alone, if it was measured
 
     def measure(self, each: Pass, name: str, first: Pass, options: ServingOptions) -> ServingRecord:
-        """Serve the requests of `options` in one pass; `name` is shown meanwhile."""
+        """Serve the requests of `options` in one pass; `name` is shown meanwhile. Raises
+        AssertionError if a rank has computed with other threads than its config says."""
+        count = ThreadCount()
         num_tokens = sum(shape.output_len - 1 for shape in options.shapes)
         server = replace(self.server, shapes=options.shapes)
         with (
             self.progress.task(name, num_tokens) as advance,
             self.display.view(name, options.max_concurrency) as view,
+            count.during(),
         ):
 
             def observe(output: StepOutput, seconds: float) -> None:
                 advance(sum(map(len, output.token_ids)))
 
             served = server.serve(each, observe, view)
+        rank, group = self.session.launch.rank, self.session.groups.target
+        ours = count.of_rank(rank, self.prepared.config.parallel.threads_of(rank))
+        served = replace(served, threads=check_threads(name, group.all_gather_object(ours)))
         self.reference = self.reference or served
         place = self.prepared, options, self.session.describe_environment()
         return make_record(*place, each, served, first, self.reference, self.lone_s)

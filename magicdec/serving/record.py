@@ -57,6 +57,11 @@ class ServingRecord:
         "has `batching`, `compaction` and the flags of this command"
     )
     environment: Environment = recorded("the machine, the software and the launch")
+    threads: list[int] | None = recorded(
+        "CPU threads as measured in this pass, in the order of ranks",
+        null="in older records",
+        is_later=True,
+    )
     workload: WorkloadRecord = recorded(
         "the prompts and the model; `prefix_len` is the length of the longest prompt"
     )

@@ -58,6 +58,7 @@ def make_record(
             }
         },
         environment=environment,
+        threads=list(served.threads),
         workload=prepared.describe_workload(),
         reference=first.mode,
         num_differing=num_differing,

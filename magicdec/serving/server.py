@@ -40,6 +40,7 @@ class Served:
     counts: StepCounts
     begin_s: float  # when the first request arrived, on the clock
     peak_memory_bytes: int | None = None  # of all ranks together
+    threads: Sequence[int] = ()  # of each rank
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.threads import ThreadCount
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.draft_model import ModelDrafter
@@ -141,7 +142,7 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
             if mode == "sync":
                 found["drafted"] = [astuple(each) for each in head.drafted]
 
-        member.serve(lead)
+        member.serve(lead, ThreadCount())
     member.close()
     return found
 

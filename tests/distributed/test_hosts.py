@@ -49,10 +49,11 @@ def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> No
     files = "--out", str(out), "--plot", str(chart)
     done = run_on_hosts(["--hosts", "2"], [*words.split(), *files])
     assert done.returncode == 0, done.stdout + done.stderr
-    _, ring = map(json.loads, out.read_text().splitlines())
+    one, ring = map(json.loads, out.read_text().splitlines())
     assert ring["environment"]["world_size"] == 2 and ring["status"] == "ok"
     assert ring["config"]["parallel"]["collectives"] == "gloo"
     assert ring["config"]["parallel"]["threads"] == [2, 1] and ring["environment"]["threads"] == 2
+    assert (one["threads"], ring["threads"]) == ([2, 0], [2, 1])
     assert ring["ring"]["num_layers"] == [3, 3] and max(ring["ring"]["queue_depth"]) > 0
     assert chart.read_bytes().startswith(b"\x89PNG")
 

@@ -59,6 +59,8 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     assert record["correctness"]["num_tokens"] == 6 * 40
     assert record["config"]["parallel"]["rank_group"] == list(map(int, group))
     assert record["environment"]["world_size"] == len(group)
+    for samples in record["samples"].values():
+        assert samples["threads"] == [[1] * len(group)] * 2, "of each batch"
     assert 0 < record["metrics"]["acceptance_rate"] < 1
     assert [len(s["prompt_ids"]) for s in saved] == [80] * 6
     outputs = [s["output_ids"] for s in saved]

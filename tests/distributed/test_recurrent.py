@@ -49,6 +49,9 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert [r["name"] for r in records] == names + ([last] if DRAFTS[0] in flags else [])
     assert all(r["status"] == "ok" and r["num_differing"] == 0 for r in records)
     assert all(r["reference"] == "sequential" and r["kind"] == "pipeline" for r in records)
+    one_process = [num_ranks] + [0] * (num_ranks - 1)  # has the threads of those that wait
+    threads = [one_process] * 2 + [[1] * num_ranks] * (len(records) - 2)
+    assert [r["threads"] for r in records] == threads
     lengths = [[request["output_len"] for request in r["requests"]] for r in records]
     assert all(each == lengths[0] for each in lengths) and len(set(lengths[0])) > 2
     assert [r["ring"] is None for r in records] == ["ring" not in r["name"] for r in records]

@@ -105,6 +105,7 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     assert [record["name"] for record in records] == ["sequential", *MODES]
     assert all(record["status"] == "ok" for record in records)
     assert all(record["kind"] == "speculation" for record in records)
+    assert [record["threads"] for record in records] == [[3, 0, 0], *[[1, 1, 1]] * 3]
     assert all(record["config"]["sampling"]["top_p"] == 0.95 for record in records)
     splits = {record["config"]["workload"]["layer_split"] for record in records}
     assert splits == {"1,1/1.0"}, "two layers for two stages, in place of auto"

@@ -36,6 +36,7 @@ def speculation() -> PassSamples:
         decode_ms=[9.0],
         bytes_read=[[10**6, 10**6], [2 * 10**6, 10**6]],
         peak_memory_bytes=[[7, 8], [9, 10]],
+        threads=[[2, 1], [2, 1]],
     )
 
 
@@ -52,6 +53,7 @@ def baseline() -> PassSamples:
         decode_ms=[14.0] * 11,
         bytes_read=[[10**7], [10**7]],
         peak_memory_bytes=[[7], [8]],
+        threads=[[2, 1], [2, 1]],
     )
 
 
@@ -151,6 +153,22 @@ SAMPLES: dict[str, tuple[Callable[[Run], Any], str]] = {
     "calibration is counted twice": (
         lambda run: run.ours.begin_ms.__setitem__(0, -35.0),
         "begin_ms is -35.0",
+    ),
+    "the baseline has a thread fewer": (
+        lambda run: setattr(run.base, "threads", [[1, 1], [1, 1]]),
+        r"speculative, batch 0: the ranks had \[2, 1\] threads, but \[1, 1\]",
+    ),
+    "one batch has a rank fewer": (
+        lambda run: run.base.threads.__setitem__(1, [2]),  # type: ignore[union-attr]
+        r"autoregressive, batch 1: the ranks had \[2\] threads, but \[2, 1\]",
+    ),
+    "the threads of no batch are measured": (
+        lambda run: setattr(run.base, "threads", None),
+        "autoregressive: its threads were not measured",
+    ),
+    "the threads of one batch are not measured": (
+        lambda run: run.ours.threads.pop(),  # type: ignore[union-attr]
+        "speculative has the threads of 1 batches, but there are 2",
     ),
     "a batch is missing": (lambda run: run.ours.begin_ms.pop(), "numbers of batches differ"),
 }

@@ -378,6 +378,10 @@ def test_every_rank_count_serves_the_same_tokens(
     assert done.returncode == 0, done.stderr
     assert "inflight: all 4 requests have the tokens of sequential" in done.stdout
     assert "inflight, model: sampled, so the tokens of drafts are not compared" in done.stdout
+    threads = [json.loads(line)["threads"] for line in out.read_text().splitlines()]
+    assert (
+        len(threads) == 4 and all(each == threads[0] for each in threads) and len(threads[0]) == 2
+    )
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["num_differing"] for r in records] == [0, 0, 0, None]
     assert [r["environment"]["world_size"] for r in records] == [2] * 4

@@ -67,6 +67,7 @@ def sample_pass(name: str) -> PassSamples:
         decode_ms=[] if is_drafting else [1.0] * num_steps,
         bytes_read=[[10**9], [10**9]],
         peak_memory_bytes=[[10**8], [10**8]],
+        threads=[[2], [2]],
     )
 
 

@@ -27,8 +27,8 @@ from magicdec.config.resolve import resolve
 from magicdec.config.threads import Threads, agreed_threads
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import load_machine
+from magicdec.hardware.threads import ThreadCount
 from magicdec.kernels.build import share_openmp
-from magicdec.pipeline.auto_split.timing import run_threads
 from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_run.rank import Connections, PipelineRank
 from magicdec.pipelined_speculation.options import Options
@@ -107,15 +107,6 @@ def test_each_rank_computes_with_its_own() -> None:
     torch.set_num_threads(before)
 
 
-def test_the_layers_of_a_rank_are_timed_with_its_own() -> None:
-    before, config = torch.get_num_threads(), make_config(None)
-    several = replace(config, parallel=replace(config.parallel, threads=(1, 3)))
-    for rank, threads in enumerate((1, 3)):
-        with run_threads(several, rank):
-            assert torch.get_num_threads() == threads
-        assert torch.get_num_threads() == before
-
-
 def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     """Also in native code: OpenMP has a number for each thread of Python, which begins as that of
     the environment."""
@@ -127,10 +118,12 @@ def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     member, requests = PipelineRank(0, wires, part, None), make_requests([(9,)], 3)
     torch.set_num_threads(3)
     options = Options(mode="iterative")
-    member.serve(lambda head: head.serve(PipelinedScheduler(options), requests))
+    count = ThreadCount()
+    member.serve(lambda head: head.serve(PipelinedScheduler(options), requests), count)
     member.close()
     torch.set_num_threads(before)
     assert seen == [3, 3, 3] and requests[0].output_ids == [1, 2, 3]
+    assert count.measured == [3, 3, 3, 3], "at the begin and at the end, OpenMP's and PyTorch's"
 
 
 def test_one_process_has_the_threads_of_its_host() -> None:

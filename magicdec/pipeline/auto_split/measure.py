@@ -23,12 +23,12 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import stage_groups_before_run
 from magicdec.hardware.devices import device_of
+from magicdec.hardware.threads import use_threads
 from magicdec.pipeline.auto_split.choose import RankTimes
 from magicdec.pipeline.auto_split.timing import (
     Timers,
     layers_to_time,
     load_layers,
-    run_threads,
     time_rounds,
 )
 from magicdec.pipeline.recurrent import RecurrentPipeline
@@ -116,7 +116,7 @@ class FilledStage(Stage):
 def measure_times(timed: Timed) -> RankTimes:
     """With the threads of the run. All ranks must call it."""
     config, launch = timed.config, timed.run.launch
-    with run_threads(config, launch.rank):
+    with use_threads(config.parallel.threads_of(launch.rank)):
         if timed.grid.tensor_parallel == 1:
             group = Group((launch.rank,), 0)
             place = launch.rank, launch.world_size, group, None, timed.grid

@@ -7,8 +7,7 @@ Must not know what a step is, nor what the times are for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,17 +41,6 @@ class Timers:
 def layers_to_time(source: ModelSource) -> int:
     """The layers of the larger of the stages that are timed."""
     return min(MOST_LAYERS, source.config.num_layers)
-
-
-@contextmanager
-def run_threads(config: ResolvedConfig, rank: int) -> Iterator[None]:
-    """With the threads of that rank of the run; afterwards their number is what it was."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.parallel.threads_of(rank))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def load_layers(

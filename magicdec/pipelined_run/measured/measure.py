@@ -91,6 +91,7 @@ def make_record(
         name=name,
         config=kept | {"workload": asked},
         environment=environment,
+        threads=list(outcome.threads),
         workload=prepared.run.describe_workload(),
         reference=None if reference is None else SEQUENTIAL,
         num_differing=num_differing,

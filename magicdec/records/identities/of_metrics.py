@@ -13,6 +13,7 @@ from magicdec.names import BASELINE
 from magicdec.records.identities.of_samples import (
     check_prefill,
     check_samples,
+    check_threads,
     must_equal,
     must_not_exceed,
 )
@@ -36,6 +37,7 @@ def check_identities(
     """`bandwidth` is the read bandwidth of all ranks, in bytes/s. Raises AssertionError, naming
     both values, where an identity does not hold. Metrics that are None are not checked."""
     check_prefill(prefill)
+    check_threads(passes)
     for name, samples in passes.items():
         check_samples(name, samples)
         check_prefill_metrics(name, metrics[name], prefill)

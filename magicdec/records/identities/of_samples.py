@@ -8,10 +8,11 @@ metrics are computed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 
 from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples.recorded import PrefillSamples, SamplesRecord
 
 ROUNDING_MS = 1e-5  # a sample is rounded to 1e-6 ms; times a few samples
 PHASE_TOLERANCE = 0.01  # on CUDA phases have the device's clock and steps the host's
@@ -37,6 +38,35 @@ def check_prefill(prefill: PrefillSamples) -> None:
         )
         if any(later <= earlier for earlier, later in pairwise(ttft_ms)):
             raise AssertionError(f"batch {batch}: ttft_ms {ttft_ms} does not rise from row to row")
+
+
+def unequal_threads(passes: Mapping[str, PassSamples | SamplesRecord]) -> str | None:
+    """Where the passes of a run had other ranks or threads than its first pass had in its first
+    batch, or do not say so in each batch; None if they had equal ones, or in older records."""
+    if all(samples.threads is None for samples in passes.values()):
+        return None
+    known = (threads for samples in passes.values() for threads in samples.threads or ())
+    first = next(known, None)
+    for name, samples in passes.items():
+        by_batch, count = samples.threads or [], len(samples.step_ms)
+        if len(by_batch) != count:
+            return f"{name} has the threads of {len(by_batch)} batches, but there are {count}"
+        for batch, threads in enumerate(by_batch):
+            if threads != first:
+                return (
+                    f"{name}, batch {batch}: the ranks had {threads} threads, but {first} in the "
+                    "first batch of the run"
+                )
+    return None
+
+
+def check_threads(passes: Mapping[str, PassSamples]) -> None:
+    """All passes of a run compute with the same ranks and threads, and say so."""
+    for name, samples in passes.items():
+        if samples.threads is None:
+            raise AssertionError(f"{name}: its threads were not measured")
+    if (problem := unequal_threads(passes)) is not None:
+        raise AssertionError(problem)
 
 
 def check_samples(name: str, samples: PassSamples) -> None:

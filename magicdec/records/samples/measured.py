@@ -37,6 +37,7 @@ class PassSamples:
     draft_kv_tokens: list[int] = field(default_factory=list)
     draft_rows: list[int] = field(default_factory=list)
     peak_memory_bytes: list[list[int]] = field(default_factory=list)
+    threads: list[list[int]] | None = None
     answer_scores: list[float] | None = None
     output_hashes: list[str] | None = None
 

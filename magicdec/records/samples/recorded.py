@@ -126,6 +126,12 @@ class SamplesRecord:
         null=LATER,
         is_later=True,
     )
+    threads: list[list[int]] | None = recorded(
+        "CPU threads as measured in the pass, by batch and, in their order, rank; the same in all "
+        "passes and batches",
+        null="in older records",
+        is_later=True,
+    )
     answer_scores: list[float] | None = recorded(
         "answer score of each prompt",
         "0 to 1",

@@ -1,0 +1,73 @@
+"""Whether the gate has measured what it must: a case for each baseline of its file, or with
+`--quick` for each method in it, and for each case one result, which is its own.
+
+Compares what was to be measured with what came back, whatever happened in between. Must not know
+how cases are chosen, nor which process runs which case.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from magicdec.gate.measuring import Result
+from magicdec.records.comparison.compare import case_failed, match
+from magicdec.records.comparison.conditions import describe, method_of
+from magicdec.records.comparison.judge import REGRESSION, Comparison
+from magicdec.records.record import RunRecord
+
+NO_RESULT = "no result came back: its process has skipped it, or ended before it"
+NOT_RUN = "the case failed: the baseline file has it, and it was not run"
+
+
+def results_of(num_cases: int, arrivals: Sequence[tuple[int, object]]) -> list[Result]:
+    """One result for each case: its record, or what is wrong with what came back for it."""
+    by_case: list[list[object]] = [[] for _ in range(num_cases)]
+    for number, result in arrivals:
+        assert number in range(num_cases), f"a result of case {number}, of {num_cases} cases"
+        by_case[number].append(result)
+    return [_only_result(results) for results in by_case]
+
+
+def _only_result(results: Sequence[object]) -> Result:
+    if not results:
+        return NO_RESULT
+    if len(results) > 1:
+        return f"{len(results)} results came back in place of one"
+    (result,) = results
+    if not isinstance(result, RunRecord | str):
+        kind = type(result).__name__
+        return f"its result is of type {kind}, neither a record nor the text of an error"
+    return result
+
+
+def failures(cases: Sequence[RunRecord], results: Sequence[Result]) -> list[Comparison]:
+    """The cases of these baselines that have no record of their own."""
+    failed = []
+    for baseline, result in zip(cases, results, strict=True):
+        if isinstance(result, str):
+            failed.append(case_failed(baseline, result))
+        elif _is_of_another(result, baseline, cases):
+            error = f"its result is the record of another case, {describe(result)}"
+            failed.append(case_failed(baseline, error))
+    return failed
+
+
+def _is_of_another(record: RunRecord, baseline: RunRecord, cases: Sequence[RunRecord]) -> bool:
+    """Whether a record can be compared with baselines, but not with that of its case. One that can
+    be compared with none is refused by the comparison."""
+    matches = match(record, cases)
+    return not isinstance(matches, Comparison) and all(m.old is not baseline for m in matches)
+
+
+def not_run(
+    baselines: Sequence[RunRecord], cases: Sequence[RunRecord], is_quick: bool
+) -> list[Comparison]:
+    """The baselines of the file that are not among the cases; with `--quick` the methods, each of
+    which needs a single case."""
+    names: Collection[str]
+    if is_quick:
+        names = {method_of(b) for b in baselines} - {method_of(case) for case in cases}
+    else:
+        names = Counter(map(describe, baselines)) - Counter(map(describe, cases))
+    return [Comparison(name, REGRESSION, NOT_RUN) for name in sorted(names)]

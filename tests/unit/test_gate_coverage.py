@@ -1,0 +1,277 @@
+"""The gate fails, and names the case, if it has not measured what it must: in its exit code, in its
+JUnit file and in its summary. No model runs here: the processes that run cases are replaced, but in
+the last test, whose cases cannot run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_records import drawn, with_fields
+
+from magicdec.cli import gate as command
+from magicdec.config.run_config import RunConfig
+from magicdec.gate.cases import config_of
+from magicdec.gate.coverage import not_run, results_of
+from magicdec.gate.measuring import Arrival
+from magicdec.gate.sharing import run_cases
+from magicdec.records.comparison.conditions import describe, method_of
+from magicdec.records.record import RunRecord
+
+BUDGETS = (33, 65, 129)
+CASES = [
+    *(drawn(budget=budget) for budget in BUDGETS),
+    *(with_fields(drawn(budget=b), config__kv__policy="retrieval") for b in BUDGETS),
+    with_fields(drawn(), config__decoding__drafter="ngram"),
+]
+NAMES = [describe(case) for case in CASES]
+FIRST, SECOND, LAST = 0, 1, len(CASES) - 1
+Arrivals = list[tuple[int, Any]]
+Change = Callable[[Arrivals], Any]
+"""What happens to the results of all cases on their way, in place."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a gate has ended: what it printed, and the names of the test cases with a failure in its
+    JUnit file, and of the rows with a regression in its summary."""
+
+    code: int
+    out: str
+    failures: list[str]
+    regressions: list[str]
+
+
+Gate = Callable[..., Ended]
+
+
+@pytest.fixture
+def gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Gate:
+    def run(baselines: Sequence[RunRecord], change: Change | None, *flags: str) -> Ended:
+        """With `change`, the result of each case is its baseline, and no process starts."""
+        path, junit, summary = (tmp_path / name for name in ("old.jsonl", "gate.xml", "gate.md"))
+        path.write_text("".join(record.to_json() + "\n" for record in baselines))
+        if change is not None:
+            monkeypatch.setattr(command, "measure", answering(baselines, change))
+        files = ("--baseline", path, "--junit", junit, "--summary", summary)
+        monkeypatch.setattr(sys, "argv", ["magicdec gate", *map(str, files), *flags])
+        with pytest.raises(SystemExit) as stopped:
+            command.main()
+        lines = summary.read_text().splitlines()
+        return Ended(
+            int(stopped.value.code or 0),
+            capsys.readouterr().out,
+            [str(case.get("name")) for case in ElementTree.parse(junit).findall("*[failure]")],
+            [line.split(" | ")[1] for line in lines if line.startswith("| regression |")],
+        )
+
+    return run
+
+
+def answering(baselines: Sequence[RunRecord], change: Change) -> Callable[..., list[Arrival]]:
+    """In place of `measure`."""
+    answers = [(config_of(baseline), baseline) for baseline in baselines]
+
+    def measure(configs: Sequence[RunConfig], num_processes: int, finished: Any) -> list[Arrival]:
+        arrivals: Arrivals = []
+        for number, config in enumerate(configs):
+            plain = replace(config, parallel=replace(config.parallel, threads=None))
+            arrivals.append((number, next(b for c, b in answers if c == plain)))
+        change(arrivals)
+        for number, result in arrivals:
+            finished(number, result)
+        return arrivals
+
+    return measure
+
+
+def test_all_cases_with_their_results_pass(gate: Gate) -> None:
+    """In any order."""
+    ended = gate(CASES, lambda arrivals: arrivals.reverse())
+    assert (ended.code, ended.failures, ended.regressions) == (0, [], [])
+    assert f"{len(CASES)} same" in ended.out
+
+
+def swap(arrivals: Arrivals) -> None:
+    arrivals[:2] = [(FIRST, arrivals[1][1]), (SECOND, arrivals[0][1])]
+
+
+CHANGES: dict[str, tuple[Change, list[int], str]] = {
+    "the first never came": (lambda found: found.pop(0), [FIRST], "no result came back"),
+    "the last never came": (lambda found: found.pop(), [LAST], "no result came back"),
+    "two never came": (
+        lambda found: found.__delitem__(slice(1, 6, 4)), [SECOND, 5], "no result came back"
+    ),
+    "none came": (lambda found: found.clear(), [*range(len(CASES))], "no result came back"),
+    "one came twice": (lambda found: found.append(found[1]), [SECOND], "2 results came back"),
+    "a record and an error": (
+        lambda found: found.append((SECOND, "no memory")), [SECOND], "2 results came back"
+    ),
+    "one came in the place of another": (
+        lambda found: found.__setitem__(0, (SECOND, found[0][1])), [FIRST, SECOND],
+        "2 results came back",
+    ),
+    "nothing that is a result": (
+        lambda found: found.__setitem__(0, (FIRST, None)), [FIRST], "of type NoneType"
+    ),
+    "the text of an error": (
+        lambda found: found.__setitem__(LAST, (LAST, "no memory")), [LAST], "failed: no memory"
+    ),
+    "an error without text": (lambda found: found.__setitem__(0, (FIRST, "")), [FIRST], "failed"),
+    "the record of another case": (
+        lambda found: found.__setitem__(1, (SECOND, found[0][1])), [SECOND],
+        f"the record of another case, {NAMES[FIRST]}",
+    ),
+    "two records that are swapped": (swap, [FIRST, SECOND], "the record of another case"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_case_without_a_result_of_its_own_fails_with_its_name(change: str, gate: Gate) -> None:
+    apply, cases, said = CHANGES[change]
+    ended = gate(CASES, apply)
+    names = [NAMES[number] for number in cases]
+    assert (ended.code, ended.failures, ended.regressions) == (1, names, names)
+    assert said in ended.out and f"{len(cases)} regression" in ended.out
+
+
+def test_the_record_of_other_prompts_is_that_of_another_case(gate: Gate) -> None:
+    """Both cases are of the same drafter, policy and budget."""
+    longer = with_fields(
+        drawn(budget=65), config__workload__prefix_len=9, config__workload__max_len=73,
+        workload__prefix_len=9, workload__sha256="other",
+    )  # fmt: skip
+    cases = [drawn(budget=65), longer]
+    assert gate(cases, lambda found: None).code == 0
+    ended = gate(cases, lambda found: found.__setitem__(1, (1, found[0][1])))
+    assert ended.code == 1 and ended.failures == [describe(longer)]
+
+
+def test_a_record_under_other_conditions_is_not_comparable_as_before(gate: Gate) -> None:
+    """The file is older than a change of its conditions, and the case was measured."""
+    changed = with_fields(CASES[0], config__decoding__ignore_eos=True)
+    ended = gate(CASES, lambda found: found.__setitem__(0, (0, changed)))
+    assert ended.code == 3 and ended.failures == [] and "ignore_eos True, was" in ended.out
+
+
+def test_a_result_of_no_case_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a result of case 2, of 2 cases"):
+        results_of(2, [(0, CASES[0]), (1, CASES[1]), (2, CASES[2])])
+
+
+def test_a_baseline_that_is_not_among_the_cases_fails() -> None:
+    """Also one of two that have the same name."""
+    doubled = [*CASES, CASES[0]]
+    assert not_run(doubled, doubled, is_quick=False) == []
+    for dropped in range(len(doubled)):
+        cases = doubled[:dropped] + doubled[dropped + 1 :]
+        (found,) = not_run(doubled, cases, is_quick=False)
+        assert found.name == describe(doubled[dropped]) and found.verdict == "regression"
+
+
+def test_a_case_that_is_dropped_from_the_list_fails(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is then that of the next case, up to the last, which no process runs."""
+
+    def run(args: Any, configs: Sequence[RunConfig]) -> list[Arrival]:
+        return original(args, [config for config in configs if config.kv.budget != BUDGETS[0]])
+
+    original = command.run
+    monkeypatch.setattr(command, "run", run)
+    ended = gate(CASES, lambda found: None)
+    assert ended.code == 1 and NAMES[LAST] in ended.failures and NAMES[FIRST] in ended.failures
+
+
+METHODS = ["self streaming_llm", "self retrieval", "ngram"]
+
+
+@pytest.mark.parametrize("absent", METHODS)
+def test_quick_must_have_a_case_of_every_drafter_and_policy_of_the_file(
+    absent: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = gate(CASES, lambda found: None, "--quick")
+    assert (ended.code, ended.failures) == (0, []) and f"{len(METHODS)} same" in ended.out
+    original = command.quick
+    monkeypatch.setattr(
+        command, "quick", lambda all_of: [c for c in original(all_of) if method_of(c) != absent]
+    )
+    ended = gate(CASES, lambda found: None, "--quick")
+    assert (ended.code, ended.failures, ended.regressions) == (1, [absent], [absent])
+    assert "the baseline file has it, and it was not run" in ended.out
+
+
+def test_quick_must_have_a_result_of_each_of_its_cases(gate: Gate) -> None:
+    ended = gate(CASES, lambda found: found.pop(1), "--quick")
+    assert (ended.code, ended.failures) == (1, [NAMES[4]])
+
+
+def test_a_file_is_saved_only_with_a_record_of_each_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.jsonl"
+    text = "".join(record.to_json() + "\n" for record in CASES)
+    monkeypatch.setattr(sys, "argv", ["magicdec gate", "save", "--baseline", str(path)])
+    for change, code in ((lambda found: found.pop(0), 1), (lambda found: found.reverse(), 0)):
+        path.write_text(text)
+        monkeypatch.setattr(command, "measure", answering(CASES, change))
+        with pytest.raises(SystemExit) as stopped:
+            command.main()
+        err = capsys.readouterr().err
+        assert stopped.value.code == code and path.read_text() == text
+        named = "drafter=self policy=streaming_llm budget=33 gamma=4: failed: no result came"
+        assert (named in err) == (code == 1)
+
+
+def test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that one case does not cost the others of its process."""
+
+    def no_memory(*args: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("magicdec.gate.sharing.prepare", no_memory)
+    arrivals = list(run_cases(list(enumerate(map(config_of, CASES)))))
+    assert arrivals == [(n, "MemoryError: no memory") for n in range(len(CASES))]
+
+
+def test_cases_that_cannot_run_here_are_named_and_fail(gate: Gate, tmp_path: Path) -> None:
+    """In real processes. The policies of the other cases exist, but no case has a model."""
+    absent = with_fields(drawn(), config__kv__policy="no_such_policy")
+    cases = [with_fields(c, config__model__model=str(tmp_path / "absent")) for c in CASES[:3]]
+    ended = gate([absent, *cases], None)
+    names = [describe(case) for case in (absent, *cases)]
+    assert (ended.code, ended.failures, ended.regressions) == (1, names, names)
+    assert "no_such_policy is not known; choose from full, streaming_llm" in ended.out
+    assert ended.out.count(str(tmp_path / "absent")) >= 3, "what is not there is said"
+
+
+@pytest.mark.parametrize(
+    ("section", "value"), [("attention", 5), ("model", ["demo"]), ("sampling", True)]
+)
+def test_a_case_of_no_config_is_refused_with_its_name(
+    section: str,
+    value: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    raw = json.loads(CASES[1].to_json())
+    raw["config"][section] = value
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps(raw) + "\n")
+    monkeypatch.setattr(sys, "argv", ["magicdec gate", "--baseline", str(path)])
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and err.count("\n") == 1
+    assert section in err if section == "model" else NAMES[1] in err

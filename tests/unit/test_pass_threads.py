@@ -1,0 +1,327 @@
+"""The threads that each pass computes with: measured where it computes, equal to those of its
+config, in its record, and equal in all passes of a run. A pass with others is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from test_record import PASSED, run_record
+from test_session import PARALLEL
+
+from magicdec.cli.serving import inflight, pipeline, recurrent
+from magicdec.config.model_section import ModelSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.distributed.groups import Launch
+from magicdec.engine import Engine
+from magicdec.hardware import threads as threads_module
+from magicdec.hardware.threads import (
+    RankThreads,
+    ThreadCount,
+    check_threads,
+    num_threads,
+    use_threads,
+)
+from magicdec.pipeline import pass_threads
+from magicdec.pipeline.pass_threads import expected_threads, gather_threads
+from magicdec.pipeline.ring_pass import RingPass
+from magicdec.pipelined_run.drafter import DraftLoop
+from magicdec.pipelined_run.stage import StageLoop
+from magicdec.records.reading import load_records, parse_record
+from magicdec.records.record import RunRecord
+from magicdec.run.run import Run, execute
+from magicdec.serving.server import Server
+from magicdec.setup.prepare import prepare
+
+ALONE = Launch(0, 1, 0, 1)
+OLDER = ROOT / "results" / "baselines" / "acceptance.jsonl", ROOT / "results/cpu/records.jsonl.gz"
+
+
+def test_the_numbers_are_those_of_the_thread_of_python_that_computes() -> None:
+    """A new one has in OpenMP, whose number native code takes, that of the environment, until
+    PyTorch is asked."""
+    seen: list[Any] = []
+
+    def native_only() -> None:
+        seen.append(threads_module.openmp_threads()())
+
+    for target in (native_only, lambda: seen.append(num_threads())):
+        if seen:
+            torch.set_num_threads(seen[0] + 1)
+        thread = Thread(target=target)
+        thread.start()
+        thread.join()
+    of_environment, measured = seen
+    assert measured == (of_environment, of_environment + 1)
+    assert num_threads() == (of_environment + 1,) * 2
+
+
+def test_the_number_is_what_it_was_after_use() -> None:
+    before, count = torch.get_num_threads(), ThreadCount()
+    with pytest.raises(KeyError), use_threads(before + 2), count.during():
+        assert num_threads() == (before + 2,) * 2
+        raise KeyError
+    assert torch.get_num_threads() == before and count.measured == [before + 2] * 2
+
+
+def test_what_changes_during_a_pass_is_seen() -> None:
+    count, before = ThreadCount(), torch.get_num_threads()
+    with count.during():
+        torch.set_num_threads(before + 1)
+    assert count.of_rank(2, before) == RankThreads(2, before, before, before + 1)
+    assert ThreadCount().of_rank(1, 0) == RankThreads(1, 0, 0, 0), "it waits"
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "said"),
+    [
+        (RankThreads(1, 2, 1, 1), "ring: rank 1 computed with 1 threads, but its config says 2"),
+        (RankThreads(1, 2, 2, 3), "rank 1 computed with 2 to 3 threads, but its config says 2"),
+        (RankThreads(1, 2, 1, 2), "rank 1 computed with 1 to 2 threads, but its config says 2"),
+        (RankThreads(1, 0, 1, 1), "rank 1 computed with 1 threads, but its config says 0"),
+        (RankThreads(1, 2, 0, 0), "rank 1 computed with 0 threads, but its config says 2"),
+    ],
+)
+def test_a_rank_with_other_threads_than_its_config_is_named(
+    of_rank: RankThreads, said: str
+) -> None:
+    right = RankThreads(0, 4, 4, 4)
+    assert check_threads("ring", [RankThreads(1, 0, 0, 0), right]) == [4, 0], "in their order"
+    with pytest.raises(AssertionError, match=said):
+        check_threads("ring", [right, of_rank])
+
+
+def test_each_rank_has_its_own_and_one_process_those_of_its_host() -> None:
+    """Ranks 2 and 3 are on another host."""
+    parallel = replace(PARALLEL, threads=(4, 1, 2, 3))
+    launches = [Launch(rank, 4, rank % 2, 2) for rank in range(4)]
+    for is_one_process, threads in ((False, [4, 1, 2, 3]), (True, [5, 0, 0, 0])):
+        found = [expected_threads(parallel, launch, is_one_process) for launch in launches]
+        assert found == threads
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_learns_of_a_rank_with_other_threads(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_both = [RankThreads(0, 2, 2, 2), RankThreads(1, 3, 3, 3)]
+
+    def gather_rows(rows: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+        assert rows.tolist() == [list(of_both[rank])] and world_size == 2
+        return [torch.tensor([each]) for each in of_both]
+
+    monkeypatch.setattr(pass_threads, "gather_rows", gather_rows)
+    count = ThreadCount()
+    count.measured = [of_both[rank].most] * 4
+    place = count, of_both[rank].expected, Launch(rank, 2, rank, 2)
+    assert gather_threads("ring", *place) == [2, 3]
+    of_both[1 - rank] = of_both[1 - rank]._replace(fewest=1)
+    with pytest.raises(AssertionError, match=f"ring: rank {1 - rank} computed with 1 to "):
+        gather_threads("ring", *place)
+
+
+def with_threads(**passes: Any) -> RunRecord:
+    """The record of a run of two batches in which the passes have these threads."""
+    raw = json.loads(run_record("speculative", PASSED).to_json())
+    for name, threads in passes.items():
+        raw["samples"][name]["threads"] = threads
+    return parse_record(raw)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "speculative", "said"),
+    [
+        ([[1], [1]], [[2], [2]], "speculative, batch 0: the ranks had [2] threads, but [1] in the"),
+        ([[2], [1]], [[2], [2]], "autoregressive, batch 1: the ranks had [1] threads, but [2] in"),
+        ([[2], [2]], [[2], [2, 2]], "speculative, batch 1: the ranks had [2, 2] threads, but [2]"),
+        ([[2, 1]] * 2, [[1, 2]] * 2, "speculative, batch 0: the ranks had [1, 2] threads, but [2"),
+        (None, [[2], [2]], "autoregressive has the threads of 0 batches, but there are 2"),
+        ([[2], [2]], None, "speculative has the threads of 0 batches, but there are 2"),
+        ([[2]], [[2], [2]], "autoregressive has the threads of 1 batches, but there are 2"),
+    ],
+)
+def test_a_record_whose_passes_had_other_resources_is_refused(
+    baseline: Any, speculative: Any, said: str
+) -> None:
+    """It can neither be read nor made."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        with_threads(autoregressive=baseline, speculative=speculative)
+    record = with_threads()
+    assert record.samples is not None
+    threads = {"autoregressive": baseline, "speculative": speculative}
+    samples = {name: replace(record.samples[name], threads=threads[name]) for name in threads}
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        replace(record, samples=samples)
+
+
+def test_older_records_say_nothing_and_are_read() -> None:
+    assert with_threads(autoregressive=None, speculative=None).passed
+    for path in OLDER:
+        records = load_records(path, is_strict=True)
+        passes = [each for record in records for each in (record.samples or {}).values()]
+        assert len(passes) > 20 and all(each.threads is None for each in passes)
+
+
+def more_threads() -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+def before(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with more threads from its begin on."""
+
+    def changed(*args: Any, **options: Any) -> Any:
+        more_threads()
+        return function(*args, **options)
+
+    return changed
+
+
+def after(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with more threads from its end on, as of something that it has called."""
+
+    def changed(*args: Any, **options: Any) -> Any:
+        found = function(*args, **options)
+        more_threads()
+        return found
+
+    return changed
+
+
+def one_more(number: int) -> AbstractContextManager[None]:
+    return use_threads(number + 1)
+
+
+@pytest.fixture
+def config(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelSection(str(tiny_checkpoint), "float32"),
+        parallel=ParallelSection(device="cpu", threads=1),
+        kv=KVSection("streaming_llm", 18),
+        decoding=DecodingSection("speculative", "self", 2, ignore_eos=True),
+        workload=WorkloadSection(str(text_file), 2, 20, 6, num_batches=2, warmup_batches=0),
+    )
+
+
+def test_both_passes_of_a_run_say_their_threads_in_each_batch(config: RunConfig) -> None:
+    record = execute(prepare(config, ALONE), is_leader=False).record
+    assert record.samples is not None and len(record.samples) == 2
+    assert all(samples.threads == [[1], [1]] for samples in record.samples.values())
+
+
+RUN_FAULTS = {
+    "before a pass": ("make_strategy", before, "2 threads"),
+    "at the begin of a pass": ("begin", before, "1 to 2 threads"),
+    "at the end of its preparation": ("begin", after, "1 to 2 threads"),
+}
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "speculative"])
+@pytest.mark.parametrize("fault", RUN_FAULTS)
+def test_a_pass_of_a_run_with_other_threads_ends_it(
+    fault: str, name: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, change, measured = RUN_FAULTS[fault]
+    original = getattr(Run, method)
+
+    def changed(self: Run, of_pass: str, *args: Any) -> Any:
+        function = change(original) if of_pass == name else original
+        return function(self, of_pass, *args)
+
+    monkeypatch.setattr(Run, method, changed)
+    said = f"^{name}: rank 0 computed with {measured}, but its config says 1$"
+    with pytest.raises(AssertionError, match=said):
+        execute(prepare(config, ALONE), is_leader=False)
+
+
+def test_a_run_whose_decoding_changes_the_threads_ends(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "decode", after(Engine.decode))
+    with pytest.raises(AssertionError, match="autoregressive: rank 0 computed with 1 to 2 threads"):
+        execute(prepare(config, ALONE), is_leader=False)
+
+
+Serve = Callable[[str], dict[str, list[int]]]
+
+
+@pytest.fixture
+def serve(tiny_checkpoint: Path, text_file: Path, tmp_path: Path) -> Serve:
+    """Runs a command on one rank in this process. Returns the threads of each pass, as recorded."""
+
+    def run(command: str) -> dict[str, list[int]]:
+        out = tmp_path / "r.jsonl"
+        words = [
+            *("--model", tiny_checkpoint, "--dataset", text_file, "--dtype", "float32"),
+            *("--device", "cpu", "--threads", 1, "--num_requests", 2, "--prefix_len", 12),
+            *("--output_len", 4, "--out", out, *COMMANDS[command][1]),
+        ]
+        assert COMMANDS[command][0].serve(ALONE, list(map(str, words))) == 0
+        records = map(json.loads, out.read_text().splitlines())
+        return {name_of(record): record["threads"] for record in records}
+
+    return run
+
+
+def name_of(record: dict[str, Any]) -> str:
+    name: str = record.get("name") or record["config"]["workload"]["batching"]
+    return name
+
+
+COMMANDS: dict[str, tuple[Any, tuple[object, ...], list[str]]] = {
+    "inflight": (inflight, ("--modes", "sequential", "inflight"), ["sequential", "inflight"]),
+    "recurrent": (
+        recurrent, ("--draft", "ngram", "--gamma", 2),
+        ["sequential", "batched", "ring", "ring_speculative"],
+    ),
+    "pipeline": (
+        pipeline,
+        ("--drafter", "ngram", "--layer_split", "1.0/head", "--mode", "iterative", "sync"),
+        ["one process", "iterative", "sync"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_record_of_each_pass_has_the_threads_of_its_ranks(command: str, serve: Serve) -> None:
+    assert serve(command) == {name: [1] for name in COMMANDS[command][2]}
+
+
+SERVED = {
+    "in one process": ("recurrent", "magicdec.pipeline.passes.use_threads", "sequential", "2"),
+    "in one process of a pipeline": (
+        "pipeline", "magicdec.pipelined_run.passes.use_threads", "one process", "2"
+    ),
+    "while a baseline serves": ("recurrent", "Engine.serve", "sequential", "1 to 3"),
+    "while a ring serves": ("recurrent", "RingPass.serve", "ring", "1 to 2"),
+    "while one process serves": ("pipeline", "Engine.serve", "one process", "1 to 3"),
+    "while a stage serves": ("pipeline", "StageLoop.serve", "iterative", "1 to 2"),
+    "while a drafter serves": ("pipeline", "DraftLoop.serve", "iterative", "1 to 2"),
+    "while a batching is served": ("inflight", "Server.serve", "sequential", "1 to 2"),
+}  # fmt: skip
+CLASSES = {kind.__name__: kind for kind in (Engine, RingPass, StageLoop, DraftLoop, Server)}
+
+
+@pytest.mark.parametrize("fault", SERVED)
+def test_a_pass_that_is_served_with_other_threads_ends_the_command(
+    fault: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, place, name, measured = SERVED[fault]
+    owner, _, method = place.rpartition(".")
+    if owner in CLASSES:
+        original = getattr(CLASSES[owner], method)
+        monkeypatch.setattr(CLASSES[owner], method, after(original))
+    else:
+        monkeypatch.setattr(place, one_more)
+    said = f"^{name}: rank 0 computed with {measured} threads, but its config says 1$"
+    with pytest.raises(AssertionError, match=said):
+        serve(command)
