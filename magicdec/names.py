@@ -66,6 +66,13 @@ BATCHINGS = {
     "dynamic": "magicdec.serving.batching:dynamic",
     "inflight": "magicdec.serving.batching:inflight",
 }
+# The kinds of records, which all commands append to one file, by their key `kind`.
+RECORDS = {
+    "run": "magicdec.records.record:RunRecord",
+    "serving": "magicdec.serving.record:ServingRecord",
+    "pipeline": "magicdec.pipeline.record:PipelineRecord",
+    "speculation": "magicdec.pipelined_run.measured.record:SpeculationRecord",
+}
 # What computes norms, rotation and gates.
 ELEMENTWISE = {
     "torch": "magicdec.model.elementwise.operators:Elementwise",

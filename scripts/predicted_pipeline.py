@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from magicdec.cli.parsing.pass_records import KINDS, read_commands
+from magicdec.cli.parsing.pass_records import read_commands
 from magicdec.distributed.commands import run_command
 from magicdec.pipelined_run.measured.record import SpeculationRecord
 from magicdec.pipelined_speculation.options import MODES
@@ -80,7 +80,7 @@ def read(out: Path, gen_len: int) -> Passes:
     if not out.exists():
         return {}
     found: Passes = {}
-    for records in read_commands(KINDS["speculation"], [out], is_strict=False):
+    for records in read_commands("speculation", [out], is_strict=False):
         for record in records:
             workload = record.config["workload"]
             if workload["gen_len"] == str(gen_len):

@@ -16,7 +16,7 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
 from magicdec.records.metrics import run_metrics
-from magicdec.records.reading import parse_record
+from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
 from magicdec.records.samples.measured import PassSamples
 from magicdec.records.samples.recorded import SamplesRecord
@@ -53,6 +53,7 @@ def record_of(samples: PassSamples, budget: int = 257) -> RunRecord:
     samples.draft_kv_tokens, samples.draft_rows = [budget], [1]
     passes = {"autoregressive": baseline_pass(samples), "speculative": samples}
     for each in passes.values():
+        each.threads = [[2]] * len(each.step_ms)
         each.output_hashes = [f"{i:016x}" for i in range(num_prompts)]
     decoding = DecodingSection("speculative", "self")
     config = resolve(RunConfig(kv=KVSection(budget=budget), decoding=decoding), Machine(2))
@@ -72,6 +73,11 @@ def record_of(samples: PassSamples, budget: int = 257) -> RunRecord:
         },
         prefill_samples=prefill,
     )
+
+
+def parse_record(raw: Any) -> RunRecord:
+    """The record of a run from its JSON value."""
+    return parse_line(json.dumps(raw), RunRecord)
 
 
 def with_fields(record: RunRecord, **fields: Any) -> RunRecord:
@@ -136,6 +142,7 @@ def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> P
     found.draft_kv_tokens, found.draft_rows = samples.draft_kv_tokens, samples.draft_rows
     found.bytes_read, found.peak_memory_bytes = samples.bytes_read, samples.peak_memory_bytes
     found.output_hashes = samples.output_hashes
+    found.threads = samples.threads
     return found
 
 

@@ -44,7 +44,10 @@ def conclude(prepared: Prepared) -> int:
             message = f"{type(error).__name__}: {error}"
             config, workload = prepared.config.to_dict(), prepared.describe_workload()
             memory = describe_memory(prepared.plan, prepared.free)
-            failed = RunRecord("failed", config, environment, message, workload, memory=memory)
+            failed = RunRecord(
+                status="failed", config=config, environment=environment, error=message,
+                workload=workload, memory=memory,
+            )  # fmt: skip
             said, is_kept = append(path, failed)
             if not is_kept:
                 print(said, file=sys.stderr)

@@ -74,8 +74,8 @@ def read_passes(kinds: Mapping[str, Kind], args: argparse.Namespace) -> Commands
             raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline` alone")
     return [
         (kind, records)
-        for kind in kinds.values()
-        for records in read_commands(kind, args.files, args.strict)
+        for name, kind in kinds.items()
+        for records in read_commands(name, args.files, args.strict)
     ]
 
 

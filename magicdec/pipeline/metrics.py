@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicdec.distributed.layer_split import round_seconds
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 
 NO_DRAFTS = "without drafts"
 
@@ -51,7 +51,7 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMetrics:
+class RingMetrics(Part):
     """Lists have an entry for each stage."""
 
     num_layers: list[int] = recorded("layers of each stage")

@@ -13,7 +13,7 @@ from magicdec.pipeline.metrics import RingMetrics, ring_metrics
 from magicdec.pipeline.options import RINGS, SPECULATIVE_RING, TENSOR_PARALLEL
 from magicdec.pipeline.pass_configs import of_one_process
 from magicdec.pipeline.prepare import PreparedRing
-from magicdec.pipeline.record import UNCHECKED, PipelineRecord
+from magicdec.pipeline.record import PipelineRecord
 from magicdec.records.environment import Environment
 from magicdec.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.serving.record import describe_requests, status_of
@@ -31,13 +31,13 @@ def make_record(
     reference: tuple[str, Outcome] | None,
 ) -> PipelineRecord:
     """`reference` is the first pass of the command and its outcome; None if it has no other."""
-    num_differing, status = None, UNCHECKED
+    num_differing: int | None = None
     config = config_of(prepared, name)
     if reference is not None:
         is_sampled = prepared.run.config.sampling.temperature > 0
         if not (is_sampled and name == SPECULATIVE_RING):
             num_differing = len(differing(reference[1].requests, outcome.requests))
-            status = status_of(num_differing, config["model"]["dtype"])
+    status = status_of(num_differing, config["model"]["dtype"])
     metrics = None
     if status != "diverged":
         metrics = serving_metrics(outcome.requests, outcome.counts)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 
 UNCOMPARED = "if nothing was compared"
 UNJUDGED = "if identical or not compared"
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Part):
     """The first position at which a sequence differs from the reference, and its margin."""
 
     sequence: int = recorded("prompt, counted from 0")
@@ -31,7 +31,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Correctness:
+class Correctness(Part):
     """The result of the comparison. `reference` is None if nothing was compared."""
 
     reference: str | None = recorded(
@@ -65,22 +65,19 @@ class Correctness:
     expected_differing: float | None = recorded(
         "mean number of sequences that the rounding of the run makes differ",
         null=UNJUDGED,
-        is_later=True,
     )
     most_differing: int | None = recorded(
         "number of differing sequences that rounding exceeds with a probability of at most 0.001; "
         "if more differ, none is a tie",
         null=UNJUDGED,
-        is_later=True,
     )
     num_short: int | None = recorded(
         "number of tokens that are not the wider model's choice, in the requested strategy's "
         "outputs that were replayed",
         null=UNJUDGED,
-        is_later=True,
     )
     num_short_reference: int | None = recorded(
-        "the same for the reference's outputs to the same prompts", null=UNJUDGED, is_later=True
+        "the same for the reference's outputs to the same prompts", null=UNJUDGED
     )
 
     @property

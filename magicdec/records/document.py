@@ -17,6 +17,8 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.record import RunRecord
 
@@ -68,6 +70,8 @@ def _shape(hint: Any, is_plural: bool = False) -> str:
     if origin is list:
         inner = _shape(typing.get_args(hint)[0], is_plural=True)
         return f"list{'s' * is_plural} of {inner}"
+    if origin is typing.Literal:
+        hint = type(typing.get_args(hint)[0])
     shape = "object" if is_dataclass(hint) or origin is dict else SINGULAR[hint]
     return f"{shape}{'s' * is_plural}"
 
@@ -80,40 +84,27 @@ def _class(module: str, name: str) -> type:
 
 def schema_of(kind: type) -> dict[str, Any]:
     """The schema of one line of a file, which is one object of the dataclass `kind`."""
-    return {"$schema": DIALECT, "title": kind.__name__, **_json_object(kind)}
+    schema = TypeAdapter(kind).json_schema()
+    parts = {kind.__name__: schema} | schema["$defs"]
+    for part in parts_of(kind):
+        properties = parts[part.__name__]["properties"]
+        for key, _, description in described_fields(part):
+            properties[key].pop("title", None)
+            properties[key] = description.add_to_schema(properties[key])
+    return {"$schema": DIALECT, **schema}
 
 
-def _json_object(kind: type) -> dict[str, Any]:
-    fields = described_fields(kind)
-    return {
-        "type": "object",
-        "properties": {key: _json_field(hint, description) for key, hint, description in fields},
-        "required": [key for key, _, description in fields if not description.is_later],
-    }
-
-
-def _json_field(hint: Any, description: Recorded) -> dict[str, Any]:
-    found: dict[str, Any] = {"description": description.meaning}
-    if description.unit:
-        found["unit"] = description.unit
-    shape = _json_shape(hint)
-    if description.choices:
-        shape["enum"] = list(description.choices)
-    if description.null is None:
-        return found | shape
-    return found | {"null": description.null, "anyOf": [shape, {"type": "null"}]}
-
-
-def _json_shape(hint: Any) -> dict[str, Any]:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if is_dataclass(hint):
-        assert isinstance(hint, type)
-        return _json_object(hint)
-    if origin is list:
-        return {"type": "array", "items": _json_shape(inner[0])}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _json_shape(inner[1])}
-    return {} if hint is Any else {"type": SINGULAR[hint]}
+def parts_of(kind: type) -> list[type]:
+    """The dataclass `kind` and those that its fields hold, each once."""
+    parts, waiting = [], [kind]
+    while waiting:
+        part = waiting.pop()
+        if is_dataclass(part) and part not in parts:
+            parts.append(part)
+            waiting += [hint for _, hint, _ in described_fields(part)]
+        else:
+            waiting += typing.get_args(part)
+    return parts
 
 
 if __name__ == "__main__":

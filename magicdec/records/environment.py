@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicdec.config.threads import describe_threads
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 
 GPU_NULL = "on CPU; without `nvidia-ml-py`; if `failed`; in `probe`, `latency` and `inflight`"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class Environment(Part):
     """The machine, the software and the launch. Host names are not recorded."""
 
     time_utc: str = recorded("start of the run, ISO 8601, UTC")
@@ -23,7 +23,6 @@ class Environment:
     revision: str | None = recorded(
         "git commit of this package, followed by `-dirty` if files differ from it",
         null="if the package is not a checkout",
-        is_later=True,
     )
     python: str = recorded("version of Python")
     torch: str = recorded("version of PyTorch, with its build")
@@ -36,7 +35,6 @@ class Environment:
         "load average of the host over the last minute when the record was made: processes that "
         "ran or waited, with those of this run",
         null="if unknown",
-        is_later=True,
     )
     cpu_capability: str = recorded("vector instructions that PyTorch uses, such as `AVX2`")
     gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")
@@ -44,16 +42,14 @@ class Environment:
         "lowest and highest SM clock of that GPU among the readings after each measured pass",
         "MHz",
         null=GPU_NULL,
-        is_later=True,
     )
     gpu_most_sm_mhz: int | None = recorded(
-        "highest clock that the GPU supports", "MHz", null="as `gpu_sm_mhz`", is_later=True
+        "highest clock that the GPU supports", "MHz", null="as `gpu_sm_mhz`"
     )
     gpu_slowed_by: list[str] | None = recorded(
         "reasons, with the names that NVML uses, why the clock was reduced at any of these "
         "readings; empty if there was none",
         null="as `gpu_sm_mhz`",
-        is_later=True,
     )
     world_size: int = recorded("number of ranks that were launched")
     threads: int = recorded("CPU threads of the leading rank, as PyTorch reports them")

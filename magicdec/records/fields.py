@@ -1,5 +1,5 @@
-"""The description of a record's field: its meaning, its unit, when it is null, and how a table
-prints it. The documentation and the tables are made from these descriptions.
+"""The fields of a record: their meaning, their unit, when they are null, and how a table prints
+them. The documentation, the JSON Schema and the tables are made from these descriptions.
 
 Must not know any particular record. Imports no torch.
 """
@@ -11,9 +11,18 @@ import types
 import typing
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict
 
 KEY = "recorded"
+
+
+class Part:
+    """A base of the dataclasses that a record consists of. pydantic reads them from JSON by the
+    types of their fields; keys that are not fields are ignored."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,6 @@ class Recorded:
     scale: float = 1.0  # the printed number is multiplied by this, to be in the unit of the label
     suffix: str = ""  # printed after the number
     choices: tuple[str, ...] = ()  # all possible values of a string
-    is_later: bool = False  # records that are older than the field lack its key
     by_chance: bool = False  # the number has no meaning if weights are random
 
     def show(self, value: Any) -> str:
@@ -42,6 +50,17 @@ class Recorded:
         text = self.show(value)
         return f"{text} [{self.show(ends[0])}, {self.show(ends[1])}]" if ends else text
 
+    def add_to_schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The JSON Schema of the field with this description."""
+        described = {"description": self.meaning}
+        if self.unit:
+            described["unit"] = self.unit
+        if self.null is not None:
+            described["null"] = self.null
+        if self.choices:
+            schema = schema | {"enum": list(self.choices)}
+        return described | schema
+
 
 def recorded(meaning: str, unit: str = "", *, default: Any = None, **more: Any) -> Any:
     """A dataclass field with its description (`Recorded`). A field that can be null is null by
@@ -53,9 +72,9 @@ def recorded(meaning: str, unit: str = "", *, default: Any = None, **more: Any) 
 
 
 def description_of(item: dataclasses.Field[Any]) -> Recorded:
-    found = item.metadata[KEY]
-    assert isinstance(found, Recorded)
-    return found
+    description = item.metadata[KEY]
+    assert isinstance(description, Recorded)
+    return description
 
 
 @cache
@@ -71,13 +90,6 @@ def described_fields(kind: type) -> list[tuple[str, Any, Recorded]]:
 
 def without_none(hint: Any) -> Any:
     """`X` if the type is `X | None`, otherwise the type itself."""
-    if not is_optional(hint):
-        return hint
-    (inner,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-    return inner
-
-
-def is_optional(hint: Any) -> bool:
-    """Whether a type allows None."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return is_union and types.NoneType in typing.get_args(hint)
+    parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    is_optional = typing.get_origin(hint) in (typing.Union, types.UnionType) and len(parts) == 1
+    return parts[0] if is_optional else hint

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRecord:
+class MemoryRecord(Part):
     """The planned and the measured memory, summed over all ranks."""
 
     weights_bytes: int = recorded("planned: the target's weights", "bytes")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -26,7 +26,7 @@ from magicdec.records.record import RunRecord
 from magicdec.records.samples.measured import PassSamples
 from magicdec.records.samples.recorded import PrefillSamples
 from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
-from magicdec.records.statistics.uncertainty import Uncertainty, uncertainty_of
+from magicdec.records.statistics.uncertainty import uncertainty_of
 
 
 @dataclass(frozen=True)
@@ -152,17 +152,11 @@ def check_consistency(passes: dict[str, PassSamples], prefill: PrefillSamples) -
 
 
 def differences(name: str, one: Metrics | None, other: Metrics | None) -> list[str]:
-    """The names of the metrics in which `one` differs from `other` by more than rounding. Intervals
-    that `one` lacks, because it is older, do not count."""
+    """The names of the metrics in which `one` differs from `other` by more than rounding."""
     if one is None or other is None:
         return [] if one is other else [name]
     values, others = asdict(one), asdict(other)
-    older = {item.name for item in fields(Uncertainty) if values[item.name] is None}
-    return [
-        f"{name}.{key}"
-        for key in values
-        if key not in older and not is_close(values[key], others[key])
-    ]
+    return [f"{name}.{key}" for key in values if not is_close(values[key], others[key])]
 
 
 def is_close(one: Any, other: Any) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from magicdec.records.fields import description_of, recorded
-from magicdec.records.samples.recorded import LATER
 from magicdec.records.statistics.uncertainty import Uncertainty
 
 NO_STEP = "if no step was needed"
@@ -36,13 +35,13 @@ class Metrics(Uncertainty):
     prefill_tokens_per_s: float | None = recorded(
         "prompt tokens divided by the time of all prefills; both passes share one prefill",
         "tokens/s",
-        null=LATER,
+        null="if no batch was measured",
         label="prefill, tokens/s",
     )
     mean_ttft_ms: float | None = recorded(
         "mean TTFT; both passes share one prefill and therefore this value",
         "ms",
-        null=LATER,
+        null="if no batch was measured",
         label="TTFT mean, ms (shared prefill)",
     )
     decode_tokens_per_s: float | None = recorded(
@@ -64,10 +63,9 @@ class Metrics(Uncertainty):
         "mean time for each batch between prefill and the first decode step, without calibration: "
         "what a KV policy chooses, a standalone draft's own prefill, the capture of CUDA graphs",
         "ms",
-        null=LATER,
+        null="if no batch was measured",
         label="before the first step, ms/batch",
         digits=2,
-        is_later=True,
     )
     draft_prefill_ms: float | None = recorded(
         "`begin_ms` of a standalone draft, which is its own prefill; it is not part of the decode "
@@ -75,7 +73,6 @@ class Metrics(Uncertainty):
         "ms",
         null="without a standalone draft; in `baseline_metrics`",
         label="draft's own prefill, ms/batch",
-        is_later=True,
     )
     calibration_ms: float | None = recorded(
         "time that `--gamma auto` spends on measuring steps, over all batches and the warm-up; it "
@@ -83,14 +80,12 @@ class Metrics(Uncertainty):
         "ms",
         null="without `--gamma auto`; in `baseline_metrics`",
         label="calibration for gamma, ms in all",
-        is_later=True,
     )
     warmup_calibration_ms: float | None = recorded(
         "the part of `calibration_ms` that was spent in the warm-up; `net_speedup` leaves it out",
         "ms",
         null="without `--gamma auto`; in `baseline_metrics`",
         label="  of it in the warm-up, ms",
-        is_later=True,
     )
     draft_ms: float | None = _phase("mean time of drafting, over the steps that draft", "draft")
     verify_ms: float | None = _phase("mean time of verifying, over the same steps", "verify")
@@ -108,7 +103,6 @@ class Metrics(Uncertainty):
         null="in `baseline_metrics`; " + NO_STEP + CHANCE,
         label="draft positions a step",
         digits=2,
-        is_later=True,
         by_chance=True,
     )
     bytes_read: int = recorded(
@@ -127,7 +121,6 @@ class Metrics(Uncertainty):
         null="in `baseline_metrics`; if no model drafted",
         label="KV tokens read by a draft forward",
         digits=1,
-        is_later=True,
     )
     roofline_fraction: float | None = recorded(
         "share of the memory roofline that was reached; above 1 if part of the data was read from "
@@ -153,7 +146,6 @@ class Metrics(Uncertainty):
         null="if the workload has no known answers" + CHANCE,
         label="answer score",
         digits=3,
-        is_later=True,
     )
     speedup: float | None = recorded(
         "speedup of the decode steps over the baseline's of the same run: the median of "
@@ -176,14 +168,12 @@ class Metrics(Uncertainty):
         label="net speedup (median)",
         digits=2,
         suffix="x",
-        is_later=True,
         by_chance=True,
     )
     net_speedup_per_batch: list[float] | None = recorded(
         "the net speedup of each batch, in order",
         "ratio",
         null=NO_BASELINE,
-        is_later=True,
         by_chance=True,
     )
     break_even_gen_len: int | None = recorded(
@@ -193,7 +183,6 @@ class Metrics(Uncertainty):
         "tokens",
         null="if the net speedup is above 1 for no length; " + NO_BASELINE,
         label="net speedup is above 1x from, tokens",
-        is_later=True,
         by_chance=True,
     )
     mean_tpot_ms: float | None = _tpot("mean TPOT over sequences", "TPOT mean, ms")
@@ -225,7 +214,6 @@ class Metrics(Uncertainty):
         null=NOT_DRAFTED,
         label="emitted tokens a verification",
         digits=2,
-        is_later=True,
         by_chance=True,
     )
     acceptance_per_position: list[float] | None = recorded(

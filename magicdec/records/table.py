@@ -70,9 +70,9 @@ def _title(record: RunRecord) -> str:
 
 
 def _dtypes(model: dict[str, Any]) -> str:
-    """The dtypes of a run's model. Records that are older than `target_dtype` have only one."""
+    """The dtypes of a run's model."""
     dtype: str = model["dtype"]
-    return f"{dtype}, int8 weights" if model.get("target_dtype") == "int8" else dtype
+    return f"{dtype}, int8 weights" if model["target_dtype"] == "int8" else dtype
 
 
 def _verdict(record: RunRecord) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 
 GENERATED = "if prompts are generated (`ruler:`)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecord:
+class ModelRecord(Part):
     """A model and the fingerprint of its weights."""
 
     model: str = recorded("name of the model that was loaded, without its folder")
@@ -29,7 +29,7 @@ class WorkloadRecord(ModelRecord):
     """The prompts, and the models that decoded them."""
 
     draft: ModelRecord | None = recorded(
-        "the standalone draft model", null="without a standalone draft", is_later=True
+        "the standalone draft model", null="without a standalone draft"
     )
     tokenizer: str = recorded("the model whose tokenizer made the prompts")
     dataset: str = recorded(

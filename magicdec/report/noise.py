@@ -11,22 +11,20 @@ from itertools import islice
 
 from magicdec.records.comparison.change import change_of, pair_of
 from magicdec.records.record import RunRecord
-from magicdec.records.statistics.older import with_intervals
 from magicdec.records.table import method
 
 MOST_RECORDS = 100  # of a table; a longer one is for programs, and is not compared
 
 
 class Noted:
-    """Passes records on, and keeps them if they are few. These get the intervals that older records
-    lack."""
+    """Passes records on, and keeps them if they are few."""
 
     def __init__(self, records: Iterable[RunRecord]) -> None:
         self._records = iter(records)
         self.few: list[RunRecord] = []
 
     def __iter__(self) -> Iterator[RunRecord]:
-        self.few = list(map(with_intervals, islice(self._records, MOST_RECORDS + 1)))
+        self.few = list(islice(self._records, MOST_RECORDS + 1))
         yield from self.few
         if len(self.few) > MOST_RECORDS:
             self.few = []

@@ -80,8 +80,11 @@ def outcome_of_done(run: Passes, environment: Environment) -> Outcome | None:
         error += "; some of their outputs differ from the baseline's, and were not judged"
         config, workload = prepared.config.to_dict(), prepared.describe_workload()
         memory = describe_memory(prepared.plan, prepared.free)
-        failed = RunRecord("interrupted", config, environment, error, workload, memory=memory)
-        return Outcome(failed, asked)
+        interrupted = RunRecord(
+            status="interrupted", config=config, environment=environment, error=error,
+            workload=workload, memory=memory,
+        )  # fmt: skip
+        return Outcome(interrupted, asked)
     record = make_record(prepared, measured, correctness, environment)
     return Outcome(replace(record, status="interrupted", error=error), asked)
 

@@ -186,7 +186,7 @@ class Run:
         )
         samples.bytes_read.append(list(read))
         samples.peak_memory_bytes.append(list(peak))
-        samples.threads = [*(samples.threads or ()), check_threads(name, of_threads)]
+        samples.threads.append(check_threads(name, of_threads))
         # The same on all ranks that draft; 0 on others.
         samples.draft_kv_tokens.append(max(draft_tokens))
         samples.draft_rows.append(max(draft_rows))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 from magicdec.records.metrics import mean, percentile
 from magicdec.request import Request
 from magicdec.serving.counts import StepCounts
@@ -21,7 +21,7 @@ GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingMetrics:
+class ServingMetrics(Part):
     """The metrics of one batching. Percentiles are interpolated linearly, as in numpy."""
 
     makespan_s: float = recorded(

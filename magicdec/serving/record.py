@@ -1,31 +1,32 @@
-"""ServingRecord: one JSON line for each batching, which is appended and never rewritten. Imports no
-torch. docs/serving.md documents the schema and is made from these classes.
+"""PassRecord: the requests of one command, served in one pass, one JSON line that is appended and
+never rewritten; and ServingRecord, a pass of `magicdec inflight`. Imports no torch. docs/serving.md
+documents the schema and is made from these classes.
 
-It is not the record of a run (`records/record.py`): that holds two passes over whole batches, and
-this one requests with their arrivals. Like that one, it has metrics only if its tokens are right.
+A run's record (`records/record.py`) has two passes over whole batches, and this one requests with
+their arrivals. Like that one, it has metrics only if its tokens are not known to be wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from magicdec.names import COMPACTION
-from magicdec.records.environment import Environment
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
+from magicdec.records.record import Record
 from magicdec.records.workload import WorkloadRecord
 from magicdec.request import Request
 from magicdec.serving.counts import Moves
 from magicdec.serving.metrics import ServingMetrics
 
-SCHEMA_VERSION = 2
-STATUSES = ("ok", "differs", "diverged")
-EXACT_DTYPE = "float32"  # in which every request emits the same tokens under every batching
+UNCHECKED = "unchecked"
+STATUSES = ("ok", "differs", "diverged", UNCHECKED)
+EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(Part):
     """The lengths and time stamps of one request. Times count from the first arrival."""
 
     arrival_ms: float = recorded("when the request arrived", "ms")
@@ -43,52 +44,61 @@ class RequestRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingRecord:
-    """The requests of one command, served under one batching."""
+class PassRecord(Record):
+    """The requests of one command, served in one pass, and how their tokens compare with those of
+    the command's first pass."""
 
     status: str = recorded(
-        "`ok`: every request has the tokens that it has under `reference`, or tokens are not "
-        f"compared; `differs`: some have others, in a dtype other than {EXACT_DTYPE}, whose "
-        f"rounding may be the reason; `diverged`: some have others in {EXACT_DTYPE}",
+        "`ok`: every request has the tokens that it has in `reference`; `differs`: some have "
+        f"others, in a dtype other than {EXACT_DTYPE}, whose rounding may be the reason; "
+        f"`diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no other pass, or "
+        "drafts were sampled, which keeps only the distribution",
         choices=STATUSES,
     )
+    name: str = recorded("the pass: a way to serve the requests")
     config: dict[str, Any] = recorded(
-        "the resolved configuration as in a run's record, in which no value is `auto`; `workload` "
-        "has `batching`, `compaction` and the flags of this command"
+        "the resolved configuration as in a run's record, in which no value is `auto`; of stages, "
+        "that of the first; `workload` has the flags of the command; `draft` and `kv` are there "
+        "with drafts only"
     )
-    environment: Environment = recorded("the machine, the software and the launch")
-    threads: list[int] | None = recorded(
-        "CPU threads as measured in this pass, in the order of ranks",
-        null="in older records",
-        is_later=True,
+    threads: list[int] = recorded(
+        "CPU threads as measured in this pass, in the order of all ranks; 0 for a rank that waited"
     )
     workload: WorkloadRecord = recorded(
-        "the prompts and the model; `prefix_len` is the length of the longest prompt"
+        "the prompts and the models; `prefix_len` is the length of the longest prompt"
     )
-    reference: str = recorded("the first batching of the command, which drafts nothing")
+    reference: str | None = recorded("the first pass of the command", null="if it is the only one")
     num_differing: int | None = recorded(
-        "requests with tokens other than those under `reference`",
-        null="with a drafter at a temperature above 0, which keeps only the distribution",
+        "requests with tokens other than those in `reference`", null="if `unchecked`"
     )
-    metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
+    metrics: Any
     requests: list[RequestRecord] = recorded("the requests in the order of arrival")
-    kind: str = recorded("`serving`", default="serving")
-    schema_version: int = recorded(f"{SCHEMA_VERSION}", default=SCHEMA_VERSION)
 
     def __post_init__(self) -> None:
-        assert self.status in STATUSES and (self.status == "ok") == (not self.num_differing)
-        assert (self.metrics is None) == (self.status == "diverged")
-
-    @property
-    def name(self) -> str:
-        """The batching, the drafter if there is one, and a compaction other than the default."""
-        drafter, workload = self.config["decoding"]["drafter"], self.config["workload"]
-        compaction = workload.get("compaction", COMPACTION)
-        parts = workload["batching"], drafter, None if compaction == COMPACTION else compaction
-        return ", ".join(str(part) for part in parts if part)
+        expected = {UNCHECKED: None, "ok": 0}.get(self.status, self.num_differing or -1)
+        assert self.status in STATUSES, f"status is {self.status}"
+        assert self.num_differing == expected, "its status contradicts num_differing"
+        assert (self.metrics is None) == (self.status == "diverged"), "metrics contradict status"
 
 
-def status_of(num_differing: int, dtype: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class ServingRecord(PassRecord):
+    """A pass of `magicdec inflight`: a batching, with the drafter if there is one."""
+
+    kind: Literal["serving"] = recorded("`serving`", default="serving")
+    metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
+
+
+def name_of(batching: str, drafter: str | None, compaction: str) -> str:
+    """The batching, the drafter if there is one, and a compaction other than the default."""
+    parts = batching, drafter, None if compaction == COMPACTION else compaction
+    return ", ".join(part for part in parts if part)
+
+
+def status_of(num_differing: int | None, dtype: str) -> str:
+    """The status of a pass. `num_differing` is None if tokens cannot be compared."""
+    if num_differing is None:
+        return UNCHECKED
     if num_differing == 0:
         return "ok"
     return "diverged" if dtype == EXACT_DTYPE else "differs"

@@ -13,7 +13,7 @@ from magicdec.records.environment import Environment
 from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.options import ServingOptions
 from magicdec.serving.passes import Pass
-from magicdec.serving.record import ServingRecord, describe_requests, status_of
+from magicdec.serving.record import ServingRecord, describe_requests, name_of, status_of
 from magicdec.serving.server import Served, differing
 from magicdec.setup.prepare import Prepared
 
@@ -38,7 +38,7 @@ def make_record(
         decoding = replace(resolved.decoding, strategy=BASELINE, drafter=None)
         resolved = replace(resolved, decoding=decoding, draft=None)
     config = resolved.to_dict()
-    status = status_of(num_differing or 0, config["model"]["dtype"])
+    status = status_of(num_differing, config["model"]["dtype"])
     asked = {"dataset": prepared.workload.dataset, "seed": prepared.workload.seed}
     metrics = None
     if status != "diverged":
@@ -48,6 +48,7 @@ def make_record(
     kept = "model", "parallel", "attention", "decoding", "sampling", *of_drafts
     return ServingRecord(
         status=status,
+        name=name_of(each.mode, config["decoding"]["drafter"], each.compaction),
         config={name: config[name] for name in kept}
         | {
             "workload": {

@@ -123,7 +123,7 @@ def records_of(path: Path, cells: Sequence[Cell]) -> list[RunRecord]:
     if not path.is_file() or b"\n" not in path.read_bytes():
         return []
     keys = {cell.key for cell in cells}
-    return [record for record in read_records(path) if config_key(record.config) in keys]
+    return [record for record in read_records(path, RunRecord) if config_key(record.config) in keys]
 
 
 def count_done(records: Sequence[RunRecord], retries_failed: bool) -> Counter[str]:

@@ -102,4 +102,7 @@ class Sweep:
         environment = describe_environment(self.launch, config.parallel.device, now)
         workload = None if prepared is None else prepared.describe_workload()
         memory = None if prepared is None else describe_memory(prepared.plan, prepared.free)
-        return RunRecord("failed", config.to_dict(), environment, error, workload, memory=memory)
+        return RunRecord(
+            status="failed", config=config.to_dict(), environment=environment, error=error,
+            workload=workload, memory=memory,
+        )  # fmt: skip

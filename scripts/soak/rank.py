@@ -26,7 +26,7 @@ import torch.distributed as dist
 from magicdec.cli.serving.pipeline import main
 from magicdec.distributed import shared_memory
 from magicdec.distributed.ranks import end_with_launcher
-from magicdec.pipelined_run.options import BASELINE_PASS
+from magicdec.names import SEQUENTIAL
 from magicdec.pipelined_run.passes import Outcome, Passes
 from magicdec.pipelined_run.rank import Wires
 from magicdec.pipelined_run.stage import ModelPart
@@ -41,7 +41,7 @@ serve = Passes.serve
 
 def repeat(self: Passes, name: str, observe: Callable[[int], None]) -> Outcome | None:
     outcome = serve(self, name, observe)
-    if name == BASELINE_PASS:
+    if name == SEQUENTIAL:
         return outcome
     for number in range(PASSES):
         assert self.member is not None, "it has served"

@@ -7,7 +7,7 @@ import pytest
 from lossy import plant, short_run
 
 from magicdec.distributed.groups import Launch
-from magicdec.records.reading import decode_line, parse_record
+from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
 from magicdec.run.run import execute
 from magicdec.setup.prepare import prepare
@@ -29,7 +29,7 @@ def test_rounding_in_bfloat16_is_ok_with_ties() -> None:
     assert 0.5 < found.expected_differing < found.most_differing
     assert found.first_divergence.margin is not None and found.margin_bound is not None
     assert found.first_divergence.margin <= found.margin_bound < 0.25, "less than a fixed bound was"
-    assert parse_record(decode_line(record.to_json().encode())).to_json() == record.to_json()
+    assert parse_line(record.to_json(), RunRecord).to_json() == record.to_json()
 
 
 def test_a_lossy_rule_in_bfloat16_diverges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import HANG
-from synthetic_records import ENVIRONMENT, IDENTICAL, WORKLOAD
+from synthetic_records import ENVIRONMENT, IDENTICAL, WORKLOAD, parse_record
 
 from magicdec.cli import compare as command
 from magicdec.cli import table as table_command
@@ -23,7 +23,6 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import table
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.metrics import decode_metrics
-from magicdec.records.reading import parse_record
 from magicdec.records.record import STATUSES, RunRecord
 from magicdec.records.samples.measured import PassSamples
 
@@ -99,8 +98,8 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
         (b"", " holds no records"),
         (b"\xff\xfe", ":1: not UTF-8 text"),
         (b"not JSON\n", ":1: not a JSON record"),
-        (b"{}", ":1: schema_version is None"),
-        (b'{"schema_version": 1}', ":1: not a record; it has no "),
+        (b"{}", ":1: not a record; schema_version is None"),
+        (b'{"kind": "run", "schema_version": 2}', ":1: not a record; it has no "),
     ],
 )
 @pytest.mark.parametrize("tool", [command, table_command])
@@ -165,8 +164,8 @@ def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str])
     scored = make()
     scored["metrics"]["answer_score"] = 0.125
     assert "answer score" in (out := printed(scored, capsys)) and "0.125" in out
-    old = make(correctness=diverged(1e-5)["correctness"] | {"num_excused": 2, "num_diverged": 0})
-    out = printed(old, capsys)
+    ties = diverged(1e-5)["correctness"] | {"num_excused": 2, "num_diverged": 0}
+    out = printed(make(status="ok_with_ties", correctness=ties), capsys)
     assert "ok with 2 tie(s), not identical" in out and "sequence 3, token 5 (margin 1e-05)" in out
     out = printed(with_ties(), capsys)
     assert out.startswith("ok with 2 tie(s), not identical: 99 tokens") and "1.50x" in out

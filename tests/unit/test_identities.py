@@ -163,8 +163,8 @@ SAMPLES: dict[str, tuple[Callable[[Run], Any], str]] = {
         r"autoregressive, batch 1: the ranks had \[2\] threads, but \[2, 1\]",
     ),
     "the threads of no batch are measured": (
-        lambda run: setattr(run.base, "threads", None),
-        "autoregressive: its threads were not measured",
+        lambda run: run.base.threads.clear(),
+        "autoregressive has the threads of 0 batches, but there are 2",
     ),
     "the threads of one batch are not measured": (
         lambda run: run.ours.threads.pop(),  # type: ignore[union-attr]

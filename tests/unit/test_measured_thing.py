@@ -7,14 +7,13 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
-from synthetic_records import drawn
+from synthetic_records import drawn, parse_record
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import measured_thing
-from magicdec.records.reading import parse_record
 from magicdec.records.table import method
 from magicdec.report.settings import settings
 from magicdec.study.cells import config_key

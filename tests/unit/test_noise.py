@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from synthetic_records import drawn, with_fields, with_losses
 
 from magicdec.cli import table
 from magicdec.records.record import RunRecord, append_record
-from magicdec.records.statistics.older import with_intervals
-from magicdec.records.statistics.uncertainty import Uncertainty
 from magicdec.report import noise
 from magicdec.report.noise import Noted, noise_lines
 
@@ -62,24 +59,6 @@ def test_a_table_has_the_interval_and_the_statement(
     assert "inside the noise of the best" in out
     assert "noise" not in printed(tmp_path, monkeypatch, capsys, [BEST, NEAR], "--group_by", "B")
     assert "±" not in printed(tmp_path, monkeypatch, capsys, [BEST], "--format", "csv")
-
-
-def older(record: RunRecord) -> RunRecord:
-    """The record as it was written before there were intervals."""
-    names = [f"metrics__{item.name}" for item in fields(Uncertainty)]
-    names += [f"baseline_{name}" for name in names]
-    return with_fields(record, **dict.fromkeys(names))
-
-
-def test_older_records_get_the_intervals_of_their_samples() -> None:
-    for record in (BEST, FAR):
-        found = with_intervals(older(record))
-        assert (found.metrics, found.baseline_metrics) == (record.metrics, record.baseline_metrics)
-        assert older(record).metrics != record.metrics
-    (noted,) = Noted([older(BEST)])
-    assert noted.metrics == BEST.metrics
-    bare = with_fields(older(BEST), samples=None)
-    assert with_intervals(bare) == bare
 
 
 def test_a_long_table_is_passed_on_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

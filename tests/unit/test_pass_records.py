@@ -18,13 +18,14 @@ from magicdec.cli.parsing.pass_records import KINDS, load, read_commands
 from magicdec.pipelined_run.measured.bars import labels_of
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.records.reading import load_records
+from magicdec.records.record import SCHEMA_VERSION
 from magicdec.serving.counts import Moves
 from magicdec.serving.showing.passes import verdict
 
 OF_KIND: dict[str, dict[str, Any]] = {
     "serving": {"arrival": "burst", "gen_len": 4, "max_concurrency": None, "batching": "static"},
     "pipeline": {"n_samples": 2},
-    "speculation": {"lanes": 1, "drafter": "ngram", "layer_split": "3,3"},
+    "speculation": {"lanes": 1, "draft": "ngram", "layer_split": "3,3"},
 }
 
 
@@ -33,8 +34,8 @@ def record(kind: str, name: str, start: str = "first", **workload: object) -> di
     base = make()
     config = base["config"] | {"workload": {"num_requests": 2} | OF_KIND[kind] | workload}
     return {
-        "kind": kind, "schema_version": vars(load(KINDS[kind].record))["schema_version"],
-        "status": "diverged", "name": name, "config": config,
+        "kind": kind, "schema_version": SCHEMA_VERSION, "threads": [2], "status": "diverged",
+        "name": name, "config": config,
         "environment": base["environment"] | {"time_utc": start}, "workload": base["workload"],
         "reference": "sequential", "num_differing": 1, "metrics": None, "ring": None,
         "requests": [],
@@ -80,20 +81,12 @@ def test_the_table_is_that_of_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = write(tmp_path / "passes.jsonl", record(kind, "one"), record(kind, "two"))
-    (records,) = read_commands(KINDS[kind], [path], is_strict=True)
+    (records,) = read_commands(kind, [path], is_strict=True)
     load(KINDS[kind].show)(records)
     shown = capsys.readouterr().out
     assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
     run(monkeypatch, path)
     assert capsys.readouterr().out == shown
-
-
-def test_a_record_from_before_the_speed_of_prompts_is_shown(tmp_path: Path) -> None:
-    old = measured("async")
-    del old["metrics"]["prefill_tokens_per_s"]
-    path = write(tmp_path / "passes.jsonl", measured("sync"), old)
-    ((new, older),) = read_commands(KINDS["speculation"], [path], is_strict=True)
-    assert new.metrics.prefill_tokens_per_s == 1.0 and older.metrics.prefill_tokens_per_s is None
 
 
 def test_each_command_has_a_table_and_a_series(
@@ -102,7 +95,7 @@ def test_each_command_has_a_table_and_a_series(
     passes = [measured("sync"), measured("async"), record("speculation", "async", "third")]
     passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
     path = write(tmp_path / "passes.jsonl", *passes)
-    commands = list(read_commands(KINDS["speculation"], [path], is_strict=True))
+    commands = list(read_commands("speculation", [path], is_strict=True))
     assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
         ["async"]
     ]
@@ -166,8 +159,8 @@ def test_a_damaged_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
     whole, cut = record("speculation", "async"), record("speculation", "sync")
     del cut["requests"]
     path = write(tmp_path / "passes.jsonl", cut, whole)
-    (records,) = read_commands(KINDS["speculation"], [path], is_strict=False)
+    (records,) = read_commands("speculation", [path], is_strict=False)
     assert [each.name for each in records] == ["async"]
     assert ":1: not a record; it has no requests; this line is skipped" in capsys.readouterr().err
     with pytest.raises(ValueError, match="it has no requests"):
-        list(read_commands(KINDS["speculation"], [path], is_strict=True))
+        list(read_commands("speculation", [path], is_strict=True))

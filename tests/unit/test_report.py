@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from matplotlib.text import Text
+from synthetic_records import parse_record
 from test_compare import failed, write
 
 from magicdec.cli import report_page
@@ -24,7 +25,6 @@ from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.speculation import Speculation
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.model.presets.named import find_config
-from magicdec.records.reading import parse_record
 from magicdec.report.commands import command_of
 from magicdec.report.figures.drift import relative_steps
 from magicdec.report.figures.phases import drafting_share

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from synthetic_records import parse_record
 from test_compare import make
 
 from magicdec.cli.front import reproduce
 from magicdec.distributed.commands import Ended
 from magicdec.pipelined_run.layout import make_layout
-from magicdec.records.reading import load_records, parse_record
+from magicdec.records.reading import load_records
 from magicdec.reproduce import measuring
 from magicdec.reproduce.magicdec_setting import MagicDecSetting
 from magicdec.reproduce.published_table import Line, PublishedTable

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_requests
+from synthetic_records import parse_record
 from test_compare import make
 from test_config import parsed
 from test_session import PARALLEL
@@ -33,7 +34,6 @@ from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_run.rank import Connections, PipelineRank
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.records.reading import parse_record
 from magicdec.records.table import print_record
 from magicdec.report.settings import settings
 from magicdec.serving import prepare as serving

@@ -11,42 +11,36 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from magicdec.names import load_named
-from magicdec.records.reading import make_parser, read_lines
+from magicdec.names import RECORDS, load_named
+from magicdec.records.reading import read_records
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The class of the records, what prints those of one command, and what draws those of several.
-    They are imported when they are needed."""
+    """What prints the records of one command, and what draws those of several. They are imported
+    when they are needed."""
 
-    record: str
     show: str
     draw: str | None = None
 
 
 KINDS = {  # by the key `kind` of a record
-    "serving": Kind(
-        "magicdec.serving.record:ServingRecord", "magicdec.serving.showing.rates:print_records"
-    ),
-    "pipeline": Kind(
-        "magicdec.pipeline.record:PipelineRecord", "magicdec.pipeline.showing.table:print_table"
-    ),
+    "serving": Kind("magicdec.serving.showing.rates:print_records"),
+    "pipeline": Kind("magicdec.pipeline.showing.table:print_table"),
     "speculation": Kind(
-        "magicdec.pipelined_run.measured.record:SpeculationRecord",
         "magicdec.pipelined_run.measured.table:print_table",
         "magicdec.pipelined_run.measured.bars:draw_bars",
     ),
 }
 
 
-def read_commands(kind: Kind, paths: Sequence[Path], is_strict: bool) -> Iterator[list[Any]]:
+def read_commands(kind: str, paths: Sequence[Path], is_strict: bool) -> Iterator[list[Any]]:
     """The records of each command of this kind: those that follow each other in a file and have one
     command line and one start. Records of other kinds are left out. Raises ValueError as
-    `read_lines` does."""
-    parse, others = make_parser(load(kind.record)), Counter[str]()
+    `read_records` does."""
+    others = Counter[str]()
     for path in paths:
-        records = read_lines(path, parse, is_strict, others)
+        records = read_records(path, load(RECORDS[kind]), is_strict, others)
         for _, group in groupby(records, lambda r: (r.environment.time_utc, r.environment.argv)):
             yield list(group)
 

@@ -30,11 +30,11 @@ def read_files(
     args: argparse.Namespace, can_be_empty: bool = False, others: Counter[str] | None = None
 ) -> Iterator[tuple[Path, RunRecord]]:
     """Each record of a run in the files with its file, one after the other. Records of other kinds
-    are counted in `others`, as by `read_lines`. Raises ValueError, one line, if a file cannot be
+    are counted in `others`, as by `read_records`. Raises ValueError, one line, if a file cannot be
     read or holds something else, and if there is no record, unless `can_be_empty`."""
     is_empty = not can_be_empty
     for path in args.files:
-        for record in read_records(path, args.strict, others):
+        for record in read_records(path, RunRecord, args.strict, others):
             is_empty = False
             yield path, record
     if is_empty:

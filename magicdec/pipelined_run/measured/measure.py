@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from magicdec.console import make_progress
 from magicdec.distributed.start import close_groups
 from magicdec.names import SEQUENTIAL
-from magicdec.pipeline.record import UNCHECKED
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.pipelined_run.measured.prediction import machine_of, predict_tokens_per_s
 from magicdec.pipelined_run.measured.record import SpeculationRecord
@@ -68,11 +67,11 @@ def make_record(
     reference: Outcome | None,
 ) -> SpeculationRecord:
     """`reference` is the outcome of the baseline, if there is one."""
-    num_differing, status = None, UNCHECKED
+    num_differing: int | None = None
     config, transport = prepared.run.config.to_dict(), prepared.transport
     if reference is not None:
         num_differing = len(differing(reference.requests, outcome.requests))
-        status = status_of(num_differing, config["model"]["dtype"])
+    status = status_of(num_differing, config["model"]["dtype"])
     kept = {key: config[key] for key in KEPT}
     if outcome.spans is not None:  # by stages
         kept["parallel"]["transport"] = None if transport is None else transport.to_dict()

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from magicdec.pipelined_run.measured.use import PipelineUse
-from magicdec.records.fields import recorded
-from magicdec.records.metrics import mean
+from magicdec.records.fields import Part, recorded
 from magicdec.request import Request
 from magicdec.serving.counts import Moves
 from magicdec.serving.metrics import ONE_TOKEN, gaps_ms, request_ms, summary
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationMetrics:
+class SpeculationMetrics(Part):
     """Shares of time are of the time between the first token and the last. Percentiles are
     interpolated linearly, as in numpy."""
 
@@ -39,11 +39,11 @@ class SpeculationMetrics:
         "time from the arrival of the requests to the last token", "s", label="makespan, s",
         digits=2,
     )  # fmt: skip
-    prefill_tokens_per_s: float | None = recorded(
+    prefill_tokens_per_s: float = recorded(
         "prompt tokens of a request divided by the time from the launch of its first run, or the "
         "begin of its first step in one process, to its first token; the time that it waits for a "
         "lane does not count; mean over the requests", "tokens/s",
-        label="prefill, tokens/s", digits=1, null="in older records", is_later=True,
+        label="prefill, tokens/s", digits=1,
     )  # fmt: skip
     mean_ttft_ms: float = recorded(
         "time to first token; mean over the requests", "ms", label="TTFT mean, ms", digits=1
@@ -84,7 +84,7 @@ def speculation_metrics(
         predicted_request_tokens_per_s=predicted,
         output_throughput=sum(len(request.output_ids) for request in requests) / makespan_s,
         makespan_s=makespan_s,
-        prefill_tokens_per_s=mean([prefill_speed(r, moves[r.request_id]) for r in requests]),
+        prefill_tokens_per_s=fmean(prefill_speed(r, moves[r.request_id]) for r in requests),
         use=use,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),

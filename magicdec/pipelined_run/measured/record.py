@@ -5,18 +5,16 @@ docs/pipelined_speculation.md documents the schema and is made from these classe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from magicdec.pipeline.record import PassRecord
 from magicdec.pipelined_run.measured.metrics import SpeculationMetrics
 from magicdec.records.fields import recorded
-
-SCHEMA_VERSION = 1
+from magicdec.serving.record import PassRecord
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationRecord(PassRecord):
-    """A pass of `magicdec pipeline`: `one process`, or a mode."""
+    """A pass of `magicdec pipeline`: a name of `--modes`."""
 
+    kind: Literal["speculation"] = recorded("`speculation`", default="speculation")
     metrics: SpeculationMetrics | None = recorded("its metrics", null="if `diverged`")
-    kind: str = recorded("`speculation`", default="speculation")
-    schema_version: int = recorded(f"{SCHEMA_VERSION}", default=SCHEMA_VERSION)

@@ -14,11 +14,11 @@ from itertools import accumulate, chain, pairwise
 from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_run.spans import Span, What
 from magicdec.pipelined_speculation.counts import Counts
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineUse:
+class PipelineUse(Part):
     """Of all requests together. Shares of time are of the time between the first token and the
     last."""
 
@@ -53,7 +53,7 @@ class PipelineUse:
     least_margin: float | None = recorded(
         "by how much the largest of the logits by which a token is chosen exceeds the second, at "
         "the committed token where this is least; rounding can change a token with a small one",
-        null="of stages that sleep", is_later=True,
+        null="of stages that sleep",
     )  # fmt: skip
     mean_in_flight: float = recorded(
         "runs that are under way; mean over the time", label="in flight, mean", digits=2
@@ -64,7 +64,7 @@ class PipelineUse:
         "the rank that drafts; of several, the first", null="if no mode drafts"
     )
     draft_ranks: list[int] | None = recorded(
-        "all ranks that draft, which share each layer", null="if no mode drafts", is_later=True
+        "all ranks that draft, which share each layer", null="if no mode drafts"
     )
     busy: list[float] = recorded(
         "share of the time in which a rank computes layers or drafts; the rest is idle",

@@ -85,14 +85,10 @@ def counts_of(record: RunRecord, name: str) -> PromptCounts:
         raise ValueError(f"the {name} has no acceptance_rate")
     if record.samples is None:
         raise ValueError(f"the {name} has no samples; renew it with `magicdec gate save`")
-    try:
-        samples = record.samples[record.config["decoding"]["strategy"]].restored()
-    except ValueError as error:
-        raise ValueError(f"the {name} is too old: {error}") from None
-    return count_by_prompt(samples)
+    return count_by_prompt(record.samples[record.config["decoding"]["strategy"]].restored())
 
 
-def _hashes(record: RunRecord) -> list[str] | None:
+def _hashes(record: RunRecord) -> list[str]:
     assert record.samples is not None, "it has counts"
     return record.samples[record.config["decoding"]["strategy"]].output_hashes
 

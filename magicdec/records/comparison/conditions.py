@@ -87,16 +87,15 @@ def _conditions(new: RunRecord, old: RunRecord) -> Iterator[tuple[str, Any, Any]
 
 
 def weight_dtypes(config: dict[str, Any]) -> str:
-    """Of the target's matrices and the draft's; records older than the fields had one dtype."""
-    dtype, draft = config["model"]["dtype"], config.get("draft") or {}
-    target = config["model"].get("target_dtype", dtype)
-    drafts = draft.get("draft_dtype", dtype)
-    return str(target) if not draft or drafts == target else f"{target}, draft {drafts}"
+    """The dtypes of the target's matrices and of the draft's."""
+    target, draft = config["model"]["target_dtype"], config["draft"]
+    drafts = target if draft is None else draft["draft_dtype"]
+    return str(target) if drafts == target else f"{target}, draft {drafts}"
 
 
 def draft_kv_dtype(config: dict[str, Any]) -> str:
-    """Of a draft's own cache; records older than the field had one dtype."""
-    return str(config["kv"].get("draft_kv_dtype", config["model"]["dtype"]))
+    """The dtype of a draft's own cache."""
+    return str(config["kv"]["draft_kv_dtype"])
 
 
 def sampling(config: dict[str, Any]) -> dict[str, Any] | str:

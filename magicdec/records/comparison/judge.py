@@ -63,14 +63,12 @@ def contradiction_of(record: RunRecord) -> str | None:
     strategy = record.config["decoding"]["strategy"]
     if record.samples is None or record.metrics is None or strategy == BASELINE:
         return None
+    samples = record.samples[strategy].restored()
     try:
-        samples = record.samples[strategy].restored()
         check_samples(strategy, samples)
         check_acceptance(strategy, record.metrics, samples)
     except AssertionError as error:
         return f"contradicts itself: {error}"
-    except ValueError:
-        return None  # an older record, which has no such samples
     return None
 
 

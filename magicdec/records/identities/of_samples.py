@@ -42,16 +42,14 @@ def check_prefill(prefill: PrefillSamples) -> None:
 
 def unequal_threads(passes: Mapping[str, PassSamples | SamplesRecord]) -> str | None:
     """Where the passes of a run had other ranks or threads than its first pass had in its first
-    batch, or do not say so in each batch; None if they had equal ones, or in older records."""
-    if all(samples.threads is None for samples in passes.values()):
-        return None
-    known = (threads for samples in passes.values() for threads in samples.threads or ())
+    batch, or do not say so in each batch; None if they had equal ones."""
+    known = (threads for samples in passes.values() for threads in samples.threads)
     first = next(known, None)
     for name, samples in passes.items():
-        by_batch, count = samples.threads or [], len(samples.step_ms)
-        if len(by_batch) != count:
-            return f"{name} has the threads of {len(by_batch)} batches, but there are {count}"
-        for batch, threads in enumerate(by_batch):
+        num_known, count = len(samples.threads), len(samples.step_ms)
+        if num_known != count:
+            return f"{name} has the threads of {num_known} batches, but there are {count}"
+        for batch, threads in enumerate(samples.threads):
             if threads != first:
                 return (
                     f"{name}, batch {batch}: the ranks had {threads} threads, but {first} in the "
@@ -62,9 +60,6 @@ def unequal_threads(passes: Mapping[str, PassSamples | SamplesRecord]) -> str | 
 
 def check_threads(passes: Mapping[str, PassSamples]) -> None:
     """All passes of a run compute with the same ranks and threads, and say so."""
-    for name, samples in passes.items():
-        if samples.threads is None:
-            raise AssertionError(f"{name}: its threads were not measured")
     if (problem := unequal_threads(passes)) is not None:
         raise AssertionError(problem)
 

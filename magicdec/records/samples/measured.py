@@ -37,9 +37,9 @@ class PassSamples:
     draft_kv_tokens: list[int] = field(default_factory=list)
     draft_rows: list[int] = field(default_factory=list)
     peak_memory_bytes: list[list[int]] = field(default_factory=list)
-    threads: list[list[int]] | None = None
+    threads: list[list[int]] = field(default_factory=list)
     answer_scores: list[float] | None = None
-    output_hashes: list[str] | None = None
+    output_hashes: list[str] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> list[int]:

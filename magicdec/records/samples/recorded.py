@@ -9,43 +9,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-from magicdec.records.fields import description_of, recorded
+from magicdec.records.fields import Part, recorded
 from magicdec.records.samples.measured import PassSamples, to_ms
 from magicdec.request import Request
 
 UNDRAFTED = "for `autoregressive`; with random weights"
-LATER = "never in a run's record"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplesRecord:
-    """The raw times and counts of one pass, by batch. A record that is older than a field has None
-    there."""
+class SamplesRecord(Part):
+    """The raw times and counts of one pass, by batch."""
 
-    begin_ms: list[float] | None = recorded(
+    begin_ms: list[float] = recorded(
         "time between prefill and the first decode step, by batch, without `calibration_ms`",
         "ms",
-        null=LATER,
-        is_later=True,
     )
     calibration_ms: list[float] | None = recorded(
         "time that `--gamma auto` spent on measuring steps between prefill and the first decode "
         "step, by batch",
         "ms",
         null="without `--gamma auto`; for `autoregressive`",
-        is_later=True,
     )
     warmup_calibration_ms: float | None = recorded(
         "time that `--gamma auto` spent on measuring steps in the warm-up",
         "ms",
         null="without `--gamma auto`; for `autoregressive`",
-        is_later=True,
     )
     draft_prefill_ms: list[float] | None = recorded(
         "`begin_ms` of a standalone draft, which is its own prefill",
         "ms",
         null="without a standalone draft; for `autoregressive`",
-        is_later=True,
     )
     step_ms: list[list[float]] = recorded("time of each decode step, by batch and step", "ms")
     num_tokens: list[int] = recorded(
@@ -56,7 +49,6 @@ class SamplesRecord:
         "drafts",
         "tokens",
         null=UNDRAFTED,
-        is_later=True,
     )
     num_accepted: list[list[list[int]]] | None = recorded(
         "accepted draft tokens by batch, step and row, including those past the row's end; rows "
@@ -69,80 +61,56 @@ class SamplesRecord:
         "row's end; rows that have ended are left out",
         "tokens",
         null="with random weights, where drafted",
-        is_later=True,
     )
-    sequence_tokens: list[list[int]] | None = recorded(
+    sequence_tokens: list[list[int]] = recorded(
         "emitted tokens after the first one, by batch and sequence",
         "tokens",
-        null=LATER,
-        is_later=True,
     )
-    sequence_ms: list[list[float]] | None = recorded(
+    sequence_ms: list[list[float]] = recorded(
         "time from the start of the batch's decode steps until the sequence ended, by batch and "
         "sequence; 0 if it had ended with its first token",
         "ms",
-        null=LATER,
-        is_later=True,
     )
-    draft_ms: list[float] | None = recorded(
+    draft_ms: list[float] = recorded(
         "time of drafting, of each step that drafts, over all batches; empty if not timed",
         "ms",
-        null=LATER,
-        is_later=True,
     )
-    verify_ms: list[float] | None = recorded(
+    verify_ms: list[float] = recorded(
         "time of verifying, of each step that drafts; empty if not timed",
         "ms",
-        null=LATER,
-        is_later=True,
     )
-    decode_ms: list[float] | None = recorded(
+    decode_ms: list[float] = recorded(
         "time of the forward and of sampling, of each step without drafts; empty if not timed",
         "ms",
-        null=LATER,
-        is_later=True,
     )
-    bytes_read: list[list[int]] | None = recorded(
+    bytes_read: list[list[int]] = recorded(
         "bytes to read in the decode steps, by batch and rank",
         "bytes",
-        null=LATER,
-        is_later=True,
     )
-    draft_kv_tokens: list[int] | None = recorded(
+    draft_kv_tokens: list[int] = recorded(
         "tokens whose K and V the draft forwards read, by batch, summed over rows and forwards",
         "tokens",
-        null=LATER,
-        is_later=True,
     )
-    draft_rows: list[int] | None = recorded(
+    draft_rows: list[int] = recorded(
         "rows of the draft forwards, by batch, summed over forwards",
         "rows",
-        null=LATER,
-        is_later=True,
     )
-    peak_memory_bytes: list[list[int]] | None = recorded(
+    peak_memory_bytes: list[list[int]] = recorded(
         "largest memory use, by batch and rank; 0 if unknown",
         "bytes",
-        null=LATER,
-        is_later=True,
     )
-    threads: list[list[int]] | None = recorded(
+    threads: list[list[int]] = recorded(
         "CPU threads as measured in the pass, by batch and, in their order, rank; the same in all "
         "passes and batches",
-        null="in older records",
-        is_later=True,
     )
     answer_scores: list[float] | None = recorded(
         "answer score of each prompt",
         "0 to 1",
         null="if the workload has no known answers; with random weights",
-        is_later=True,
     )
-    output_hashes: list[str] | None = recorded(
+    output_hashes: list[str] = recorded(
         "hash of the emitted token ids of each prompt, the first 16 hexadecimal digits of SHA-256; "
         "equal hashes stand for equal outputs",
-        null="in older records",
-        is_later=True,
     )
 
     @classmethod
@@ -157,12 +125,9 @@ class SamplesRecord:
 
     def restored(self) -> PassSamples:
         """The samples of which this was made. In place of counts that were withheld, no step
-        drafts. Raises ValueError, naming the field, if a record older than it lacks it."""
+        drafts."""
         values = asdict(self)
         del values["num_tokens"]
-        for item in fields(self):
-            if values.get(item.name, 0) is None and description_of(item).null == LATER:
-                raise ValueError(f"it has no samples of {item.name}")
         absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": []}
         for name, value in absent.items():
             if values[name] is None:
@@ -171,7 +136,7 @@ class SamplesRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillSamples:
+class PrefillSamples(Part):
     """The raw times of prefill. Both passes of a run share one prefill."""
 
     prefill_ms: list[float] = recorded("time of the prefill, by batch", "ms")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from magicdec.records.fields import recorded
+from magicdec.records.fields import Part, recorded
 from magicdec.records.samples.measured import PassSamples
 from magicdec.records.samples.recorded import PrefillSamples
 from magicdec.records.speedup import net_speedups, speedups
@@ -22,23 +22,22 @@ from magicdec.records.statistics.intervals import (
 )
 
 SUFFIX = "_interval"
-OLDER = "; in older records"
 FEW_PROMPTS = (
     f"with fewer than {FEWEST_PROMPTS} prompts; if the number is the largest or smallest possible, "
-    "or the same for every prompt; if nothing was drafted; with random weights" + OLDER
+    "or the same for every prompt; if nothing was drafted; with random weights"
 )
-FEW_BATCHES = f"with fewer than {FEWEST_BATCHES} batches; if the number itself is null" + OLDER
+FEW_BATCHES = f"with fewer than {FEWEST_BATCHES} batches; if the number itself is null"
 
 
 def _interval(of: str, unit: str, null: str = FEW_PROMPTS, by_chance: bool = True) -> Any:
     return recorded(
-        f"lower and upper end of the 95 % interval of `{of}`", unit, null=null, is_later=True,
+        f"lower and upper end of the 95 % interval of `{of}`", unit, null=null,
         by_chance=by_chance,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uncertainty:
+class Uncertainty(Part):
     """The intervals of a pass's rates, and the counts behind its acceptance per position. The
     intervals of acceptance are over prompts, those of speeds over batches."""
 
@@ -58,15 +57,13 @@ class Uncertainty:
         "list where there is none",
         "0 to 1",
         null=FEW_PROMPTS,
-        is_later=True,
         by_chance=True,
     )
     judged_per_position: list[int] | None = recorded(
         "number of verifications that judged the position: they drafted it and accepted all drafts "
         "before it",
         "verifications",
-        null="if nothing was drafted; with random weights" + OLDER,
-        is_later=True,
+        null="if nothing was drafted; with random weights",
         by_chance=True,
     )
 
@@ -104,7 +101,7 @@ def acceptance_uncertainty(counts: PromptCounts) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Estimates:
+class Estimates(Part):
     """The acceptance metrics of all prompts, then without each prompt."""
 
     rate: Array  # [1 + P]

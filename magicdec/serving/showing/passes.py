@@ -7,25 +7,11 @@ Must not know what any pass does, nor how a metric is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from magicdec.console import make_console
 from magicdec.records.fields import described_fields
-
-
-class PassRecord(Protocol):
-    """The requests of one command, served in one pass, and compared with those of another."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def reference(self) -> str | None: ...
-    @property
-    def num_differing(self) -> int | None: ...
-    @property
-    def requests(self) -> Sequence[object]: ...
+from magicdec.serving.record import PassRecord
 
 
 def verdict(record: PassRecord) -> str:
