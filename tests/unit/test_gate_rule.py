@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
@@ -17,13 +18,13 @@ from test_compare import diverged, failed, with_ties
 
 from magicdec.cli import compare as command
 from magicdec.records.comparison.change import Pair, change_of, pair_of
-from magicdec.records.comparison.compare import compare, exit_code
+from magicdec.records.comparison.compare import Match, compare, exit_code, level_for
 from magicdec.records.comparison.conditions import weight_dtypes
 from magicdec.records.comparison.judge import contradiction_of
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
-from magicdec.records.statistics.by_prompt import count_by_prompt
+from magicdec.records.statistics.by_prompt import PromptCounts, count_by_prompt
 
 Gate = Callable[..., tuple[int, str]]
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
@@ -322,6 +323,52 @@ def test_the_reports_say_what_was_printed(gate: Gate, tmp_path: Path) -> None:
     assert lines[0] == "## Acceptance gate: 2 regression, 1 not comparable, 1 same, 2 missing"
     assert lines[4].startswith("| regression |") and "gen_len 9, was 64" in lines[6]
     assert len(lines) == 10
+
+
+def pair(accepted: Sequence[int], prompts: str, num_different: int = 0) -> Pair:
+    """Of four prompts with 10 draft tokens each, of which 5 were accepted before."""
+
+    def counts(of_each: Sequence[int]) -> PromptCounts:
+        tens = np.full(4, 10.0)
+        column = np.array(of_each, float).reshape(4, 1)
+        return PromptCounts(tens, tens, tens, tens.reshape(4, 1), column)
+
+    return Pair(counts([5] * 4), counts(accepted), prompts, num_different)
+
+
+def test_a_change_by_hand() -> None:
+    """The acceptance rate falls from 20/40 to 18/40. The quantiles of Student's t for 95 % are
+    3.182446 with 3 degrees of freedom, and 2.446912 with 6."""
+    accepted = [4, 6, 5, 3]
+    each = np.log([(18 - count) / 15 for count in accepted])
+    error = math.sqrt(3 / 4 * ((each - each.mean()) ** 2).sum())
+
+    def ends(reach: float) -> tuple[float, float]:
+        return 0.9 * math.exp(-reach) - 1, 0.9 * math.exp(reach) - 1
+
+    one, same, other = pair(accepted, "w"), pair(accepted, "w"), pair(accepted, "x")
+    assert one.rates() == (0.5, 0.45)
+    for pairs, reach in (
+        ([one], 3.182446 * error),
+        ([one, same], 3.182446 * error),  # they lose a prompt together
+        ([one, other], 2.446912 * error / math.sqrt(2)),
+    ):
+        change = change_of(pairs)
+        assert change.relative == pytest.approx(-0.1)
+        assert change.interval == pytest.approx(ends(reach), rel=1e-6)
+
+
+def test_rows_share_the_false_alarms() -> None:
+    """Those whose outputs differ, or whose dtype rounds."""
+
+    def matched(accepted: int, num_different: int, dtype: str) -> Match:
+        record = with_fields(drawn(), config__model__dtype=dtype)
+        return Match("", "", pair([accepted] * 4, "w", num_different), record, record)
+
+    certain = [matched(4, 0, "float32"), matched(5, 0, "bfloat16")]
+    others = [matched(4, 1, "float32"), matched(4, 0, "bfloat16"), matched(4, 2, "bfloat16")]
+    assert level_for(certain) == level_for(others[:1]) == 0.99
+    assert level_for([*certain, *others]) == pytest.approx(1 - 0.01 / 3)
 
 
 def losing_pair(rng: np.random.Generator, num_prompts: int) -> Pair:

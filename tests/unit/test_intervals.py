@@ -115,16 +115,33 @@ def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
 
 
 def test_steps_that_draft_other_numbers_of_tokens_are_counted_by_position() -> None:
+    """The first row ends in the step without drafts."""
     samples = PassSamples(
         num_drafted=[[2, 0, 1]],
-        num_accepted=[[[2, 0], [], [1, 0]]],
-        num_emitted=[[[3, 1], [1, 1], [1, 1]]],
-        sequence_tokens=[[5, 3]],
+        num_accepted=[[[2, 0], [], [1]]],
+        num_emitted=[[[3, 1], [1, 1], [1]]],
+        sequence_tokens=[[4, 3]],
     )
     counts = count_by_prompt(samples)
-    assert counts.judged.tolist() == [[2, 1], [2, 0]]
-    assert counts.accepted.tolist() == [[2, 1], [0, 0]]
-    assert counts.verifications.tolist() == [2, 2] and counts.drafted.tolist() == [3, 3]
+    assert counts.judged.tolist() == [[1, 1], [2, 0]]
+    assert counts.accepted.tolist() == [[1, 1], [1, 0]]
+    assert counts.verifications.tolist() == [1, 2] and counts.drafted.tolist() == [2, 3]
+
+
+def test_intervals_by_hand() -> None:
+    """The quantiles of Student's t for 95 % are 3.182446 with 3 degrees of freedom, and 4.302653
+    with 2."""
+    share = np.array([0.5, 0.4, 0.5, 0.6, 0.5])  # of all four prompts, then without each
+    error = math.sqrt(3 / 4 * (0.1**2 + 0.1**2))
+    reach = 3.182446 * error / (0.5 * 0.5)
+    ends = [1 / (1 + math.exp(reach)), 1 / (1 + math.exp(-reach))]
+    assert interval(share, 0, 1) == pytest.approx(ends, rel=1e-6)
+    reach = 3.182446 * error / 0.5
+    ends = [0.5 * math.exp(-reach), 0.5 * math.exp(reach)]
+    assert interval(share, 0, math.inf) == pytest.approx(ends, rel=1e-6)
+    reach = 4.302653 * math.log(2) / math.sqrt(3)
+    ends = [2 * math.exp(-reach), 2 * math.exp(reach)]
+    assert ratio_interval([1.0, 2.0, 4.0]) == pytest.approx(ends, rel=1e-6)
 
 
 def test_there_is_no_interval_where_nothing_can_be_said() -> None:

@@ -110,7 +110,7 @@ def observed(*batches: Sequence[tuple[float, list[int] | None]]) -> PassSamples:
 def test_decode_metrics_by_hand() -> None:
     samples = observed([(0.25, [1, 0]), (0.25, [2])], [(0.5, [3])])
     samples.sequence_tokens, samples.sequence_ms = [[10, 20], [20]], [[100, 500], [500]]
-    samples.bytes_read, samples.peak_memory_bytes = [[10**9, 10**9], [2 * 10**9, 0]], [[3, 3], [7]]
+    samples.bytes_read, samples.peak_memory_bytes = [[10**9, 10**9], [2 * 10**9, 0]], [[3, 5], [7]]
     samples.observe_phases({"draft": [0.1] * 3, "verify": [0.1, 0.2, 0.3]})
     metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
     assert metrics.decode_tokens_per_s == 50.0
@@ -123,7 +123,7 @@ def test_decode_metrics_by_hand() -> None:
     assert metrics.mean_draft_tokens == 3
     assert metrics.other_ms == pytest.approx(1000 / 3 - 300)
     assert metrics.roofline_fraction == pytest.approx(0.4)
-    assert (metrics.bytes_read, metrics.peak_memory_bytes) == (4 * 10**9, 7)
+    assert (metrics.bytes_read, metrics.peak_memory_bytes) == (4 * 10**9, 8)
     assert metrics.acceptance_rate == 6 / 12
     assert samples.num_accepted == [[[1, 0], [2]], [[3]]]
 

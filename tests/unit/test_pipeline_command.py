@@ -3,6 +3,7 @@ the metrics of spans; and what the simulator makes of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,43 @@ def test_metrics_follow_from_the_spans() -> None:
     assert metrics.mean_itl_ms == 1000 and metrics.makespan_s == 3.0
     metrics = speculation_metrics(requests, moves, use, None)  # one after the other
     assert metrics.request_tokens_per_s == 1.0 and metrics.output_throughput == 0.8
+
+
+def crowded() -> Observed:
+    """A prompt, run 1, run 2 of three rows, which is stopped in the second stage, and run 3, the
+    only one that finds this stage idle. The third rank drafts."""
+    head = [
+        Span(What.PROMPT, 0, 0.0, 0.0, 1), Span(What.RESULT, 0, 4.0, 4.0),
+        Span(What.LAUNCH, 1, 1.0, 1.0, 1), Span(What.RESULT, 1, 6.0, 6.0),
+        Span(What.LAUNCH, 2, 2.0, 2.0, 3), Span(What.RESULT, 2, 8.0, 8.0, 1),
+        Span(What.LAUNCH, 3, 8.0, 8.0, 1), Span(What.RESULT, 3, 9.5, 9.5),
+    ]  # fmt: skip
+    times_s = [[(0.0, 1.0), (1.0, 2.0), (2.0, 3.5), (8.0, 8.5)]]
+    times_s += [[(1.5, 4.0), (4.0, 6.0), (6.0, 7.0), (8.75, 9.25)]]
+    stages = [
+        [Span(What.STAGE, run, *times, 2) for run, times in enumerate(each)] for each in times_s
+    ]
+    stages[1][2] = replace(stages[1][2], value=1)
+    drafts = [Span(What.DRAFT, 0, 1.0, 1.5)]
+    layout = Layout((range(2), range(2, 4), range(0)), (2,))
+    return Observed(layout, [[*head, *stages[0]], stages[1], drafts], 0.0, 10.0)
+
+
+def test_means_are_of_whole_runs_and_of_links_to_idle_stages() -> None:
+    use = pipeline_use(crowded(), Counts(), has_drafts=True)
+    assert use.stage_ms == [1e3 * (1.0 + 1.5 + 0.5) / 3, 1e3 * (2.0 + 0.5) / 2]
+    assert use.link_ms == 250
+    assert use.mean_in_flight == (4.0 + 5.0 + 6.0 + 1.5) / 10 and use.most_in_flight == 3
+    assert use.idle_s == [10 - 4.0, 10 - 6.0, 10 - 0.5]
+
+
+def test_further_rows_and_a_draft_elsewhere_take_longer() -> None:
+    """Two further rows take twice as long in the first stage; of the second nothing is known."""
+    seen = crowded()
+    machine = machine_of(seen, pipeline_use(seen, Counts(), has_drafts=True), delay_s=0.125)
+    assert machine is not None and machine.stage_s == (0.75, 1.25)
+    assert machine.row_cost == ((1.5 / 0.75 - 1) / 2 + 0.0) / 2
+    assert (machine.draft_s, machine.cancel_s) == (0.5 + 2 * 0.25, 0.125)
 
 
 def test_the_speed_of_a_prompt_does_not_count_its_waiting() -> None:

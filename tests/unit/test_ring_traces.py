@@ -9,10 +9,12 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
+from fake_clock import Clock
 from test_recurrent_order import CHUNK, LIMITS, Ring
 
 from magicdec.distributed.channels.connect import RingEnds
@@ -32,6 +34,7 @@ from magicdec.pipeline.showing.gantt import (
     panels_of,
 )
 from magicdec.pipeline.showing.memory import MemoryCurves, by_rank, label_of
+from magicdec.pipeline.tracing import clocks
 from magicdec.pipeline.tracing.clocks import Ahead
 from magicdec.pipeline.tracing.ends import CountingEnds
 from magicdec.pipeline.tracing.gathering import uses_of
@@ -185,6 +188,20 @@ def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
     head, first, second = path.read_text().splitlines()
     assert head.split(",") == list(RUN_COLUMNS)
     assert first.endswith(",3,6,210,1.500000,2") and second.endswith(",1.250000,3")
+
+
+def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other clock is 50 s ahead. Messages take 3 s there and 1 s back, but once 0.25 s."""
+    clock, ways = Clock(), iter([3.0, 1.0] * 7 + [0.25, 0.25] + [3.0, 1.0] * (clocks.ROUNDS - 8))
+
+    def receive(answer: torch.Tensor, rank: int) -> None:
+        answer[0] = clock.now + 50.0
+        clock.advance(next(ways))
+
+    exchange = SimpleNamespace(send=lambda answer, rank: clock.advance(next(ways)), recv=receive)
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(clocks, "dist", exchange)
+    assert clocks.compare_clocks(0, [1]) == {1: Ahead(50.0, 0.25)}
 
 
 def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(

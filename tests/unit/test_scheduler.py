@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import HANG
@@ -122,9 +123,13 @@ def test_each_row_ends_at_any_of_its_end_tokens(end: int) -> None:
 
 
 def test_tokens_after_the_end_are_dropped() -> None:
+    """From the output of the step too, of which its tokens are counted."""
     scheduler, new = prefilled(9, 4, 9)
-    step(scheduler, [5, EOS, 6, 7], [5, 6, 7, 8], [EOS, EOS])
+    output = StepOutput([[5, EOS, 6, 7], [5, 6, 7, 8], [EOS, EOS]], 3, [3, 3, 1])
+    found = scheduler.commit(next_batch(scheduler), output, now=2.0)
+    assert found == replace(output, token_ids=[[5, EOS], [5, 6, 7], [EOS]])
     assert outputs(new) == [[1, 5, EOS], [1, 5, 6, 7], [1, EOS]]
+    assert [len(request.token_times_s) for request in new] == [3, 4, 2]
     assert scheduler.schedule() is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any, cast
 
 import pytest
 
@@ -10,12 +11,17 @@ from magicdec.request import Batch, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
 from magicdec.serving.counts import Moves, StepCounts
 from magicdec.serving.metrics import (
+    GOODPUT_OF,
     ServingMetrics,
     gaps_ms,
     parse_goodput,
     serving_metrics,
 )
+from magicdec.serving.passes import Pass
+from magicdec.serving.record import RequestRecord, describe_requests
 from magicdec.serving.saturation import is_sustained, share_sustained
+from magicdec.serving.server import Served, Server
+from magicdec.workload.trace import RequestShape
 
 
 def finished(number: int, arrived_s: float, token_times_s: list[float]) -> Request:
@@ -67,6 +73,61 @@ def test_goodput_counts_the_requests_that_keep_every_bound() -> None:
         ({"ttft": 1000.0, "e2el": 999.0}, 0),
     ):
         assert serving_metrics(REQUESTS, COUNTS, bounds).request_goodput == good / 4, bounds
+
+
+@pytest.mark.parametrize("bound", GOODPUT_OF)
+def test_goodput_is_of_each_request_and_not_of_their_mean(bound: str) -> None:
+    """With a bound of 400 ms, which the mean keeps and one request does not, or the reverse."""
+    for times_s, good in (([0.125, 0.125, 0.75], 2), ([0.125, 0.75, 0.75], 1)):
+        stamps = {
+            "ttft": [[s, s + 0.01] for s in times_s],
+            "tpot": [[0.01, 0.01 + s] for s in times_s],
+            "e2el": [[s / 2, s] for s in times_s],
+        }
+        requests = [finished(i, 0.0, token_s) for i, token_s in enumerate(stamps[bound])]
+        found = serving_metrics(requests, COUNTS, {bound: 400.0})
+        assert found.request_goodput == good / found.makespan_s
+        assert (getattr(found, f"mean_{bound}_ms") < 400) == (good == 2)
+
+
+def test_a_rate_is_sustained_at_nine_tenths() -> None:
+    """Of the requests with bounds, of the arrivals without: one a second for 8 s, served in 9 s or
+    10 s without the second of a lone request."""
+    for num_late, is_good in ((1, True), (2, False)):
+        token_s = [[1.0]] * (10 - num_late) + [[16.0]] * num_late
+        requests = [finished(i, 0.0, times_s) for i, times_s in enumerate(token_s)]
+        found = serving_metrics(requests, COUNTS, {"ttft": 2000.0})
+        assert share_sustained(found) == 1 - num_late / 10 and is_sustained(found) == is_good
+    for makespan_s, share in ((9.0, 1.0), (11.0, 0.8)):
+        requests = [finished(i, float(i), [makespan_s]) for i in range(9)]
+        found = serving_metrics(requests, COUNTS, lone_s=1.0)
+        assert share_sustained(found) == pytest.approx(share)
+
+
+def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
+    """The second request gives its row back after its first two tokens, and gets another."""
+    moves = {0: Moves([10.25]), 1: Moves([11.5, 13.25], [13.125]), 2: Moves([12.5])}
+    first, second, third = describe_requests(REQUESTS, moves, 10.0)
+    assert second == RequestRecord(
+        arrival_ms=1000, joined_ms=[1500, 3250], preempted_ms=[3125], prefilled_ms=[3000, 3500],
+        first_token_ms=3000, finished_ms=4000, prompt_len=3, output_len=5,
+    )  # fmt: skip
+    assert (first.first_token_ms, third.finished_ms) == (500, 3000)
+
+
+def test_the_time_of_a_lone_request_is_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its arrival on. It is the first request, whenever that arrives."""
+    seen, ends_s = list[object](), iter([13.0, 11.0, 12.0])
+
+    def serve(server: Server, each: Pass) -> Served:
+        seen.append((server.shapes, server.prompts))
+        return Served([finished(0, 10.0, [10.5, next(ends_s)])], COUNTS, 10.0)
+
+    monkeypatch.setattr(Server, "serve", serve)
+    nothing, shapes = cast(Any, None), [RequestShape(7.0, 3, 2), RequestShape(9.0, 3, 4)]
+    server = Server(nothing, nothing, 16, nothing, [(1, 2, 3)] * 2, shapes)
+    assert server.lone_s(Pass("inflight")) == 1.0
+    assert seen == [([RequestShape(0.0, 3, 2)], [(1, 2, 3)])] * 3
 
 
 def test_a_single_token_has_no_time_per_token() -> None:

@@ -14,11 +14,13 @@ from conftest import ROOT
 from magicdec.cli.commands import console
 from magicdec.cli.simulate.flags import build_parser, make_options
 from magicdec.cost_model.acceptance import conditional_rate
+from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.simulator.cluster import Cluster, divisions
 from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Machine
 from magicdec.simulator.measured import Measured
 from magicdec.simulator.modes import MODES, Work, run_mode
+from magicdec.simulator.pipeline import Pipeline
 from magicdec.simulator.text import draw_ranks, replay_ranks
 
 FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
@@ -81,6 +83,54 @@ def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
     assert found.mean_itl_ms == pytest.approx(84 + bytes_of_a_token / 1e3)
     ring = run("ring", machine, gen_len=5, ring_requests=1)
     assert ring.mean_itl_ms == pytest.approx(84 + 4 * (5000 + VOID_BYTES) / 1e3)
+
+
+def launch(run: int, num_rows: int) -> Launch:
+    rows = tuple(range(num_rows))
+    return Launch(run, 0, 0, -1, False, 1, rows, rows, rows, (-1, *rows[:-1]), (), ())
+
+
+def test_messages_take_turns_on_a_link() -> None:
+    """A run of one row and one of three, whose hidden states take 2 s a row and a header 64 ms."""
+    machine = Machine((1.0, 1.0), bytes_per_s=1000.0, row_bytes=2000)
+    pipeline = Pipeline(machine)
+    for run, num_rows in enumerate((1, 3)):
+        pipeline.launch(0.0, launch(run, num_rows), is_prompt=False)
+    first, second = pipeline.in_flight
+    assert first.start_s == pytest.approx([0.0, 1.0 + 2.064])
+    assert second.start_s == pytest.approx([1.0, 1.0 + 2.064 + 6.064])
+    home_s = 1e-3 * (VOID_BYTES + RESULT_BYTES)
+    assert second.home_s == pytest.approx(second.start_s[1] + 1.0 + home_s)
+
+
+def test_a_cancelled_run_stops_after_its_layer() -> None:
+    """Layers take 1 s. The first of two stages hears at 5.5 s that run 1 is cancelled, in its
+    second layer of four; the other stage gets a void header. Run 2 follows at once."""
+    pipeline = Pipeline(Machine((4.0, 4.0), layers=4))
+    for run in range(3):
+        pipeline.launch(0.0, launch(run, 1), is_prompt=False)
+    pipeline.cancel([1], [5.5, 100.0])
+    flights = list(pipeline.in_flight)
+    assert [flight.layers for flight in flights] == [[4, 4], [2, 0], [4, 4]]
+    assert [flight.start_s for flight in flights] == [[0, 4], [4, 8], [6, 10]]
+    assert [flight.is_void for flight in flights] == [False, True, False]
+    assert [flight.home_s for flight in flights] == [8, 8, 14]
+
+
+def test_a_cancellation_takes_its_time() -> None:
+    """One that comes when all is computed skips nothing; what it came for was of no use."""
+    soon = run("async", replace(FOUR, cancel_s=0.0), acceptance=0.0)
+    late = run("async", replace(FOUR, cancel_s=1.0), acceptance=0.0)
+    assert soon.layers_skipped > 0 == late.layers_skipped
+    assert late.layers_computed == late.runs * 4 * FOUR.layers
+    assert late.useful < soon.useful < soon.busy < late.busy
+
+
+def test_a_stage_takes_more_for_more_rows() -> None:
+    machine = Machine((0.02, 0.04), row_cost=0.5)
+    assert [machine.busy_s(1, rows, False) for rows in (1, 3)] == [0.04, 0.08]
+    assert machine.busy_s(0, 1, True) == 0.02, "a prompt is as one row"
+    assert replace(machine, prefill_s=0.3).busy_s(0, 1, True) == 0.3
 
 
 def test_it_pays() -> None:

@@ -1,0 +1,15 @@
+"""The properties of the measuring code by room, and faults that break them, for `plant_faults.py`
+and its test."""
+
+from __future__ import annotations
+
+from faults import records, rings, runs, serving, simulator, speculation
+
+PROPERTIES = (
+    *runs.PROPERTIES,
+    *records.PROPERTIES,
+    *serving.PROPERTIES,
+    *rings.PROPERTIES,
+    *speculation.PROPERTIES,
+    *simulator.PROPERTIES,
+)

@@ -1,0 +1,191 @@
+"""Of what is computed from samples, and compared between records."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+METRICS, RULE = "test_metrics.py::", "test_gate_rule.py::"
+INTERVALS = "test_intervals.py::"
+
+PROPERTIES = (
+    Property(
+        "The speedup is the median of the batches.",
+        "test_measurement.py::test_the_speedup_is_the_median_of_batches",
+        (
+            Fault("speedup as the maximum over batches", "records/metrics.py",
+                  "speedup=statistics.median(of_steps)", "speedup=max(of_steps)"),
+        ),
+    ),
+    Property(
+        "The net speedup counts calibration, and breaks even at its first gain.",
+        f"{METRICS}test_the_net_speedup_counts_what_comes_before_the_first_step",
+        (
+            Fault("calibration not in the net speedup", "records/speedup.py",
+                  "[begin + ms for", "[begin for"),
+            Fault("break-even a token early", "records/speedup.py",
+                  "(base_each - each))) + 2", "(base_each - each))) + 1"),
+        ),
+    ),
+    Property(
+        "The metrics of a pass are those of its samples.",
+        f"{METRICS}test_decode_metrics_by_hand",
+        (
+            Fault("peak memory of the largest rank alone", "records/metrics.py",
+                  "max(map(sum, samples.peak_memory_bytes), default=0)",
+                  "max(map(max, samples.peak_memory_bytes), default=0)"),
+            Fault("tokens/s without the last batch", "records/metrics.py",
+                  "sum(samples.num_tokens) / decode_s", "sum(samples.num_tokens[:-1]) / decode_s"),
+            Fault("share of the roofline by the mean batch", "records/metrics.py",
+                  "roofline_fraction=read / bandwidth",
+                  "roofline_fraction=read / len(samples.step_ms) / bandwidth"),
+        ),
+    ),
+    Property(
+        "The rest of a step is what its phases leave, drafting or not.",
+        f"{METRICS}test_steps_that_draft_and_steps_that_do_not",
+        (
+            Fault("rest of a step without the phase of plain decoding", "records/metrics.py",
+                  "(samples.draft_ms, samples.verify_ms, samples.decode_ms)",
+                  "(samples.draft_ms, samples.verify_ms)"),
+            Fault("mean draft tokens of the steps that draft", "records/metrics.py",
+                  "drafted / num_steps if num_steps",
+                  "drafted / (len(samples.draft_ms) or 1) if num_steps"),
+        ),
+    ),
+    Property(
+        "Acceptance counts survivors at each position.",
+        f"{METRICS}test_acceptance_counts_survivors",
+        (
+            Fault("a position judged by all that drafted it", "records/metrics.py",
+                  "if drafted >= k and count >= k - 1]", "if drafted >= k]"),
+            Fault("acceptance length without the token of the target", "records/metrics.py",
+                  "length=1 + statistics.fmean(", "length=statistics.fmean("),
+        ),
+    ),
+    Property(
+        "The acceptance rate is of all draft tokens, however many a step drafts.",
+        f"{METRICS}test_steps_may_draft_different_numbers",
+        (
+            Fault("acceptance rate by verifications", "records/metrics.py",
+                  "rate=sum(c for _, c in steps) / sum(drafted for drafted, _ in steps)",
+                  "rate=sum(c / drafted for drafted, c in steps) / len(steps)"),
+        ),
+    ),
+    Property(
+        "Emitted tokens of a verification are those up to the end of a row.",
+        f"{METRICS}test_drafts_accepted_past_the_end_of_a_row_were_not_emitted",
+        (
+            Fault("steps without drafts counted as verifications", "records/metrics.py",
+                  "        for count in step\n        if drafted\n    ]\n\n\ndef acceptance(",
+                  "        for count in step\n    ]\n\n\ndef acceptance("),
+        ),
+    ),
+    Property(
+        "TPOT divides by the tokens after the first.",
+        f"{METRICS}test_tpot_is_decode_time_over_the_tokens_after_the_first",
+        (
+            Fault("TPOT over all tokens", "records/metrics.py",
+                  "        ms / tokens\n", "        ms / (tokens + 1)\n"),
+            Fault("the first token counted as decoded", "records/samples/measured.py",
+                  "[len(r.output_ids) - 1 for r in requests]",
+                  "[len(r.output_ids) for r in requests]"),
+        ),
+    ),
+    Property(
+        "Percentiles are interpolated as in numpy.",
+        f"{METRICS}test_percentiles_are_numpys",
+        (
+            Fault("a percentile as the value below it", "records/metrics.py",
+                  "ordered[low] + (ordered[high] - ordered[low]) * (at - low)", "ordered[low]"),
+        ),
+    ),
+    Property(
+        "Intervals are those of Student's t by hand.",
+        f"{INTERVALS}test_intervals_by_hand",
+        (
+            Fault("jackknife without its factor", "records/statistics/intervals.py",
+                  "math.sqrt((n - 1) / n * ", "math.sqrt(1 / n * "),
+            Fault("a degree of freedom too many", "records/statistics/intervals.py",
+                  "reach = quantile(num_groups - 1) * error",
+                  "reach = quantile(num_groups) * error"),
+            Fault("spread of ratios as of a whole population", "records/statistics/intervals.py",
+                  "logs.std(ddof=1)", "logs.std(ddof=0)"),
+            Fault("one-sided quantiles", "records/statistics/intervals.py",
+                  "stdtrit(freedom, (1 + level) / 2)", "stdtrit(freedom, level)"),
+        ),
+    ),
+    Property(
+        "A prompt's counts are those of its own rows and positions.",
+        f"{INTERVALS}test_steps_that_draft_other_numbers_of_tokens_are_counted_by_position",
+        (
+            Fault("only accepted positions judged", "records/statistics/by_prompt.py",
+                  "range(min(drafted, accepted + 1))", "range(accepted)"),
+            Fault("steps without drafts move the rows", "records/statistics/by_prompt.py",
+                  "                left[i] -= tokens\n                if drafted and",
+                  "                left[i] -= tokens * bool(drafted)\n"
+                  "                if drafted and"),
+        ),
+    ),
+    Property(
+        "A change is the new rate over the old, with its interval.",
+        f"{RULE}test_a_change_by_hand",
+        (
+            Fault("a change over the new rate", "records/comparison/change.py",
+                  "np.log(after / before)", "np.log(before / after)"),
+            Fault("spreads of different prompts averaged", "records/comparison/change.py",
+                  "math.hypot(*errors)", "sum(errors) / len(errors)"),
+            Fault("pairs of the same prompts taken for independent", "records/comparison/change.py",
+                  "groups.setdefault(pair.prompts, [])", "groups.setdefault(id(pair), [])"),
+        ),
+    ),
+    Property(
+        "Rows whose counts rounding may change share the false alarms.",
+        f"{RULE}test_rows_share_the_false_alarms",
+        (
+            Fault("false alarms not shared", "records/comparison/compare.py",
+                  "FALSE_ALARMS / max(1, num_tests)", "FALSE_ALARMS"),
+            Fault("equal outputs certain in any dtype", "records/comparison/compare.py",
+                  '(dtype == "float32" and self.pair.num_different == 0)',
+                  "self.pair.num_different == 0"),
+        ),
+    ),
+    Property(
+        "A loss beyond the margin and the noise is a regression.",
+        f"{RULE}test_a_loss_beyond_the_margin_and_the_noise_is_a_regression",
+        (
+            Fault("every change taken for noise", "records/comparison/change.py",
+                  "self.interval[0] <= 0 <= self.interval[1]",
+                  "self.interval[0] <= self.interval[1]"),
+            Fault("losses and gains confused", "records/comparison/judge.py",
+                  "REGRESSION if change.relative < 0 else GAIN",
+                  "REGRESSION if change.relative > 0 else GAIN"),
+        ),
+    ),
+    Property(
+        "A change within the margin passes.",
+        f"{RULE}test_a_change_within_the_margin_is_said_and_passes",
+        (
+            Fault("a margin taken for percent", "records/comparison/judge.py",
+                  "    if abs(change.relative) <= margin:",
+                  "    if abs(change.relative) <= margin / 100:"),
+        ),
+    ),
+    Property(
+        "A ratio may lose its share, unless the intervals overlap.",
+        f"{RULE}test_ratios_within_a_run_are_compared_where_that_is_asked_for",
+        (
+            Fault("overlap of intervals ignored", "records/comparison/judge.py",
+                  "after < before * (1 - share) and not overlap", "after < before * (1 - share)"),
+            Fault("a gain taken for a loss of a ratio", "records/comparison/judge.py",
+                  "before * (1 - share)", "before / (1 - share)"),
+        ),
+    ),
+    Property(
+        "A policy that reads other tokens is another policy.",
+        f"{RULE}test_a_run_at_another_budget_is_not_taken_for_this_one",
+        (
+            Fault("fewer tokens read are no change", "records/comparison/judge.py",
+                  "abs(after - before) <= READS_TOLERANCE", "after - before <= READS_TOLERANCE"),
+        ),
+    ),
+)  # fmt: skip

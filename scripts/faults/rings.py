@@ -1,0 +1,182 @@
+"""Of a ring of stages through which samples circulate."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+STAGES, WARM_UP = "test_stage_times.py::", "test_warm_up.py::"
+RING, TRACES = "test_pipeline_options.py::", "test_ring_traces.py::"
+
+PROPERTIES = (
+    Property(
+        "A stage of a ring waits from its first message on, whatever it waits for.",
+        f"{STAGES}test_another_stage_waits_from_its_first_message_on",
+        (
+            Fault("waits of a stage before its first decoded token left out", "pipeline/stage.py",
+                  "                spent.waiting_s += arrived - asked",
+                  "                spent.waiting_s += (arrived - asked) * bool(spent.decodes_s)"),
+            Fault("a stage's time from its first decoded token on", "pipeline/stage.py",
+                  "            if started is None:",
+                  "            if started is None or not spent.decodes_s:"),
+            Fault("prompts timed as decoded tokens", "pipeline/stage.py",
+                  "is_newest = message.status == WANTED and message.payload.shape[1] == 1",
+                  "is_newest = message.status == WANTED"),
+        ),
+    ),
+    Property(
+        "The first stage of a ring waits for prompts too.",
+        f"{STAGES}test_the_first_stage_waits_for_prompts_too",
+        (
+            Fault("waits of the first stage before it decodes left out", "pipeline/recurrent.py",
+                  "            spent.waiting_s += arrived - asked",
+                  "            spent.waiting_s += (arrived - asked) * bool(spent.decodes_s)"),
+            Fault("the first stage's time from its first message home on", "pipeline/recurrent.py",
+                  "            self._begin(lane, watch)\n        while",
+                  "            self._begin(lane, watch)\n        started = time.perf_counter()\n"
+                  "        while"),
+            Fault("prompts of the next step timed as decoded tokens", "pipeline/recurrent.py",
+                  "if flight.is_decode and not prefills:", "if flight.is_decode:"),
+        ),
+    ),
+    Property(
+        "The spans of a ring's first stage hold its work alone.",
+        f"{STAGES}test_the_spans_of_the_first_stage_are_its_work_alone",
+        (
+            Fault("a span from the end of the one before", "pipeline/tracing/trace.py",
+                  "        self._begin_s = now_s\n",
+                  "        self._begin_s = self.spans[-1] if self.spans else now_s\n"),
+            Fault("the head's span until the next message comes", "pipeline/tracing/ends.py",
+                  "            trace.end_head(time.perf_counter())\n"
+                  "        message = self.receiver.receive()",
+                  "            pass\n        message = self.receiver.receive()\n"
+                  "        if trace is not None:\n            trace.end_head(time.perf_counter())"),
+        ),
+    ),
+    Property(
+        "A message is queued from its sending until it is taken.",
+        f"{STAGES}test_a_message_is_queued_from_its_sending_until_it_is_taken",
+        (
+            Fault("the time on the link is not in the queue", "pipeline/tracing/ends.py",
+                  "        traffic.sent_s += now_s\n"
+                  "        if traffic.trace is not None and message.kind in COMPUTED:\n"
+                  "            traffic.trace.end(now_s)\n        self.sender.send(message)",
+                  "        if traffic.trace is not None and message.kind in COMPUTED:\n"
+                  "            traffic.trace.end(now_s)\n        self.sender.send(message)\n"
+                  "        traffic.sent_s += time.perf_counter()"),
+        ),
+    ),
+    Property(
+        "Queues are those between two stages, by one clock.",
+        f"{TRACES}test_queues_by_the_times_of_both_sides",
+        (
+            Fault("the difference of two clocks counted twice", "pipeline/tracing/gathering.py",
+                  "taken_s - sent_s - taken * between_s", "taken_s - sent_s + taken * between_s"),
+            Fault("what a stage sent taken by itself", "pipeline/tracing/gathering.py",
+                  "found[stage - 1][5]", "found[stage][5]"),
+        ),
+    ),
+    Property(
+        "A clock is compared by the fastest round trip, whose middle it is.",
+        f"{TRACES}test_a_clock_is_compared_by_the_fastest_round_trip",
+        (
+            Fault("the slowest round trip", "pipeline/tracing/clocks.py",
+                  "return min(found, key=", "return max(found, key="),
+            Fault("an answer taken for the begin of its round trip", "pipeline/tracing/clocks.py",
+                  "Ahead(answer.item() - asked_s - error_s, error_s)",
+                  "Ahead(answer.item() - asked_s, error_s)"),
+        ),
+    ),
+    Property(
+        "A stage of a ring computes until the device is done.",
+        f"{STAGES}test_a_message_that_decodes_takes_until_the_device_is_done",
+        (
+            Fault("a stage timed until its work is launched", "pipeline/stage.py",
+                  "        wait_for_stream(out.device)\n", ""),
+        ),
+    ),
+    Property(
+        "Drafting in a ring takes until the device is done.",
+        f"{STAGES}test_drafting_takes_until_the_device_is_done",
+        (
+            Fault("drafts timed until they are launched", "pipeline/speculation.py",
+                  "        wait_for_stream(self.runner.device)\n", ""),
+        ),
+    ),
+    Property(
+        "Metrics of a ring are those of what its stages counted.",
+        f"{RING}test_metrics_of_a_ring",
+        (
+            Fault("waiting taken for work", "pipeline/metrics.py",
+                  "return 1 - self.waiting_s / self.total_s",
+                  "return self.waiting_s / self.total_s"),
+            Fault("the predicted round of samples in place of lanes", "pipeline/metrics.py",
+                  "predict_round(stage_s, link_s or 0.0, lanes[0])",
+                  "predict_round(stage_s, link_s or 0.0, lanes[0] * lanes[1])"),
+        ),
+    ),
+    Property(
+        "Drafts of a ring are counted by row, their time by message.",
+        f"{RING}test_metrics_of_drafts",
+        (
+            Fault("tokens of a round by message", "pipeline/metrics.py",
+                  "num_later / drafts.num_verified", "num_later / drafts.num_messages"),
+            Fault("time of drafts by row", "pipeline/metrics.py",
+                  "drafts.draft_s / drafts.num_messages", "drafts.draft_s / drafts.num_verified"),
+        ),
+    ),
+    Property(
+        "A round takes the slowest stage for each lane, or all stages and links once.",
+        f"{RING}test_a_round_is_bound_by_the_slowest_stage_or_by_all",
+        (
+            Fault("a round without its links", "distributed/layer_split.py",
+                  "sum(stages_s) + sum(links_s))", "sum(stages_s))"),
+        ),
+    ),
+    Property(
+        "Every drafted row of a lane is counted.",
+        "test_recurrent_speculation.py::"
+        "test_an_end_token_among_accepted_drafts_ends_the_sample",
+        (
+            Fault("drafts of a message counted as those of one row", "pipeline/speculation.py",
+                  "self.counts.num_drafted += num_drafted * len(counts)",
+                  "self.counts.num_drafted += num_drafted"),
+        ),
+    ),
+    Property(
+        "A pass of requests is counted and timed from after its warm-up.",
+        f"{WARM_UP}test_a_pass_is_counted_and_timed_from_after_it",
+        (
+            Fault("steps of the warm-up counted", "pipeline/measured_pass.py",
+                  "    serve(shortened, StepCounts(), lambda num_tokens: None)\n"
+                  "    after_warm_up()\n"
+                  "    requests, counts = make_requests(run, shapes, False, is_coupled), "
+                  "StepCounts()",
+                  "    counts = StepCounts()\n"
+                  "    serve(shortened, counts, lambda num_tokens: None)\n    after_warm_up()\n"
+                  "    requests = make_requests(run, shapes, False, is_coupled)"),
+            Fault("tokens of the warm-up counted", "pipeline/measured_pass.py",
+                  "serve(shortened, StepCounts(), lambda num_tokens: None)",
+                  "serve(shortened, StepCounts(), observe)"),
+            Fault("requests that arrive with those of the warm-up", "pipeline/measured_pass.py",
+                  "    begin_s = requests[0].arrived_s\n",
+                  "    for request in requests:\n"
+                  "        request.arrived_s = shortened[0].arrived_s\n"
+                  "    begin_s = requests[0].arrived_s\n"),
+        ),
+    ),
+    Property(
+        "A ring counts, times and shows what comes after its warm-up.",
+        f"{WARM_UP}test_a_ring_counts_what_comes_after_it",
+        (
+            Fault("a ring's counts not begun anew", "pipeline/ring_pass.py",
+                  "            self._restart(stage, counting)\n            pipeline.on_send",
+                  "            counting.restart(True)\n            pipeline.on_send"),
+            Fault("messages of the warm-up counted", "pipeline/tracing/ends.py",
+                  "        self.traffic = Traffic(bytes_before=self.ends.outbound.num_bytes, "
+                  "trace=trace)",
+                  "        self.traffic.trace = trace"),
+            Fault("drafts of a ring's warm-up counted", "pipeline/ring_pass.py",
+                  "                speculation.counts = DraftCounts()", "                pass"),
+        ),
+    ),
+)  # fmt: skip

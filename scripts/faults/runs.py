@@ -1,0 +1,151 @@
+"""Of the engine, its steps, and whole runs."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+RUN, STEPS = "test_measurement.py::", "test_step_times.py::"
+
+PROPERTIES = (
+    Property(
+        "The time of a step is that of the strategy, whether it drafts or not.",
+        f"{RUN}test_the_time_of_a_step_is_that_of_the_strategy",
+        (
+            Fault("step time halved on drafting steps", "engine.py",
+                  "output, now), now - started)",
+                  "output, now), (now - started) / (2 if output.num_drafted else 1))"),
+        ),
+    ),
+    Property(
+        "A step and its phases end when the host has read the tokens.",
+        f"{STEPS}test_a_step_and_its_phases_end_when_the_tokens_are_read",
+        (
+            Fault("a step timed until it begins", "engine.py",
+                  "        output = strategy.step(batch)\n        now = self.clock.now()",
+                  "        now = self.clock.now()\n        output = strategy.step(batch)"),
+            Fault("tokens of a decode step read after its phase", "decoding/steps.py",
+                  "            verdict = self._judged(None)\n"
+                  "        return [row[1:] for row in verdict]",
+                  "            result = self._verify(None, True)\n"
+                  "        return [row[1:] for row in self._read(result)]"),
+            Fault("the verdict read after the phase of verification", "decoding/steps.py",
+                  "            return self._judged(proposal)",
+                  "            result = self._verify(proposal, True)\n"
+                  "        return self._read(result)"),
+            Fault("the end of a phase marked before its work on CUDA", "hardware/timing.py",
+                  "                yield\n                last.record()",
+                  "                last.record()\n                yield"),
+            Fault("draft lengths learn from times without the step", "decoding/speculative.py",
+                  "        seconds = time.perf_counter() - started",
+                  "        seconds = time.perf_counter() - time.perf_counter()"),
+        ),
+    ),
+    Property(
+        "A first token is there when the device has computed it.",
+        f"{STEPS}test_a_first_token_is_there_when_the_device_has_computed_it",
+        (
+            Fault("prefill's clock started while the device is busy", "prefill.py",
+                  "            torch.cuda.synchronize(device)\n", ""),
+            Fault("TTFT from the first of the first tokens on", "prefill.py",
+                  "        first, *marks = self._events\n",
+                  "        _, *marks = self._events\n        first = marks[0]\n"),
+        ),
+    ),
+    Property(
+        "A forward by itself is timed from its start to its end.",
+        f"{STEPS}test_a_forward_alone_is_timed_from_its_start_to_its_end",
+        (
+            Fault("a forward timed with its preparation", "latency/forwards.py",
+                  "    synchronize(runner.device)\n    group.barrier()", "    group.barrier()"),
+            Fault("a forward timed until it is launched", "latency/forwards.py",
+                  "    synchronize(runner.device)\n    seconds", "    seconds"),
+        ),
+    ),
+    Property(
+        "Tokens past the end of a request are not counted.",
+        "test_scheduler.py::test_tokens_after_the_end_are_dropped",
+        (
+            Fault("all tokens of a step counted", "request.py",
+                  "return tokens if len(emitted) == before + len(tokens) else emitted[before:]",
+                  "return tokens"),
+            Fault("the output of a step not cut", "scheduling/scheduler.py",
+                  "return replace(output, token_ids=appended)", "return output"),
+            Fault("a request ends a token late", "request.py",
+                  "num_output >= self.max_new_tokens", "num_output > self.max_new_tokens"),
+        ),
+    ),
+    Property(
+        "TPOT is from the first step to a sequence's own last token.",
+        f"{RUN}test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
+        (
+            Fault("TPOT's clock shifted by 0.5 ms", "records/samples/measured.py",
+                  "end - started_s)", "end - started_s - 0.0005)"),
+            Fault("all sequences end with the last", "records/samples/measured.py",
+                  "for end in ends])", "for end in [max(ends)] * len(ends)])"),
+        ),
+    ),
+    Property(
+        "TTFT is of each sequence, and prefill counts each prompt once.",
+        f"{RUN}test_prefill_rate_and_the_ttft_of_each_sequence",
+        (
+            Fault("TTFT of the first sequence for all", "scheduling/scheduler.py",
+                  "times = [], output.emitted_s or",
+                  "times = [], (output.emitted_s or [])[:1] * len(batch.requests) or"),
+            Fault("prefill rate doubled", "records/metrics.py",
+                  "sum(prefill.num_tokens) / seconds", "2 * sum(prefill.num_tokens) / seconds"),
+        ),
+    ),
+    Property(
+        "The net speedup begins at the end of prefill, with all that a strategy prepares.",
+        f"{RUN}test_the_net_speedup_begins_at_the_end_of_prefill",
+        (
+            Fault("net speedup without what comes before the first step", "records/speedup.py",
+                  "[added + end for", "[end for"),
+            Fault("a strategy's preparation timed until it is launched", "run/run.py",
+                  "        synchronize(self.device)\n        self.groups", "        self.groups"),
+        ),
+    ),
+    Property(
+        "Calibration counts in the batches and in the warm-up, once each.",
+        f"{RUN}test_calibration_is_counted_once_in_the_warm_up_and_once_in_the_batches",
+        (
+            Fault("calibration of earlier batches counted again", "run/run.py",
+                  "(self.draft_length.calibration_s or 0.0) - calibrated_s",
+                  "self.draft_length.calibration_s or 0.0"),
+            Fault("no calibration in the batches", "run/run.py",
+                  "                self.draft_length.forget_times()\n", ""),
+        ),
+    ),
+    Property(
+        "The bandwidth is the larger of those before and after a run.",
+        f"{RUN}test_the_bandwidth_is_the_larger_of_those_before_and_after",
+        (
+            Fault("bandwidth as the smaller of two", "run/run.py",
+                  "bandwidth = max(", "bandwidth = min("),
+        ),
+    ),
+    Property(
+        "Each bandwidth is the best of all reads of all ranks at once.",
+        f"{RUN}test_bandwidth_is_the_best_of_all_reads_at_once",
+        (
+            Fault("bandwidth as the worst of all reads", "hardware/timing.py",
+                  "return max(read_bandwidths(", "return min(read_bandwidths("),
+            Fault("bandwidth of the first rank alone", "hardware/timing.py",
+                  "[sum(rank_rates) for", "[rank_rates[0] for"),
+        ),
+    ),
+    Property(
+        "Every strategy is warmed up, and they take turns at going first.",
+        f"{RUN}test_every_strategy_is_warmed_up_and_they_take_turns_at_going_first",
+        (
+            Fault("the baseline always first", "run/run.py",
+                  "self.passes if batch % 2 == 0 else reversed(self.passes)", "self.passes"),
+            Fault("the baseline not warmed up", "run/unmeasured.py",
+                  "for name in run.passes * rounds:", "for name in run.passes[1:] * rounds:"),
+            Fault("phases of the warm-up timed", "run/unmeasured.py",
+                  "_decode(run, name, snapshots, PhaseTimer(run.device, enabled=False))\n"
+                  "            advance()",
+                  "_decode(run, name, snapshots, run.timers[name])\n            advance()"),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,147 @@
+"""Of requests that arrive over time."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+METRICS, VIEW = "test_serving_metrics.py::", "test_serving_view.py::"
+INFLIGHT = "test_inflight.py::"
+
+PROPERTIES = (
+    Property(
+        "Serving metrics are those of the time stamps of each request.",
+        f"{METRICS}test_metrics_are_those_of_the_time_stamps",
+        (
+            Fault("makespan until the end of the last to arrive", "serving/metrics.py",
+                  "makespan_s = max(_finished_s(request) for request in requests)",
+                  "makespan_s = _finished_s(requests[-1])"),
+            Fault("end-to-end latency from the first token", "serving/metrics.py",
+                  "1e3 * (last_s - request.arrived_s)", "1e3 * (last_s - first_s)"),
+            Fault("TPOT over all tokens of a request", "serving/metrics.py",
+                  "1e3 * (last_s - first_s) / num_later",
+                  "1e3 * (last_s - first_s) / (num_later + 1)"),
+            Fault("the first request counted in the served rate", "serving/metrics.py",
+                  "return (count - 1) / max(", "return count / max("),
+            Fault("arrivals counted instead of their gaps", "serving/metrics.py",
+                  "return (len(times_s) - 1) / span", "return len(times_s) / span"),
+        ),
+    ),
+    Property(
+        "Goodput counts the requests that keep each bound themselves.",
+        f"{METRICS}test_goodput_is_of_each_request_and_not_of_their_mean",
+        (
+            Fault("goodput by the mean of all requests", "serving/metrics.py",
+                  "    good = [all(of[name] <= most",
+                  "    of_all = {name: mean([of[name] for of in times if name in of]) for "
+                  "name in goodput}\n    good = [all((of_all[name] or 0.0) <= most"),
+            Fault("goodput by the mean TPOT", "serving/metrics.py",
+                  "    good = [all(of[name] <= most",
+                  '    tpot = mean([of["tpot"] for of in times if "tpot" in of])\n'
+                  "    times = [of | {'tpot': tpot or 0.0} for of in times]\n"
+                  "    good = [all(of[name] <= most"),
+        ),
+    ),
+    Property(
+        "A good request keeps every bound; one with a single token keeps any of TPOT.",
+        f"{METRICS}test_goodput_counts_the_requests_that_keep_every_bound",
+        (
+            Fault("goodput of one bound of several", "serving/metrics.py",
+                  "    good = [all(of[name] <= most", "    good = [any(of[name] <= most"),
+            Fault("a request without TPOT is no good one", "serving/metrics.py",
+                  "of[name] <= most for name, most in goodput.items() if name in of)",
+                  'of.get(name, float("inf")) <= most for name, most in goodput.items())'),
+        ),
+    ),
+    Property(
+        "Tokens of one step have no gap.",
+        f"{METRICS}test_tokens_of_one_step_have_no_gap",
+        (
+            Fault("gaps within a step", "serving/metrics.py",
+                  "sorted(set(request.token_times_s))", "sorted(request.token_times_s)"),
+        ),
+    ),
+    Property(
+        "A step counts what it prefills and what it decodes.",
+        f"{METRICS}test_a_step_counts_what_it_prefills_and_decodes",
+        (
+            Fault("prompts are not in flight", "serving/counts.py",
+                  "self.in_flight = len(decoding) + len(plan.parts)",
+                  "self.in_flight = len(decoding)"),
+            Fault("one preemption a step", "serving/counts.py",
+                  "self.num_preemptions += len(plan.preempted)",
+                  "self.num_preemptions += bool(plan.preempted)"),
+        ),
+    ),
+    Property(
+        "The saturation rate is the largest that is sustained.",
+        f"{VIEW}test_the_search_finds_the_largest_sustained_rate",
+        (
+            Fault("the last sustained rate in place of the largest", "serving/saturation.py",
+                  "return max((rate for rate, is_good in measured if is_good), default=None)",
+                  "return next((rate for rate, is_good in measured if is_good), None)"),
+            Fault("the search ends at a neighbour of twice the rate", "serving/saturation.py",
+                  "if high / low > PRECISION else END", "if high / low > FACTOR else END"),
+        ),
+    ),
+    Property(
+        "A rate is sustained at 90 % of the requests, or of the arrivals.",
+        f"{METRICS}test_a_rate_is_sustained_at_nine_tenths",
+        (
+            Fault("goodput as a share of the arrivals", "serving/saturation.py",
+                  "metrics.request_goodput / metrics.request_throughput",
+                  "metrics.request_goodput / (metrics.arrival_rate or 1.0)"),
+            Fault("more than 90 % needed", "serving/saturation.py",
+                  "share_sustained(metrics) >= SUSTAINED", "share_sustained(metrics) > SUSTAINED"),
+        ),
+    ),
+    Property(
+        "A batch begins when its batching says so.",
+        f"{INFLIGHT}test_each_batching_gives_the_engine_its_batches",
+        (
+            Fault("a static batch begins with its first request", "serving/batching.py",
+                  "clock.wait_until(batch[-1].arrived_s)", "clock.wait_until(batch[0].arrived_s)"),
+        ),
+    ),
+    Property(
+        "A dynamic batch waits for its window or until it is full.",
+        f"{INFLIGHT}test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends",
+        (
+            Fault("the window counted from the end of the batch before", "serving/batching.py",
+                  "max(clock.now(), min(full_s, coming[0].arrived_s + window_s))",
+                  "min(full_s, max(clock.now(), coming[0].arrived_s) + window_s)"),
+            Fault("requests that arrive in the batch join it", "serving/batching.py",
+                  "coming[0].arrived_s <= begins_s", "coming[0].arrived_s <= begins_s + window_s"),
+        ),
+    ),
+    Property(
+        "Time stamps of a record count from the first arrival.",
+        f"{METRICS}test_the_time_stamps_of_a_record_count_from_the_first_arrival",
+        (
+            Fault("the first token after a preemption in place of the next", "serving/record.py",
+                  "if t >= at_s), None))", "if t >= request.arrived_s), None))"),
+            Fault("time stamps that count from each arrival", "serving/record.py",
+                  "first_token_ms=ms(request.first_token_s)",
+                  "first_token_ms=ms(request.first_token_s) - ms(request.arrived_s)"),
+        ),
+    ),
+    Property(
+        "The time of one request alone is the shortest of several, from its arrival.",
+        f"{METRICS}test_the_time_of_a_lone_request_is_the_shortest",
+        (
+            Fault("a lone request as slow as its slowest time", "serving/server.py",
+                  "return min(times_s)", "return max(times_s)"),
+            Fault("a lone request from the begin of the clock", "serving/server.py",
+                  "times_s.append(finished_s - alone.begin_s)", "times_s.append(finished_s)"),
+        ),
+    ),
+    Property(
+        "What is drawn while requests are served takes no time of theirs.",
+        f"{VIEW}test_the_clock_stands_still_while_it_draws",
+        (
+            Fault("time of drawing counted", "serving/drawing_clock.py",
+                  "return self.clock.now() - self.drawn_s", "return self.clock.now()"),
+            Fault("the next arrival comes early after drawing", "serving/drawing_clock.py",
+                  "self.clock.wait_until(at + self.drawn_s)", "self.clock.wait_until(at)"),
+        ),
+    ),
+)  # fmt: skip

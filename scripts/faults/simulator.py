@@ -1,0 +1,128 @@
+"""Of pipelines in virtual time."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+SIMULATE = "test_simulate.py::"
+
+PROPERTIES = (
+    Property(
+        "A token takes all stages and all links, the one home too.",
+        f"{SIMULATE}test_plain_decoding_takes_all_stages_and_links_for_each_token",
+        (
+            Fault("no link home", "simulator/pipeline.py",
+                  "at = sent + (machine.link_s if last > 0 else 0.0)",
+                  "at = sent + (machine.link_s if stage < last else 0.0)"),
+            Fault("tokens/s with the first token", "simulator/measured.py",
+                  "(len(t) - 1) / (t[-1] - t[0])", "len(t) / (t[-1] - t[0])"),
+            Fault("work of the prompt counted", "simulator/measured.py",
+                  "return max(0.0, min(end, last) - max(begin, first))",
+                  "return max(0.0, min(end, last) - begin)"),
+        ),
+    ),
+    Property(
+        "A link is occupied for the bytes of a message.",
+        f"{SIMULATE}test_a_link_is_occupied_for_the_bytes_of_a_message",
+        (
+            Fault("messages without headers", "simulator/pipeline.py",
+                  "machine.transfer_s(VOID_BYTES + (0 if is_void else size))",
+                  "machine.transfer_s(0 if is_void else size)"),
+            Fault("hidden states sent home by the last stage", "simulator/pipeline.py",
+                  "size = size if stage == last else rows * machine.row_bytes",
+                  "size = rows * machine.row_bytes"),
+        ),
+    ),
+    Property(
+        "Messages take turns on a link, with the bytes of all their rows.",
+        f"{SIMULATE}test_messages_take_turns_on_a_link",
+        (
+            Fault("a link carries any number of messages at once", "simulator/pipeline.py",
+                  "sent = end if before is None else max(end, before.sent_s[stage])", "sent = end"),
+            Fault("messages of one row", "simulator/pipeline.py",
+                  "size = size if stage == last else rows * machine.row_bytes",
+                  "size = size if stage == last else machine.row_bytes"),
+        ),
+    ),
+    Property(
+        "A stage stops after the layer in which it hears of a cancellation.",
+        f"{SIMULATE}test_a_cancelled_run_stops_after_its_layer",
+        (
+            Fault("a stage stops before the layer that runs", "simulator/pipeline.py",
+                  "math.ceil((cancelled_s[stage] - start) / each)",
+                  "math.floor((cancelled_s[stage] - start) / each)"),
+            Fault("a run computed behind a stage that skipped it", "simulator/pipeline.py",
+                  "if is_void or (cancelled_s is not None and cancelled_s[stage] <= start):",
+                  "if cancelled_s is not None and cancelled_s[stage] <= start:"),
+            Fault("runs behind a cancelled one not computed again", "simulator/pipeline.py",
+                  "            if is_changed:\n                self._compute(flight, before)",
+                  "            if flight.cancelled_s is not None:\n"
+                  "                self._compute(flight, before)"),
+        ),
+    ),
+    Property(
+        "A cancellation takes its time to each stage.",
+        f"{SIMULATE}test_a_cancellation_takes_its_time",
+        (
+            Fault("cancellations known at once", "simulator/simulation.py",
+                  "[self._now_s + delay for delay in delays]", "[self._now_s for delay in delays]"),
+            Fault("cancelled work counted as useful", "simulator/measured.py",
+                  "if flight.launch.run not in trace.cancelled:", "if not flight.is_void:"),
+        ),
+    ),
+    Property(
+        "A stage takes more for more rows, and another time for a prompt.",
+        f"{SIMULATE}test_a_stage_takes_more_for_more_rows",
+        (
+            Fault("the first row counted as a further one", "simulator/machine.py",
+                  "(1 + self.row_cost * (num_rows - 1))", "(1 + self.row_cost * num_rows)"),
+            Fault("prompts take the time of a row", "simulator/machine.py",
+                  "if is_prompt and self.prefill_s is not None:",
+                  "if is_prompt and self.prefill_s is None:"),
+        ),
+    ),
+    Property(
+        "A round of the ring is as long as the formula.",
+        f"{SIMULATE}test_a_round_of_the_ring_is_as_long_as_the_formula",
+        (
+            Fault("a stage computes two runs at once", "simulator/pipeline.py",
+                  "start = at if before is None else max(at, before.end_s[stage])",
+                  "start = at if before is None else max(at, before.start_s[stage])"),
+        ),
+    ),
+    Property(
+        "Synchronous steps take their drafts and one round.",
+        f"{SIMULATE}test_a_right_draft_makes_synchronous_steps_as_long_as_the_formula",
+        (
+            Fault("drafts that take no time", "simulator/simulation.py",
+                  "draft, self._now_s + self.machine.draft_s", "draft, self._now_s"),
+        ),
+    ),
+    Property(
+        "Percentiles of simulated gaps are values.",
+        f"{SIMULATE}test_percentiles_are_values",
+        (
+            Fault("a percentile of gaps as the value below it", "simulator/measured.py",
+                  "max(0, math.ceil(len(values) * percent / 100) - 1)",
+                  "max(0, int(len(values) * percent / 100) - 1)"),
+        ),
+    ),
+    Property(
+        "A cluster divides layers and nodes.",
+        f"{SIMULATE}test_a_cluster_divides_layers_and_nodes",
+        (
+            Fault("one all-reduce a layer", "simulator/cluster.py",
+                  "2 * self.all_reduce_s if width > 1", "self.all_reduce_s if width > 1"),
+            Fault("layers that are left over lost", "simulator/cluster.py",
+                  "(each + (stage < rest))", "each"),
+        ),
+    ),
+    Property(
+        "Recorded counts are replayed as they were.",
+        f"{SIMULATE}test_recorded_counts_are_replayed",
+        (
+            Fault("no wrong draft behind the accepted ones", "simulator/text.py",
+                  "known = num_accepted < num_drafted", "known = False"),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,163 @@
+"""Of pipelined speculation."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+STAGES, WARM_UP = "test_stage_times.py::", "test_warm_up.py::"
+COMMAND, PARTS = "test_pipeline_command.py::", "test_pipelined_parts.py::"
+TRACES = "test_ring_traces.py::"
+
+PROPERTIES = (
+    Property(
+        "The warm-up of pipelined speculation is in no count, span or time.",
+        f"{WARM_UP}test_pipelined_speculation_counts_and_shows_what_comes_after_it",
+        (
+            Fault("spans of the warm-up included", "pipelined_run/passes.py",
+                  "[[s for s in each if s.counts_from(first_run, first_draft)] for each in "
+                  "by_rank]",
+                  "by_rank"),
+            Fault("drafts of the warm-up included", "pipelined_run/passes.py",
+                  "            first_run, first_draft = head.first_run, head.first_draft",
+                  "            first_run = head.first_run"),
+            Fault("tokens of the warm-up told", "pipelined_run/passes.py",
+                  "chunk), warm_up)", "chunk), warm_up, observe)"),
+            Fault("requests that arrive before the warm-up", "pipelined_run/passes.py",
+                  "            head.serve(PipelinedScheduler(options.of_mode(mode), chunk), "
+                  "warm_up)\n"
+                  "            first_run, first_draft = head.first_run, head.first_draft\n"
+                  "            scheduler = PipelinedScheduler(options.of_mode(mode), chunk)\n"
+                  "            requests = make_requests(run, options.shapes)\n",
+                  "            requests = make_requests(run, options.shapes)\n"
+                  "            head.serve(PipelinedScheduler(options.of_mode(mode), chunk), "
+                  "warm_up)\n"
+                  "            first_run, first_draft = head.first_run, head.first_draft\n"
+                  "            scheduler = PipelinedScheduler(options.of_mode(mode), chunk)\n"),
+            Fault("the first run left out", "pipelined_run/spans.py",
+                  "return self.run >= (", "return self.run > ("),
+        ),
+    ),
+    Property(
+        "A stage of pipelined speculation computes from a run's arrival until the device is done.",
+        f"{STAGES}test_a_span_is_from_the_arrival_of_a_run_until_the_device_is_done",
+        (
+            Fault("a run's span until it is launched", "pipelined_run/stage.py",
+                  "                wait_for_stream(out.device)\n", "                pass\n"),
+            Fault("a run's span with the wait for it", "pipelined_run/stage.py",
+                  "        begin_s = time.perf_counter()\n        numbers",
+                  "        ends = [span.end_s for span in self.spans.found[-1:]]\n"
+                  "        begin_s = (ends or [time.perf_counter()])[0]\n        numbers"),
+        ),
+    ),
+    Property(
+        "Ranks are idle or busy between the first token of all requests and the last.",
+        f"{STAGES}test_a_rank_is_idle_from_the_first_token_on",
+        (
+            Fault("waits before a rank's first run left out", "pipelined_run/measured/measure.py",
+                  "begin_s = min(request.token_times_s[0] for request in outcome.requests)",
+                  "begin_s = min(s.begin_s for spans in outcome.spans[1:] for s in spans)"),
+            Fault("time from one request's first token on", "pipelined_run/measured/measure.py",
+                  "begin_s = min(request.token_times_s[0] for request in outcome.requests)",
+                  "begin_s = outcome.requests[0].token_times_s[0]"),
+            Fault("time until the last request's last token", "pipelined_run/measured/measure.py",
+                  "end_s = max(request.token_times_s[-1] for request in outcome.requests)",
+                  "end_s = outcome.requests[-1].token_times_s[-1]"),
+            Fault("work after the last token counted", "pipelined_run/measured/use.py",
+                  "max(span.begin_s, until), min(span.end_s, self.end_s)",
+                  "max(span.begin_s, until), span.end_s"),
+        ),
+    ),
+    Property(
+        "The use of ranks follows from their spans.",
+        f"{COMMAND}test_metrics_follow_from_the_spans",
+        (
+            Fault("prompts in the mean time of a stage", "pipelined_run/measured/use.py",
+                  "if span.run in rows and span.value == layers:\n"
+                  "            found.setdefault(rows[span.run], [])",
+                  "if span.value == layers:\n"
+                  "            found.setdefault(rows.get(span.run, 1), [])"),
+            Fault("runs skipped inside counted as skipped before", "pipelined_run/measured/use.py",
+                  "before += span.value == 0",
+                  "before += span.value < len(observed.layout.layers[rank])"),
+            Fault("overlapping work counted twice", "pipelined_run/measured/use.py",
+                  "until = total + max(0.0, end - begin), max(until, end)",
+                  "until = total + max(0.0, end - begin), self.begin_s"),
+        ),
+    ),
+    Property(
+        "Means are of whole runs, and of links to idle stages.",
+        f"{COMMAND}test_means_are_of_whole_runs_and_of_links_to_idle_stages",
+        (
+            Fault("stopped runs in the mean time of a stage", "pipelined_run/measured/use.py",
+                  "if span.run in rows and span.value == layers:", "if span.run in rows:"),
+            Fault("a link's time with the wait for a busy stage", "pipelined_run/measured/use.py",
+                  "if free_s < ends[span.run] and span.run in rows:", "if span.run in rows:"),
+            Fault("prompts not in flight", "pipelined_run/measured/use.py",
+                  "(*observed.of(0, What.PROMPT), *observed.of(0, What.LAUNCH))",
+                  "observed.of(0, What.LAUNCH)"),
+        ),
+    ),
+    Property(
+        "A prompt's speed does not count its waiting.",
+        f"{COMMAND}test_the_speed_of_a_prompt_does_not_count_its_waiting",
+        (
+            Fault("a prompt's speed from its arrival on", "pipelined_run/measured/metrics.py",
+                  "(request.first_token_s - joined_s)",
+                  "(request.first_token_s - request.arrived_s)"),
+        ),
+    ),
+    Property(
+        "A request gets its lane when its first run is launched.",
+        f"{PARTS}test_a_request_gets_its_lane_when_its_first_run_is_launched",
+        (
+            Fault("a request gets its lane when it arrives", "pipelined_run/head.py",
+                  "Moves([time.perf_counter()])", "Moves([self.requests[request].arrived_s])"),
+        ),
+    ),
+    Property(
+        "A head that serves again keeps nothing of what was drafted before.",
+        f"{PARTS}test_a_head_serves_again_with_new_numbers",
+        (
+            Fault("what was drafted in the warm-up kept", "pipelined_run/head.py",
+                  "        self.drafted, self.moves = [], {}\n        serving",
+                  "        self.moves = {}\n        serving"),
+        ),
+    ),
+    Property(
+        "The simulator gets the times that were measured.",
+        f"{COMMAND}test_the_simulator_gets_what_was_measured",
+        (
+            Fault("a cancellation without its link", "pipelined_run/measured/prediction.py",
+                  "cancel_s=link_s if delay_s is None else delay_s", "cancel_s=delay_s or 0.0"),
+        ),
+    ),
+    Property(
+        "Further rows and a draft on another rank take longer in the simulator.",
+        f"{COMMAND}test_further_rows_and_a_draft_elsewhere_take_longer",
+        (
+            Fault("a draft elsewhere without its links", "pipelined_run/measured/prediction.py",
+                  "+ (2 * link_s if is_apart else 0.0)", "+ (link_s if is_apart else 0.0)"),
+            Fault("the cost of all further rows for each", "pipelined_run/measured/prediction.py",
+                  "(several / one - 1) / (num_rows - 1)", "several / one - 1"),
+        ),
+    ),
+    Property(
+        "What was drafted is replayed at its place.",
+        f"{COMMAND}test_what_was_drafted_is_replayed_at_its_place",
+        (
+            Fault("drafts after wrong tokens replayed", "pipelined_run/measured/prediction.py",
+                  "if each.request == index and is_right and place",
+                  "if each.request == index and place"),
+            Fault("drafts of other requests replayed", "pipelined_run/measured/prediction.py",
+                  "if each.request == index and is_right and place", "if is_right and place"),
+        ),
+    ),
+    Property(
+        "Spans of other hosts are by the first rank's clock.",
+        f"{TRACES}test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank",
+        (
+            Fault("a clock's lead added", "pipelined_run/gathering.py",
+                  "begin_s - ahead_s, end_s - ahead_s", "begin_s + ahead_s, end_s + ahead_s"),
+        ),
+    ),
+)  # fmt: skip

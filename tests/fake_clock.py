@@ -1,0 +1,55 @@
+"""A clock that only tests advance, and a device on it that computes while the host goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Clock:
+    """What `time.perf_counter` reads."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Device:
+    """A CPU, on which work is done when the call that starts it returns, or a stream of CUDA, whose
+    work the host must wait for."""
+
+    kind: str  # cpu or cuda
+    clock: Clock = field(default_factory=Clock)
+    done_s: float = 0.0  # when all that was launched is done
+
+    def launch(self, seconds: float) -> None:
+        """Start work that takes so long, behind all that was launched before."""
+        self.done_s = max(self.done_s, self.clock.now) + seconds
+        if self.kind == "cpu":
+            self.wait()
+
+    def wait(self) -> None:
+        self.clock.now = max(self.clock.now, self.done_s)
+
+
+@dataclass
+class Event:
+    """Imitates torch.cuda.Event on the stream of `device`."""
+
+    device: Device
+    at_s: float = 0.0
+
+    def record(self) -> None:
+        self.at_s = max(self.device.clock.now, self.device.done_s)
+
+    def synchronize(self) -> None:
+        self.device.clock.now = max(self.device.clock.now, self.at_s)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.device.clock.now >= end.at_s, "the host has waited for it"
+        return 1e3 * (end.at_s - self.at_s)

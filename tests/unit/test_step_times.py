@@ -1,0 +1,107 @@
+"""A time ends when the work is done and the host has read its result. On a CPU, and on a device
+that computes while the host goes on, as CUDA does; both are imitated under a fake clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from conftest import TINY, decode, make_requests, make_runner, random_prompts, tiny_transformer
+from fake_clock import Device, Event
+from torch import Tensor
+
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding.strategy import Setup
+from magicdec.distributed.groups import Group
+from magicdec.drafting.draft_length import FixedLength
+from magicdec.engine import Engine
+from magicdec.hardware.timing import PhaseTimer
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.latency import forwards
+from magicdec.prefill import TimeStamps
+from magicdec.request import Batch
+from magicdec.runner import ModelRunner
+
+FORWARD_S, READ_S = 0.5, 0.25
+GAMMA, NUM_NEW = 2, 7
+
+
+@pytest.fixture(params=["cpu", "cuda"], ids=["at_once", "meanwhile"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Forwards and reads of tensors take time on it."""
+    device, forward, read = Device(request.param), ModelRunner.forward, Tensor.tolist
+
+    def launched(*args: Any, **options: Any) -> Tensor:
+        device.launch(FORWARD_S)
+        return forward(*args, **options)
+
+    def waited(tensor: Tensor) -> Any:
+        device.wait()
+        device.clock.advance(READ_S)
+        return read(tensor)
+
+    monkeypatch.setattr("time.perf_counter", device.clock)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda of: device.wait())
+    monkeypatch.setattr(ModelRunner, "forward", launched)
+    monkeypatch.setattr(Tensor, "tolist", waited)
+    return device
+
+
+class Learned(FixedLength):
+    """Keeps the times from which a draft length may be chosen."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.seconds: list[float] = []
+
+    def observe(self, batch: Batch, num_drafted: int, accepted: object, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "phases_s"),
+    [
+        ("autoregressive", {"decode": FORWARD_S + READ_S}),
+        ("speculative", {"draft": GAMMA * FORWARD_S, "verify": FORWARD_S + READ_S}),
+    ],
+)
+def test_a_step_and_its_phases_end_when_the_tokens_are_read(
+    name: str, phases_s: dict[str, float], device: Device
+) -> None:
+    runner, timer = make_runner(tiny_transformer(), 2, 64), PhaseTimer(torch.device(device.kind))
+    engine, length, steps_s = Engine(runner, 16), Learned(GAMMA), list[float]()
+    engine.prefill(make_requests(random_prompts([20, 20], TINY.vocab_size), NUM_NEW))
+    decoding = DecodingSection("speculative", "self", GAMMA)
+    setup = Setup(runner, decoding, KVSection("streaming_llm", 18), timer, draft_length=length)
+    decode(engine, name, setup, lambda output, seconds: steps_s.append(seconds))
+    assert steps_s == [sum(phases_s.values())] * len(steps_s) != []
+    assert timer.seconds == {phase: [s] * len(steps_s) for phase, s in phases_s.items()}
+    assert length.seconds == (steps_s if name == "speculative" else [])
+
+
+def test_a_first_token_is_there_when_the_device_has_computed_it(device: Device) -> None:
+    """Work that was started before the prefill is no part of it."""
+    device.launch(3.0)
+    stamps = TimeStamps(torch.device(device.kind))
+    for seconds in (0.5, 0.25):
+        device.launch(seconds)
+        stamps.mark()
+    assert stamps.seconds() == [1003.5, 1003.75]
+
+
+def test_a_forward_alone_is_timed_from_its_start_to_its_end(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what was started to prepare it."""
+    monkeypatch.setattr(forwards, "synchronize", lambda of: device.wait())
+    forward = SimpleNamespace(
+        prepare=lambda: device.launch(2.0), run=lambda: device.launch(FORWARD_S),
+        undo=lambda: device.launch(1.0), counts=None,
+    )  # fmt: skip
+    runner = SimpleNamespace(device=device, counts=ForwardCounts())
+    for _ in range(2):
+        found = forwards.time_once(cast(Any, forward), cast(Any, runner), Group((0,), 0))
+        assert found == FORWARD_S
