@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.resolved import ResolvedConfig, ResolvedParallel
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.names import BASELINE
 
@@ -26,3 +27,11 @@ def of_one_process(config: ResolvedConfig, num_rows: int) -> ResolvedConfig:
     parallel = replace(config.parallel, rank_group=(0,))
     workload = replace(config.workload, batch_size=num_rows)
     return replace(config, parallel=parallel, workload=workload)
+
+
+def expected_threads(parallel: ResolvedParallel, launch: Launch, is_one_process: bool) -> int:
+    """The CPU threads of this rank. One process on the first rank has those of all ranks of its
+    host, and the others wait."""
+    if not is_one_process:
+        return parallel.threads_of(launch.rank)
+    return parallel.threads_on(launch.local_ranks) if launch.rank == 0 else 0

@@ -32,11 +32,11 @@ from magicdec.pipeline.options import (
     TENSOR_PARALLEL,
     WITH_CURVES,
 )
-from magicdec.pipeline.pass_configs import of_one_process
-from magicdec.pipeline.pass_threads import expected_threads, gather_threads
+from magicdec.pipeline.pass_configs import expected_threads, of_one_process
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.ring_pass import RingPass
 from magicdec.pipeline.tracing.gathering import gather_memory
+from magicdec.pipeline.tracing.rows import gather_threads
 from magicdec.request import Request
 from magicdec.serving.counts import StepCounts
 from magicdec.setup.loading import LoadedModels, make_target
@@ -63,8 +63,7 @@ class Passes:
         count = ThreadCount()
         outcome = self._sample_memory(name, observe, count)
         launch, parallel = self.prepared.run.launch, self.prepared.whole.parallel
-        is_one_process = name in (SEQUENTIAL, BATCHED)
-        expected = expected_threads(parallel, launch, is_one_process)
+        expected = expected_threads(parallel, launch, name in (SEQUENTIAL, BATCHED))
         threads = gather_threads(name, count, expected, launch)
         return None if outcome is None else replace(outcome, threads=threads)
 

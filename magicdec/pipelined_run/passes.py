@@ -26,9 +26,8 @@ from magicdec.hardware.threads import ThreadCount, use_threads
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
-from magicdec.pipeline.pass_configs import of_one_process
-from magicdec.pipeline.pass_threads import expected_threads, gather_threads
-from magicdec.pipeline.tracing.rows import gather_rows
+from magicdec.pipeline.pass_configs import expected_threads, of_one_process
+from magicdec.pipeline.tracing.rows import gather_rows, gather_threads
 from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.gathering import gather_spans

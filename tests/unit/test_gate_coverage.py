@@ -1,6 +1,6 @@
 """The gate fails, and names the case, if it has not measured what it must: in its exit code, in its
-JUnit file and in its summary. No model runs here: the processes that run cases are replaced, but in
-the last test, whose cases cannot run."""
+JUnit file and in its summary. No model runs here: the processes that run cases are replaced, except
+in the test of cases that cannot run."""
 
 from __future__ import annotations
 
@@ -253,6 +253,7 @@ def test_cases_that_cannot_run_here_are_named_and_fail(gate: Gate, tmp_path: Pat
     assert (ended.code, ended.failures, ended.regressions) == (1, names, names)
     assert "no_such_policy is not known; choose from full, streaming_llm" in ended.out
     assert ended.out.count(str(tmp_path / "absent")) >= 3, "what is not there is said"
+    assert "no result came back" not in ended.out, "each case of each process has one"
 
 
 @pytest.mark.parametrize(

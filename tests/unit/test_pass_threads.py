@@ -33,9 +33,10 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
-from magicdec.pipeline import pass_threads
-from magicdec.pipeline.pass_threads import expected_threads, gather_threads
+from magicdec.pipeline.pass_configs import expected_threads
 from magicdec.pipeline.ring_pass import RingPass
+from magicdec.pipeline.tracing import rows
+from magicdec.pipeline.tracing.rows import gather_threads
 from magicdec.pipelined_run.drafter import DraftLoop
 from magicdec.pipelined_run.stage import StageLoop
 from magicdec.records.reading import load_records
@@ -120,11 +121,11 @@ def test_every_rank_learns_of_a_rank_with_other_threads(
 ) -> None:
     of_both = [RankThreads(0, 2, 2, 2), RankThreads(1, 3, 3, 3)]
 
-    def gather_rows(rows: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-        assert rows.tolist() == [list(of_both[rank])] and world_size == 2
+    def gather_rows(ours: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+        assert ours.tolist() == [list(of_both[rank])] and world_size == 2
         return [torch.tensor([each]) for each in of_both]
 
-    monkeypatch.setattr(pass_threads, "gather_rows", gather_rows)
+    monkeypatch.setattr(rows, "gather_rows", gather_rows)
     count = ThreadCount()
     count.measured = [of_both[rank].most] * 4
     place = count, of_both[rank].expected, Launch(rank, 2, rank, 2)
