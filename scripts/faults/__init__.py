@@ -3,7 +3,7 @@ and its test."""
 
 from __future__ import annotations
 
-from faults import records, rings, runs, serving, simulator, speculation
+from faults import gate, records, rings, runs, serving, simulator, speculation
 
 PROPERTIES = (
     *runs.PROPERTIES,
@@ -12,4 +12,5 @@ PROPERTIES = (
     *rings.PROPERTIES,
     *speculation.PROPERTIES,
     *simulator.PROPERTIES,
+    *gate.PROPERTIES,
 )

@@ -99,12 +99,13 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "Percentiles of simulated gaps are values.",
-        f"{SIMULATE}test_percentiles_are_values",
+        "Simulated times between tokens are defined as those of records.",
+        f"{SIMULATE}test_times_between_tokens_are_defined_as_in_records",
         (
-            Fault("a percentile of gaps as the value below it", "simulator/measured.py",
-                  "max(0, math.ceil(len(values) * percent / 100) - 1)",
-                  "max(0, int(len(values) * percent / 100) - 1)"),
+            Fault("the largest gap as the 99th percentile", "simulator/measured.py",
+                  "p99_itl_ms=percentile(itl_ms, 99)", "p99_itl_ms=max(itl_ms, default=None)"),
+            Fault("gaps between commits of a request in place of tokens", "simulator/measured.py",
+                  "mean_itl_ms=mean(itl_ms)", "mean_itl_ms=mean([ms for ms in itl_ms if ms])"),
         ),
     ),
     Property(

@@ -30,7 +30,7 @@ CPU, ALONE = torch.device("cpu"), Launch(0, 1, 0, 1)
 NUM_NEW, NUM_REQUESTS = 8, 2  # of the commands of `test_pipeline_command`
 EMULATED = (
     *("--layer_split", "1.0/head", "--emulate_stage_ms", "0.1", "--emulate_acceptance", "0.5"),
-    *("--no_baseline", "--mode", "sync"),
+    *("--modes", "sync", "--threads", "1"),
 )
 
 
@@ -109,7 +109,7 @@ def test_a_ring_counts_what_comes_after_it(
     clock, stage_s = Clock(), 0.020
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)
-    words = ("--baselines", "none", "--num_requests", "2", "--gantt", str(tmp_path / "g.png"))
+    words = ("--modes", "ring", "--num_requests", "2", "--plot", str(tmp_path / "g.png"))
     words += ("--emulate_stage_ms", "20", *(("--draft", "ngram", "--gamma", "3") * has_drafts))
     prepared = test_pipeline_options.prepared(tmp_path, *words, world_size=1)
     groups = make_stage_groups(ALONE, prepared.grid, CPU, None)
