@@ -39,6 +39,7 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
 ) -> None:
     """The head serves twice. What counts are the runs and drafts whose numbers come after those of
     the first time."""
+    torch.set_num_threads(1)  # as EMULATED says
     prepared = test_pipeline_command.prepared(tmp_path, *EMULATED, world_size=1)
     numbers, ends_s, serve = list[tuple[int, int]](), list[float](), Head.serve
     told = list[int]()
