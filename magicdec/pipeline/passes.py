@@ -17,7 +17,6 @@ from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.start import make_groups, make_stage_groups
-from magicdec.distributed.watching.processes import processes_of
 from magicdec.engine import Engine
 from magicdec.hardware.devices import release_memory
 from magicdec.hardware.threads import ThreadCount, use_threads
@@ -54,7 +53,6 @@ class Passes:
         self.everyone: ParallelGroups | None = None
         if TENSOR_PARALLEL in prepared.options.asked.passes:
             self.everyone = make_groups(launch, parallel.rank_group, *place)
-        self.processes = processes_of(launch)
 
     def serve(self, name: str, observe: Callable[[int], None]) -> Outcome | None:
         """Serve all requests in the pass of that name. The memory of a pass with curves is sampled
@@ -122,11 +120,8 @@ class Passes:
 
     def _wait_for_all(self) -> None:
         """Wait until every rank is done with a pass, and has given back the memory that it does not
-        use. Raises PeerLost if one has ended."""
+        use. Raises RuntimeError if one has ended; the heartbeat names it."""
         release_memory(self.device)
         if self.prepared.run.launch.world_size == 1:
             return
-        try:
-            torch.distributed.barrier()
-        except RuntimeError as error:
-            raise self.processes.lost(0, error) from None
+        torch.distributed.barrier()
