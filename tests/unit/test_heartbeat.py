@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from magicdec.distributed.watching import heartbeat
-from magicdec.distributed.watching.heartbeat import Heartbeat
+from magicdec.distributed.watching.heartbeat import Heartbeat, lost_key
 
 
 class Clock:
@@ -41,7 +41,7 @@ class Counting(HashStore):
         return str(min(self.reads, self.beats)).encode()
 
     def check(self, keys: list[str]) -> bool:
-        return True
+        return keys != [lost_key()]
 
 
 def beat_until_lost(store: HashStore) -> list[str]:
@@ -70,3 +70,12 @@ def test_a_store_that_does_not_answer_is_the_host_of_rank_0(clock: Clock) -> Non
             raise RuntimeError("Broken pipe")
 
     assert beat_until_lost(Gone()) == ["the host of rank 0 has not answered for 22 s"]
+
+
+def test_the_word_of_the_rank_that_noticed_first_is_repeated(clock: Clock) -> None:
+    """A rank whose neighbour ended because a third was lost names the third."""
+    store = HashStore()
+    store.compare_set(lost_key(), "", "rank 3 has ended")
+    store.compare_set(lost_key(), "", "rank 2 has ended")
+    assert beat_until_lost(store) == ["rank 3 has ended"]
+    assert clock.now < heartbeat.INTERVAL_S

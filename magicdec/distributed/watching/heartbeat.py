@@ -2,8 +2,8 @@
 
 A host that is cut off closes no connection, so that a collective with it would wait until its own
 time-out, half an hour for gloo. Each rank therefore counts up a number in the rendezvous store and
-reads those of the others; a number that stands still for PATIENCE_S ends the process. Must not know
-what the ranks do. Needed between hosts only: on one host, `watch` looks at the processes.
+reads those of the others; a number that stands still for PATIENCE_S ends the process, and so does
+the word of a rank that has noticed a loss before. Must not know what the ranks do. Needed between hosts only: on one host, `watch` looks at the processes.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Heartbeat(threading.Thread):
         self.join()
 
     def _find_lost(self) -> str:
+        if self.store.check([lost_key()]):
+            return self.store.get(lost_key()).decode()
         now = time.monotonic()
         for other, (last, when) in self._heard.items():
             key = self._keys[other]
@@ -68,6 +70,11 @@ class Heartbeat(threading.Thread):
             elif now - when > PATIENCE_S:
                 return f"rank {other} has not been heard of for {now - when:.0f} s"
         return ""
+
+
+def lost_key() -> str:
+    """The store's key for the line of the rank that noticed first that another one is lost."""
+    return f"lost in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
 
 def start_heartbeat(launch: Launch, on_lost: Callable[[str], None]) -> None:

@@ -24,6 +24,7 @@ from magicdec.distributed.watching.heartbeat import (
     INTERVAL_S,
     PATIENCE_S,
     Heartbeat,
+    lost_key,
     open_store,
     start_heartbeat,
 )
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.5  # between two looks at the processes of this host
 MOST_S = 10.0  # until all ranks have stopped to watch
 LOST = 1  # the exit code
+ENDING = threading.Lock()  # taken by the first thread that ends the process, and never given back
 
 
 class Watch(threading.Thread):
@@ -148,7 +150,7 @@ def name_lost(error: RuntimeError) -> None:
     watch.processes.check()
     for thread in threading.enumerate():
         if isinstance(thread, Heartbeat) and is_of_connection(error):
-            thread.join(PATIENCE_S + 2 * INTERVAL_S)
+            thread.join(PATIENCE_S + 4 * INTERVAL_S)
 
 
 def is_of_connection(error: RuntimeError) -> bool:
@@ -161,19 +163,20 @@ def is_of_connection(error: RuntimeError) -> bool:
 def end_process(launch: Launch, line: str) -> NoReturn:
     """End this rank at once, whatever it waits for: what it shares with other ranks cannot be
     closed without them. Leave the line, which says what was lost, to the launcher and the user."""
-    if launch.local_world_size != launch.world_size:
-        line = first_word(line)
-    line = f"rank {launch.rank}: {line}"
-    report_error(line)
-    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: all ranks say it now
-    os._exit(LOST)
+    with ENDING:
+        has_other_hosts = launch.local_world_size != launch.world_size
+        line = f"rank {launch.rank}: {first_word(line) if has_other_hosts else line}"
+        report_error(line)
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: all ranks say it now
+        if has_other_hosts and launch.rank == launch.local_rank:
+            time.sleep(2 * INTERVAL_S)  # the store ends with this host; the others read it first
+        os._exit(LOST)
 
 
 def first_word(line: str) -> str:
     """What that rank says was lost which noticed it first. It ends, too, and a rank of another host
     that sees no more than that would name the wrong one."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     try:
-        return str(open_store().compare_set(f"lost in attempt {attempt}", "", line), "utf-8")
+        return str(open_store().compare_set(lost_key(), "", line), "utf-8")
     except RuntimeError:  # the store's host does not answer
         return line
