@@ -2,8 +2,9 @@
 
 A host that is cut off closes no connection, so that a collective with it would wait until its own
 time-out, half an hour for gloo. Each rank therefore counts up a number in the rendezvous store and
-reads those of the others; a number that stands still for PATIENCE_S ends the process, and so does
-the word of a rank that has noticed a loss before. Must not know what the ranks do. Needed between hosts only: on one host, `watch` looks at the processes.
+reads those of the others. A number that stands still for PATIENCE_S ends the process, and so does
+the line of a rank that has noticed a loss before. Must not know what the ranks do. Needed between
+hosts only: on one host, `watch` looks at the processes.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def end_process(launch: Launch, line: str) -> NoReturn:
         has_other_hosts = launch.local_world_size != launch.world_size
         line = f"rank {launch.rank}: {first_word(line) if has_other_hosts else line}"
         report_error(line)
-        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: all ranks say it now
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: all say it now
         if has_other_hosts and launch.rank == launch.local_rank:
             time.sleep(2 * INTERVAL_S)  # the store ends with this host; the others read it first
         os._exit(LOST)
