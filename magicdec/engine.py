@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from magicdec.decoding.strategy import DecodingStrategy
-from magicdec.hardware.clock import Clock, RealClock
+from magicdec.hardware.timing import Clock, RealClock
 from magicdec.kv.row_window import window_moves
 from magicdec.names import COMPACTION
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
-from magicdec.scheduling.orders import Order, fcfs
 from magicdec.scheduling.plan import Limits, Part, Plan
 from magicdec.scheduling.scheduler import Scheduler
 from magicdec.scheduling.sharing import PlanSharing
+from magicdec.scheduling.waiting import Order, fcfs
 
 Observer = Callable[[StepOutput, float], None]
 """A function that is called after every decode step, with the tokens that it appended to the

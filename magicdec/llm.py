@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from magicdec.autotune.fastest_backend import settle
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
+    ModelSection,
     ParallelSection,
     SamplingSection,
     WorkloadSection,

@@ -43,9 +43,9 @@ DRAFTERS = {
     "ngram": "magicdec.drafting.ngram:NgramDrafter",
 }
 ADMISSION_ORDERS = {
-    "fcfs": "magicdec.scheduling.orders:fcfs",
-    "shortest_remaining": "magicdec.scheduling.orders:shortest_remaining",
-    "priority": "magicdec.scheduling.orders:priority",
+    "fcfs": "magicdec.scheduling.waiting:fcfs",
+    "shortest_remaining": "magicdec.scheduling.waiting:shortest_remaining",
+    "priority": "magicdec.scheduling.waiting:priority",
 }
 # How the rows of a running batch stay dense: the fewest rows move into a contiguous window; the
 # rows are gathered by an index; rows that have ended are computed for nothing.
@@ -71,7 +71,7 @@ RECORDS = {
     "run": "magicdec.records.record:RunRecord",
     "serving": "magicdec.serving.record:ServingRecord",
     "pipeline": "magicdec.pipeline.record:PipelineRecord",
-    "speculation": "magicdec.pipelined_run.measured.record:SpeculationRecord",
+    "speculation": "magicdec.pipelined_run.measured.metrics:SpeculationRecord",
 }
 # What computes norms, rotation and gates.
 ELEMENTWISE = {

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
-from magicdec.executor.cancellation import Cancellation, check
-from magicdec.executor.executor import Executor
+from magicdec.executor.executor import Cancellation, Executor, check
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape

@@ -25,9 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.config.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
 from magicdec.console import make_progress
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch

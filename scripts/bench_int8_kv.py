@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from magicdec.attention.native import NativeBackend, attention
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.config.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
 from magicdec.console import make_progress
 from magicdec.decoding.speculative import Speculative
 from magicdec.decoding.steps import Steps

@@ -27,7 +27,7 @@ from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.cost_model.speculation import Speculation
 from magicdec.hardware.ceiling_file import MachineFile, load_machine
-from magicdec.model.presets.named import find_config
+from magicdec.model.presets.presets import find_config
 from magicdec.records.record import RunRecord
 
 COLUMNS = ("decode_ms", "draft_ms", "verify_ms", "speedup")

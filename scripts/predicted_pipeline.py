@@ -16,9 +16,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from magicdec.cli.parsing.pass_records import read_commands
-from magicdec.distributed.commands import run_command
-from magicdec.pipelined_run.measured.record import SpeculationRecord
+from magicdec.cli.parsing.record_files import read_commands
+from magicdec.distributed.ranks import run_command
+from magicdec.pipelined_run.measured.metrics import SpeculationRecord
 from magicdec.pipelined_speculation.options import MODES
 
 STAGES, STAGE_MS, LINK_MS, DRAFT_MS, DRAFT = 4, 20, 1, 4, 4

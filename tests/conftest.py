@@ -32,9 +32,8 @@ from tiers import choose
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import DecodingSection, DraftSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group

@@ -9,12 +9,12 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
+    ModelSection,
     ParallelSection,
     WorkloadSection,
 )

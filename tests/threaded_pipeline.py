@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.channels.message import Message
-from magicdec.executor.cancellation import Cancellation, check
+from magicdec.executor.executor import Cancellation, check
 from magicdec.model.transformer import Transformer
 from magicdec.pipelined_run.board import BoardCanceller, CancelBoard
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
 from magicdec.pipelined_run.head import Drafted, Events, Head, forward, in_thread
-from magicdec.pipelined_run.local import LocalChannel
+from magicdec.pipelined_run.parcel import LocalChannel
 from magicdec.pipelined_run.spans import Span, Spans
 from magicdec.pipelined_run.stage import Part, Predictions, StageLoop
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
-from magicdec.serving.counts import Moves
+from magicdec.serving.metrics import Moves
 
 
 @dataclass

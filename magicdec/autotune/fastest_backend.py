@@ -18,9 +18,9 @@ from torch import Tensor
 from magicdec.autotune.attention_step import Step, draft_step, target_step
 from magicdec.autotune.backend_timing import Measured, measure
 from magicdec.config.capabilities import Capabilities, capabilities_of
+from magicdec.config.checks import policy_called
 from magicdec.config.choices.choice import Choice, How
 from magicdec.config.machine import Machine
-from magicdec.config.policies import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.decoding.cuda_graphs import CudaGraphs
 from magicdec.decoding.recorder import Eager, Recorder

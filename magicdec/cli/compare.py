@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.records.comparison.compare import compare, exit_code, summarize, uncovered
+from magicdec.records.comparison.compare import (
+    compare,
+    exit_code,
+    junit,
+    markdown,
+    summarize,
+    uncovered,
+)
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.comparison.judge import (
     DEFAULT_MARGIN,
@@ -21,7 +28,6 @@ from magicdec.records.comparison.judge import (
     Comparison,
     Rule,
 )
-from magicdec.records.comparison.summaries import junit, markdown
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.writing import write_text

@@ -6,10 +6,8 @@ A new way to run is a line here; the commands and `magicdec sweep` take their na
 
 from __future__ import annotations
 
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.model_section import TargetSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection
+from magicdec.config.sections import DecodingSection, DraftSection, TargetSection
 from magicdec.names import BASELINE
 
 DRIVERS = {

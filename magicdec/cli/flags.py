@@ -24,9 +24,9 @@ from magicdec.cli.parsing.ignored import drafts_only, why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.choices.choice import How
-from magicdec.config.output_section import OutputSection
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import find_world_size, is_other_start, start_ranks

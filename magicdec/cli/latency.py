@@ -21,20 +21,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from magicdec.cli.flags import add_section, announce_backend, read_sections, refuse, run_on_ranks
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.rank_checks import check_heads
-from magicdec.config.checks import MOST_WATCHED, check_budget
+from magicdec.config.checks import MOST_WATCHED, check_budget, policy_called
 from magicdec.config.choices.backend import check_returns_weights
-from magicdec.config.options import flag_of
-from magicdec.config.policies import policy_called
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import KVSection
+from magicdec.config.sections import KVSection, flag_of
 from magicdec.console import labelled
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.distributed.watching.watch import naming_lost
-from magicdec.latency.grid import KV_FIELDS, Grid
+from magicdec.latency.rows import KV_FIELDS, Grid
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.writing import check_files
 
@@ -211,7 +209,7 @@ def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
 def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
-    from magicdec.executor.requirements import layer_obstacle
+    from magicdec.executor.descriptions import layer_obstacle
     from magicdec.hardware.environment import probe_machine
     from magicdec.latency.memory import check_grid_memory
     from magicdec.memory.check import check_together

@@ -11,7 +11,7 @@ from pathlib import Path
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import labelled
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.watch import describe_memory
+from magicdec.memory.sampler import describe_memory
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
 from magicdec.records.writing import write_text

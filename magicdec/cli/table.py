@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.parsing.pass_records import KINDS, Kind, load, read_commands
-from magicdec.cli.parsing.record_files import add_record_files, read_files
+from magicdec.cli.parsing.record_files import (
+    KINDS,
+    Kind,
+    add_record_files,
+    load,
+    read_commands,
+    read_files,
+)
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.writing import check_writable
 from magicdec.report.figures.style import check_picture
-from magicdec.report.listing import FORMATS, SORT_KEYS, list_records, print_text
-from magicdec.report.noise import Noted, noise_lines
-from magicdec.report.settings import SETTINGS
+from magicdec.report.listing import FORMATS, SORT_KEYS, Noted, list_records, noise_lines, print_text
+from magicdec.report.point import SETTINGS
 
 RUN_FLAGS = {"check": False, "group_by": [], "sort": None, "format": "text"}  # with their defaults
 

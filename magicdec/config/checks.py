@@ -1,5 +1,7 @@
 """Checks of the user's values. Imports no torch itself, but asking a KV policy does.
 
+`policy_called` and `list_policies` load the policies.
+
 Every check raises ValueError with one line that names the flag, the value and what is allowed.
 `run_config` uses them for a command line, and `request` for the arguments of a program.
 """
@@ -7,9 +9,38 @@ Every check raises ValueError with one line that names the flag, the value and w
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from magicdec.config.policies import list_policies, policy_called, policy_name
+from magicdec.names import FULL_KV_POLICY, KV_POLICIES, load_named
+
+
+class DescribedPolicy(Protocol):
+    """The members of `drafting.policies.policy.KVPolicy` that need no torch."""
+
+    settings: tuple[str, ...]
+    needs_weights: bool
+    needs_verification: bool
+    is_copied: bool
+    can_roll: bool
+
+    def check(self, kv: Any, num_draft_tokens: int, flag: str | None) -> None: ...
+
+
+def policy_called(name: str) -> DescribedPolicy:
+    """The policy class of that name. Imports its file, which imports torch."""
+    policy: DescribedPolicy = load_named(KV_POLICIES, name)
+    return policy
+
+
+def policy_name(policy: str, budget: int) -> str:
+    """A budget of -1 is the original suite's spelling of the full cache."""
+    return FULL_KV_POLICY if budget == -1 else policy
+
+
+def list_policies(fits: Callable[[DescribedPolicy], bool]) -> str:
+    """The names of the KV policies that `fits` accepts, in the order of the name table."""
+    return ", ".join(name for name in KV_POLICIES if fits(policy_called(name)))
 
 
 class SamplingValues(Protocol):

@@ -25,7 +25,6 @@ from magicdec.config.choices.layers import (
     choose_native_steps,
     choose_weights,
 )
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.resolved import (
     ResolvedAttention,
@@ -37,7 +36,7 @@ from magicdec.config.resolved import (
     ResolvedWorkload,
 )
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, ParallelSection, WorkloadSection
+from magicdec.config.sections import DecodingSection, DraftSection, ParallelSection, WorkloadSection
 from magicdec.config.threads import choose_threads
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
-from magicdec.config.output_section import OutputSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.config.sections import DecodingSection, KVSection, OutputSection, SamplingSection
 from magicdec.config.threads import Threads, threads_of
 
 

@@ -16,16 +16,16 @@ from magicdec.config.checks import (
     check_rank_group,
     check_sampling,
     check_standalone,
+    policy_name,
 )
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.model_section import ModelSection
-from magicdec.config.output_section import OutputSection
-from magicdec.config.policies import policy_name
 from magicdec.config.sections import (
     MOST_TREE_NODES,
     AttentionSection,
     DecodingSection,
+    DraftSection,
     KVSection,
+    ModelSection,
+    OutputSection,
     ParallelSection,
     SamplingSection,
     WorkloadSection,

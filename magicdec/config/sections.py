@@ -7,11 +7,13 @@ A component gets only its own section. `RunConfig` holds all sections and checks
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from magicdec.config.options import count_or_auto, option
-from magicdec.config.policies import policy_called, policy_name
+from magicdec.config.checks import policy_called, policy_name
 from magicdec.config.threads import Threads, parse_threads
 from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
@@ -20,8 +22,48 @@ from magicdec.names import (
     DEFAULT_KV_POLICY,
     DEVICES,
     DRAFTERS,
+    DTYPES,
+    ELEMENTWISE,
+    ELEMENTWISE_BESIDE_PACKED,
+    ELEMENTWISE_ON_CUDA,
     KV_POLICIES,
+    LINEARS,
+    PORTABLE_ELEMENTWISE,
+    WEIGHT_DTYPES,
 )
+
+
+def option(
+    default: Any,
+    help: str,
+    *flags: str,
+    choices: tuple[str, ...] | None = None,
+    parse: Callable[[str], Any] | None = None,
+) -> Any:
+    """A dataclass field that `cli.flags` turns into a command-line flag. `parse` makes a value of
+    the text; by default this is the type of the field."""
+    metadata = {"flags": flags, "help": help, "choices": choices, "parse": parse}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_of(section: Any, name: str) -> str:
+    """The first spelling of the flag of that field, for messages."""
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    flag: str = fields[name].metadata["flags"][0]
+    return flag
+
+
+def count_or_auto(text: str) -> int | str:
+    """A whole number, or the word auto."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not known; choose a whole number or auto"
+        ) from None
+
 
 MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
 MOST_TREE_NODES = 255  # draft tokens of a tree
@@ -250,3 +292,106 @@ class WorkloadSection:
     @property
     def num_prompts(self) -> int:
         return self.batch_size * self.num_batches
+
+
+@dataclass(frozen=True)
+class DraftSection:
+    model: str = option(
+        "demo-draft",
+        "The draft: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
+        ".safetensors/.pth/.bin file beside its config.json.",
+        "--model",
+    )
+    rank_group: tuple[int, ...] | None = option(
+        None,
+        "The ranks that hold the draft, in shard order. Default: the first of the target's.",
+        "--draft_ranks",
+        "--draft_rank_group",
+        "--draft_group",
+    )
+    draft_dtype: str = option(
+        "auto",
+        "The dtype of the draft's matrices, as --target_dtype is of the target's.",
+        "--draft_dtype",
+        choices=("auto", *WEIGHT_DTYPES),
+    )
+
+
+@dataclass(frozen=True)
+class OutputSection:
+    results: str = option(
+        "results/runs.jsonl",
+        "The file that records are appended to, one JSON line for each run.",
+        "--out",
+        "--results",
+    )
+    save_tokens: str | None = option(
+        None,
+        "Write prompt and output ids to this file, one JSON line for each sequence.",
+        "--save_tokens",
+    )
+    printoutput: bool = option(False, "Print the generated text.", "--printoutput")
+    benchmark: bool = option(
+        False,
+        "Time draft and verify separately on CUDA too, by events on its stream.",
+        "--benchmark",
+    )
+    profile: str | None = option(
+        None, "Trace an unmeasured pass of each strategy into this directory, a file per rank.",
+        "--profile",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    model: str = option(
+        "demo",
+        "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "
+        "the Hugging Face hub, or a .safetensors/.pth/.bin file beside its config.json.",
+        "--model",
+    )
+    dtype: str = option(
+        "auto",
+        "The dtype of activations, KV cache and weights. auto is bfloat16 where the hardware "
+        "computes in it, else float32.",
+        "--dtype", choices=("auto", *DTYPES),
+    )  # fmt: skip
+    linear: str = option(
+        "auto",
+        "How linear layers multiply. packed lays weights out once for the products of a few rows "
+        "on a CPU.",
+        "--linear",
+        choices=("auto", *LINEARS),
+    )
+    elementwise: str = option(
+        "auto",
+        "What computes norms, rotation and gates between linear layers. auto takes "
+        f"{ELEMENTWISE_BESIDE_PACKED} (C++) beside packed layers, {ELEMENTWISE_ON_CUDA} on CUDA "
+        f"where it is installed, else {PORTABLE_ELEMENTWISE}.",
+        "--elementwise",
+        choices=("auto", *ELEMENTWISE),
+    )
+    native_steps: str = option(
+        "auto",
+        "Compute each forward of a few tokens, and each chain of greedy drafts, in one call of a "
+        "C++ library. auto does so on a CPU where attention, linear layers and elementwise "
+        "operations are all native. MAGICDEC_NATIVE_STEPS=off in the environment turns auto off.",
+        "--native_steps",
+        choices=("auto", "on", "off"),
+    )
+    target_dtype: str = option(
+        "auto",
+        "The dtype of the target's matrices. int8 has a scale for each output, while activations "
+        "and KV stay in --dtype. auto is int8 if they are stored so, else --dtype.",
+        "--target_dtype",
+        choices=("auto", *WEIGHT_DTYPES),
+    )
+
+
+@dataclass(frozen=True)
+class TargetSection(ModelSection):
+    """Where `--model` names the draft, as in the original suite."""
+
+    model: str = option(
+        "demo", "The target, which verifies. Named as --model names a draft.", "--target"
+    )

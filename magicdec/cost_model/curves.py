@@ -1,8 +1,11 @@
-"""The `--acceptance` of `magicdec plan`: an acceptance rate, an acceptance curve, or a file of
-records; and its `--conditional_acceptance`. Imports no torch.
+"""Acceptance as the cost model uses it: the number of tokens that a step yields, and the flags
+`--acceptance` (a rate, a curve or a file of records) and `--conditional_acceptance` of
+`magicdec plan`. Imports no torch. Source: Leviathan et al. 2023, section 3.1 and equation 1.
 
-Owns the meaning of these flags and their checks. Acceptance depends on the KV budget and hardly on
-the context length. So there is one curve per budget, which is used for all context lengths.
+A record's *acceptance rate* is accepted / drafted tokens. The *conditional rate* is the probability
+that a draft token is accepted if all before it in the step were; it is larger, because drafts after
+a rejected one are drafted too, but never accepted. Acceptance depends on the KV budget and hardly
+on the context length. So there is one curve per budget, which is used for all context lengths.
 """
 
 from __future__ import annotations
@@ -12,10 +15,40 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from magicdec.cost_model.acceptance import Acceptance, conditional_rate
 from magicdec.names import DEFAULT_KV_POLICY
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
+
+Acceptance = float | tuple[float, ...]
+"""Either one conditional rate, or the shares of verifications that accept at least 1, 2, ... draft
+tokens (a record's `acceptance_per_position`)."""
+
+PRECISION = 1e-9  # of a converted rate
+
+
+def conditional_rate(acceptance_rate: float, gamma: int) -> float:
+    """The conditional rate, the same at every position, with which steps of `gamma` draft tokens
+    have this acceptance rate: the mean of its first `gamma` powers."""
+    low, high = 0.0, 1.0
+    while high - low > PRECISION:
+        middle = (low + high) / 2
+        mean = (expected_tokens(middle, gamma) - 1) / gamma
+        low, high = (middle, high) if mean < acceptance_rate else (low, middle)
+    return low if acceptance_rate < 1 else 1.0
+
+
+def survival(acceptance: Acceptance, position: int) -> float:
+    """Probability that at least `position` (1, 2, ...) draft tokens of a step are accepted."""
+    if isinstance(acceptance, tuple):
+        assert 1 <= position <= len(acceptance), "gamma is at most the curve's length"
+        return acceptance[position - 1]
+    return acceptance**position
+
+
+def expected_tokens(acceptance: Acceptance, gamma: int) -> float:
+    """Expected tokens per row and verification, including the bonus token: 1 to gamma + 1."""
+    return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
+
 
 DEFAULT_BUDGET, DEFAULT_POLICY, DEFAULT_GAMMA = 257, DEFAULT_KV_POLICY, 4
 CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"

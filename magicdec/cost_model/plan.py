@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.cost_model.acceptance import Acceptance
-from magicdec.cost_model.begin import Choice
 from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.curves import Acceptance
 from magicdec.cost_model.speculation import (
+    Choice,
     Prediction,
     Speculation,
     best_gamma,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from magicdec.console import make_console, print_table
-from magicdec.cost_model.acceptance import Acceptance, expected_tokens
 from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.curves import Acceptance, expected_tokens
 from magicdec.cost_model.plan import Plan
 from magicdec.cost_model.speculation import Prediction
 from magicdec.hardware.ceiling_file import Hardware

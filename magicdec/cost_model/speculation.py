@@ -1,8 +1,10 @@
 """The predicted speedup of speculative decoding, from the costs of forwards and an acceptance.
 Imports no torch.
 
-Two speedups: of decode steps, and net, from the end of prefill to the last token. Source: MagicDec
-(Chen et al. 2024), section 3.
+Two speedups: of decode steps, and net, from the end of prefill to the last token. What lies between
+the two is the choice of a KV policy and a standalone draft's own prefill; allocation, top-k and
+softmax are left out. `--gamma auto` starts from `StepEstimate` where a machine file is given.
+Source: MagicDec (Chen et al. 2024), section 3.
 """
 
 from __future__ import annotations
@@ -11,9 +13,48 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from magicdec.cost_model.acceptance import Acceptance, expected_tokens
-from magicdec.cost_model.begin import Choice, prefill_seconds
-from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.costs import (
+    Deployment,
+    attention_flops,
+    kv_bytes_per_token,
+    slowest_shard,
+)
+from magicdec.cost_model.curves import Acceptance, expected_tokens
+
+CHUNK = 512  # prompt tokens of a prefill forward, the default of `--prefill_chunk`
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a KV policy does before the first draft. It scores all keys of a prompt by the queries
+    of its newest `observed_tokens`, which prefill has kept; `is_copied`: it copies K and V of as
+    many tokens as the budget. It runs the newest `rerun_tokens` once more."""
+
+    observed_tokens: int = 0
+    is_copied: bool = False
+    rerun_tokens: int = 0
+
+    def seconds(self, model: Deployment, budget: int, B: int, S: int) -> float:
+        """The time of the choice for a draft by `model` that reads `budget` tokens of a row."""
+        rerun, observed = min(self.rerun_tokens, S), min(self.observed_tokens, S)
+        total = model.seconds(B, rerun, S - rerun) if rerun else 0.0
+        if not observed:
+            return total
+        config, h, shard = model.config, model.hardware, slowest_shard(model.config, model.tp)
+        entry = kv_bytes_per_token(config, shard, model.dtype_bytes)
+        # Keys are half of an entry. Copied entries are read and written.
+        num_bytes = B * (S * entry / 2 + 2 * min(budget, S) * entry * self.is_copied)
+        # The products of queries and keys are half of what attention computes.
+        flops = B * attention_flops(config, shard, observed, S - observed) / 2
+        kv_rate = h.kv_bytes_per_s or h.read_bytes_per_s
+        return total + max(num_bytes / kv_rate, flops / (h.attention_flops_per_s or h.flops_per_s))
+
+
+def prefill_seconds(model: Deployment, B: int, S: int) -> float:
+    """The time to take B prompts into the cache, one after the other and in chunks. Only the last
+    token of a chunk has logits."""
+    chunks = ((done, min(CHUNK, S - done)) for done in range(0, S, CHUNK))
+    return B * sum(model.seconds(1, size, done, num_logits=1) for done, size in chunks)
 
 
 @dataclass(frozen=True)
@@ -108,3 +149,25 @@ def break_even_context(
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """`draft` is the model that drafts: the target itself in self-speculation, None if no model
+    drafts. `budget` is the number of committed tokens that it reads at most; None for all."""
+
+    target: Deployment
+    draft: Deployment | None
+    budget: int | None
+    most_draft_tokens: int
+
+    def __call__(self, rows: int, context: int) -> list[float]:
+        """Seconds of a step of `rows` with `context` cached tokens each, and 0, 1, ..., most draft
+        tokens."""
+        read = context if self.budget is None else min(context, self.budget)
+        seconds, draft_s = [self.target.seconds(rows, 1, context)], 0.0
+        for count in range(1, self.most_draft_tokens + 1):
+            if self.draft is not None:
+                draft_s += self.draft.seconds(rows, 1, read + count - 1)
+            seconds.append(draft_s + self.target.seconds(rows, count + 1, context))
+        return seconds

@@ -1,6 +1,7 @@
 """StagePlan: the predictions of `magicdec plan --stages`. A ring of stages, through which lanes of
 samples circulate, next to tensor parallelism over the same ranks and to one process. Everything is
-predicted from shapes and rates; nothing is run. Imports no torch.
+predicted from shapes and rates; nothing is run. Scheduling, sampling and messages are left out.
+Imports no torch.
 
 Source of the round: Macario et al. 2025, "Model-Distributed Inference for Large Language Models at
 the Edge"; `docs/pipeline.md` derives it.
@@ -16,9 +17,23 @@ from magicdec.cost_model.costs import (
     slowest_shard,
     stored_bytes,
 )
-from magicdec.cost_model.stage_costs import ends_of, stage_times
-from magicdec.distributed.layer_split import round_seconds, split_layers
+from magicdec.distributed.layer_split import StageTimes, round_seconds, split_layers
 from magicdec.hardware.ceiling_file import Hardware, Link
+
+
+def ends_of(model: Deployment) -> Deployment:
+    """The model without its layers: the final norm and the head."""
+    return replace(model, config=replace(model.config, num_layers=0))
+
+
+def stage_times(model: Deployment, B: int, S: int, T: int = 1) -> tuple[StageTimes, StageTimes]:
+    """Of the first stage, which also has the ends of the model, and of each other stage: the time
+    of a decode step of B rows with S cached tokens and T new ones each. `model.tp` ranks share a
+    stage."""
+    ends_s = ends_of(model).seconds(B, T, S)
+    layer_s = (model.seconds(B, T, S) - ends_s) / model.config.num_layers
+    return StageTimes(ends_s, layer_s), StageTimes(0.0, layer_s)
+
 
 HEADER_BYTES, WORD_BYTES = 48, 8  # of a message: its header, and the number of each of its rows
 

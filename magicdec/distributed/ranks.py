@@ -1,5 +1,5 @@
 """Starts the ranks of a command on this host, as torchrun does, and ends a rank whose launcher has
-ended.
+ended; and runs a command in a process of its own, whose output is kept.
 
 Owns what passes between a rank and its launcher beside the ranks' numbers (`groups.read_launch`).
 Must not know any command. Imports torch only to start ranks.
@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from magicdec.distributed.groups import Launch
 
@@ -91,3 +93,27 @@ def end_with_launcher() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != launcher:  # it ended before that
         sys.exit(128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The exit code of a command, and what it said on stderr."""
+
+    code: int
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """Its last line without the name of the command, which is the error if it failed."""
+        last = (self.stderr.strip().splitlines() or [f"it ended with {self.code}"])[-1]
+        name, colon, rest = last.partition(": ")
+        return rest if colon and name.startswith("magicdec") else last
+
+
+def run_command(words: Sequence[object]) -> Ended:
+    """Run `magicdec WORDS` and wait for its end. What it prints on stdout is dropped."""
+    command = [sys.executable, "-m", "magicdec", *map(str, words)]
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
+    return Ended(done.returncode, done.stderr)

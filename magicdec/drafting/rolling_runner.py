@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from magicdec.device_batch import NEWEST
-from magicdec.executor.cancellation import Cancellation
+from magicdec.executor.executor import Cancellation
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.visible import SinksAndWindow, Visible

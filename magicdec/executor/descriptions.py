@@ -1,4 +1,5 @@
-"""Describes a model's weights and its cache to the native library (`forward.h`).
+"""Describes a model's weights and its cache to the native library (`forward.h`), and says what a
+model must be for it.
 
 Must not know what is computed. The structures hold addresses, so the tensors must outlive them.
 """
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from magicdec.executor.structures import CacheFields, LayerFields, LinearFields, ModelFields
 from magicdec.kv.view import KVView
 from magicdec.model.block import Block
+from magicdec.model.config import ModelConfig
 from magicdec.model.linear.int8 import PackedInt8Linear
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.transformer import Transformer
@@ -67,3 +69,17 @@ def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
 def pointer(tensor: Tensor | None) -> int | None:
     """The address of a tensor's numbers; None stands for a null pointer."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def layer_obstacle(config: ModelConfig) -> str | None:
+    """What in the model's layers the library does not compute; None if it computes all."""
+    obstacles = {
+        f"{config.norm} norms": config.norm != "rms",
+        f"{config.positions} positions": config.positions != "rope",
+        f"{config.residual} residuals": config.residual != "sequential",
+        "an MLP without a gate": not config.gated_mlp,
+        f"{config.activation} activations": config.activation != "silu",
+        "a norm after the embedding": config.embedding_norm,
+        f"hidden size {config.hidden_size}, which is odd": config.hidden_size % 2 == 1,
+    }
+    return next((part for part, is_there in obstacles.items() if is_there), None)

@@ -2,9 +2,9 @@
 forwards, in one native call (`forward.cpp`), with no Python and no torch operator between its
 parts.
 
-Owns the calls. The library calls the same kernels in the same order as `model.transformer` with
-native attention, so every token has the same bits either way. Must not know what the tokens are
-for.
+Owns the calls, and how one learns between its layers that nobody needs it any more. The library
+calls the same kernels in the same order as `model.transformer` with native attention, so every
+token has the same bits either way. Must not know what the tokens are for.
 
 Shapes: B rows, T new tokens, K draft tokens, H query heads, G KV heads, D head size, V vocabulary
 rows of this rank.
@@ -16,6 +16,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,6 @@ from magicdec.distributed.shared_memory import (
     SLOT_BYTES,
     SharedMemoryExchange,
 )
-from magicdec.executor.cancellation import Cancellation, Cancelled
 from magicdec.executor.descriptions import describe_cache, describe_layer, describe_model, pointer
 from magicdec.executor.received import received
 from magicdec.executor.structures import (
@@ -46,6 +46,34 @@ from magicdec.model.block import Block
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
 from magicdec.model.linear.packed import HEADERS as LINEAR_HEADERS
 from magicdec.model.transformer import Transformer
+
+
+class Cancellation(Protocol):
+    """Set once the int64 at `address` is `value` and the monotonic clock has reached the int64
+    behind it, in ns. A native forward reads these two itself."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def value(self) -> int: ...
+
+    def is_set(self) -> bool: ...
+
+
+class Cancelled(Exception):
+    """A forward has ended after `num_layers` of its layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.num_layers = num_layers
+
+
+def check(cancellation: Cancellation, num_layers: int) -> None:
+    """Raises Cancelled if it is set, after so many layers."""
+    if cancellation.is_set():
+        raise Cancelled(num_layers)
+
 
 SOURCE = Path(__file__).with_name("forward.cpp")
 HEADERS = (

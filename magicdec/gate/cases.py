@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from magicdec.config.checks import check_standalone
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.model_section import ModelSection
-from magicdec.config.policies import policy_called
+from magicdec.config.checks import check_standalone, policy_called
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.config.sections import (
+    DecodingSection,
+    DraftSection,
+    KVSection,
+    ModelSection,
+    ParallelSection,
+    WorkloadSection,
+)
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord

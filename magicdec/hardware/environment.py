@@ -1,9 +1,14 @@
-"""The description of the machine and the software in a record, without host names, and the facts
-that decide what `auto` means."""
+"""The machine and the software as a record describes them, without host names; the facts that
+decide what `auto` means; and a rank's device: which one it is, when its work is done, and its
+unused memory.
+
+Must not know what is computed. CUDA is written, but has run on no GPU yet.
+"""
 
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import platform
 import subprocess
@@ -11,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
@@ -104,3 +111,31 @@ def _cpu_field(name: str) -> str:
         if key.strip() == name:
             return value.strip()
     return ""
+
+
+def device_of(kind: str, local_rank: int) -> torch.device:
+    """`kind` is cpu or cuda. Ranks of a host that has fewer GPUs share them in turn."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, local_rank % max(1, torch.cuda.device_count()))
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until the device has computed what this thread started. It does not wait for messages
+    that other streams send: their receiver may be waiting for this rank."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def use_device(device: torch.device) -> None:
+    """Let this thread's kernels run on `device`. Every thread has a current device of its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Free models that are parts of reference cycles, and give the unused memory of a GPU back,
+    which other ranks on it may need."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

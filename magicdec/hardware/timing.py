@@ -1,5 +1,7 @@
-"""Measurements during a run: times, peak memory and read bandwidth. Must not know of models or
-strategies."""
+"""Times, peak memory and read bandwidth of a run, and the clocks that tell when requests arrive and
+tokens are emitted: a real one, and a virtual one on which a schedule is the same in every run. Must
+not know of models or strategies.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -108,3 +111,46 @@ def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> lis
         synchronize(device)
         rates.append(share / (time.perf_counter() - started))
     return [sum(rank_rates) for rank_rates in zip(*group.all_gather_object(rates), strict=True)]
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds since a fixed point in time."""
+        ...
+
+    def wait_until(self, at: float) -> None:
+        """Return when it is `at` or later."""
+        ...
+
+    def after_step(self) -> None:
+        """A step of the engine has ended."""
+        ...
+
+
+class RealClock:
+    """The clock of `time.perf_counter`."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait_until(self, at: float) -> None:
+        time.sleep(max(0.0, at - time.perf_counter()))
+
+    def after_step(self) -> None:
+        """The time has passed by itself."""
+
+
+class VirtualClock:
+    """Begins at 0. Each step takes `step_s` seconds, and waiting takes no time."""
+
+    def __init__(self, step_s: float = 1.0) -> None:
+        self.step_s, self._now = step_s, 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def wait_until(self, at: float) -> None:
+        self._now = max(self._now, at)
+
+    def after_step(self) -> None:
+        self._now += self.step_s

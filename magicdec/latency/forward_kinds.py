@@ -18,8 +18,7 @@ from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.latency.grid import Grid
-from magicdec.latency.rows import Cell
+from magicdec.latency.rows import Cell, Grid
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata

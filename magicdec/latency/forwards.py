@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from magicdec.autotune.fastest_backend import settle
-from magicdec.config.policies import policy_called
+from magicdec.config.checks import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import bytes_read
@@ -28,8 +28,7 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.kv.cache import KVCache
 from magicdec.latency.forward_kinds import Forward, make_forwards
-from magicdec.latency.grid import Grid
-from magicdec.latency.rows import Row, Timing, summarise
+from magicdec.latency.rows import Grid, Row, Timing, summarise
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.records.environment import Environment

@@ -12,7 +12,7 @@ from dataclasses import replace
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Launch
-from magicdec.latency.grid import Grid
+from magicdec.latency.rows import Grid
 from magicdec.memory.check import describe_place, needed
 from magicdec.memory.plan import MemoryPlan, Models
 

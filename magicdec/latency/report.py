@@ -14,8 +14,7 @@ from typing import Any
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import print_table as print_fitting
-from magicdec.latency.grid import KV_FIELDS, Grid
-from magicdec.latency.rows import Row
+from magicdec.latency.rows import KV_FIELDS, Grid, Row
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.names import FULL_KV_POLICY
 from magicdec.records.environment import Environment, threads_of_ranks

@@ -1,4 +1,5 @@
-"""The rows that `magicdec latency` reports, and how the times of all ranks become one row.
+"""The forwards that `magicdec latency` times, the rows that it reports, and how the times of all
+ranks become one row.
 
 Owns the keys of a row (docs/latency.md is made from them). Must not know how anything is timed.
 Imports no torch.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from magicdec.config.sections import KVSection
 from magicdec.records.fields import recorded
 from magicdec.records.metrics import percentile
 
@@ -90,3 +92,20 @@ def _row(cell: Cell, seconds: list[float], num_bytes: int, bandwidth: float) -> 
         bytes=num_bytes,
         roofline_fraction=num_bytes / bandwidth / median,
     )
+
+
+# The parameters of KV policies that decide which budgets are possible or what a forward reads.
+KV_FIELDS = ("num_sink_tokens", "window_size", "recent_window")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which forwards are timed, and how often. Every (B, context) has one decode forward, a verify
+    forward for each T above 1, and draft forwards for each of `drafts`."""
+
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]  # cached tokens in each row
+    new_tokens: tuple[int, ...]  # T of the decode forward (1) and of the verify forwards
+    drafts: tuple[KVSection, ...]  # a KV policy and a budget each; budget -1: the whole cache
+    repeats: int
+    warmup: int

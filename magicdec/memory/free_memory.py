@@ -1,4 +1,5 @@
-"""Reads how much memory is still free: on the host, in its container or on a GPU.
+"""How much memory is still free: on the host, in its container or on a GPU; and the ranks that
+share it.
 
 Owns the files in which the system gives these numbers. Must not know of models.
 """
@@ -6,7 +7,13 @@ Owns the files in which the system gives these numbers. Must not know of models.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.distributed.groups import Launch
+from magicdec.memory.check import describe_place
+from magicdec.memory.plan import MemoryPlan
 
 ROOT = Path("/")
 
@@ -16,7 +23,7 @@ def free_device_memory(kind: str, local_rank: int) -> int | None:
     if kind == "cuda":
         import torch
 
-        from magicdec.hardware.devices import device_of
+        from magicdec.hardware.environment import device_of
 
         return int(torch.cuda.mem_get_info(device_of(kind, local_rank))[0])
     return free_host_memory()
@@ -78,3 +85,44 @@ def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
     counts = dict(line.split() for line in stat)
     cache = int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
     return int(limit) - used + cache
+
+
+@dataclass(frozen=True)
+class Room:
+    """`free` bytes are free for all `ranks` together; None if it is not known."""
+
+    ranks: tuple[int, ...]
+    place: str
+    free: int | None
+
+    def describe(self, plan: MemoryPlan, what: str = "") -> str:
+        """The line to print about a plan of all `ranks`. `what` says of what, as ` for NAME`."""
+        needed = f"{plan.describe()} {self.place}{what}"
+        if self.free is None:
+            return f"{needed}; how much is free is not known here"
+        return f"{needed}; {self.free / 1e9:.2f} GB free"
+
+    def refusal(self, plan: MemoryPlan) -> str | None:
+        """How much the plan needs and how much is free; None if it fits or that is not known."""
+        if self.free is None or plan.total <= self.free:
+            return None
+        return f"{plan.describe()} {self.place}, {self.free / 1e9:.2f} GB are free"
+
+
+def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> Room:
+    """The room of this rank, on a host with `num_gpus` GPUs."""
+    ranks = sharing_ranks(config.parallel.device, launch, num_gpus)
+    place = describe_place(config, launch)
+    free = free_device_memory(config.parallel.device, launch.local_rank)
+    if config.parallel.device != "cpu" and len(ranks) > 1:
+        place = f"on the GPU that {len(ranks)} ranks share"
+    return Room(ranks, place, free)
+
+
+def sharing_ranks(kind: str, launch: Launch, num_gpus: int) -> tuple[int, ...]:
+    """The ranks of this host that share this rank's memory: all of them on a CPU, on CUDA those
+    with the same GPU."""
+    ranks = tuple(launch.local_ranks)
+    if kind == "cpu":
+        return ranks
+    return tuple(rank for rank in ranks if (rank - launch.rank) % max(1, num_gpus) == 0)

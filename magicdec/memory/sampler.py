@@ -1,4 +1,5 @@
-"""MemorySampler: the memory of this rank over time.
+"""The memory of this rank: over time (`MemorySampler`), and at its peak next to the plan of it
+(`MemoryWatch`).
 
 Owns the thread that reads it. Must not know what the rank does meanwhile. Imports torch only for
 CUDA.
@@ -10,10 +11,18 @@ import os
 import resource
 import time
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import torch
+
+from magicdec.distributed.groups import Group
+from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
+from magicdec.memory.plan import MemoryPlan
+from magicdec.records.environment import MemoryRecord
 
 if TYPE_CHECKING:
     import torch
@@ -69,3 +78,49 @@ class MemorySampler:
             return torch.cuda.memory_allocated(self.device)
         pages = os.pread(self._statm.fileno(), MOST_CHARACTERS, 0).split()[1]
         return int(pages) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class MemoryTaken:
+    """Bytes of all ranks together."""
+
+    process: int | None  # in use before anything was loaded
+    peak: int | None  # sum of the largest use of each rank since then
+
+
+NOT_MEASURED = MemoryTaken(None, None)
+
+
+class MemoryWatch:
+    """Watches the memory of this rank. It must be made before anything is loaded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        reset_peak_memory(device)
+        self.before = self.most = peak_memory_bytes(device)  # bytes of this rank
+
+    def note(self) -> None:
+        """Read the peak so far. Called before each reset of the peak, and at the end."""
+        self.most = max(self.most, peak_memory_bytes(self.device))
+
+    def measured(self, group: Group) -> MemoryTaken:
+        """The readings of all ranks together. Every rank of the group must call this."""
+        found = group.all_gather_object((self.before, self.most))
+        return MemoryTaken(sum(f[0] for f in found), sum(f[1] for f in found))
+
+
+def describe_memory(
+    plan: MemoryPlan, free: int | None, taken: MemoryTaken = NOT_MEASURED
+) -> MemoryRecord:
+    """The record's `memory`: the plan of all ranks together by part, and the measured memory."""
+    return MemoryRecord(
+        weights_bytes=plan.weights,
+        kv_bytes=plan.kv,
+        draft_weights_bytes=plan.draft_weights,
+        draft_kv_bytes=plan.draft_kv,
+        working_bytes=plan.working,
+        total_bytes=plan.total,
+        free_bytes=free,
+        process_bytes=taken.process,
+        peak_bytes=taken.peak,
+    )

@@ -1,6 +1,9 @@
-"""Block: one decoder layer, of attention and an MLP, on a tensor-parallel shard.
+"""Block: one decoder layer, of attention and an MLP, each behind a norm, on a tensor-parallel
+shard.
 
 Must not know of caches, policies or attention backends: the caller passes attention as a callable.
+The result for a row does not depend on the other rows of the batch. RMS norm: Zhang & Sennrich
+2019.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size.
 """
@@ -8,16 +11,72 @@ Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.kinds import Linear, PartialLinear, Reduce, row_parallel
-from magicdec.model.mlp import MLP
-from magicdec.model.norm import RMSNorm, add_norm, make_norm
 from magicdec.model.positions import PositionEncoding, split_heads
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        super().__init__()
+        first, last = shard.split(config.intermediate_size)
+        self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
+        self.elementwise = Elementwise()
+        width = (2 if self.is_gated else 1) * (last - first)  # gate and up, or up alone
+        self.gate_up: Linear = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down: Linear = PartialLinear(last - first, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
+        return row_parallel(self.hidden(x), self.down, reduce)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The input of the down projection, [B, T, this rank's share of intermediate_size]."""
+        both = self.gate_up(x)
+        if not self.is_gated:
+            return self.activate(both)
+        if self.activate is F.silu:
+            return self.elementwise.silu_gate(both)
+        gate, up = both.chunk(2, dim=-1)
+        return self.activate(gate) * up
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.elementwise = Elementwise()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.elementwise.rms_norm(x, self.weight, self.eps)
+
+
+def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
+    kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
+    return kind(config.hidden_size, config.norm_eps)
+
+
+def add_norm(norm: RMSNorm | nn.LayerNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(x + y, norm(x + y))."""
+    if isinstance(norm, RMSNorm):
+        return norm.elementwise.add_rms_norm(x, y, norm.weight, norm.eps)
+    total = x + y
+    return total, norm(total)
+
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B,T,H,D], k [B,T,G,D], v [B,T,G,D]) -> [B,T,H,D]. The position encoding is already

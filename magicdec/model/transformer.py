@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.block import Attend, Block
+from magicdec.model.block import MLP, Attend, Block, RMSNorm, make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.kinds import Linear, Reduce, exchange, pack, to_int8
 from magicdec.model.linear.packed import PackedLinear
-from magicdec.model.mlp import MLP
-from magicdec.model.norm import RMSNorm, make_norm
 from magicdec.model.positions import PositionEncoding, alibi, alibi_slopes, rotate, split_heads
 from magicdec.model.rope import rope_table
 

@@ -1,18 +1,47 @@
-"""What the ranks of a room need for each pass of `magicdec recurrent`, and whether it is there."""
+"""What each pass of `magicdec recurrent` needs: its config, made from that of a model over all
+ranks, its threads, and its memory, and whether that is there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.resolved import ResolvedConfig, ResolvedParallel
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.memory.check import add_up
+from magicdec.memory.free_memory import Room
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
-from magicdec.memory.room import Room
-from magicdec.names import SEQUENTIAL
+from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.options import RINGS, SPECULATIVE_RING, TENSOR_PARALLEL
-from magicdec.pipeline.pass_configs import of_one_process, of_stage
+
+
+def of_stage(config: ResolvedConfig, grid: StageGrid, stage: int) -> ResolvedConfig:
+    """The config of the ranks of one stage."""
+    parallel = replace(config.parallel, rank_group=grid.ranks_of(stage))
+    return replace(config, parallel=parallel)
+
+
+def without_drafts(config: ResolvedConfig) -> ResolvedConfig:
+    """The config of a pass that drafts nothing."""
+    decoding = replace(config.decoding, strategy=BASELINE, drafter=None)
+    return replace(config, decoding=decoding, draft=None)
+
+
+def of_one_process(config: ResolvedConfig, num_rows: int) -> ResolvedConfig:
+    """The config of the whole model on the first rank, with that many rows."""
+    parallel = replace(config.parallel, rank_group=(0,))
+    workload = replace(config.workload, batch_size=num_rows)
+    return replace(config, parallel=parallel, workload=workload)
+
+
+def expected_threads(parallel: ResolvedParallel, launch: Launch, is_one_process: bool) -> int:
+    """The CPU threads of this rank. One process on the first rank has those of all ranks of its
+    host, and the others wait."""
+    if not is_one_process:
+        return parallel.threads_of(launch.rank)
+    return parallel.threads_on(launch.local_ranks) if launch.rank == 0 else 0
 
 
 def check_memory(

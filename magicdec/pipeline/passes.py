@@ -18,7 +18,7 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.start import make_groups, make_stage_groups
 from magicdec.engine import Engine
-from magicdec.hardware.devices import release_memory
+from magicdec.hardware.environment import release_memory
 from magicdec.hardware.threads import ThreadCount, use_threads
 from magicdec.memory.sampler import MemorySampler
 from magicdec.memory.working_memory import max_tokens
@@ -31,13 +31,12 @@ from magicdec.pipeline.options import (
     TENSOR_PARALLEL,
     WITH_CURVES,
 )
-from magicdec.pipeline.pass_configs import expected_threads, of_one_process
+from magicdec.pipeline.pass_memory import expected_threads, of_one_process
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.ring_pass import RingPass
-from magicdec.pipeline.tracing.gathering import gather_memory
-from magicdec.pipeline.tracing.rows import gather_threads
+from magicdec.pipeline.tracing.trace import gather_memory, gather_threads
 from magicdec.request import Request
-from magicdec.serving.counts import StepCounts
+from magicdec.serving.metrics import StepCounts
 from magicdec.setup.loading import LoadedModels, make_target
 
 

@@ -26,13 +26,12 @@ from magicdec.distributed.layer_split import (
 )
 from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.executor.requirements import layer_obstacle
+from magicdec.executor.descriptions import layer_obstacle
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_together
+from magicdec.memory.free_memory import find_room
 from magicdec.memory.plan import Models
-from magicdec.memory.room import find_room
-from magicdec.model.checkpoint.fingerprint import fingerprint
-from magicdec.model.checkpoint.source import ModelSource, check_part
+from magicdec.model.checkpoint.source import ModelSource, check_part, fingerprint
 from magicdec.model.config import ModelConfig
 from magicdec.pipeline.auto_split.choose import ChosenSplit, choose_split
 from magicdec.pipeline.auto_split.find import check_source, describe_source, find_times
@@ -44,8 +43,7 @@ from magicdec.pipeline.options import (
     RingOptions,
     SettledOptions,
 )
-from magicdec.pipeline.pass_configs import of_stage, without_drafts
-from magicdec.pipeline.pass_memory import check_memory
+from magicdec.pipeline.pass_memory import check_memory, of_stage, without_drafts
 from magicdec.pipeline.speculation import num_drafts_of
 from magicdec.setup.prepare import Known, Prepared, complete, find
 

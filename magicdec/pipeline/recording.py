@@ -11,7 +11,7 @@ from magicdec.names import SEQUENTIAL
 from magicdec.pipeline.measured_pass import Outcome
 from magicdec.pipeline.metrics import RingMetrics, ring_metrics
 from magicdec.pipeline.options import RINGS, SPECULATIVE_RING, TENSOR_PARALLEL
-from magicdec.pipeline.pass_configs import of_one_process
+from magicdec.pipeline.pass_memory import of_one_process
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.record import PipelineRecord
 from magicdec.records.environment import Environment

@@ -25,17 +25,16 @@ from torch import Tensor
 
 from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.channels.message import Kind, Message
-from magicdec.hardware.clock import Clock, RealClock
+from magicdec.hardware.timing import Clock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.pipeline.speculation import Draft, Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import next_tokens
-from magicdec.scheduling.orders import fcfs
 from magicdec.scheduling.plan import Limits, Plan
 from magicdec.scheduling.scheduler import Scheduler
-from magicdec.scheduling.waiting import WaitingQueue
+from magicdec.scheduling.waiting import WaitingQueue, fcfs
 
 Watcher = Callable[[Plan], None]
 

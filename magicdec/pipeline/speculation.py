@@ -20,7 +20,7 @@ from magicdec.decoding.steps import ANY_NUMBER
 from magicdec.device_batch import DeviceBatch
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
-from magicdec.hardware.devices import wait_for_stream
+from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
 from magicdec.request import Batch, Request, StepOutput

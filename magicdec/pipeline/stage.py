@@ -23,7 +23,7 @@ from torch import Tensor
 
 from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.channels.message import Kind, Message
-from magicdec.hardware.devices import wait_for_stream
+from magicdec.hardware.environment import wait_for_stream
 from magicdec.runner import ModelRunner
 
 WANTED, VERIFY = 1, 2

@@ -21,11 +21,11 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.channels.message import Kind, Message
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.layer_split import AUTO, FLAG
-from magicdec.hardware.devices import device_of, release_memory
+from magicdec.hardware.environment import device_of, release_memory
 from magicdec.hardware.threads import use_threads
 from magicdec.memory.check import check_together
+from magicdec.memory.free_memory import Room, find_room
 from magicdec.memory.plan import MemoryPlan, plan_stage
-from magicdec.memory.room import Room, find_room
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.auto_split.choose import ChosenSplit, RankTimes, choose_split
 from magicdec.pipeline.auto_split.find import (
@@ -44,9 +44,8 @@ from magicdec.pipeline.auto_split.timing import (
 )
 from magicdec.pipelined_run.board import CancelBoard
 from magicdec.pipelined_run.layout import Layout, read_split
-from magicdec.pipelined_run.local import LocalChannel
 from magicdec.pipelined_run.options import SpeculationOptions
-from magicdec.pipelined_run.parcel import pack
+from magicdec.pipelined_run.parcel import LocalChannel, pack
 from magicdec.pipelined_run.spans import Spans
 from magicdec.pipelined_run.stage import ModelPart, StageLoop
 from magicdec.pipelined_speculation import messages

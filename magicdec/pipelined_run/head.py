@@ -37,7 +37,7 @@ from magicdec.pipelined_speculation.messages import (
 )
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
-from magicdec.serving.counts import Moves
+from magicdec.serving.metrics import Moves
 
 Observer = Callable[[int], None]
 """A function that is called with the number of tokens of each commit."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.names import SEQUENTIAL
-from magicdec.pipeline.emulation.link import Link
+from magicdec.pipeline.emulation.emulated_stage import Link
 from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import MODES, Options
-from magicdec.workload.shaped import ShapedOptions
+from magicdec.workload.request_shapes import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
 SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate

@@ -1,5 +1,5 @@
 """What ranks of pipelined speculation send each other: numbers, and sometimes a tensor behind them,
-as one message of int64.
+as one message of int64; between two threads of one rank (`LocalChannel`) they stay as they are.
 
 A launch is the words of `Launch` and the hidden states of its rows. Its result is the next token of
 each row that asked for one, and by how much the largest logit exceeds the second: 16 bytes a row.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -99,3 +100,21 @@ def candidates_of(message: Message) -> list[Candidates]:
     probabilities = tensor_of(message, [len(tokens)], torch.float64).tolist()
     pairs = iter(zip(tokens, probabilities, strict=True))
     return [tuple(islice(pairs, count)) for count in counts]
+
+
+class LocalChannel:
+    """Both ends."""
+
+    num_bytes = 0  # nothing is copied
+
+    def __init__(self) -> None:
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+
+    def send(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def receive(self) -> Message:
+        return self._messages.get()
+
+    def close(self) -> None:
+        """There is nothing to wait for."""

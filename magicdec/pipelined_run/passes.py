@@ -21,29 +21,28 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.engine import Engine
-from magicdec.hardware.devices import release_memory
+from magicdec.hardware.environment import release_memory
 from magicdec.hardware.threads import ThreadCount, use_threads
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
-from magicdec.pipeline.pass_configs import expected_threads, of_one_process
-from magicdec.pipeline.tracing.rows import gather_rows, gather_threads
+from magicdec.pipeline.pass_memory import expected_threads, of_one_process
+from magicdec.pipeline.tracing.trace import gather_rows, gather_threads
 from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
-from magicdec.pipelined_run.gathering import gather_spans
 from magicdec.pipelined_run.head import Drafted, Head
 from magicdec.pipelined_run.options import SCRIPTED_PROBABILITY
 from magicdec.pipelined_run.prepare import PreparedPipeline
 from magicdec.pipelined_run.rank import Connections, HiddenForm, PipelineRank
-from magicdec.pipelined_run.spans import Span
+from magicdec.pipelined_run.spans import Span, gather_spans
 from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, Part
-from magicdec.pipelined_speculation.counts import Counts
+from magicdec.pipelined_speculation.options import Counts
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.counts import Moves, StepCounts
+from magicdec.serving.metrics import Moves, StepCounts
 from magicdec.setup.loading import (
     LoadedModels,
     StagePart,

@@ -21,12 +21,12 @@ from magicdec.distributed.layer_split import FLAG
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import add_up, check_together
+from magicdec.memory.free_memory import Room, find_room
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
-from magicdec.memory.room import Room, find_room
 from magicdec.memory.working_memory import working_bytes
 from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
-from magicdec.pipeline.pass_configs import of_one_process, without_drafts
+from magicdec.pipeline.pass_memory import of_one_process, without_drafts
 from magicdec.pipeline.prepare import check_agreement, obstacles_of
 from magicdec.pipelined_run.auto_split import check_auto, find_split, with_counts
 from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout

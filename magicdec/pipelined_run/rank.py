@@ -23,10 +23,9 @@ from magicdec.distributed.channels.message import Receiver, Sender
 from magicdec.distributed.channels.tensors import connect_tensors
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import processes_of
-from magicdec.hardware.devices import use_device
+from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
-from magicdec.pipeline.emulation.emulated_link import DelayedSender
-from magicdec.pipeline.emulation.link import Link
+from magicdec.pipeline.emulation.emulated_stage import DelayedSender, Link
 from magicdec.pipelined_run.board import (
     BoardCanceller,
     CancelBoard,
@@ -38,8 +37,7 @@ from magicdec.pipelined_run.board import (
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
 from magicdec.pipelined_run.head import Event, Head, forward, in_thread
 from magicdec.pipelined_run.layout import Layout
-from magicdec.pipelined_run.local import LocalChannel
-from magicdec.pipelined_run.parcel import FORM
+from magicdec.pipelined_run.parcel import FORM, LocalChannel
 from magicdec.pipelined_run.spans import Spans
 from magicdec.pipelined_run.stage import HiddenEnds, Part, StageLoop
 

@@ -1,6 +1,7 @@
-"""What a rank did when: the spans from which busy times, skipped layers and traces are computed.
+"""What a rank did when: the spans from which busy times, skipped layers and traces are computed,
+and how those of every rank reach the first rank, by the first rank's clock.
 
-Must not know what is computed from them. Imports no torch.
+Must not know what is computed from them. Imports torch only to gather.
 """
 
 from __future__ import annotations
@@ -10,6 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from magicdec.distributed.groups import Launch
+from magicdec.pipeline.tracing.trace import clocks_of, gather_rows
 
 
 class What(IntEnum):
@@ -85,3 +92,20 @@ def _event(span: Span, mode: str, rank: int, origin_s: float) -> dict[str, objec
         "dur": 1e6 * (span.end_s - span.begin_s),
         "args": {"value": span.value},
     }
+
+
+def gather_spans(found: Sequence[Span], launch: Launch) -> list[list[Span]]:
+    """The spans of every rank. All ranks must call it; the times are right on rank 0 alone."""
+    rows = [(s.what, s.run, s.begin_s, s.end_s, s.value) for s in found]
+    ours = torch.tensor(rows, dtype=torch.float64).view(-1, 5)
+    by_rank = gather_rows(ours, launch.world_size)
+    clocks = clocks_of(launch, range(launch.world_size))
+    return [from_tensor(rows, clock.ahead_s) for rows, clock in zip(by_rank, clocks, strict=True)]
+
+
+def from_tensor(rows: Tensor, ahead_s: float) -> list[Span]:
+    """`rows` [N, 5] by a clock that is ahead of the first rank's by so much."""
+    return [
+        Span(What(int(what)), int(run), begin_s - ahead_s, end_s - ahead_s, int(value))
+        for what, run, begin_s, end_s, value in rows.tolist()
+    ]

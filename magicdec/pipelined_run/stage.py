@@ -23,8 +23,8 @@ from magicdec.config.sections import SamplingSection
 from magicdec.distributed.channels.device import to_device, to_host
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.distributed.channels.tensors import TensorReceiver, TensorSender
-from magicdec.executor.cancellation import Cancellation, Cancelled, check
-from magicdec.hardware.devices import wait_for_stream
+from magicdec.executor.executor import Cancellation, Cancelled, check
+from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
 from magicdec.pipelined_run.board import CancelBoard, RunCancellation

@@ -1,9 +1,11 @@
-"""The settings of pipelined speculation and the formulas that belong to them (Butler et al. 2024,
-PipeInfer, and its code). Must not know trees or runs.
+"""The settings of pipelined speculation, the formulas that belong to them (Butler et al. 2024,
+PipeInfer, and its code), and the counts of what a scheduler has done so far. Must not know trees or
+runs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MODES = ("iterative", "sync", "async")
@@ -79,3 +81,18 @@ class Adjustment:
         """The acceptance threshold reached 1. The original's code then begins a burst anew."""
         if self.options.recovery == "attempt":
             self.num_launched = 0
+
+
+@dataclass
+class Counts:
+    """What was scheduled so far."""
+
+    runs: int = 0
+    speculative_runs: int = 0
+    invalid_runs: int = 0  # cancelled: no row of them could be right any more
+    superfluous_runs: int = 0  # cancelled: all that they tell was known
+    drafted: int = 0  # tokens of speculative runs
+    accepted: int = 0  # committed tokens that had been launched before as drafts
+    failed_attempts: int = 0  # to draft; the first candidate was less probable than the threshold
+    # By how much the largest logit exceeded the second, at the committed token with the least.
+    least_margin: float = math.inf

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from magicdec.pipelined_speculation.counts import Counts
 from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
@@ -33,7 +32,7 @@ from magicdec.pipelined_speculation.messages import (
     Stop,
 )
 from magicdec.pipelined_speculation.microbatch import Branch, Microbatch
-from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.options import Counts, Options
 from magicdec.pipelined_speculation.sequence import Sequence
 from magicdec.pipelined_speculation.token_tree import Node, Run
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from magicdec.records.correctness import Correctness
-from magicdec.records.environment import Environment
+from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.fields import Part, recorded
 from magicdec.records.identities.of_samples import unequal_threads
-from magicdec.records.memory import MemoryRecord
 from magicdec.records.performance import Metrics
 from magicdec.records.samples.recorded import PrefillSamples, SamplesRecord
 from magicdec.records.workload import WorkloadRecord

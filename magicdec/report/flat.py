@@ -13,7 +13,7 @@ from magicdec.names import BASELINE
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.statistics.uncertainty import SUFFIX
-from magicdec.report.commands import command_of
+from magicdec.report.point import command_of
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]

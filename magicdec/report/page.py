@@ -11,7 +11,7 @@ from pathlib import Path
 
 from magicdec.names import BASELINE
 from magicdec.report.figures.all import draw_all, save
-from magicdec.report.figures.figure import Drawn, LeftOut
+from magicdec.report.figures.style import Drawn, LeftOut
 from magicdec.report.point import Point
 from magicdec.report.prediction import Predictor
 from magicdec.report.tables import (

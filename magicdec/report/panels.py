@@ -10,8 +10,7 @@ from itertools import chain, zip_longest
 from typing import TypeVar
 
 from magicdec.report.listing import LABELS
-from magicdec.report.point import Point
-from magicdec.report.settings import Setting
+from magicdec.report.point import Point, Setting
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

@@ -11,7 +11,7 @@ from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.cost_model.speculation import Prediction, Speculation, break_even_context
 from magicdec.hardware.ceiling_file import MachineFile, load_machine
-from magicdec.model.presets.named import find_config
+from magicdec.model.presets.presets import find_config
 from magicdec.report.point import Point
 
 NO_MACHINE = "no machine was given; --machine FILE names what magicdec probe wrote"

@@ -10,8 +10,7 @@ from pathlib import Path
 from magicdec.records.performance import Metrics
 from magicdec.report.listing import LABELS, METRICS
 from magicdec.report.panels import group
-from magicdec.report.point import Point
-from magicdec.report.settings import SETTINGS, Setting
+from magicdec.report.point import SETTINGS, Point, Setting
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_SETTINGS = ("model", "draft_model", "drafter", "kv_policy", "budget", "gamma", "B",

@@ -14,7 +14,7 @@ from pathlib import Path
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.speculation import Speculation
 from magicdec.hardware.ceiling_file import Hardware, Link
-from magicdec.model.presets.named import find_config
+from magicdec.model.presets.presets import find_config
 from magicdec.records.reading import load_records
 from magicdec.records.statistics.uncertainty import SUFFIX as INTERVAL
 from magicdec.reproduce.setting import DEMO, Finding, Setting

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from magicdec.distributed.commands import run_command
+from magicdec.distributed.ranks import run_command
 from magicdec.records.writing import append_file
 from magicdec.reproduce.published_table import PublishedTable
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from magicdec.console import make_console
 from magicdec.reproduce.published_table import Line, PublishedTable, row_of
-from magicdec.reproduce.tables import TABLES
+from magicdec.reproduce.setting import TABLES
 
 FOUND = ("published", "predicted", "measured")
 SHORT = {"prefix_len": "prefix", "batch_size": "B"}

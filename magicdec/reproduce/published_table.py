@@ -15,8 +15,7 @@ from typing import Any
 
 from magicdec.names import load_named
 from magicdec.records.writing import write_text
-from magicdec.reproduce.setting import Finding, Setting
-from magicdec.reproduce.tables import TABLES
+from magicdec.reproduce.setting import TABLES, Finding, Setting
 
 FLAG = "--tables"  # names the folder
 DEMO_SIZE = "demo size"  # the source of a line that was not published

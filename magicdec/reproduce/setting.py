@@ -1,8 +1,8 @@
 """Setting: what one line of a published table measured, and how this project measures and predicts
-the same.
+the same; and the tables that `magicdec reproduce` knows.
 
-Each system whose tables are reproduced has a subclass in a file of its own, which `tables.py`
-names. This file must not know any system.
+Each system whose tables are reproduced has a subclass in a file of its own. A new table is a line
+in `TABLES` and a file in `results/paper/`. `Setting` must not know any system.
 """
 
 from __future__ import annotations
@@ -61,3 +61,25 @@ class Setting(ABC):
     @abstractmethod
     def read(self, records: Path) -> Finding:
         """Its number in the file that its command wrote."""
+
+
+MAGICDEC = "magicdec.reproduce.magicdec_setting:MagicDecSetting"
+FLOVER = "magicdec.reproduce.flover_setting:FloverSetting"
+MDI_LLM = "magicdec.reproduce.mdi_llm_setting:MDILLMSetting"
+PIPEINFER = "magicdec.reproduce.pipeinfer_setting:PipeInferSetting"
+# (what the table shows, the class of its lines, which is imported only then)
+TABLES = {
+    "magicdec_acceptance": (
+        "acceptance of Llama-3.1-8B by prefix length",
+        MAGICDEC,
+    ),
+    "magicdec_speedups_a100": ("speedups on 8 A100", MAGICDEC),
+    "magicdec_speedups_h100": ("speedups on 8 H100", MAGICDEC),
+    "magicdec_speedups_h100_early": ("speedups on H100, from an early draft", MAGICDEC),
+    "magicdec_speedups_budget512": ("speedups by batch size at KV budget 512", MAGICDEC),
+    "magicdec_throughput_latency": ("throughput against time per token on 8 A100", MAGICDEC),
+    "flover_constant": ("Flover: requests in flight, one every 500 ms", FLOVER),
+    "flover_poisson": ("Flover: 32 requests in flight, Poisson arrivals", FLOVER),
+    "mdi_llm_generation_time": ("MDI-LLM: samples that circulate through 1 to 3 boards", MDI_LLM),
+    "pipeinfer_speedups": ("PipeInfer: asynchronous over synchronous speculation", PIPEINFER),
+}

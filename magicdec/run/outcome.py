@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from magicdec.hardware.timing import PhaseTimer
-from magicdec.memory.watch import NOT_MEASURED, describe_memory
+from magicdec.memory.sampler import NOT_MEASURED, describe_memory
 from magicdec.names import BASELINE
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment

@@ -31,7 +31,7 @@ from magicdec.hardware.timing import (
     synchronize,
 )
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.memory.watch import MemoryTaken, MemoryWatch
+from magicdec.memory.sampler import MemoryTaken, MemoryWatch
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness

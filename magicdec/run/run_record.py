@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from magicdec.memory.watch import NOT_MEASURED, MemoryTaken, describe_memory
+from magicdec.memory.sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.names import BASELINE
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment

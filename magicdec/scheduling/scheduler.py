@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from magicdec.request import Batch, Request, Status, StepOutput
-from magicdec.scheduling.orders import Order, fcfs
 from magicdec.scheduling.plan import Limits, Part, Plan, hash_of
 from magicdec.scheduling.row_blocks import RowBlocks
-from magicdec.scheduling.waiting import WaitingQueue
+from magicdec.scheduling.waiting import Order, WaitingQueue, fcfs
 
 
 class Scheduler:

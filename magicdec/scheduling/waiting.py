@@ -1,17 +1,41 @@
-"""WaitingQueue: the requests that wait for a row, in the order of admission.
+"""WaitingQueue: the requests that wait for a row, in the order of admission
+(`names.ADMISSION_ORDERS`).
 
-Owns this order. Adding and removing a request takes the logarithm of the queue's length. Must not
-know whether a request has room. Imports no torch.
+An order is a function of a request that begins to wait; the request with the smallest value is
+admitted first. The value does not depend on the time, so that the queue stays sorted. Adding and
+removing a request takes the logarithm of the queue's length. Must not know whether a request has
+room. Imports no torch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from magicdec.request import Request
-from magicdec.scheduling.orders import Order
+
+Order = Callable[[Request], float]
+
+AGING_S = 1.0  # seconds of waiting that count as much as one level of priority
+
+
+def fcfs(request: Request) -> float:
+    """First come, first served."""
+    return request.arrived_s
+
+
+def shortest_remaining(request: Request) -> float:
+    """The request with the fewest tokens left to emit."""
+    return request.sampling.max_new_tokens - len(request.output_ids)
+
+
+def priority(request: Request) -> float:
+    """The request with the highest `Request.priority`. Waiting raises it by one level every
+    AGING_S seconds, so that no request waits for ever. Waiting raises all requests alike, so only
+    the times of arrival count."""
+    return request.arrived_s / AGING_S - request.priority
+
 
 Entry = tuple[float, int, int, Request]
 """The request's value in the order, its id, and a number that differs between all entries."""

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from magicdec.hardware.clock import Clock
+from magicdec.hardware.timing import Clock
 from magicdec.request import Request
 
 Serve = Callable[[Sequence[Request]], None]

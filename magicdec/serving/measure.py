@@ -13,14 +13,13 @@ from magicdec.console import Progress, Silent, make_progress
 from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.request import StepOutput
 from magicdec.serving.group_clock import of_first_rank
-from magicdec.serving.options import ServingOptions
-from magicdec.serving.passes import Pass
+from magicdec.serving.options import Pass, ServingOptions
 from magicdec.serving.prepare import make_server
 from magicdec.serving.record import ServingRecord
 from magicdec.serving.recording import make_record
 from magicdec.serving.saturation import END, is_sustained, next_rate
 from magicdec.serving.server import Served
-from magicdec.serving.showing.display import Display
+from magicdec.serving.showing.view import Display
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 

@@ -1,20 +1,59 @@
 """ServingMetrics: how long requests waited and how many were served, computed from the time stamps
-of the requests. The names are those of serving benchmarks such as vLLM's.
+of the requests and from what was counted meanwhile (`StepCounts`). The names are those of serving
+benchmarks such as vLLM's.
 
 Owns the definition of every metric. Must not know how requests were batched. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metrics import mean, percentile
 from magicdec.request import Request
-from magicdec.serving.counts import StepCounts
+from magicdec.scheduling.plan import Plan
+
+
+@dataclass
+class Moves:
+    """When one request got a row of the running batch, and when it was preempted."""
+
+    joined_s: list[float] = field(default_factory=list)
+    preempted_s: list[float] = field(default_factory=list)
+
+
+@dataclass
+class StepCounts:
+    """What is counted while requests are served. `now` is the clock of their arrivals."""
+
+    now: Callable[[], float] = field(default=perf_counter, compare=False)
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_in_flight: int = 0  # summed over the steps
+    num_moves: int = 0  # of rows of the KV cache
+    moved_bytes: int = 0
+    in_flight: int = 0  # in the step that was counted last
+    moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
+
+    def watch(self, plan: Plan) -> None:
+        """Count one step, which begins now. A request is either prefilled or decoded in it."""
+        now = self.now()
+        decoding = () if plan.decoding is None else plan.decoding.requests
+        self.num_steps += 1
+        self.num_preemptions += len(plan.preempted)
+        self.in_flight = len(decoding) + len(plan.parts)
+        self.num_in_flight += self.in_flight
+        for request, _ in plan.preempted:
+            self.moves[request.request_id].preempted_s.append(now)
+        for request, _ in plan.admitted:
+            self.moves[request.request_id].joined_s.append(now)
+
 
 ONE_TOKEN = "if every request has a single output token"
 GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound

@@ -1,5 +1,6 @@
-"""ServingOptions: what `magicdec inflight` asks for beside the model: the requests, and how they
-are batched. Imports no torch.
+"""ServingOptions: what `magicdec inflight` asks for beside the model: the requests, how they are
+batched, and the passes that follow: one for each batching, and one more with the drafter if there
+is one. Imports no torch.
 
 Owns the checks that need no model. Must not know the flags of other commands.
 """
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from magicdec.names import BATCHINGS
-from magicdec.workload.shaped import ShapedOptions
+from magicdec.names import BATCHINGS, COMPACTION, COMPACTIONS
+from magicdec.workload.request_shapes import ShapedOptions
 from magicdec.workload.trace import RequestShape
 
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
@@ -98,3 +99,51 @@ def check_modes(modes: Sequence[str]) -> None:
             raise ValueError(f"--modes {mode} is not known; choose from {', '.join(BATCHINGS)}")
         if modes.count(mode) > 1:
             raise ValueError(f"--modes names {mode} twice; name each once")
+
+
+DRAFTED = "inflight"  # the batching that a drafter is measured under
+
+
+@dataclass(frozen=True)
+class Pass:
+    """`mode` is a name of `names.BATCHINGS`, and `compaction` one of `names.COMPACTIONS`."""
+
+    mode: str
+    is_drafting: bool = False
+    compaction: str = COMPACTION
+
+    @property
+    def name(self) -> str:
+        """What is shown while it is served."""
+        name = f"{self.mode} with drafts" if self.is_drafting else self.mode
+        return name if self.compaction == COMPACTION else f"{name}, {self.compaction}"
+
+
+def make_passes(
+    modes: Sequence[str], drafts: bool, compactions: Sequence[str] = (COMPACTION,)
+) -> list[Pass]:
+    """The passes in their order. The tokens of the first are the reference of the others. In
+    flight, requests are served under each of the `compactions`; all else takes the first."""
+    passes = [
+        Pass(mode, compaction=compaction)
+        for mode in modes
+        for compaction in (compactions if mode == DRAFTED else compactions[:1])
+    ]
+    drafted = Pass(DRAFTED, is_drafting=True, compaction=compactions[0])
+    return [*passes, *([drafted] if drafts else [])]
+
+
+def check_compactions(names: Sequence[str], modes: Sequence[str]) -> None:
+    """Raises ValueError for a compaction that is not known, named twice or of no effect."""
+    for name in names:
+        if name not in COMPACTIONS:
+            raise ValueError(
+                f"--compaction {name} is not known; choose from {', '.join(COMPACTIONS)}"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"--compaction names {name} twice; name each once")
+    if len(names) > 1 and DRAFTED not in modes:
+        raise ValueError(
+            f"--compaction {' '.join(names)}: several are compared under {DRAFTED}, which --modes "
+            "lacks; name one"
+        )

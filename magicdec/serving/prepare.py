@@ -23,8 +23,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.names import BASELINE
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.memory import check_memory
-from magicdec.serving.options import ServingOptions
-from magicdec.serving.passes import Pass
+from magicdec.serving.options import Pass, ServingOptions
 from magicdec.serving.server import Server
 from magicdec.setup.loading import LoadedModels, make_draft, make_target
 from magicdec.setup.prepare import Known, Prepared, check_threads_equal, complete, find

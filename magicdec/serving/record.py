@@ -17,8 +17,7 @@ from magicdec.records.fields import Part, recorded
 from magicdec.records.record import Record
 from magicdec.records.workload import WorkloadRecord
 from magicdec.request import Request
-from magicdec.serving.counts import Moves
-from magicdec.serving.metrics import ServingMetrics
+from magicdec.serving.metrics import Moves, ServingMetrics
 
 UNCHECKED = "unchecked"
 STATUSES = ("ok", "differs", "diverged", UNCHECKED)

@@ -11,8 +11,7 @@ from dataclasses import replace
 from magicdec.names import BASELINE
 from magicdec.records.environment import Environment
 from magicdec.serving.metrics import serving_metrics
-from magicdec.serving.options import ServingOptions
-from magicdec.serving.passes import Pass
+from magicdec.serving.options import Pass, ServingOptions
 from magicdec.serving.record import ServingRecord, describe_requests, name_of, status_of
 from magicdec.serving.server import Served, differing
 from magicdec.setup.prepare import Prepared

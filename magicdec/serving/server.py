@@ -13,18 +13,16 @@ from dataclasses import dataclass, replace
 from magicdec.config.sections import SamplingSection
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.engine import Engine, Observer
-from magicdec.hardware.clock import Clock, RealClock
-from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
+from magicdec.hardware.timing import Clock, RealClock, peak_memory_bytes, reset_peak_memory
 from magicdec.names import BATCHINGS, load_named
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits, Plan
 from magicdec.serving.batching import Batching
-from magicdec.serving.counts import StepCounts
-from magicdec.serving.drawing_clock import DrawingClock
-from magicdec.serving.group_clock import GroupClock
-from magicdec.serving.passes import Pass
+from magicdec.serving.group_clock import DrawingClock, GroupClock
+from magicdec.serving.metrics import StepCounts
+from magicdec.serving.options import Pass
 from magicdec.serving.showing.view import View
 from magicdec.workload.trace import RequestShape
 

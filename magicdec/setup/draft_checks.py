@@ -5,9 +5,9 @@ Raises ValueError, one line with the flags of both. Must not know how anything i
 
 from __future__ import annotations
 
-from magicdec.config.options import flag_of
-from magicdec.config.policies import list_policies, policy_called
+from magicdec.config.checks import list_policies, policy_called
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.tokenizer import load_tokenizer

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.capabilities import capabilities_of, list_backends
-from magicdec.config.options import flag_of
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.working_memory import max_tokens
 from magicdec.model.checkpoint.source import ModelSource

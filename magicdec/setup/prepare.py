@@ -9,23 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.model_section import ModelSection
-from magicdec.config.options import flag_of
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DraftSection, ModelSection, flag_of
 from magicdec.config.threads import agreed_threads
-from magicdec.cost_model.step_estimate import StepEstimate
+from magicdec.cost_model.speculation import StepEstimate
 from magicdec.distributed.groups import Launch, check_equal
-from magicdec.executor.requirements import layer_obstacle
+from magicdec.executor.descriptions import layer_obstacle
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_memory, check_together, planned
 from magicdec.memory.free_memory import free_device_memory
 from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.memory.working_memory import max_tokens
-from magicdec.model.checkpoint.fingerprint import fingerprint
-from magicdec.model.checkpoint.source import ModelSource, find_model
+from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.setup.draft_checks import check_draft

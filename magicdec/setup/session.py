@@ -15,8 +15,7 @@ from magicdec.config.resolved import ResolvedParallel
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.watching.watch import name_lost, stop_watching
-from magicdec.hardware.devices import device_of
-from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.environment import describe_environment, device_of
 from magicdec.records.environment import Environment
 from magicdec.setup.prepare import Prepared
 

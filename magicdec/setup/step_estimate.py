@@ -12,7 +12,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.threads import describe_threads
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
-from magicdec.cost_model.step_estimate import StepEstimate
+from magicdec.cost_model.speculation import StepEstimate
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile, load_machine
 from magicdec.hardware.environment import describe_environment

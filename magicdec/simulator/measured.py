@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from magicdec.pipelined_speculation.counts import Counts
+from magicdec.pipelined_speculation.options import Counts
 from magicdec.records.metrics import mean, percentile
 from magicdec.simulator.machine import Machine
 from magicdec.simulator.simulation import Trace

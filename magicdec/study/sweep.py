@@ -13,7 +13,7 @@ from pathlib import Path
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.start import close_groups
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.watch import describe_memory
+from magicdec.memory.sampler import describe_memory
 from magicdec.records.record import RunRecord, append_record
 from magicdec.run.resident import Resident
 from magicdec.run.run import execute_in

@@ -74,7 +74,7 @@ PROPERTIES = (
         "One process computes with the threads of all ranks of its host.",
         f"{THREADS}test_each_rank_has_its_own_and_one_process_those_of_its_host",
         (
-            Fault("one process expected to have a rank's threads", "pipeline/pass_configs.py",
+            Fault("one process expected to have a rank's threads", "pipeline/pass_memory.py",
                   "return parallel.threads_on(launch.local_ranks) if launch.rank == 0 else 0",
                   "return parallel.threads_of(launch.rank) if launch.rank == 0 else 0"),
         ),

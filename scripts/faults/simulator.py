@@ -112,9 +112,9 @@ PROPERTIES = (
         "A cluster divides layers and nodes.",
         f"{SIMULATE}test_a_cluster_divides_layers_and_nodes",
         (
-            Fault("one all-reduce a layer", "simulator/cluster.py",
+            Fault("one all-reduce a layer", "simulator/machine.py",
                   "2 * self.all_reduce_s if width > 1", "self.all_reduce_s if width > 1"),
-            Fault("layers that are left over lost", "simulator/cluster.py",
+            Fault("layers that are left over lost", "simulator/machine.py",
                   "(each + (stage < rest))", "each"),
         ),
     ),

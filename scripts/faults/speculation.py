@@ -156,7 +156,7 @@ PROPERTIES = (
         "Spans of other hosts are by the first rank's clock.",
         f"{TRACES}test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank",
         (
-            Fault("a clock's lead added", "pipelined_run/gathering.py",
+            Fault("a clock's lead added", "pipelined_run/spans.py",
                   "begin_s - ahead_s, end_s - ahead_s", "begin_s + ahead_s, end_s + ahead_s"),
         ),
     ),

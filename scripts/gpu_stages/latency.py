@@ -17,7 +17,7 @@ from gpu_stages.scale import Suite
 from magicdec.cost_model.costs import kv_bytes_per_token, weight_bytes
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
-from magicdec.model.presets.named import find_config
+from magicdec.model.presets.presets import find_config
 
 CONSOLE = "from magicdec.cli.commands import console; console()"
 ROOM = 16  # most tokens of a row in addition to its context

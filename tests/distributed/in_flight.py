@@ -22,11 +22,11 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.draft_length import AutoLength
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.hardware.clock import VirtualClock
+from magicdec.hardware.timing import VirtualClock
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.runner import ModelRunner
-from magicdec.scheduling.orders import priority
 from magicdec.scheduling.plan import Limits
+from magicdec.scheduling.waiting import priority
 
 GAMMA, NEW, MAX_TOKENS = 3, [20, 9, 20, 1, 14], 40 + 20 + 3
 CASES = [

@@ -9,9 +9,14 @@ from itertools import pairwise
 import pytest
 from conftest import ROOT, served_pairs
 
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.config.sections import (
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    ParallelSection,
+    WorkloadSection,
+)
 from magicdec.distributed.groups import Launch
 from magicdec.gate.cases import config_of
 from magicdec.gate.measuring import with_threads

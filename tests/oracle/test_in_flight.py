@@ -33,7 +33,7 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.drafting.draft_length import Measure
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.hardware.clock import VirtualClock
+from magicdec.hardware.timing import VirtualClock
 from magicdec.names import ADMISSION_ORDERS, COMPACTIONS, load_named
 from magicdec.request import Batch, Request, Status
 from magicdec.runner import ModelRunner

@@ -21,9 +21,8 @@ from conftest import (
 from torch import nn
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import KVSection, ParallelSection, WorkloadSection
+from magicdec.config.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import weight_bytes
 from magicdec.distributed.groups import Launch

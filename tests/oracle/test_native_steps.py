@@ -19,9 +19,8 @@ from torch import Tensor
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.distributed.groups import Group
 from magicdec.drafting.draft_kv import DraftKV, draft_chain
-from magicdec.executor.cancellation import Cancelled
-from magicdec.executor.executor import Executor
-from magicdec.executor.requirements import layer_obstacle
+from magicdec.executor.descriptions import layer_obstacle
+from magicdec.executor.executor import Cancelled, Executor
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL

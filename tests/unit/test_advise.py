@@ -12,10 +12,10 @@ from conftest import ROOT
 
 from magicdec.cli.front import advise as command
 from magicdec.cli.front import config_of, doctor, run
-from magicdec.cli.front.advice import Measured, Outlook, advise
+from magicdec.cli.front.advise import Measured, Outlook, advise
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
-from magicdec.distributed.commands import Ended
+from magicdec.distributed.ranks import Ended
 from magicdec.hardware.ceiling_file import Link, MachineFile
 from magicdec.records.reading import load_records
 
@@ -201,7 +201,7 @@ def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
 
 
 def _used(config: dict) -> tuple[str, ...]:  # type: ignore[type-arg]
-    from magicdec.config.policies import policy_called
+    from magicdec.config.checks import policy_called
 
     return ("policy", *policy_called(config["kv"]["policy"]).settings)
 

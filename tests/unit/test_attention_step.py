@@ -21,7 +21,7 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.kv.view import FULL, KVView
 from magicdec.latency.forwards import largest_step
-from magicdec.latency.grid import Grid
+from magicdec.latency.rows import Grid
 from magicdec.model.config import ModelConfig
 
 

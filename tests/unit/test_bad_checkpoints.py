@@ -24,9 +24,13 @@ from checkpoint_files import (
 )
 from conftest import ROOT
 
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import AttentionSection, ParallelSection, WorkloadSection
+from magicdec.config.sections import (
+    AttentionSection,
+    ModelSection,
+    ParallelSection,
+    WorkloadSection,
+)
 from magicdec.distributed.groups import Launch
 from magicdec.model.config import ROPE_TYPES
 from magicdec.model.families.hf_config import to_hf_config

@@ -32,7 +32,7 @@ from magicdec.model.checkpoint.source import WeightSource, find_model, load_tran
 from magicdec.model.checkpoint.weight_files import PthWeights
 from magicdec.model.checkpoint.weight_map import Piece
 from magicdec.model.families.hf_config import to_hf_config
-from magicdec.model.presets import named
+from magicdec.model.presets import presets
 
 
 @pytest.mark.parametrize("writer", [write, write_sharded, write_bin, write_sharded_bin, write_pth])
@@ -60,7 +60,7 @@ def test_dtype_and_files_by_name(tmp_path: Path) -> None:
 
 
 def test_packaged_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(presets.resources, "files", lambda package: tmp_path)
     with pytest.raises(ValueError, match=r"--draft 'demo-draft': this installation lacks"):
         find_model("--draft", "demo-draft")
     (tmp_path / "demo" / "target").mkdir(parents=True)

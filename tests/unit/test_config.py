@@ -20,12 +20,17 @@ from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.flags import build_parser, parse, read_sections
 from magicdec.config.choices.backend import choose_backend
 from magicdec.config.choices.choice import Choice, How, asked_for
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
-from magicdec.config.model_section import TargetSection
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.config.sections import (
+    DecodingSection,
+    DraftSection,
+    KVSection,
+    ParallelSection,
+    TargetSection,
+    WorkloadSection,
+)
 from magicdec.distributed.groups import Launch
 from magicdec.names import load_named
 

@@ -24,7 +24,7 @@ from threaded_pipeline import divide, serve
 
 from magicdec.cli.serving import flags, pipeline
 from magicdec.cli.serving.inflight import measure
-from magicdec.cli.serving.kept import Kept
+from magicdec.cli.serving.steps import Kept
 from magicdec.config.sections import KVSection
 from magicdec.console import Silent
 from magicdec.distributed.groups import Group, Launch, ParallelGroups

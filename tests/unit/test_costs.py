@@ -12,17 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.cost_model import costs, roofline
-from magicdec.cost_model.acceptance import Acceptance, conditional_rate, expected_tokens
-from magicdec.cost_model.begin import Choice, prefill_seconds
 from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.speculation import Speculation, best_gamma, break_even_context
+from magicdec.cost_model.curves import Acceptance, conditional_rate, expected_tokens
+from magicdec.cost_model.speculation import (
+    Choice,
+    Speculation,
+    best_gamma,
+    break_even_context,
+    prefill_seconds,
+)
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
 from magicdec.hardware.ceiling_file import Hardware, Link
 from magicdec.model.checkpoint.quantization import untie_head
 from magicdec.model.config import ModelConfig
-from magicdec.model.presets.named import find_config
-from magicdec.model.presets.presets import PRESETS
+from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.model.transformer import Transformer
 
 LLAMA_2_7B = PRESETS["llama-2-7b-32k"].config

@@ -12,20 +12,17 @@ from conftest import TINY, tiny_transformer
 
 from magicdec.cli import flags as cli
 from magicdec.config.choices.choice import INTERPRETED
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
-from magicdec.config.model_section import ModelSection
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import ParallelSection
+from magicdec.config.sections import DraftSection, ModelSection, ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.block import MLP, RMSNorm
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.elementwise.operators import Elementwise
-from magicdec.model.mlp import MLP
-from magicdec.model.norm import RMSNorm
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
 from magicdec.setup.loading import Kinds, load_kind

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, WorkloadSection
+from magicdec.config.sections import DecodingSection, DraftSection, KVSection, WorkloadSection
 from magicdec.cost_model.costs import Deployment, kv_bytes_per_token
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware

@@ -18,12 +18,17 @@ from magicdec.autotune.attention_step import Step, target_step
 from magicdec.autotune.backend_timing import Measured, measure
 from magicdec.autotune.fastest_backend import choose_fastest, list_candidates, settle
 from magicdec.config.choices.choice import How
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
-from magicdec.config.model_section import ModelSection
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, ParallelSection, WorkloadSection
+from magicdec.config.sections import (
+    DecodingSection,
+    DraftSection,
+    KVSection,
+    ModelSection,
+    ParallelSection,
+    WorkloadSection,
+)
 from magicdec.decoding.recorder import Eager
 from magicdec.distributed.groups import Group
 from magicdec.kv.view import KVView

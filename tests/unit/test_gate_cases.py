@@ -10,8 +10,7 @@ import pytest
 from conftest import ROOT, served_pairs
 from synthetic_records import drawn, with_fields
 
-from magicdec.config.model_section import ModelSection
-from magicdec.config.sections import AttentionSection
+from magicdec.config.sections import AttentionSection, ModelSection
 from magicdec.gate.cases import Subject, config_of, margin_of, quick, standard_cases
 from magicdec.records.comparison.conditions import measured_thing, method_of
 from magicdec.records.reading import load_records

@@ -113,7 +113,7 @@ def test_the_light_files_import_no_torch(name: str) -> None:
         ("drafting.self_drafter", "drafting.ngram"),
         ("model.transformer", "model.checkpoint.source"),
         ("records.table", "run.run"),
-        ("latency.grid", "cli.latency"),
+        ("latency.rows", "cli.latency"),
     ],
 )
 def test_the_rule_can_be_broken(importer: str, imported: str) -> None:

@@ -13,12 +13,12 @@ from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
 
 from magicdec.cli.serving.flags import Asked, parse
 from magicdec.cli.serving.inflight import main, measure
-from magicdec.cli.serving.kept import Kept
+from magicdec.cli.serving.steps import Kept
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.engine import Engine
-from magicdec.hardware.clock import VirtualClock
+from magicdec.hardware.timing import VirtualClock
 from magicdec.memory.check import needed
 from magicdec.names import BASELINE, BATCHINGS, COMPACTIONS
 from magicdec.records.writing import to_json
@@ -27,7 +27,7 @@ from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.memory import check_memory, plan_of
 from magicdec.serving.metrics import ServingMetrics, serving_metrics
-from magicdec.serving.passes import Pass
+from magicdec.serving.options import Pass
 from magicdec.serving.prepare import prepare
 from magicdec.serving.record import ServingRecord
 from magicdec.serving.server import Served, Server, differing, load_batching

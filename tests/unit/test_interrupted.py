@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from magicdec.cli.report import conclude
-from magicdec.config.model_section import ModelSection
-from magicdec.config.output_section import OutputSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
     KVSection,
+    ModelSection,
+    OutputSection,
     ParallelSection,
     SamplingSection,
     WorkloadSection,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.cli.serving import kept
+from magicdec.cli.serving import steps
 from magicdec.cli.serving.recurrent import serve
 from magicdec.distributed.groups import Launch
 
@@ -18,7 +18,7 @@ def test_a_lost_record_still_prints_the_table(
     def full(path: Path, line: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(kept, "append_line", full)
+    monkeypatch.setattr(steps, "append_line", full)
     words = "--modes sequential ring --num_requests 1 --prefix_len 8 --gen_len 2 --device cpu"
     out = tmp_path / "pipeline.jsonl"
     code = serve(Launch(0, 1, 0, 1), [*words.split(), "--out", str(out)])

@@ -24,8 +24,7 @@ from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.latency import forwards
 from magicdec.latency.forward_kinds import make_forwards
 from magicdec.latency.forwards import fill, time_once, time_place
-from magicdec.latency.grid import Grid
-from magicdec.latency.rows import Cell, summarise
+from magicdec.latency.rows import Cell, Grid, summarise
 from magicdec.runner import Watch
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}

@@ -9,16 +9,15 @@ import pytest
 from conftest import TINY, make_runner, tiny_transformer
 
 from magicdec.config.machine import Machine
-from magicdec.config.model_section import ModelSection
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import AttentionSection, KVSection
+from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Launch
 from magicdec.kv.cache import KVCache
 from magicdec.latency.forward_kinds import make_forwards
 from magicdec.latency.forwards import fill
-from magicdec.latency.grid import Grid
 from magicdec.latency.memory import check_grid_memory, plan_place
+from magicdec.latency.rows import Grid
 from magicdec.memory.plan import Models
 
 ALONE, MODELS = Launch(0, 1, 0, 1), Models(TINY)

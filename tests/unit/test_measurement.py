@@ -17,13 +17,13 @@ import pytest
 import torch
 from fake_clock import Clock
 
-from magicdec.config.model_section import ModelSection
-from magicdec.config.output_section import OutputSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
     KVSection,
+    ModelSection,
+    OutputSection,
     ParallelSection,
     WorkloadSection,
 )

@@ -13,18 +13,19 @@ import torch
 from conftest import TINY
 
 from magicdec.config.choices.choice import asked_for
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
-from magicdec.config.model_section import ModelSection, TargetSection
-from magicdec.config.output_section import OutputSection
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
+    DraftSection,
     KVSection,
+    ModelSection,
+    OutputSection,
     ParallelSection,
+    TargetSection,
     WorkloadSection,
 )
 from magicdec.cost_model.costs import stored_bytes

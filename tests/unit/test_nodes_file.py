@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from magicdec.cli.front.nodes import lines_of
-from magicdec.distributed.interface import interface_towards
 from magicdec.distributed.nodes_file import Node, read_nodes
+from magicdec.distributed.start import interface_towards
 
 
 def node(host: int, **more: Any) -> dict[str, Any]:

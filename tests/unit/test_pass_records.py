@@ -14,12 +14,12 @@ from test_compare import make
 from test_pipeline_command import finished
 
 from magicdec.cli import table
-from magicdec.cli.parsing.pass_records import KINDS, load, read_commands
+from magicdec.cli.parsing.record_files import KINDS, load, read_commands
 from magicdec.pipelined_run.measured.bars import labels_of
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import SCHEMA_VERSION
-from magicdec.serving.counts import Moves
+from magicdec.serving.metrics import Moves
 from magicdec.serving.showing.passes import verdict
 
 OF_KIND: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.room import Room
+from magicdec.memory.free_memory import Room
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split.choose import RankTimes

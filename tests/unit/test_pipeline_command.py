@@ -23,10 +23,9 @@ from magicdec.pipelined_run.measured.prediction import (
 from magicdec.pipelined_run.measured.use import Observed, pipeline_use
 from magicdec.pipelined_run.prepare import prepare
 from magicdec.pipelined_run.spans import Span, What, trace_events
-from magicdec.pipelined_speculation.counts import Counts
-from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.options import Counts, Options
 from magicdec.request import Request
-from magicdec.serving.counts import Moves
+from magicdec.serving.metrics import Moves
 
 FLAGS = ("--prefix_len", "100", "--gen_len", "8", "--num_requests", "2", "--device", "cpu")
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")

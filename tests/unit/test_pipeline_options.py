@@ -22,8 +22,7 @@ from magicdec.hardware.environment import describe_environment
 from magicdec.memory.check import add_up
 from magicdec.memory.plan import Models
 from magicdec.memory.working_memory import max_tokens
-from magicdec.model.checkpoint.fingerprint import fingerprint
-from magicdec.model.checkpoint.source import find_model
+from magicdec.model.checkpoint.source import find_model, fingerprint
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split.find import check_source, find_times
 from magicdec.pipeline.auto_split.measure import DecodeStep, Timed, measure_times

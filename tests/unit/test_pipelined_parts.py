@@ -13,8 +13,7 @@ from threaded_pipeline import FakePart, serve
 from magicdec.distributed.channels.message import Kind, Message
 from magicdec.pipelined_run.board import CancelBoard, ChannelCanceller, listen
 from magicdec.pipelined_run.drafter import DraftLoop, LookupDrafter, ScriptedDrafter
-from magicdec.pipelined_run.local import LocalChannel
-from magicdec.pipelined_run.parcel import DraftRequest, candidates_of
+from magicdec.pipelined_run.parcel import DraftRequest, LocalChannel, candidates_of
 from magicdec.pipelined_run.rank import there
 from magicdec.pipelined_run.spans import Spans, What
 from magicdec.pipelined_run.stage import ContextCells, is_appended

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from magicdec.cli import commands, plan
-from magicdec.cost_model.acceptance import conditional_rate
-from magicdec.cost_model.begin import Choice
-from magicdec.cost_model.curves import find_conditional, find_curves, parse_acceptance
+from magicdec.cost_model.curves import (
+    conditional_rate,
+    find_conditional,
+    find_curves,
+    parse_acceptance,
+)
+from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"

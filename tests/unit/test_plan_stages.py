@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_plan import MACHINE, Run, run
 
+from magicdec.cli.plan import make_stage_plan
 from magicdec.cli.plan_flags import build_parser
-from magicdec.cli.planning.stages import make_stage_plan
 from magicdec.cost_model.costs import kv_bytes_per_token, stored_bytes
 from magicdec.cost_model.stage_plan import StagePlan
 from magicdec.distributed.channels.message import MessageForm

@@ -18,15 +18,14 @@ import pytest
 import torch
 from conftest import TINY
 
-from magicdec.config.draft_section import DraftSection
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection
+from magicdec.config.sections import DecodingSection, DraftSection
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.plan import MemoryPlan
-from magicdec.memory.watch import MemoryTaken, describe_memory
+from magicdec.memory.sampler import MemoryTaken, describe_memory
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.performance import Metrics

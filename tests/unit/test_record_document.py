@@ -21,7 +21,7 @@ from test_record import RECORDS, small
 from magicdec.latency.report import Latency, write_files
 from magicdec.latency.rows import Row
 from magicdec.pipeline.record import PipelineRecord
-from magicdec.pipelined_run.measured.record import SpeculationRecord
+from magicdec.pipelined_run.measured.metrics import SpeculationRecord
 from magicdec.records.document import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from magicdec.records.fields import described_fields, description_of, without_none
 from magicdec.records.performance import Metrics

@@ -16,11 +16,9 @@ from magicdec.distributed.channels.connect import Loopback, RingEnds
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
-from magicdec.hardware.clock import VirtualClock
+from magicdec.hardware.timing import VirtualClock
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.emulation.emulated_link import DelayedSender
-from magicdec.pipeline.emulation.emulated_stage import EmulatedStage
-from magicdec.pipeline.emulation.link import Link
+from magicdec.pipeline.emulation.emulated_stage import DelayedSender, EmulatedStage, Link
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED

@@ -24,15 +24,14 @@ from magicdec.cli import report_page
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.speculation import Speculation
 from magicdec.hardware.ceiling_file import MachineFile
-from magicdec.model.presets.named import find_config
-from magicdec.report.commands import command_of
+from magicdec.model.presets.presets import find_config
 from magicdec.report.figures.drift import relative_steps
 from magicdec.report.figures.phases import drafting_share
 from magicdec.report.figures.speedup import position
 from magicdec.report.figures.style import make_axes, put_title, styled
 from magicdec.report.figures.throughput import pareto
 from magicdec.report.panels import choose, summarize
-from magicdec.report.point import Point, make_point
+from magicdec.report.point import Point, command_of, make_point
 from magicdec.report.prediction import NotPredicted, Predictor
 from magicdec.report.tables import ranges
 

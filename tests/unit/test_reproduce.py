@@ -18,13 +18,13 @@ from synthetic_records import parse_record
 from test_compare import make
 
 from magicdec.cli.front import reproduce
-from magicdec.distributed.commands import Ended
+from magicdec.distributed.ranks import Ended
 from magicdec.pipelined_run.layout import make_layout
 from magicdec.records.reading import load_records
 from magicdec.reproduce import measuring
 from magicdec.reproduce.magicdec_setting import MagicDecSetting
 from magicdec.reproduce.published_table import Line, PublishedTable
-from magicdec.reproduce.tables import TABLES
+from magicdec.reproduce.setting import TABLES
 
 PAPER = ROOT / reproduce.PUBLISHED
 NAME = "magicdec_speedups_h100"

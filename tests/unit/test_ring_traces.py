@@ -34,12 +34,16 @@ from magicdec.pipeline.showing.gantt import (
     panels_of,
 )
 from magicdec.pipeline.showing.memory import MemoryCurves, by_rank, label_of
-from magicdec.pipeline.tracing import clocks
-from magicdec.pipeline.tracing.clocks import Ahead
-from magicdec.pipeline.tracing.ends import CountingEnds
-from magicdec.pipeline.tracing.gathering import uses_of
-from magicdec.pipeline.tracing.trace import RingTrace, StageTrace, spans_of
-from magicdec.pipelined_run import gathering
+from magicdec.pipeline.tracing import trace as trace_module
+from magicdec.pipeline.tracing.trace import (
+    Ahead,
+    CountingEnds,
+    RingTrace,
+    StageTrace,
+    spans_of,
+    uses_of,
+)
+from magicdec.pipelined_run import spans as spans_module
 from magicdec.pipelined_run.spans import Span, What
 from magicdec.request import Request
 
@@ -192,7 +196,10 @@ def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
 
 def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other clock is 50 s ahead. Messages take 3 s there and 1 s back, but once 0.25 s."""
-    clock, ways = Clock(), iter([3.0, 1.0] * 7 + [0.25, 0.25] + [3.0, 1.0] * (clocks.ROUNDS - 8))
+    clock, ways = (
+        Clock(),
+        iter([3.0, 1.0] * 7 + [0.25, 0.25] + [3.0, 1.0] * (trace_module.ROUNDS - 8)),
+    )
 
     def receive(answer: torch.Tensor, rank: int) -> None:
         answer[0] = clock.now + 50.0
@@ -200,8 +207,8 @@ def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.Monke
 
     exchange = SimpleNamespace(send=lambda answer, rank: clock.advance(next(ways)), recv=receive)
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(clocks, "dist", exchange)
-    assert clocks.compare_clocks(0, [1]) == {1: Ahead(50.0, 0.25)}
+    monkeypatch.setattr(trace_module, "dist", exchange)
+    assert trace_module.compare_clocks(0, [1]) == {1: Ahead(50.0, 0.25)}
 
 
 def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
@@ -209,7 +216,7 @@ def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
 ) -> None:
     rows = torch.tensor([[What.STAGE, 7, 102.5, 103.0, 3], [What.DRAFT, 2, 103.0, 103.25, 0]])
     ours, launch = [Span(What.LAUNCH, 7, 1.0, 1.0, 2)], Launch(0, 2, 0, 1)
-    monkeypatch.setattr(gathering, "gather_rows", lambda own, world_size: [own, rows.double()])
-    monkeypatch.setattr(gathering, "clocks_of", lambda at, ranks: [Ahead(), Ahead(100.0)])
+    monkeypatch.setattr(spans_module, "gather_rows", lambda own, world_size: [own, rows.double()])
+    monkeypatch.setattr(spans_module, "clocks_of", lambda at, ranks: [Ahead(), Ahead(100.0)])
     found = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
-    assert gathering.gather_spans(ours, launch) == [ours, found]
+    assert spans_module.gather_spans(ours, launch) == [ours, found]

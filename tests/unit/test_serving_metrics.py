@@ -9,15 +9,16 @@ import pytest
 
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
-from magicdec.serving.counts import Moves, StepCounts
 from magicdec.serving.metrics import (
     GOODPUT_OF,
+    Moves,
     ServingMetrics,
+    StepCounts,
     gaps_ms,
     parse_goodput,
     serving_metrics,
 )
-from magicdec.serving.passes import Pass
+from magicdec.serving.options import Pass
 from magicdec.serving.record import RequestRecord, describe_requests
 from magicdec.serving.saturation import is_sustained, share_sustained
 from magicdec.serving.server import Served, Server

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.hardware.clock import VirtualClock
+from magicdec.hardware.timing import VirtualClock
 from magicdec.request import Request, SamplingParams
-from magicdec.serving.drawing_clock import DrawingClock
+from magicdec.serving.group_clock import DrawingClock
 from magicdec.serving.record import RequestRecord
 from magicdec.serving.saturation import END, PRECISION, next_rate, saturation_rate
-from magicdec.serving.showing.display import Display
 from magicdec.serving.showing.timeline import DECODE, PREFILL, WAITING, spans_of
-from magicdec.serving.showing.view import HEIGHT, WIDTH, History, View
+from magicdec.serving.showing.view import HEIGHT, WIDTH, Display, History, View
 
 
 def test_the_clock_stands_still_while_it_draws() -> None:

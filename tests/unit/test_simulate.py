@@ -13,12 +13,10 @@ from conftest import ROOT
 
 from magicdec.cli.commands import console
 from magicdec.cli.simulate.flags import build_parser, make_options
-from magicdec.cost_model.acceptance import conditional_rate
-from magicdec.pipelined_speculation.counts import Counts
+from magicdec.cost_model.curves import conditional_rate
 from magicdec.pipelined_speculation.messages import Launch
-from magicdec.pipelined_speculation.options import Options
-from magicdec.simulator.cluster import Cluster, divisions
-from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Machine
+from magicdec.pipelined_speculation.options import Counts, Options
+from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Cluster, Machine, divisions
 from magicdec.simulator.measured import Measured, measure
 from magicdec.simulator.modes import MODES, Work, run_mode
 from magicdec.simulator.pipeline import Pipeline

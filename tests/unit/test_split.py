@@ -13,9 +13,8 @@ from magicdec.cli.checkpoints.split import find_num_stages
 from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.chunks import INDEX, chunk_name
-from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.manifest import find_damage
-from magicdec.model.checkpoint.source import check_part, find_model, load_transformer
+from magicdec.model.checkpoint.source import check_part, find_model, fingerprint, load_transformer
 from magicdec.model.checkpoint.split import split_checkpoint
 
 CPU = torch.device("cpu")

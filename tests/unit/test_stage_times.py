@@ -21,17 +21,14 @@ from torch import Tensor
 from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.channels.message import Kind, Message
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.executor.cancellation import Cancellation
+from magicdec.executor.executor import Cancellation
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline import speculation, stage
 from magicdec.pipeline.emulation.emulated_stage import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED
-from magicdec.pipeline.tracing.clocks import Ahead
-from magicdec.pipeline.tracing.ends import CountingEnds
-from magicdec.pipeline.tracing.gathering import uses_of
-from magicdec.pipeline.tracing.trace import spans_of
+from magicdec.pipeline.tracing.trace import Ahead, CountingEnds, spans_of, uses_of
 from magicdec.pipelined_run import stage as pipelined_stage
 from magicdec.pipelined_run.board import CancelBoard
 from magicdec.pipelined_run.layout import Layout
@@ -41,8 +38,8 @@ from magicdec.pipelined_run.parcel import pack
 from magicdec.pipelined_run.passes import Outcome
 from magicdec.pipelined_run.spans import Span, Spans, What
 from magicdec.pipelined_run.stage import Predictions, StageLoop
-from magicdec.pipelined_speculation.counts import Counts
 from magicdec.pipelined_speculation.messages import Launch
+from magicdec.pipelined_speculation.options import Counts
 
 STAGE_S, LINK_S = 0.5, 0.25
 

@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 from conftest import TINY
 
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.model_section import ModelSection
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, ParallelSection
+from magicdec.config.sections import (
+    DecodingSection,
+    DraftSection,
+    KVSection,
+    ModelSection,
+    ParallelSection,
+)
 from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.speculation import Speculation
-from magicdec.cost_model.step_estimate import StepEstimate
+from magicdec.cost_model.speculation import Speculation, StepEstimate
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
 from magicdec.hardware.environment import describe_environment, probe_machine

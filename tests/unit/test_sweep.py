@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from conftest import HANG, ROOT, Launch
 
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.model_section import ModelSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
     DecodingSection,
+    DraftSection,
     KVSection,
+    ModelSection,
     ParallelSection,
     SamplingSection,
     WorkloadSection,

@@ -35,7 +35,7 @@ from magicdec.pipelined_run.rank import Connections, PipelineRank
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.records.table import print_record
-from magicdec.report.settings import settings
+from magicdec.report.point import settings
 from magicdec.serving import prepare as serving
 from magicdec.setup import prepare as setup
 from magicdec.setup.session import RankSession

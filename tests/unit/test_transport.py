@@ -28,7 +28,7 @@ from magicdec.distributed.channels import tensors
 from magicdec.distributed.channels.tensors import wait_for_device
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import PeerLost, Processes
-from magicdec.memory.room import sharing_ranks
+from magicdec.memory.free_memory import sharing_ranks
 
 TWO_GPUS = Machine(
     num_cpus=8, world_size=2, local_world_size=2, has_cuda=True, num_gpus=2, has_compiler=True,

@@ -23,7 +23,7 @@ from magicdec.pipelined_run.measured.measure import describe_use
 from magicdec.pipelined_run.passes import Passes
 from magicdec.pipelined_run.spans import What
 from magicdec.request import Request
-from magicdec.serving.counts import StepCounts
+from magicdec.serving.metrics import StepCounts
 from magicdec.workload.trace import RequestShape
 
 CPU, ALONE = torch.device("cpu"), Launch(0, 1, 0, 1)

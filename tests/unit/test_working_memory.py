@@ -12,11 +12,16 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.machine import Machine
-from magicdec.config.model_section import ModelSection
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import AttentionSection, DecodingSection, KVSection, WorkloadSection
+from magicdec.config.sections import (
+    AttentionSection,
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    WorkloadSection,
+)
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import keep_queries, make_draft_kv
 from magicdec.engine import Engine

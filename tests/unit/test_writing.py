@@ -16,7 +16,7 @@ from test_record import RECORDS
 
 from magicdec import gantt
 from magicdec.cli import report
-from magicdec.config.output_section import OutputSection
+from magicdec.config.sections import OutputSection
 from magicdec.files import removed
 from magicdec.gantt import Bar, Look, Panel
 from magicdec.records.reading import load_records

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.config.options import flag_of
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import flag_of
 from magicdec.distributed.ranks import is_launched
-from magicdec.model.presets.named import WEIGHT_SUFFIXES
+from magicdec.model.presets.presets import WEIGHT_SUFFIXES
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.hub import RemoteFile

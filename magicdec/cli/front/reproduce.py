@@ -20,7 +20,7 @@ from magicdec.cli.flags import Parser, refuse
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED, is_launched
 from magicdec.records.writing import check_writable
-from magicdec.reproduce.tables import TABLES
+from magicdec.reproduce.setting import TABLES
 
 if TYPE_CHECKING:
     from magicdec.reproduce.published_table import PublishedTable

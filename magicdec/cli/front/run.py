@@ -18,10 +18,8 @@ from typing import NoReturn
 from magicdec.cli.flags import EVERYDAY, add_config_flag, add_section, read_flags, start
 from magicdec.cli.parsing.config_file import read_config_file
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.options import option
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection
+from magicdec.config.sections import DecodingSection, DraftSection, option
 from magicdec.names import BASELINE
 
 DESCRIPTION = (

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.policies import policy_called, policy_name
+from magicdec.config.checks import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
 from magicdec.names import BASELINE, FULL_KV_POLICY
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from magicdec.config.options import flag_of
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import flag_of
 from magicdec.distributed.layer_split import FLAG, count_stages
 from magicdec.distributed.stages import make_grid
 from magicdec.distributed.tensor_parallel import Shard

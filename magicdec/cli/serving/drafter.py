@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 from magicdec.cli.front.run import MODEL_PREFIX, NGRAM, SELF
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.draft_section import DraftSection
-from magicdec.config.options import option
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection
+from magicdec.config.sections import DecodingSection, DraftSection, option
 from magicdec.names import BASELINE
 
 DRAFTERS = f"{MODEL_PREFIX}NAME, {SELF}, {NGRAM}"

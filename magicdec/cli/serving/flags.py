@@ -24,8 +24,15 @@ from magicdec.names import BATCHINGS, COMPACTION
 from magicdec.records.writing import check_files
 from magicdec.report.figures.style import check_picture
 from magicdec.serving.metrics import GOODPUT_OF, parse_goodput
-from magicdec.serving.options import WINDOWED, ServingOptions, check_modes
-from magicdec.serving.passes import DRAFTED, Pass, check_compactions, make_passes
+from magicdec.serving.options import (
+    DRAFTED,
+    WINDOWED,
+    Pass,
+    ServingOptions,
+    check_compactions,
+    check_modes,
+    make_passes,
+)
 from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
 from magicdec.workload.request_shapes import (
     DEFAULT_GEN_LEN,

@@ -1,8 +1,8 @@
 """`--ini FILE`: the configuration file of Flover as flags of `magicdec inflight`.
 
-Owns the meaning of its keys. A key that Flover reads but does not use means here what its
-documentation says; a key whose meaning does not exist here is refused unless it has its neutral
-value. Must not know what a flag does. Imports no torch.
+Owns the syntax, whose entries know their line, and the meaning of the keys. A key that Flover reads
+but does not use means here what its documentation says; a key whose meaning does not exist here is
+refused unless it has its neutral value. Must not know what a flag does. Imports no torch.
 
 Source: Flover (Yao et al. 2023, arXiv 2305.13484), its README and configuration files.
 """
@@ -10,12 +10,88 @@ Source: Flover (Yao et al. 2023, arXiv 2305.13484), its README and configuration
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.cli.serving.ini_file import Entry, IniFile
 from magicdec.model.config import ModelConfig
+
+COMMENTS = ";#"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key with its value. `place` names the file, the line and the key."""
+
+    key: str
+    text: str
+    place: str
+
+    def refuse(self, why: str) -> ValueError:
+        return ValueError(f"{self.place} = {self.text}: {why}")
+
+    def integer(self, least: int = 0) -> int:
+        """Raises ValueError if it is no whole number of at least `least`."""
+        try:
+            value = int(self.text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise self.refuse(f"it must be a whole number of at least {least}")
+        return value
+
+    def number(self, least: float = 0.0, most: float = math.inf) -> float:
+        """Raises ValueError if it is no finite number from `least` to `most`."""
+        try:
+            value = float(self.text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or value == math.inf:
+            end = "" if most == math.inf else f" and at most {most:g}"
+            raise self.refuse(f"it must be a number of at least {least:g}{end}")
+        return value
+
+
+class IniFile:
+    """The sections of a file. Raises ValueError, naming `flag`, the file and the line, if it cannot
+    be read or a line is malformed."""
+
+    def __init__(self, flag: str, path: Path) -> None:
+        self.name = f"{flag} {path}"
+        self.sections: dict[str, dict[str, Entry]] = {}
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ValueError(f"{self.name}: {why}") from None
+        section: dict[str, Entry] | None = None
+        for number, line in enumerate(lines, 1):
+            text = without_comment(line)
+            place = f"{self.name}, line {number}"
+            if text.startswith("[") and text.endswith("]"):
+                section = self.sections.setdefault(text[1:-1].strip().lower(), {})
+            elif text:
+                self._add(section, text, place)
+
+    def _add(self, section: dict[str, Entry] | None, text: str, place: str) -> None:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not key:
+            raise ValueError(f"{place}: {text!r} is neither [section] nor key = value")
+        if section is None:
+            raise ValueError(f"{place}: {key} comes before the first [section]")
+        if key.lower() in section:
+            raise ValueError(f"{place}: {key} is in this section twice")
+        section[key.lower()] = Entry(key.lower(), value, f"{place}: {key}")
+
+
+def without_comment(line: str) -> str:
+    """The line up to its comment. A `;` or `#` inside a word begins none."""
+    for at, letter in enumerate(line):
+        if letter in COMMENTS and (at == 0 or line[at - 1].isspace()):
+            return line[:at].strip()
+    return line.strip()
+
 
 MODEL, RUNTIME, REQUEST = "model_specification", "runtime_hyperparameter", "request"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

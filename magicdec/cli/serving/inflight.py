@@ -20,8 +20,7 @@ from magicdec.cli.checkpoints.hub_models import with_local_models
 from magicdec.cli.flags import run_on_ranks
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.cli.serving.flags import Asked, parse
-from magicdec.cli.serving.kept import Kept
-from magicdec.cli.serving.steps import announce, conclude, run_command
+from magicdec.cli.serving.steps import Kept, announce, conclude, run_command
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED
@@ -66,7 +65,7 @@ def measure(prepared: Prepared, asked: Asked, kept: Kept) -> list[ServingRecord]
     """Serve the requests in every pass, or at every rate. The first rank keeps each record when it
     is made."""
     from magicdec.serving.measure import measure, measure_rates
-    from magicdec.serving.showing.display import Display
+    from magicdec.serving.showing.view import Display
 
     is_leader = prepared.launch.rank == 0
     keep = kept.append if is_leader else lambda record: None

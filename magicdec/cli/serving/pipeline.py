@@ -30,8 +30,7 @@ from magicdec.cli.serving.drafter import (
     settle_draft,
     without_model,
 )
-from magicdec.cli.serving.kept import Kept
-from magicdec.cli.serving.steps import announce, conclude, run_command
+from magicdec.cli.serving.steps import Kept, announce, conclude, run_command
 from magicdec.cli.simulate.flags import add_speculation, make_options
 from magicdec.config.run_config import RunConfig
 from magicdec.console import labelled, spinner
@@ -124,7 +123,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     records, traces = measure(prepared, kept.append)
     if launch.rank != 0:
         return 0
-    from magicdec.pipelined_run.measured.table import print_table
+    from magicdec.pipelined_run.measured.bars import print_table
 
     print_table(records)
     if asked.plot is not None:

@@ -22,9 +22,8 @@ from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.cli.parsing.rank_checks import check_stages
 from magicdec.cli.serving.common_flags import add_requests
-from magicdec.cli.serving.kept import Kept
 from magicdec.cli.serving.ring_outputs import RingOutputs, add_outputs, read_outputs
-from magicdec.cli.serving.steps import FAILED, announce, conclude, run_command
+from magicdec.cli.serving.steps import FAILED, Kept, announce, conclude, run_command
 from magicdec.config.run_config import RunConfig
 from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch
@@ -92,7 +91,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     if launch.rank == 0 and prepared.transport is not None:
         print(labelled("messages", prepared.transport.describe()))
     announce(prepared.run)
-    from magicdec.pipeline.measure import measure
+    from magicdec.pipeline.measured_pass import measure
 
     kept, outputs = Kept(asked.out), asked.outputs
 

@@ -1,4 +1,5 @@
-"""The steps that all commands that serve requests have in common.
+"""The steps that all commands that serve requests have in common, and the file that they append
+their records to, one by one as they are made.
 
 Owns how such a command ends: with which exit code, and with which line when it fails. Must not know
 what any of them serves, nor how.
@@ -8,17 +9,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.flags import announce_backend, refuse
-from magicdec.cli.serving.kept import Kept
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.watching.watch import naming_lost
+from magicdec.records.writing import append_line, to_json
 
 if TYPE_CHECKING:
     from magicdec.serving.showing.passes import PassRecord
     from magicdec.setup.prepare import Prepared
+
+
+class Kept:
+    """The file, and how many records it got. A record that cannot be written is lost with a line
+    that says so, and the command goes on: what it measures next may still be printed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.count = path, 0
+
+    def append(self, record: Any) -> None:
+        """Append the record, a dataclass, or say why it is lost."""
+        try:
+            append_line(self.path, to_json(record))
+            self.count += 1
+        except OSError as error:
+            print(f"--out {self.path}: {error.strerror}; the record is lost", file=sys.stderr)
+
 
 FAILED = 1
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from magicdec.config.capabilities import capabilities_of, list_backends
+from magicdec.config.checks import policy_called
 from magicdec.config.choices.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
-from magicdec.config.policies import policy_called
 from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 
 INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this

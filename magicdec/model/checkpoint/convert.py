@@ -40,9 +40,9 @@ from magicdec.model.checkpoint.weight_files import (
     TORCH_NAMES,
     WEIGHT_FILES,
     PthWeights,
+    WeightSource,
 )
 from magicdec.model.checkpoint.weight_map import SCALE
-from magicdec.model.checkpoint.weight_source import WeightSource
 from magicdec.model.families.hf_config import load_model_config
 
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.

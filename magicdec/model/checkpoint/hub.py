@@ -1,9 +1,10 @@
 """A model's files from the Hugging Face hub: which are needed, and whether they arrived intact.
 
-Owns the choice of files and the check of their contents. `huggingface_hub` lists and transfers
-them, tries again when a connection is lost, and finds the token (environment, stored login); it
-compares sizes only, so the checksums are compared here. Must not know of command lines; never
-prints or raises a token.
+Owns the choice of files, the check of their contents, and the line that is said when the hub
+refuses: the library's own message may hold a token and runs over many lines. `huggingface_hub`
+lists and transfers them, tries again when a connection is lost, and finds the token (environment,
+stored login); it compares sizes only, so the checksums are compared here. Must not know of command
+lines; never prints or raises a token.
 """
 
 from __future__ import annotations
@@ -12,12 +13,60 @@ import glob
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.model.checkpoint.hub_errors import explained
 from magicdec.model.families.hf_config import load_model_config
+
+AGAIN = "run the command again; files that are complete are kept"
+
+
+@contextmanager
+def explained(repo_id: str, revision: str, token: str | None) -> Iterator[None]:
+    """Turn the library's errors into a ValueError of one line. Errors of the disk pass through."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    # hf_xet, which transfers large files, raises RuntimeError.
+    except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
+        # What kept the library from the hub, if it then looked on the disk instead.
+        is_local = isinstance(error, errors.LocalEntryNotFoundError)
+        cause = (is_local and error.__cause__) or error
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise  # of the disk, not of the connection
+        raise ValueError(f"--repo_id {repo_id}{_reason(cause, revision, token)}") from None
+
+
+def _reason(error: BaseException, revision: str, token: str | None) -> str:
+    """What follows the name of the repository."""
+    from huggingface_hub import errors, get_token
+
+    has_token = bool(token or get_token())
+    # Specific errors before those that they derive from.
+    if isinstance(error, errors.GatedRepoError):
+        state = "this token may not read it" if has_token else "no token was found"
+        return (
+            f" is gated and {state}; accept its terms on its page, then give --hf_token, "
+            "set HF_TOKEN or log in"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f" has no --revision {revision}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        state = "or this token may not see it" if has_token else "or is private (no token)"
+        return f" does not exist on the hub, {state}"
+    if isinstance(error, errors.HFValidationError):
+        return " is not a name on the hub; it looks like owner/model"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return ": HF_HUB_OFFLINE is set; unset it to download"
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        known = {401: "the token is not valid", 403: "this token may not read it"}
+        return f": the hub answered {status}; {known.get(status, AGAIN)}"
+    return f": the hub cannot be reached ({type(error).__name__}); {AGAIN}"
+
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 # The first one found is needed to run; the extras are for other programs.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.weight_files import WeightSource
 from magicdec.model.checkpoint.weight_map import SCALE, Piece, weight_map
-from magicdec.model.checkpoint.weight_source import WeightSource
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 

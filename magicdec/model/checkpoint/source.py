@@ -1,5 +1,7 @@
 """From a model's name on the command line to its loaded shard: finds, checks and loads weights.
 
+A hash (`fingerprint`) tells two models of the same shape apart without reading all their weights.
+
 Owns the model names a user may give and the loading of weights into a model. Must not know of
 process groups or caches, nor how a tensor is stored (`weight_files`, `random_weights`).
 `find_model` reports a faulty checkpoint (`weight_check`) before anything is loaded.
@@ -7,6 +9,7 @@ process groups or caches, nor how a tensor is stored (`weight_files`, `random_we
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,20 +32,19 @@ from magicdec.model.checkpoint.weight_check import (
     expected_shapes,
     stored_shapes,
 )
-from magicdec.model.checkpoint.weight_files import open_weights
+from magicdec.model.checkpoint.weight_files import BodyWeights, WeightSource, open_weights
 from magicdec.model.checkpoint.weight_map import Piece, weight_map
-from magicdec.model.checkpoint.weight_source import BodyWeights, WeightSource
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.linear.int8 import Int8Linear
-from magicdec.model.presets.named import (
+from magicdec.model.presets.presets import (
     DEMO_DIRECTORIES,
+    PRESETS,
     RANDOM_PREFIX,
     WEIGHT_SUFFIXES,
     demo_directory,
 )
-from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
 
 CHOICES = (
@@ -212,3 +214,17 @@ def _stored_model(directory: Path, weights: Path) -> ModelSource:
     is_bare = body and not any(name.startswith(body) for name in stored.shapes())
     source = BodyWeights(stored, body) if is_bare else stored
     return ModelSource(config.name, config, source, directory, is_random=False)
+
+
+def fingerprint(source: ModelSource) -> str:
+    """It is cheap: besides names and shapes, only the one-dimensional tensors are read. Chunks of a
+    checkpoint have that of the whole checkpoint, whichever files are here."""
+    if isinstance(source.weights, ChunkedWeights):
+        return source.weights.model_sha256
+    digest = hashlib.sha256(repr(sorted(source.weights.shapes().items())).encode())
+    config = source.config
+    for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
+        for piece in pieces:
+            if len(piece.full_shape) == 1:
+                digest.update(source.weights.read(piece).float().numpy().tobytes())
+    return digest.hexdigest()

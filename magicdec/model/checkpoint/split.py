@@ -30,9 +30,8 @@ from magicdec.model.checkpoint.convert import (
     publish,
     write_safetensors,
 )
-from magicdec.model.checkpoint.fingerprint import fingerprint
 from magicdec.model.checkpoint.manifest import Manifest, raw_bytes
-from magicdec.model.checkpoint.source import ModelSource, tensors_of
+from magicdec.model.checkpoint.source import ModelSource, fingerprint, tensors_of
 from magicdec.model.checkpoint.weight_map import SCALE, Piece
 
 SAMPLED_ROWS = 1

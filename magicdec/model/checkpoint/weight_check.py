@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.quantization import holds_int8, int8_shapes
+from magicdec.model.checkpoint.weight_files import WeightSource
 from magicdec.model.checkpoint.weight_map import SCALE, weight_map
-from magicdec.model.checkpoint.weight_source import WeightSource
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 

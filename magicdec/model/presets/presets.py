@@ -1,18 +1,22 @@
 """Published model configs as data, for `random:<preset>` benchmarks and for cost models.
 
 Owns the numbers of each published `config.json` of Llama, Qwen 2, Yi and Mistral (`published` has
-the other families). Imports no torch. `checked` means that the published file itself was read: its
-page on the hub, or a verbatim copy in a public repository. The other presets agree with at least
-two configs re-saved from the same base model, which is weaker evidence.
+the other families), and the names of packaged and random models, whose weights
+`checkpoint/source.py` finds. Imports no torch and reads no weight files. `checked` means that the
+published file itself was read: its page on the hub, or a verbatim copy in a public repository. The
+other presets agree with at least two configs re-saved from the same base model, which is weaker
+evidence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.families.hf_config import parse_hf_config
+from magicdec.model.families.hf_config import load_model_config, parse_hf_config
 from magicdec.model.presets.published import PUBLISHED
 
 
@@ -142,3 +146,33 @@ _ROWS: tuple[tuple[str, str, int, bool, dict[str, Any], Sizes], ...] = (
 PRESETS: dict[str, Preset] = {row[0]: _preset(*row) for row in _ROWS}
 for _name, _repo_id, _count, _checked, _raw in PUBLISHED:
     PRESETS[_name] = Preset(parse_hf_config(_raw, _name), _repo_id, _count, _checked)
+
+
+DEMO_DIRECTORIES = {"demo": "target", "demo-draft": "draft"}
+RANDOM_PREFIX = "random:"
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin")
+
+
+def demo_directory(name: str) -> Path:
+    """The directory of a packaged model. It may be missing in this installation."""
+    return Path(str(resources.files("magicdec") / "demo" / DEMO_DIRECTORIES[name]))
+
+
+def find_config(flag: str, name: str) -> ModelConfig:
+    """The config of the model a user named with `flag`: any name that `find_model` accepts, or a
+    preset without its prefix. Of a directory only the config files are read. Raises ValueError for
+    an unknown name."""
+    path = Path(name).expanduser()
+    if name in DEMO_DIRECTORIES:
+        return replace(load_model_config(demo_directory(name)), name=name)
+    if path.is_dir():
+        return load_model_config(path)
+    if path.suffix in WEIGHT_SUFFIXES:
+        return load_model_config(path.parent)
+    preset = PRESETS.get(name.removeprefix(RANDOM_PREFIX))
+    if preset is None:
+        raise ValueError(
+            f"{flag} {name!r} is not known; choose from {', '.join(DEMO_DIRECTORIES)}, a Hugging "
+            f"Face directory, or a preset: {', '.join(PRESETS)}"
+        )
+    return preset.config

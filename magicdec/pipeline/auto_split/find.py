@@ -14,15 +14,15 @@ import torch
 
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
-from magicdec.cost_model.stage_costs import stage_times
+from magicdec.cost_model.stage_plan import stage_times
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layer_split import AUTO, FLAG, StageTimes
 from magicdec.distributed.stages import StageGrid
 from magicdec.hardware.ceiling_file import load_machine
-from magicdec.hardware.devices import release_memory
+from magicdec.hardware.environment import release_memory
 from magicdec.memory.check import add_up, check_together
+from magicdec.memory.free_memory import Room, find_room
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
-from magicdec.memory.room import Room, find_room
 from magicdec.model.checkpoint.chunks import ChunkedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.auto_split.choose import RankTimes

@@ -22,7 +22,7 @@ from magicdec.distributed.channels.message import Kind, Message
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import stage_groups_before_run
-from magicdec.hardware.devices import device_of
+from magicdec.hardware.environment import device_of
 from magicdec.hardware.threads import use_threads
 from magicdec.pipeline.auto_split.choose import RankTimes
 from magicdec.pipeline.auto_split.timing import (

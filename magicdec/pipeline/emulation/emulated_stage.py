@@ -1,5 +1,5 @@
-"""Stages that sleep, to see what a pipeline does with its time where there are fewer cores than
-stages: in place of computing (`EmulatedStage`), or after it (`PaddedStage`).
+"""What stands in for machines that are not there: stages that sleep, in place of computing
+(`EmulatedStage`) or after it (`PaddedStage`), and links with a delay and a bandwidth.
 
 Owns what the first kind returns: zeros, from which every next token is the first of the vocabulary.
 """
@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import Queue
+from threading import Thread
 
 from torch import Tensor
 
-from magicdec.hardware.devices import wait_for_stream
+from magicdec.distributed.channels.message import Message, MessageForm, Sender
+from magicdec.hardware.environment import wait_for_stream
 from magicdec.pipeline.stage import Stage
 
 
@@ -49,3 +52,57 @@ class PaddedStage(Stage):
         wait_for_stream(out.device)
         time.sleep(max(0.0, due - time.perf_counter()))
         return out
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message occupies the link for its bytes over `bytes_per_s`, and arrives `delay_s` after
+    that. None: without limit."""
+
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long a message of that size occupies the link."""
+        return 0.0 if self.bytes_per_s is None else num_bytes / self.bytes_per_s
+
+
+class DelayedSender:
+    """Sends through `sender`, which only its thread uses, as if over `link`."""
+
+    def __init__(self, sender: Sender, link: Link, form: MessageForm) -> None:
+        self.sender, self.link, self.form = sender, link, form
+        self._free_at, self._error = 0.0, list[RuntimeError]()
+        self._queue: Queue[tuple[float, Message]] = Queue()
+        Thread(target=self._run, name="emulated link", daemon=True).start()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.sender.num_bytes
+
+    def send(self, message: Message) -> None:
+        self._raise()
+        num_tokens = 0 if message.payload is None else message.payload[..., 0].numel()
+        begin = max(time.perf_counter(), self._free_at)
+        self._free_at = begin + self.link.seconds(self.form.num_bytes(num_tokens))
+        self._queue.put((self._free_at + self.link.delay_s, message))
+
+    def close(self) -> None:
+        self._queue.join()
+        self._raise()
+        self.sender.close()
+
+    def _run(self) -> None:
+        while True:
+            due, message = self._queue.get()
+            time.sleep(max(0.0, due - time.perf_counter()))
+            try:
+                if not self._error:
+                    self.sender.send(message)
+            except RuntimeError as error:
+                self._error.append(error)
+            self._queue.task_done()
+
+    def _raise(self) -> None:
+        if self._error:
+            raise self._error[0]

@@ -1,7 +1,7 @@
-"""A plot of the passes of one or several commands: bars of the speed of a request, of its time to
-the first token, and of the time between commits. As in the plots of PipeInfer, the ways to decode
-stand side by side, and each command, with its models and split, is a series. Imports matplotlib
-only to draw.
+"""The passes of one or several commands: as a table with a column for each pass, and as bars of the
+speed of a request, of its time to the first token, and of the time between commits. As in the plots
+of PipeInfer, the ways to decode stand side by side, and each command, with its models and split, is
+a series. Imports matplotlib only to draw.
 
 Must not know how a metric is computed.
 """
@@ -13,12 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.files import save_figure
-from magicdec.pipelined_run.measured.record import SpeculationRecord
-from magicdec.pipelined_run.measured.table import title
+from magicdec.pipelined_run.measured.metrics import SpeculationMetrics, SpeculationRecord
+from magicdec.pipelined_run.measured.use import PipelineUse
 from magicdec.report.figures.style import look, styled
+from magicdec.serving.showing.passes import print_passes, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def print_table(records: Sequence[SpeculationRecord]) -> None:
+    """Print the records, with the comparison of the tokens above them."""
+    metrics = [record.metrics for record in records]
+    rows = rows_of(SpeculationMetrics, metrics)
+    rows += rows_of(PipelineUse, [None if m is None else m.use for m in metrics])
+    print_passes(title(records[-1]), records, rows)
+
+
+def title(record: SpeculationRecord) -> str:
+    model, w = record.config["model"], record.config["workload"]
+    return (
+        f"{model['model']} ({model['dtype']}), {record.workload.dataset}: {w['num_requests']} "
+        f"request{'s' * (w['num_requests'] != 1)}, {w['lanes']} at a time"
+    )
+
 
 PANELS = (  # (metric, title, unit)
     ("request_tokens_per_s", "speed of a request", "tokens/s"),

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from magicdec.console import make_progress
 from magicdec.distributed.start import close_groups
 from magicdec.names import SEQUENTIAL
-from magicdec.pipelined_run.measured.metrics import speculation_metrics
+from magicdec.pipelined_run.measured.metrics import SpeculationRecord, speculation_metrics
 from magicdec.pipelined_run.measured.prediction import machine_of, predict_tokens_per_s
-from magicdec.pipelined_run.measured.record import SpeculationRecord
 from magicdec.pipelined_run.measured.use import Observed, PipelineUse, pipeline_use
 from magicdec.pipelined_run.passes import Outcome, Passes
 from magicdec.pipelined_run.prepare import PreparedPipeline

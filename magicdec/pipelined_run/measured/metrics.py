@@ -1,4 +1,6 @@
-"""SpeculationMetrics: how fast the requests were served by pipelined speculation.
+"""SpeculationMetrics: how fast the requests were served by pipelined speculation; and
+SpeculationRecord, the JSON line of each pass of `magicdec pipeline`
+(docs/pipelined_speculation.md is made from these classes).
 
 Owns the definition of every metric of time. Must not know how anything is measured. Imports no
 torch.
@@ -9,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
 from magicdec.pipelined_run.measured.use import PipelineUse
 from magicdec.records.fields import Part, recorded
 from magicdec.request import Request
-from magicdec.serving.counts import Moves
-from magicdec.serving.metrics import ONE_TOKEN, gaps_ms, request_ms, summary
+from magicdec.serving.metrics import ONE_TOKEN, Moves, gaps_ms, request_ms, summary
+from magicdec.serving.record import PassRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +100,11 @@ def prefill_speed(request: Request, moves: Moves) -> float:
     assert request.first_token_s is not None, "what has ended has a first token"
     (joined_s,) = moves.joined_s  # nothing is preempted here
     return len(request.prompt_ids) / (request.first_token_s - joined_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationRecord(PassRecord):
+    """A pass of `magicdec pipeline`: a name of `--modes`."""
+
+    kind: Literal["speculation"] = recorded("`speculation`", default="speculation")
+    metrics: SpeculationMetrics | None = recorded("its metrics", null="if `diverged`")

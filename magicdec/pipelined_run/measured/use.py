@@ -13,7 +13,7 @@ from itertools import accumulate, chain, pairwise
 
 from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_run.spans import Span, What
-from magicdec.pipelined_speculation.counts import Counts
+from magicdec.pipelined_speculation.options import Counts
 from magicdec.records.fields import Part, recorded
 
 

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
 from magicdec.report.figures.style import (
     MOST_SERIES,
+    Cell,
+    Drawn,
+    LeftOut,
     legend_below,
     look,
     make_axes,
     plain_ticks,
     plot_values,
     put_title,
+    sentences,
+    shown_of,
 )
 from magicdec.report.panels import (
     Panel,

@@ -19,8 +19,7 @@ from magicdec.report.figures import (
     speedup,
     throughput,
 )
-from magicdec.report.figures.figure import Drawn, LeftOut
-from magicdec.report.figures.style import styled
+from magicdec.report.figures.style import Drawn, LeftOut, styled
 from magicdec.report.point import Point
 from magicdec.report.prediction import Predictor
 

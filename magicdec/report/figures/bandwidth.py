@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from magicdec.names import BASELINE
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
-from magicdec.report.figures.style import GREY, legend_below, make_axes, put_title
+from magicdec.report.figures.style import (
+    GREY,
+    Cell,
+    Drawn,
+    LeftOut,
+    legend_below,
+    make_axes,
+    put_title,
+    sentences,
+    shown_of,
+)
 from magicdec.report.figures.throughput import looks_of, series
 from magicdec.report.panels import Panel, common, group, make_panels, richest, title, varying
 from magicdec.report.point import Point

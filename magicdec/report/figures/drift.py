@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
-from magicdec.report.figures.style import look, make_axes
+from magicdec.report.figures.style import Cell, Drawn, LeftOut, look, make_axes, sentences, shown_of
 from magicdec.report.panels import group, make_panels
 from magicdec.report.point import Point
 

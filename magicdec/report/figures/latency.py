@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from magicdec.names import BASELINE
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
 from magicdec.report.figures.style import (
     GREY,
     MOST_SERIES,
+    Cell,
+    Drawn,
+    LeftOut,
     Look,
     legend_below,
     look,
     make_axes,
     put_title,
+    sentences,
+    shown_of,
 )
 from magicdec.report.panels import Panel, choose, common, make_panels, richest, title, varying
 from magicdec.report.point import Point

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from magicdec.records.performance import Metrics
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
-from magicdec.report.figures.style import COLOURS, WIDTH, legend_below
+from magicdec.report.figures.style import (
+    COLOURS,
+    WIDTH,
+    Cell,
+    Drawn,
+    LeftOut,
+    legend_below,
+    sentences,
+    shown_of,
+)
 from magicdec.report.panels import common, group, make_panels, rank, richest, said, varying
 from magicdec.report.point import Point
 

@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from magicdec.report.figures.bandwidth import label_sizes
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences
-from magicdec.report.figures.style import GREY, legend_below, look, make_axes
+from magicdec.report.figures.style import (
+    GREY,
+    Cell,
+    Drawn,
+    LeftOut,
+    legend_below,
+    look,
+    make_axes,
+    sentences,
+)
 from magicdec.report.point import Point
 from magicdec.report.prediction import NotPredicted, Predictor
 

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
-from magicdec.report.figures.style import WIDTH, plain_ticks
+from magicdec.report.figures.style import (
+    WIDTH,
+    Cell,
+    Drawn,
+    LeftOut,
+    plain_ticks,
+    sentences,
+    shown_of,
+)
 from magicdec.report.panels import Panel, common, group, make_panels, richest, title, varying
 from magicdec.report.point import Point
 from magicdec.report.prediction import NotPredicted, Predictor

@@ -1,12 +1,14 @@
 """How every figure looks: colours that colour-blind readers can tell apart (Okabe and Ito 2008),
-each with a marker and a line style of its own, so that figures can be read in grey print too."""
+each with a marker and a line style of its own, so that figures can be read in grey print too. A
+figure is drawn, with the numbers it shows, or left out for a reason.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,3 +131,39 @@ def plain_ticks(axis: Any, values: list[Any]) -> None:
     axis.set_major_locator(FixedLocator(values))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
+
+
+Cell = str | int | float | bool | None
+
+
+@dataclass
+class Drawn:
+    """A figure. `name` names its files, `title` says what is seen, and `caption` how to read it and
+    what is not shown. `rows` are the numbers that it shows, under `columns`."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+    columns: tuple[str, ...]
+    rows: list[list[Cell]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A figure that the records cannot feed, and why not."""
+
+    name: str
+    title: str
+    reason: str
+
+
+def sentences(*parts: str) -> str:
+    """The parts that are not empty, each as a sentence."""
+    ended = (part if part.endswith((".", ":")) else f"{part}." for part in parts if part)
+    return " ".join(part[0].upper() + part[1:] for part in ended)
+
+
+def shown_of(shown: int, total: int, what: str) -> str:
+    """Says what was not drawn; empty if everything was."""
+    return f"Shown are {shown} of {total} {what}" if shown < total else ""

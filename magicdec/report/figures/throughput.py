@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 
 from magicdec.names import BASELINE
 from magicdec.records.performance import Metrics
-from magicdec.report.figures.figure import Cell, Drawn, LeftOut, sentences, shown_of
 from magicdec.report.figures.style import (
     GREY,
     MOST_SERIES,
+    Cell,
+    Drawn,
+    LeftOut,
     Look,
     legend_below,
     look,
     make_axes,
     put_title,
+    sentences,
+    shown_of,
 )
 from magicdec.report.panels import (
     Panel,

@@ -1,14 +1,18 @@
-"""View: what the live display of a pass shows, as lines of text: progress, how many requests were
-in flight over the steps, and the newest arrivals and ends. Imports neither torch nor rich.
-
-Must not know where it is shown (`display`), nor when it is drawn (`drawing_clock`).
+"""The live display of a pass: progress, how many requests were in flight over the steps, and the
+newest arrivals and ends, as lines of text (`View`), shown on a terminal and kept in a file
+(`Display`). Imports no torch, and rich only on a terminal. Must not know when it is drawn
+(`DrawingClock`).
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
+from magicdec.console import make_console
 from magicdec.request import Request
 
 WIDTH, HEIGHT = 96, 8  # characters of the histogram
@@ -101,3 +105,38 @@ class View:
             left, right = (rows[row] if row < len(rows) else "" for rows in (arrived, ended))
             lines.append(f"{left:<40}{right}".rstrip())
         return lines
+
+
+class Display:
+    """`is_shown`: frames are drawn on this rank's terminal. `file` gets the last frame of each
+    pass; None keeps none."""
+
+    def __init__(self, is_shown: bool, file: Path | None = None) -> None:
+        self.is_shown, self.file, self.frames = is_shown, file, list[str]()
+
+    @classmethod
+    def of_rank(cls, is_leader: bool, file: Path | None) -> Display:
+        """The leading rank shows frames if its stderr is a terminal."""
+        return cls(is_leader and sys.stderr.isatty(), file if is_leader else None)
+
+    @contextmanager
+    def view(self, name: str, num_rows: int) -> Iterator[View | None]:
+        """The view of one pass; None if nobody would see it."""
+        if not self.is_shown and self.file is None:
+            yield None
+            return
+        with ExitStack() as stack:
+            view = View(name, num_rows, self._live(stack) if self.is_shown else lambda lines: None)
+            yield view
+        if self.file is not None:
+            self.frames.append("\n".join(view.lines()) + "\n")
+            self.file.write_text("\n".join(self.frames), encoding="utf-8")
+
+    def _live(self, stack: ExitStack) -> Callable[[list[str]], None]:
+        """A function that shows a frame in place of the one before, until the stack is closed."""
+        from rich.live import Live
+        from rich.text import Text
+
+        live = Live(console=make_console(to_stderr=True), auto_refresh=False, transient=True)
+        stack.enter_context(live)
+        return lambda lines: live.update(Text("\n".join(lines)), refresh=True)
