@@ -1,8 +1,8 @@
-"""How the passes of `magicdec recurrent` are measured: each serves a few shortened requests first,
-unmeasured, then all of them, and leaves a record.
+"""How a pass serves the requests of `magicdec recurrent`: a few shortened ones first, unmeasured,
+then all of them.
 
-Owns the requests of a pass, their limits, the order of the passes, and what a pass leaves behind.
-Must not know how a pass computes, nor what is computed from the time stamps.
+Owns the requests of a pass, their limits, and what a pass leaves behind. Must not know how a pass
+computes, nor what is computed from the time stamps.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from magicdec.console import make_progress
-from magicdec.distributed.start import close_groups
 from magicdec.pipeline.metrics import DraftCounts, StageUse
-from magicdec.pipeline.passes import Passes
 from magicdec.pipeline.prepare import PreparedRing
-from magicdec.pipeline.record import PipelineRecord
-from magicdec.pipeline.recording import make_record
 from magicdec.pipeline.tracing.trace import RingTrace
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
@@ -27,7 +22,6 @@ from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.metrics import StepCounts
 from magicdec.setup.prepare import Prepared
-from magicdec.setup.session import RankSession
 from magicdec.workload.trace import RequestShape
 
 WARM_UP_TOKENS = 3
@@ -105,30 +99,3 @@ def limits_of(prepared: PreparedRing, runner: ModelRunner) -> Limits:
     chunk = prepared.run.config.attention.prefill_chunk
     most = prepared.options.prefill_tokens(prepared.grid.num_stages, chunk)
     return Limits(runner.max_tokens, prefill_tokens=most)
-
-
-def measure(
-    prepared: PreparedRing, keep: Callable[[PipelineRecord, Outcome], None]
-) -> list[PipelineRecord]:
-    """`keep` gets each record, and the requests of its pass, as soon as the pass is done, so that
-    what ends a later pass costs only that one. All ranks call it; only the first makes records.
-    Raises PeerLost if another rank has ended."""
-    launch, asked = prepared.run.launch, prepared.options.asked
-    session = RankSession(launch, prepared.whole.parallel)
-    progress = make_progress(launch.rank == 0)
-    session.begin()
-    passes = Passes(prepared, session.device, progress)
-    num_tokens = sum(shape.output_len for shape in asked.shapes)
-    records: list[PipelineRecord] = []
-    reference: tuple[str, Outcome] | None = None
-    for name in asked.passes:
-        with progress.task(name, num_tokens) as advance:
-            outcome = passes.serve(name, advance)
-        if launch.rank == 0 and outcome is not None:
-            if len(asked.passes) > 1 and reference is None:
-                reference = name, outcome
-            environment = session.describe_environment()
-            records.append(make_record(prepared, environment, name, outcome, reference))
-            keep(records[-1], outcome)
-    close_groups()
-    return records

@@ -89,10 +89,7 @@ def test_imports_go_one_way() -> None:
     "name",
     [
         *("names", "request", "records/record"),
-        *(
-            f"scheduling/{name}"
-            for name in ("scheduler", "plan", "orders", "waiting", "row_blocks")
-        ),
+        *(f"scheduling/{name}" for name in ("scheduler", "plan", "waiting", "row_blocks")),
         *(f"config/{path.stem}" for path in sorted((PACKAGE / "config").glob("*.py"))),
     ],
 )

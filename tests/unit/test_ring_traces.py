@@ -196,10 +196,8 @@ def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
 
 def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other clock is 50 s ahead. Messages take 3 s there and 1 s back, but once 0.25 s."""
-    clock, ways = (
-        Clock(),
-        iter([3.0, 1.0] * 7 + [0.25, 0.25] + [3.0, 1.0] * (trace_module.ROUNDS - 8)),
-    )
+    clock, slow = Clock(), [3.0, 1.0]
+    ways = iter(slow * 7 + [0.25, 0.25] + slow * (trace_module.ROUNDS - 8))
 
     def receive(answer: torch.Tensor, rank: int) -> None:
         answer[0] = clock.now + 50.0

@@ -91,7 +91,7 @@ def serve(launch: Launch, words: Sequence[str]) -> int:
     if launch.rank == 0 and prepared.transport is not None:
         print(labelled("messages", prepared.transport.describe()))
     announce(prepared.run)
-    from magicdec.pipeline.measured_pass import measure
+    from magicdec.pipeline.measure import measure
 
     kept, outputs = Kept(asked.out), asked.outputs
 

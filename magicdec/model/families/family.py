@@ -28,7 +28,7 @@ class Names:
     embedding: str = "model.embed_tokens"
     position_embedding: str = ""
     embedding_norm: str = ""
-    norm: str = "model.block"
+    norm: str = "model.norm"
     head: str = "lm_head"
     layer: str = "model.layers.{}."
     attention_norm: str = "input_layernorm"
