@@ -33,7 +33,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.names import BASELINE
 from magicdec.records.metrics import acceptance
-from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples import PassSamples
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.run.prompts import make_requests
 from magicdec.run.run import Run

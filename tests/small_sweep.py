@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from magicdec.cli.study.sweep import main
+from magicdec.cli.sweep import main
 from magicdec.hardware import timing
 from magicdec.records import record as records
 from magicdec.study import sweep

@@ -18,8 +18,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.metrics import run_metrics
 from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import SamplesRecord
+from magicdec.records.samples import PassSamples, SamplesRecord
 from magicdec.records.workload import WorkloadRecord
 
 GAMMA, NUM_TOKENS = 4, 63

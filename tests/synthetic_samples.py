@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples
 
 Rng = np.random.Generator
 Array = np.ndarray[Any, Any]

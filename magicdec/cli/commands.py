@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "sweep": (
         "many runs, from a study file or from flags with several values",
-        "magicdec.cli.study.sweep:main",
+        "magicdec.cli.sweep:main",
     ),
     "latency": (
         "time single forwards at fixed cache lengths, over a grid",
@@ -91,7 +91,7 @@ COMMANDS = {
     ),
     "simulate": (
         "decode on a pipeline of stages in virtual time, with speculation",
-        "magicdec.cli.simulate.command:main",
+        "magicdec.cli.simulate:main",
     ),
     "advise": (
         "probe, short runs and plan: does speculation pay here?",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from magicdec.pipeline.metrics import DraftCounts, StageUse
 from magicdec.pipeline.prepare import PreparedRing
-from magicdec.pipeline.tracing.trace import RingTrace
+from magicdec.pipeline.tracing import RingTrace
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params

@@ -14,7 +14,7 @@ from typing import Any
 from magicdec.distributed.layer_split import AUTO, FLAG, is_auto
 from magicdec.distributed.stages import StageGrid
 from magicdec.names import SEQUENTIAL
-from magicdec.pipeline.emulation.emulated_stage import Link
+from magicdec.pipeline.emulation import Link
 from magicdec.workload.request_shapes import ShapedOptions
 from magicdec.workload.trace import RequestShape
 

@@ -34,7 +34,7 @@ from magicdec.pipeline.options import (
 from magicdec.pipeline.pass_memory import expected_threads, of_one_process
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.ring_pass import RingPass
-from magicdec.pipeline.tracing.trace import gather_memory, gather_threads
+from magicdec.pipeline.tracing import gather_memory, gather_threads
 from magicdec.request import Request
 from magicdec.serving.metrics import StepCounts
 from magicdec.setup.loading import LoadedModels, make_target

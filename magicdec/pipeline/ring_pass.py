@@ -19,14 +19,14 @@ from magicdec.distributed.channels.device import DevicePayloads
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.memory.working_memory import max_tokens
-from magicdec.pipeline.emulation.emulated_stage import DelayedSender, EmulatedStage, PaddedStage
+from magicdec.pipeline.emulation import DelayedSender, EmulatedStage, PaddedStage
 from magicdec.pipeline.measured_pass import Outcome, RingUse, limits_of, serve_measured
 from magicdec.pipeline.metrics import DraftCounts, StageUse
 from magicdec.pipeline.prepare import PreparedRing
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import make_speculation, num_drafts_of
 from magicdec.pipeline.stage import Occupancy, Stage
-from magicdec.pipeline.tracing.trace import CountingEnds, RingTrace, gather
+from magicdec.pipeline.tracing import CountingEnds, RingTrace, gather
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.serving.metrics import StepCounts

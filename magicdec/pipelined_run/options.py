@@ -13,7 +13,7 @@ from typing import Any
 
 from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.names import SEQUENTIAL
-from magicdec.pipeline.emulation.emulated_stage import Link
+from magicdec.pipeline.emulation import Link
 from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import MODES, Options
 from magicdec.workload.request_shapes import ShapedOptions

@@ -27,7 +27,7 @@ from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, SEQUENTIAL
 from magicdec.pipeline.measured_pass import make_requests, serve_measured
 from magicdec.pipeline.pass_memory import expected_threads, of_one_process
-from magicdec.pipeline.tracing.trace import gather_rows, gather_threads
+from magicdec.pipeline.tracing import gather_rows, gather_threads
 from magicdec.pipelined_run.draft_model import ModelDrafter
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
 from magicdec.pipelined_run.head import Drafted, Head

@@ -25,7 +25,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import processes_of
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
-from magicdec.pipeline.emulation.emulated_stage import DelayedSender, Link
+from magicdec.pipeline.emulation import DelayedSender, Link
 from magicdec.pipelined_run.board import (
     BoardCanceller,
     CancelBoard,

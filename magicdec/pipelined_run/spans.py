@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from magicdec.distributed.groups import Launch
-from magicdec.pipeline.tracing.trace import clocks_of, gather_rows
+from magicdec.pipeline.tracing import clocks_of, gather_rows
 
 
 class What(IntEnum):

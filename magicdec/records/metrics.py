@@ -23,8 +23,7 @@ from magicdec.names import BASELINE
 from magicdec.records.identities.of_samples import check_prefill, check_samples
 from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.record import RunRecord
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
 from magicdec.records.statistics.uncertainty import uncertainty_of
 

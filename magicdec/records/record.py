@@ -18,7 +18,7 @@ from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.fields import Part, recorded
 from magicdec.records.identities.of_samples import unequal_threads
 from magicdec.records.performance import Metrics
-from magicdec.records.samples.recorded import PrefillSamples, SamplesRecord
+from magicdec.records.samples import PrefillSamples, SamplesRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.records.writing import append_line, to_json
 

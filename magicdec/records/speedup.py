@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples import PassSamples
 
 
 def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:

@@ -14,7 +14,7 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.environment import Environment, threads_of_ranks
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.samples.recorded import SamplesRecord
+from magicdec.records.samples import SamplesRecord
 from magicdec.records.table import method
 
 Setting = str | int | float | bool | None

@@ -16,8 +16,7 @@ from magicdec.names import BASELINE
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
 from magicdec.records.record import RunRecord
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.request import Request
 from magicdec.run.check import first_difference
 from magicdec.run.run_record import Measured, make_record

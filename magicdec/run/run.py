@@ -35,8 +35,7 @@ from magicdec.memory.sampler import MemoryTaken, MemoryWatch
 from magicdec.memory.working_memory import max_tokens
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
-from magicdec.records.samples.measured import PassSamples, to_ms
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request
 from magicdec.run.check import WIDER, Replays, check_outputs
 from magicdec.run.outcome import Interrupted, Outcome, outcome_of_done

@@ -17,8 +17,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.identities.of_metrics import check_identities
 from magicdec.records.metrics import run_metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples, SamplesRecord
+from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
 from magicdec.request import Request
 from magicdec.setup.prepare import Prepared
 from magicdec.workload.answers import answer_scores

@@ -86,7 +86,7 @@ PROPERTIES = (
         (
             Fault("TPOT over all tokens", "records/metrics.py",
                   "        ms / tokens\n", "        ms / (tokens + 1)\n"),
-            Fault("the first token counted as decoded", "records/samples/measured.py",
+            Fault("the first token counted as decoded", "records/samples.py",
                   "[len(r.output_ids) - 1 for r in requests]",
                   "[len(r.output_ids) for r in requests]"),
         ),

@@ -42,10 +42,10 @@ PROPERTIES = (
         "The spans of a ring's first stage hold its work alone.",
         f"{STAGES}test_the_spans_of_the_first_stage_are_its_work_alone",
         (
-            Fault("a span from the end of the one before", "pipeline/tracing/trace.py",
+            Fault("a span from the end of the one before", "pipeline/tracing.py",
                   "        self._begin_s = now_s\n",
                   "        self._begin_s = self.spans[-1] if self.spans else now_s\n"),
-            Fault("the head's span until the next message comes", "pipeline/tracing/trace.py",
+            Fault("the head's span until the next message comes", "pipeline/tracing.py",
                   "            trace.end_head(time.perf_counter())\n"
                   "        message = self.receiver.receive()",
                   "            pass\n        message = self.receiver.receive()\n"
@@ -56,7 +56,7 @@ PROPERTIES = (
         "A message is queued from its sending until it is taken.",
         f"{STAGES}test_a_message_is_queued_from_its_sending_until_it_is_taken",
         (
-            Fault("the time on the link is not in the queue", "pipeline/tracing/trace.py",
+            Fault("the time on the link is not in the queue", "pipeline/tracing.py",
                   "        traffic.sent_s += now_s\n"
                   "        if traffic.trace is not None and message.kind in COMPUTED:\n"
                   "            traffic.trace.end(now_s)\n        self.sender.send(message)",
@@ -69,9 +69,9 @@ PROPERTIES = (
         "Queues are those between two stages, by one clock.",
         f"{TRACES}test_queues_by_the_times_of_both_sides",
         (
-            Fault("the difference of two clocks counted twice", "pipeline/tracing/trace.py",
+            Fault("the difference of two clocks counted twice", "pipeline/tracing.py",
                   "taken_s - sent_s - taken * between_s", "taken_s - sent_s + taken * between_s"),
-            Fault("what a stage sent taken by itself", "pipeline/tracing/trace.py",
+            Fault("what a stage sent taken by itself", "pipeline/tracing.py",
                   "found[stage - 1][5]", "found[stage][5]"),
         ),
     ),
@@ -79,9 +79,9 @@ PROPERTIES = (
         "A clock is compared by the fastest round trip, whose middle it is.",
         f"{TRACES}test_a_clock_is_compared_by_the_fastest_round_trip",
         (
-            Fault("the slowest round trip", "pipeline/tracing/trace.py",
+            Fault("the slowest round trip", "pipeline/tracing.py",
                   "return min(found, key=", "return max(found, key="),
-            Fault("an answer taken for the begin of its round trip", "pipeline/tracing/trace.py",
+            Fault("an answer taken for the begin of its round trip", "pipeline/tracing.py",
                   "Ahead(answer.item() - asked_s - error_s, error_s)",
                   "Ahead(answer.item() - asked_s, error_s)"),
         ),
@@ -171,7 +171,7 @@ PROPERTIES = (
             Fault("a ring's counts not begun anew", "pipeline/ring_pass.py",
                   "            self._restart(stage, counting)\n            pipeline.on_send",
                   "            counting.restart(True)\n            pipeline.on_send"),
-            Fault("messages of the warm-up counted", "pipeline/tracing/trace.py",
+            Fault("messages of the warm-up counted", "pipeline/tracing.py",
                   "        self.traffic = Traffic(bytes_before=self.ends.outbound.num_bytes, "
                   "trace=trace)",
                   "        self.traffic.trace = trace"),

@@ -78,9 +78,9 @@ PROPERTIES = (
         "TPOT is from the first step to a sequence's own last token.",
         f"{RUN}test_tpot_is_the_time_from_the_first_step_to_the_own_last_token",
         (
-            Fault("TPOT's clock shifted by 0.5 ms", "records/samples/measured.py",
+            Fault("TPOT's clock shifted by 0.5 ms", "records/samples.py",
                   "end - started_s)", "end - started_s - 0.0005)"),
-            Fault("all sequences end with the last", "records/samples/measured.py",
+            Fault("all sequences end with the last", "records/samples.py",
                   "for end in ends])", "for end in [max(ends)] * len(ends)])"),
         ),
     ),

@@ -27,7 +27,7 @@ from magicdec.model.checkpoint.source import ModelSource, find_model, load_trans
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import Stage
-from magicdec.pipeline.tracing.trace import compare_clocks
+from magicdec.pipeline.tracing import compare_clocks
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits

@@ -24,7 +24,7 @@ from magicdec.records import table
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.record import STATUSES, RunRecord
-from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples import PassSamples
 
 Record = dict[str, Any]
 RATE = 0.8

@@ -12,8 +12,7 @@ import pytest
 from magicdec.records.identities.of_metrics import check_identities
 from magicdec.records.metrics import run_metrics
 from magicdec.records.performance import Metrics
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples
 
 BANDWIDTH = 1e9
 

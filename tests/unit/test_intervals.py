@@ -12,7 +12,7 @@ from synthetic_samples import baseline_pass, draw_chances, draw_pass, prefill_of
 
 from magicdec.records.identities.of_samples import check_samples
 from magicdec.records.metrics import acceptance
-from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples import PassSamples
 from magicdec.records.statistics.by_prompt import count_by_prompt
 from magicdec.records.statistics.intervals import interval, ratio_interval
 from magicdec.records.statistics.uncertainty import estimates_of, uncertainty_of

@@ -20,8 +20,7 @@ from magicdec.records.metrics import (
     run_metrics,
 )
 from magicdec.records.performance import Metrics
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples, SamplesRecord
+from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
 from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
 from magicdec.request import Request, SamplingParams, StepOutput
 

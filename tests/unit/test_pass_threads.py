@@ -38,10 +38,10 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
+from magicdec.pipeline import tracing
 from magicdec.pipeline.pass_memory import expected_threads
 from magicdec.pipeline.ring_pass import RingPass
-from magicdec.pipeline.tracing import trace
-from magicdec.pipeline.tracing.trace import gather_threads
+from magicdec.pipeline.tracing import gather_threads
 from magicdec.pipelined_run.drafter import DraftLoop
 from magicdec.pipelined_run.stage import StageLoop
 from magicdec.records.reading import load_records
@@ -130,7 +130,7 @@ def test_every_rank_learns_of_a_rank_with_other_threads(
         assert ours.tolist() == [list(of_both[rank])] and world_size == 2
         return [torch.tensor([each]) for each in of_both]
 
-    monkeypatch.setattr(trace, "gather_rows", gather_rows)
+    monkeypatch.setattr(tracing, "gather_rows", gather_rows)
     count = ThreadCount()
     count.measured = [of_both[rank].most] * 4
     place = count, of_both[rank].expected, Launch(rank, 2, rank, 2)

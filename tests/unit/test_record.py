@@ -31,8 +31,7 @@ from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.request import Request, SamplingParams
 from magicdec.run.run_record import Measured, make_record
 from magicdec.setup.prepare import Prepared

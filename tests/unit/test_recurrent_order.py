@@ -18,7 +18,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.hardware.timing import VirtualClock
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.emulation.emulated_stage import DelayedSender, EmulatedStage, Link
+from magicdec.pipeline.emulation import DelayedSender, EmulatedStage, Link
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED

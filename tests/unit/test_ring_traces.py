@@ -22,7 +22,8 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.sampler import MemorySampler
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.emulation.emulated_stage import EmulatedStage
+from magicdec.pipeline import tracing
+from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.showing.curves import RUN_COLUMNS, Curves, append_run, by_sample, points_of
 from magicdec.pipeline.showing.gantt import (
@@ -34,8 +35,7 @@ from magicdec.pipeline.showing.gantt import (
     panels_of,
 )
 from magicdec.pipeline.showing.memory import MemoryCurves, by_rank, label_of
-from magicdec.pipeline.tracing import trace as trace_module
-from magicdec.pipeline.tracing.trace import (
+from magicdec.pipeline.tracing import (
     Ahead,
     CountingEnds,
     RingTrace,
@@ -197,7 +197,7 @@ def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
 def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other clock is 50 s ahead. Messages take 3 s there and 1 s back, but once 0.25 s."""
     clock, slow = Clock(), [3.0, 1.0]
-    ways = iter(slow * 7 + [0.25, 0.25] + slow * (trace_module.ROUNDS - 8))
+    ways = iter(slow * 7 + [0.25, 0.25] + slow * (tracing.ROUNDS - 8))
 
     def receive(answer: torch.Tensor, rank: int) -> None:
         answer[0] = clock.now + 50.0
@@ -205,8 +205,8 @@ def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.Monke
 
     exchange = SimpleNamespace(send=lambda answer, rank: clock.advance(next(ways)), recv=receive)
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(trace_module, "dist", exchange)
-    assert trace_module.compare_clocks(0, [1]) == {1: Ahead(50.0, 0.25)}
+    monkeypatch.setattr(tracing, "dist", exchange)
+    assert tracing.compare_clocks(0, [1]) == {1: Ahead(50.0, 0.25)}
 
 
 def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(

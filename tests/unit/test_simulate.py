@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 from magicdec.cli.commands import console
-from magicdec.cli.simulate.flags import build_parser, make_options
+from magicdec.cli.simulate_flags import build_parser, make_options
 from magicdec.cost_model.curves import conditional_rate
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts, Options

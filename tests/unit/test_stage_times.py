@@ -24,11 +24,11 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.executor import Cancellation
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline import speculation, stage
-from magicdec.pipeline.emulation.emulated_stage import EmulatedStage
+from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED
-from magicdec.pipeline.tracing.trace import Ahead, CountingEnds, spans_of, uses_of
+from magicdec.pipeline.tracing import Ahead, CountingEnds, spans_of, uses_of
 from magicdec.pipelined_run import stage as pipelined_stage
 from magicdec.pipelined_run.board import CancelBoard
 from magicdec.pipelined_run.layout import Layout

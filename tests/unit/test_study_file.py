@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.cli.study.sweep import make_configs, parse
+from magicdec.cli.sweep import make_configs, parse
 from magicdec.config.run_config import RunConfig
 from magicdec.study.study import Settings
 

@@ -31,7 +31,7 @@ from magicdec.cli.serving.drafter import (
     without_model,
 )
 from magicdec.cli.serving.steps import Kept, announce, conclude, run_command
-from magicdec.cli.simulate.flags import add_speculation, make_options
+from magicdec.cli.simulate_flags import add_speculation, make_options
 from magicdec.config.run_config import RunConfig
 from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from magicdec import gantt
 from magicdec.gantt import Bar, Look, Panel
-from magicdec.pipeline.tracing.trace import RingTrace
+from magicdec.pipeline.tracing import RingTrace
 
 # Light, so that the text on a bar can be read.
 COLOURS = (

@@ -18,8 +18,7 @@ from magicdec.records.identities.of_samples import (
     must_not_exceed,
 )
 from magicdec.records.performance import Metrics
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples
 
 # The metrics that lie within their intervals.
 INSIDE = (

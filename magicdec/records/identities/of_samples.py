@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples, SamplesRecord
+from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
 
 ROUNDING_MS = 1e-5  # a sample is rounded to 1e-6 ms; times a few samples
 PHASE_TOLERANCE = 0.01  # on CUDA phases have the device's clock and steps the host's

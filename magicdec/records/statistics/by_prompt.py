@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from magicdec.records.samples.measured import PassSamples
+from magicdec.records.samples import PassSamples
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from magicdec.records.fields import Part, recorded
-from magicdec.records.samples.measured import PassSamples
-from magicdec.records.samples.recorded import PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.records.speedup import net_speedups, speedups
 from magicdec.records.statistics.by_prompt import Array, PromptCounts, count_by_prompt
 from magicdec.records.statistics.intervals import (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from magicdec.cli.flags import refuse
-from magicdec.cli.simulate.flags import build_parser, check, make_options
+from magicdec.cli.simulate_flags import build_parser, check, make_options
 from magicdec.cost_model.curves import conditional_rate
 from magicdec.distributed.groups import read_launch
 from magicdec.pipelined_speculation.options import Options
@@ -57,7 +57,7 @@ def main() -> NoReturn:
             write_lines(found, options, args)
     except ValueError as error:
         refuse(error, launch)
-    from magicdec.cli.simulate.command import print_clusters, print_modes
+    from magicdec.cli.simulate import print_clusters, print_modes
 
     if len(found) == 1:
         print_modes(found[0].machine, found[0].measured)
