@@ -296,6 +296,8 @@ class WorkloadSection:
 
 @dataclass(frozen=True)
 class DraftSection:
+    """The model that drafts in a run with a standalone draft, and the ranks that hold it."""
+
     model: str = option(
         "demo-draft",
         "The draft: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
@@ -319,6 +321,8 @@ class DraftSection:
 
 @dataclass(frozen=True)
 class OutputSection:
+    """What a run writes, and where."""
+
     results: str = option(
         "results/runs.jsonl",
         "The file that records are appended to, one JSON line for each run.",
@@ -344,6 +348,8 @@ class OutputSection:
 
 @dataclass(frozen=True)
 class ModelSection:
+    """The model of a run, and how it is stored and computed."""
+
     model: str = option(
         "demo",
         "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "

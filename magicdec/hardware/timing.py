@@ -114,6 +114,9 @@ def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> lis
 
 
 class Clock(Protocol):
+    """Tells when requests arrive and tokens are emitted, and waits for a time. Must not know what
+    happens then."""
+
     def now(self) -> float:
         """Seconds since a fixed point in time."""
         ...

@@ -31,6 +31,9 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
+    """The projections and the activation between the norm and the residual addition, gated or not,
+    with the all-reduce over ranks."""
+
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         first, last = shard.split(config.intermediate_size)
@@ -66,6 +69,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
+    """RMS norm, or layer norm with a bias."""
     kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
     return kind(config.hidden_size, config.norm_eps)
 

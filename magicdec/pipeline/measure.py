@@ -22,7 +22,7 @@ def measure(
 ) -> list[PipelineRecord]:
     """`keep` gets each record, and the requests of its pass, as soon as the pass is done, so that
     what ends a later pass costs only that one. All ranks call it; only the first makes records.
-    Raises PeerLost if another rank has ended."""
+    Raises PeerLost, or the RuntimeError of a collective, if another rank has ended."""
     launch, asked = prepared.run.launch, prepared.options.asked
     session = RankSession(launch, prepared.whole.parallel)
     progress = make_progress(launch.rank == 0)

@@ -103,7 +103,8 @@ def candidates_of(message: Message) -> list[Candidates]:
 
 
 class LocalChannel:
-    """Both ends."""
+    """Both ends of a channel between two threads of a rank, which may be the head, the first stage
+    and the drafter at once."""
 
     num_bytes = 0  # nothing is copied
 

@@ -81,6 +81,7 @@ SETTINGS: dict[str, Callable[[RunRecord], Setting]] = {
 
 
 def settings(record: RunRecord) -> dict[str, Setting]:
+    """The settings of a run by the names of their flags; None where they mean nothing."""
     return {name: read(record) for name, read in SETTINGS.items()}
 
 

@@ -13,9 +13,11 @@ from torch.distributed import HashStore, TCPStore
 
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching import watch as watch_module
+from magicdec.distributed.watching.heartbeat import INTERVAL_S
 from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.distributed.watching.watch import (
     Watch,
+    end_process,
     first_word,
     leave_ranks,
     meet,
@@ -127,3 +129,36 @@ def test_between_hosts_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert first_word("the connection with rank 2 is lost") == "the connection with rank 2 is lost"
     monkeypatch.setenv("MASTER_PORT", "1")  # nobody answers
     assert first_word("rank 4 has ended") == "rank 4 has ended"
+
+
+@pytest.mark.parametrize(
+    ("launch", "is_awaited"),
+    [
+        (Launch(0, 4, 0, 2), True),
+        (Launch(1, 4, 1, 2), True),
+        (Launch(2, 4, 0, 2), False),
+        (Launch(0, 2, 0, 2), False),
+    ],
+    ids=["first host", "its other rank", "second host", "one host"],
+)
+def test_the_host_of_the_store_ends_when_the_others_have_read_what_was_lost(
+    launch: Launch, is_awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks read the store every INTERVAL_S; it ends with the first rank's host."""
+    events: list[object] = []
+
+    def leave(code: int) -> None:
+        events.append(("exit", code))
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watch_module, "first_word", lambda line: "rank 3 has ended")
+    monkeypatch.setattr(watch_module, "report_error", events.append)
+    monkeypatch.setattr(watch_module.time, "sleep", events.append)
+    monkeypatch.setattr(watch_module.os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        end_process(launch, "rank 1 has ended")
+    is_one_host = launch.local_world_size == launch.world_size
+    line = f"rank {launch.rank}: rank {1 if is_one_host else 3} has ended"
+    waits = [event for event in events if isinstance(event, float)]
+    assert events == [line, *waits, ("exit", watch_module.LOST)]
+    assert bool(waits) == is_awaited and sum(waits) >= 2 * INTERVAL_S * is_awaited
