@@ -20,7 +20,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model demo --dataset demo --prefix_len 8192 \
-		--rank_group 0 1 --results results/demo.jsonl $(DEMO_ARGS)
+		--rank_group 0 1 --out results/demo.jsonl $(DEMO_ARGS)
 
 # A small study, and its report with what the plan predicts for this machine. What is measured already is not measured again.
 report: $(VENV)/.installed results/machine.json

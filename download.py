@@ -1,6 +1,6 @@
 """`magicdec download` from a checkout, under the original suite's name; see `--help`."""
 
-from magicdec.cli.checkpoints.download import main
+from magicdec.cli.front.checkpoints import download
 
 if __name__ == "__main__":
-    main()
+    download()

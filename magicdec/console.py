@@ -11,13 +11,12 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 FILE_WIDTH = 160  # columns of a table that is written to a file or a pipe
 LINE_EVERY_S = 10.0
@@ -32,18 +31,6 @@ def make_console(to_stderr: bool = False) -> Console:
     is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
     width = None if is_terminal else FILE_WIDTH
     return Console(stderr=to_stderr, width=width, highlight=False, markup=False, emoji=False)
-
-
-def print_table(table: Table) -> None:
-    """Print a table. On a terminal that is too narrow for it, it has no frame, and headings and
-    cells are broken into lines, so that nothing is cut."""
-    console = make_console()
-    needed = console.measure(table, options=console.options.update(max_width=FILE_WIDTH))
-    if needed.maximum > console.width:
-        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
-        for column in table.columns:
-            column.no_wrap, column.overflow = False, "fold"
-    console.print(table)
 
 
 def labelled(label: str, text: str, indent: int = 11) -> str:
@@ -78,10 +65,7 @@ class Advance(Protocol):
 class Silent:
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
-        def advance(amount: int = 1) -> None:
-            pass
-
-        yield advance
+        yield lambda amount=1: None
 
 
 class Lines:
@@ -90,20 +74,13 @@ class Lines:
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
-        started = last = time.monotonic()
-        done = 0
+        started = time.monotonic()
 
-        def advance(amount: int = 1) -> None:
-            nonlocal last, done
-            done += amount
-            now = time.monotonic()
-            if now - last >= LINE_EVERY_S:
-                last = now
-                print(
-                    f"{name}: {done}/{total} ({now - started:.0f} s)", file=sys.stderr, flush=True
-                )
+        def tell(done: int) -> None:
+            text = f"{name}: {done}/{total} ({time.monotonic() - started:.0f} s)"
+            print(text, file=sys.stderr, flush=True)
 
-        yield advance
+        yield telling(tell, LINE_EVERY_S)
 
 
 class Bar:
@@ -115,20 +92,26 @@ class Bar:
         from rich.progress import Progress as RichProgress
 
         console = make_console(to_stderr=True)
-        bar = RichProgress(console=console, auto_refresh=False, transient=True)
-        with bar:
-            task, last = bar.add_task(name, total=total), 0.0
+        with RichProgress(console=console, auto_refresh=False, transient=True) as bar:
+            task = bar.add_task(name, total=total)
             bar.refresh()
+            yield telling(
+                lambda done: bar.update(task, completed=done, refresh=True), REFRESH_EVERY_S
+            )
 
-            def advance(amount: int = 1) -> None:
-                nonlocal last
-                bar.advance(task, amount)
-                now = time.monotonic()
-                if now - last >= REFRESH_EVERY_S:
-                    last = now
-                    bar.refresh()
 
-            yield advance
+def telling(tell: Callable[[int], None], every_s: float) -> Advance:
+    """Calls `tell` with what is done so far, at most once in so many seconds."""
+    last, done = time.monotonic(), 0
+
+    def advance(amount: int = 1) -> None:
+        nonlocal last, done
+        done += amount
+        if time.monotonic() - last >= every_s:
+            last = time.monotonic()
+            tell(done)
+
+    return advance
 
 
 def make_progress(is_leader: bool) -> Progress:

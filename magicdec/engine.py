@@ -16,12 +16,12 @@ from dataclasses import replace
 
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.hardware.timing import Clock, RealClock
-from magicdec.kv.row_window import window_moves
 from magicdec.names import COMPACTION
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Part, Plan
+from magicdec.scheduling.rows import window_moves
 from magicdec.scheduling.scheduler import Scheduler
 from magicdec.scheduling.sharing import PlanSharing
 from magicdec.scheduling.waiting import Order, fcfs
@@ -100,9 +100,9 @@ class Engine:
         requests; the clock of the first rank counts."""
         for request in requests:
             self.scheduler.limits.check(request)
-        coming = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
+        arrivals = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         sharing = PlanSharing(self.runner.group, self.runner.device, self.scheduler, requests)
-        while (plan := sharing.next(lambda: self._next(coming))) is not None:
+        while (plan := sharing.next(lambda: self._next(arrivals))) is not None:
             watch(plan)
             self.execute(plan, strategy, observe)
             self.clock.after_step()
@@ -135,26 +135,26 @@ class Engine:
         rows = [r.row for r in snapshots if r.row is not None]
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
 
-    def _next(self, coming: deque[Request]) -> Plan | None:
+    def _next(self, arrivals: deque[Request]) -> Plan | None:
         """The next step, after a wait for the next request if there is nothing to do now."""
         while True:
             now = self.clock.now()
-            while coming and coming[0].arrived_s <= now and self.scheduler.has_room:
-                request = coming.popleft()
+            while arrivals and arrivals[0].arrived_s <= now and self.scheduler.has_room:
+                request = arrivals.popleft()
                 self.scheduler.add([request], request.arrived_s)
             plan = self.scheduler.schedule()
-            if plan is not None or not coming:
+            if plan is not None or not arrivals:
                 return plan
-            self.clock.wait_until(coming[0].arrived_s)
+            self.clock.wait_until(arrivals[0].arrived_s)
 
     def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
         started = self.clock.now()
         output = strategy.step(batch)
         now = self.clock.now()
         observe(self.scheduler.commit(batch, output, now), now - started)
-        ended = [r.row for r in batch.requests if r.status is Status.FINISHED]
-        if ended:
-            self._free(ended, strategy)
+        ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]
+        if ended_rows:
+            self._free(ended_rows, strategy)
 
     def _close_window(self, strategy: DecodingStrategy) -> None:
         """Each rank knows the same rows, so that all make the same moves."""
@@ -185,8 +185,8 @@ class Engine:
             self.runner.cache.allocate(row, num_tokens)
 
     def _free(self, rows: Sequence[int | None], strategy: DecodingStrategy) -> None:
-        known = [row for row in rows if row is not None]
-        strategy.release(known)
+        taken_rows = [row for row in rows if row is not None]
+        strategy.release(taken_rows)
         if self.is_in_flight:
-            for row in known:
+            for row in taken_rows:
                 self.runner.cache.release(row)

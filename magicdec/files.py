@@ -1,18 +1,16 @@
 """Writes files that are complete or absent: a full disk or Ctrl-C leaves no unfinished file, and an
-error names the file that the user asked for. Imports nothing of this package.
+error names the file that the user asked for. Also checksums of files. Imports nothing of this
+package.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-DOTS_PER_INCH = 150
+READ_BYTES = 1 << 22
 
 
 @contextmanager
@@ -43,7 +41,7 @@ def removed(*partials: Path, out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None and Path(error.filename) in partials:
+        if error.errno is not None and Path(error.filename or partials[0]) in partials:
             error.filename, error.filename2 = str(out), None
         raise
     finally:
@@ -51,8 +49,10 @@ def removed(*partials: Path, out: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def save_figure(flag: str, path: Path, figure: Figure) -> None:
-    """Write a figure in the format that the name of `path` ends in. Raises ValueError as
-    `complete_file` does."""
-    with complete_file(flag, path) as partial:
-        figure.savefig(partial, dpi=DOTS_PER_INCH)
+def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
+    """The checksum of a file in hexadecimal digits: its sha256, or what `digest` makes of it."""
+    digest = digest or hashlib.sha256()
+    with path.open("rb") as handle:
+        while data := handle.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

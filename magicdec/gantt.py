@@ -1,7 +1,6 @@
 """Gantt charts: what happened when, with a bar for each span of time.
 
-Owns the drawing. Must not know what the rows and the bars are. Imports matplotlib only when
-something is drawn.
+Imports matplotlib only when something is drawn.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from magicdec.files import save_figure
+from magicdec.figures import saved_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_ROWS = 64  # that can be told apart in a panel
+MOST_ROWS = 64  # with names that can be read in a panel
 ROW_INCHES, WIDTH_INCHES = 0.22, 10.0
+TITLE_ROWS = 3  # rows that the title and the axis of a panel take
 TEXT_SHARE = 0.011  # of the width of a panel, for each character of a bar's text
 EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
 
@@ -45,7 +45,7 @@ class Bar:
 @dataclass(frozen=True)
 class Panel:
     """`rows` are the names of the rows, first the one at the top. The time goes from `begin_s` to
-    `end_s`. `marks_s` are times with an upright line."""
+    `end_s`. `marks_s` are times with an upright line. Each row is `row_inches` high."""
 
     title: str
     rows: Sequence[str]
@@ -53,6 +53,7 @@ class Panel:
     end_s: float
     marks_s: Sequence[float] = ()
     begin_s: float = 0.0
+    row_inches: float = ROW_INCHES
 
 
 def draw(
@@ -65,32 +66,33 @@ def draw(
     """Write a picture with the panels below each other, up to a time, in the format that the name
     of `path` ends in. Raises ValueError, naming the flag, if a panel has too many rows or the file
     cannot be written."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    most = max(len(panel.rows) for panel in panels)
+    most = max(sum(map(bool, panel.rows)) for panel in panels)
     if most > MOST_ROWS:
         raise ValueError(f"{flag}: {most} rows are too many to draw; at most {MOST_ROWS}")
-    heights = [len(panel.rows) + 3 for panel in panels]
-    size = (WIDTH_INCHES, ROW_INCHES * sum(heights) + 1)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
-    for ax, panel in zip(axes.flat, panels, strict=True):
-        _draw_panel(ax, panel, until_s)
-    axes[-1, 0].set_xlabel("time, ms")
-    handles = [
-        Patch(facecolor=look.colour, label=name, hatch=look.hatch, **EDGE)
-        for name, look in legend.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
-    save_figure(flag, path, figure)
+    heights = [panel.row_inches * (len(panel.rows) + TITLE_ROWS) for panel in panels]
+    size = WIDTH_INCHES, sum(heights) + 1
+    with saved_figure(
+        flag, path, size, len(panels), sharex=True, height_ratios=heights
+    ) as (figure, axes):  # fmt: skip
+        for ax, panel in zip(axes, panels, strict=True):
+            _draw_panel(ax, panel, until_s)
+        axes[-1].set_xlabel("time, ms")
+        handles = [
+            Patch(facecolor=look.colour, label=name, hatch=look.hatch, **EDGE)
+            for name, look in legend.items()
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
 
 def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:
     end_s = until_s or panel.end_s
     for (look, row), spans in _together(panel.bars, end_s).items():
-        place = row - look.height / 2, look.height
-        ax.broken_barh(spans, place, facecolor=look.colour, hatch=look.hatch, **EDGE)
+        ax.broken_barh(
+            spans, (row - look.height / 2, look.height), facecolor=look.colour, hatch=look.hatch,
+            **EDGE,
+        )  # fmt: skip
     for bar in panel.bars:
         left_s = max(bar.begin_s, panel.begin_s)
         width_s = min(bar.end_s, end_s) - left_s
@@ -105,14 +107,15 @@ def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:
     ax.set_yticks(range(len(panel.rows)), panel.rows, fontsize=7)
     ax.set_ylim(len(panel.rows) - 0.5, -0.5)
     ax.set_xlim(1e3 * panel.begin_s, 1e3 * end_s)
-    ax.set_title(panel.title, loc="left", fontsize=10)
+    ax.set_title(panel.title)
+    ax.grid(visible=False)
 
 
 def _together(bars: Sequence[Bar], end_s: float) -> dict[tuple[Look, int], list[Any]]:
     """(begin, length) in ms of the bars that begin before the end, by their look and their row."""
-    found: dict[tuple[Look, int], list[Any]] = {}
+    spans: dict[tuple[Look, int], list[Any]] = {}
     for bar in bars:
         if bar.end_s > bar.begin_s and bar.begin_s < end_s:
             span = 1e3 * bar.begin_s, 1e3 * (bar.end_s - bar.begin_s)
-            found.setdefault((bar.look, bar.row), []).append(span)
-    return found
+            spans.setdefault((bar.look, bar.row), []).append(span)
+    return spans

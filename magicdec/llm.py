@@ -1,8 +1,7 @@
 """LLM: a model in this process that serves requests which come and go. This is the Python interface
 for programs; the drivers measure whole batches.
 
-Owns how an engine is built for that, and the streams of tokens. Must not know what a step does
-(`engine`).
+Owns how an engine is built for that, and the streams of tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from magicdec.autotune.fastest_backend import settle
+from magicdec.autotune import settle
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -23,13 +22,12 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.console import make_progress
-from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.memory.working_memory import max_tokens as row_tokens
+from magicdec.memory.plan import max_tokens as row_tokens
 from magicdec.names import ADMISSION_ORDERS, BASELINE, load_named
 from magicdec.request import Request, Status
 from magicdec.sampling.sampling import make_params
@@ -89,7 +87,7 @@ class LLM:
                 raise ValueError(f"{name} is too small")
         self.max_new_tokens = min(max_new_tokens or max_tokens, max_tokens)
         strategy = BASELINE if drafter is None else "speculative"
-        asked = RunConfig(
+        run_config = RunConfig(
             model=ModelSection(model, dtype),
             attention=AttentionSection(prefill_chunk=min(prefill_tokens, MOST_CHUNK)),
             parallel=ParallelSection(threads=threads),
@@ -102,17 +100,15 @@ class LLM:
                 extra_new_tokens=self.max_new_tokens - 1,
             ),
         )
-        found, known = find(asked, Launch(0, 1, 0, 1), Known()), Known()
-        check_fits(found.config, found.source, world_size=1)
-        self.model = found.source.config
-        _, self.tokenizer = find_tokenizer(found.source, known)
-        device, group = torch.device(found.config.parallel.device), Group((0,), 0)
-        torch.set_num_threads(found.config.parallel.threads_of(0))
-        config = settle(found.config, self.model, None, group, device)
+        run, cache = find(run_config, Launch(0, 1, 0, 1), Known()), Known()
+        check_fits(run.config, run.source, world_size=1)
+        self.model = run.source.config
+        _, self.tokenizer = find_tokenizer(run.source, cache)
+        device, group = torch.device(run.config.parallel.device), Group((0,), 0)
+        torch.set_num_threads(run.config.parallel.threads_of(0))
+        config = settle(run.config, self.model, None, group, device)
         models, longest = LoadedModels(device, make_progress(False)), row_tokens(config)
-        runner = make_target(
-            config, found.source, group, models, longest, block_tokens, cache_tokens
-        )
+        runner = make_target(config, run.source, group, models, longest, block_tokens, cache_tokens)
         if drafter == "self":
             keep_queries(runner, config.kv)
         recorder: Recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else Eager()
@@ -164,9 +160,6 @@ class LLM:
             engine.execute(plan, self._strategy)
         return plan is not None
 
-    def _cancel(self, request: Request) -> None:
-        self._engine.scheduler.cancel(request)
-
     def _encode(self, text: str) -> tuple[int, ...]:
         bos = self.model.bos_token_id
         return (*(() if bos is None else (bos,)), *self.tokenizer.encode(text))
@@ -208,4 +201,4 @@ class Stream:
 
     def cancel(self) -> None:
         """End the request. The next step frees its memory."""
-        self._llm._cancel(self._request)
+        self._llm._engine.scheduler.cancel(self._request)

@@ -70,8 +70,12 @@ BATCHINGS = {
 RECORDS = {
     "run": "magicdec.records.record:RunRecord",
     "serving": "magicdec.serving.record:ServingRecord",
-    "pipeline": "magicdec.pipeline.record:PipelineRecord",
+    "pipeline": "magicdec.pipeline.metrics:PipelineRecord",
     "speculation": "magicdec.pipelined_run.measured.metrics:SpeculationRecord",
+    "latency": "magicdec.latency.record:LatencyRecord",
+    "plan": "magicdec.cost_model.plan:PlanRecord",
+    "stage_plan": "magicdec.cost_model.stage_plan:StagePlanRecord",
+    "simulation": "magicdec.simulator.run:SimulationRecord",
 }
 # What computes norms, rotation and gates.
 ELEMENTWISE = {
@@ -86,16 +90,16 @@ PORTABLE_ELEMENTWISE = "torch"
 # What config.json calls a model: the family that reads it.
 ARCHITECTURES = {
     "LlamaForCausalLM": "magicdec.model.families.llama:LLAMA",
-    "MistralForCausalLM": "magicdec.model.families.mistral:MISTRAL",
-    "Qwen2ForCausalLM": "magicdec.model.families.qwen:QWEN2",
-    "Qwen3ForCausalLM": "magicdec.model.families.qwen:QWEN3",
-    "BaiChuanForCausalLM": "magicdec.model.families.baichuan:BAICHUAN",
-    "BaichuanForCausalLM": "magicdec.model.families.baichuan:BAICHUAN",
-    "GPT2LMHeadModel": "magicdec.model.families.gpt2:GPT2",
-    "GPTBigCodeForCausalLM": "magicdec.model.families.gpt2:BIGCODE",
-    "GPTJForCausalLM": "magicdec.model.families.gptj:GPTJ",
-    "FalconForCausalLM": "magicdec.model.families.falcon:FALCON",
-    "BloomForCausalLM": "magicdec.model.families.bloom:BLOOM",
+    "MistralForCausalLM": "magicdec.model.families.llama:MISTRAL",
+    "Qwen2ForCausalLM": "magicdec.model.families.llama:QWEN2",
+    "Qwen3ForCausalLM": "magicdec.model.families.llama:QWEN3",
+    "BaiChuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",
+    "BaichuanForCausalLM": "magicdec.model.families.llama:BAICHUAN",
+    "GPT2LMHeadModel": "magicdec.model.families.gpt:GPT2",
+    "GPTBigCodeForCausalLM": "magicdec.model.families.gpt:BIGCODE",
+    "GPTJForCausalLM": "magicdec.model.families.gpt:GPTJ",
+    "FalconForCausalLM": "magicdec.model.families.gpt:FALCON",
+    "BloomForCausalLM": "magicdec.model.families.gpt:BLOOM",
 }
 DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = (*DTYPES, "int8")

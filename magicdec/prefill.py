@@ -2,8 +2,7 @@
 complete gets its first token.
 
 Owns the order of the chunks and the time stamps of first tokens. Keeps the newest queries of each
-text if the runner has a place for them. Must not know how tokens are decoded afterwards, nor who
-gave the rows their memory.
+text if the runner has a place for them.
 """
 
 from __future__ import annotations
@@ -46,8 +45,10 @@ def prefill(
             sampling = SamplingMetadata.of([part.request], vocab_size, runner.device)
             tokens.append(next_tokens(runner, logits, sampling)[0])
         stamps.mark()
-    read = iter(torch.stack(tokens).tolist() if tokens else [])
-    return StepOutput([next(read) if one else [] for one in is_first], emitted_s=stamps.seconds())
+    first_tokens = iter(torch.stack(tokens).tolist() if tokens else [])
+    return StepOutput(
+        [next(first_tokens) if one else [] for one in is_first], emitted_s=stamps.seconds()
+    )
 
 
 def take(
@@ -57,12 +58,12 @@ def take(
     logits [1, 1, V] of the last one."""
     text, row, num_left = part.request.cached_ids, part.row, part.request.num_cached - part.start
     ids = upload([text[part.start : part.stop]], runner.device)
-    rows, kept = BatchRows.of([row], runner.device), runner.prompt_queries
-    if kept is not None and part.start == 0:
-        kept.begin(row, num_left)
+    rows, prompt_queries = BatchRows.of([row], runner.device), runner.prompt_queries
+    if prompt_queries is not None and part.start == 0:
+        prompt_queries.begin(row, num_left)
     for tokens in ids.split(chunk, dim=1):
         num_left -= tokens.shape[1]
-        watch = None if kept is None else kept.watch(row, num_left)
+        watch = None if prompt_queries is None else prompt_queries.watch(row, num_left)
         logits = runner.forward(tokens, rows, last_only=True, watch_queries=watch)
         progress(tokens.shape[1])
     return logits

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from magicdec.config.checks import check_sampling
+from magicdec.config.sections import SamplingSection
+from magicdec.config.setting import check_values
 
 
 class Status(Enum):
@@ -37,7 +38,7 @@ class SamplingParams:
     is_coupled: bool = False  # tokens are chosen with noise that a drafter can share
 
     def __post_init__(self) -> None:
-        check_sampling(self)
+        check_values(self, SamplingSection)
 
     @property
     def is_greedy(self) -> bool:

@@ -24,8 +24,7 @@ from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.view import FULL, KVView, make_view
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import FULL, KVView, Visible, make_view
 from magicdec.model.transformer import Transformer
 
 Watch = Callable[[int, Tensor], None]
@@ -160,8 +159,9 @@ class ModelRunner:
             self.cache, rows, policy or self.policy, num_new, committed, self.window, tree
         )
         if self.executor is not None and self.executor.serves(view):
-            call = x, view, self.offsets, last_only, watch, watch_queries, cancellation
-            out, keys = self.executor.forward(*call)
+            out, keys = self.executor.forward(
+                x, view, self.offsets, last_only, watch, watch_queries, cancellation
+            )
             self.cache.advance(rows, num_appended)
             num_bytes = self.cache.bytes_per_token
             self.counts.count(1, num_new * len(rows), keys, num_bytes, len(rows) * is_draft)
@@ -180,7 +180,7 @@ class ModelRunner:
         watch_queries: QueryWatch | None,
         cancellation: Cancellation | None,
     ) -> Tensor:
-        """The same one layer after the other, with the attention backend."""
+        """The forward, one layer after the other, with the attention backend."""
         self.backend.plan(view)
         first = self.model.layers.start
 
@@ -197,11 +197,13 @@ class ModelRunner:
         positions = view.query_positions()
         if self.offsets is not None:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
-        place = x, positions, attend, self.group.all_reduce, last_only
-        if cancellation is None:
-            out: Tensor = self.model(*place)
-            return out
-        out = self.model(*place, lambda layer: check(cancellation, layer - first))
+
+        def before_layer(layer: int) -> None:
+            if cancellation is not None:
+                check(cancellation, layer - first)
+
+        reduce = self.group.all_reduce
+        out: Tensor = self.model(x, positions, attend, reduce, last_only, before_layer)
         return out
 
     @property

@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -32,10 +34,11 @@ from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.names import BASELINE
-from magicdec.records.metrics import acceptance
+from magicdec.records.acceptance import acceptance_metrics
+from magicdec.records.intervals import jackknife_error
 from magicdec.records.samples import PassSamples
 from magicdec.request import Batch, Request, StepOutput
-from magicdec.run.prompts import make_requests
+from magicdec.run.resident import make_requests
 from magicdec.run.run import Run
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
@@ -65,15 +68,14 @@ class Way:
         return [accepted / n if n else 0.0 for accepted, n in self.counts()]
 
     def as_json(self) -> dict[str, object]:
-        found = acceptance(self.samples.num_accepted, self.samples.num_drafted)
+        names = ("acceptance_rate", "acceptance_length", "acceptance_per_position")
+        metrics = acceptance_metrics(self.samples)
         return {
             "name": self.name,
             "budget": self.budget,
             "different": self.num_different,
             "rates": self.rates(),
-            "acceptance_rate": found.rate,
-            "acceptance_length": found.length,
-            "acceptance_per_position": found.per_position,
+            **{key: metrics.get(key) for key in names},
         }
 
 
@@ -108,11 +110,11 @@ def make_ways(budgets: list[int]) -> list[Way]:
         "verified": KVSection("verified"),
     }
     ways = [
-        Way(name, budget, "self", replace(kv, budget=budget).resolve(), PassSamples())
+        Way(name, budget, "self", replace(kv, budget=budget).resolve(), PassSamples.empty())
         for name, kv in sections.items()
         for budget in budgets
     ]
-    return [*ways, Way(NGRAM, None, "ngram", KVSection(), PassSamples())]
+    return [*ways, Way(NGRAM, None, "ngram", KVSection(), PassSamples.empty())]
 
 
 def decode(run: Run, snapshots: list[Request], name: str, way: Way) -> list[Request]:
@@ -120,7 +122,10 @@ def decode(run: Run, snapshots: list[Request], name: str, way: Way) -> list[Requ
     decoding = replace(run.config.decoding, drafter=way.drafter)
     strategy = Noting(make_strategy(name, Setup(run.runner, decoding, way.kv)), way)
     run.engine.begin(strategy)
-    return run.engine.decode(strategy, way.samples.observe)
+    started = time.perf_counter()
+    requests = run.engine.decode(strategy, way.samples.observe)
+    way.samples.end_batch(requests, started)
+    return requests
 
 
 def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[float]]]:
@@ -131,7 +136,7 @@ def measure(run: Run, ways: list[Way], budgets: list[int]) -> list[list[list[flo
         with run.progress.task(f"prefill {batch + 1}", sum(len(r.prompt_ids) for r in requests)):
             snapshots = run.engine.prefill(requests)
         seen.append(attention_seen(run, snapshots, budgets))
-        baseline = Way(BASELINE, None, "self", KVSection(), PassSamples())
+        baseline = Way(BASELINE, None, "self", KVSection(), PassSamples.empty())
         baseline.samples.begin_batch()
         expected = [list(r.output_ids) for r in decode(run, snapshots, BASELINE, baseline)]
         for way in ways:
@@ -195,9 +200,7 @@ def paired_difference(
     without = [
         _rate(ours[:i] + ours[i + 1 :]) - _rate(others[:i] + others[i + 1 :]) for i in range(size)
     ]
-    middle = statistics.fmean(without)
-    variance = (size - 1) / size * sum((value - middle) ** 2 for value in without)
-    return found, variance**0.5
+    return found, jackknife_error(np.array([found, *without]))
 
 
 def _rate(counts: list[tuple[int, int]]) -> float:

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from magicdec.attention.native import has_bfloat16_path
 from magicdec.model.checkpoint.quantization import channel_scales, quantize
-from magicdec.model.linear.int8 import Int8Linear, PackedInt8Linear
-from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.linear.packed import Int8Linear, PackedLinear, pack
 
 SHAPES = ((512, 1024), (2048, 2048), (4096, 4096), (14336, 4096))  # outputs, inputs
 ROWS = (1, 2, 4, 8, 20)
@@ -46,7 +45,7 @@ def make_layers(num_outputs: int, width: int, copies: int) -> dict[str, list[Lay
         narrow = weight.to(torch.bfloat16)
         layers["bfloat16"].append(partial(multiply, narrow))
         layers["packed bfloat16"].append(PackedLinear(narrow))
-        layers["packed int8"].append(PackedInt8Linear(quantized(weight)))
+        layers["packed int8"].append(pack(quantized(weight)))
     return layers
 
 

@@ -37,6 +37,7 @@ from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.prefill import prefill
+from magicdec.records.metrics import percentile
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Part
@@ -116,7 +117,9 @@ def time_kernel(
 
 
 def tenth_and_median(seconds: Sequence[float]) -> tuple[float, float]:
-    return statistics.quantiles(seconds, n=10, method="inclusive")[0], statistics.median(seconds)
+    tenth = percentile(seconds, 10)
+    assert tenth is not None, "there are samples"
+    return tenth, statistics.median(seconds)
 
 
 def kernel_table(seconds: float) -> Table:

@@ -51,7 +51,6 @@ from peers import ENVIRONMENTS, PEERS
 from rich.console import Console
 from rich.table import Table
 
-from magicdec.cli.flags import Parser
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.environment import probe_machine
 
@@ -62,7 +61,9 @@ GENERATED_PREFIX = 4096
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The checked command line, with the Python interpreters in `pythons` by environment. Raises
     ValueError for a wrong value."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, environment in ENVIRONMENTS.items():
         text = f"python of an environment with {', '.join(environment.requirements)}"
         parser.add_argument(f"--{name}_python", metavar="PATH", help=text)

@@ -54,7 +54,6 @@ from rich.table import Table
 from serving_runs import WAYS, Way, check_tokens, measure, save_serving_model
 from serving_trace import describe_trace, make_trace
 
-from magicdec.cli.flags import Parser
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.environment import probe_machine
 
@@ -62,7 +61,9 @@ from magicdec.hardware.environment import probe_machine
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The checked command line, with `traces` by arrival and `ways`. Raises ValueError for a wrong
     value."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     needed = ", ".join(ENVIRONMENTS["openvino"].requirements)
     parser.add_argument(
         "--openvino_python", metavar="PATH", help=f"python of an environment with {needed}"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.model.block import Attention, Block
-from magicdec.model.rope import rope_table
+from magicdec.model.positions import rope_table
 from magicdec.model.transformer import Transformer
 
 EMBEDDING_STD = 0.5

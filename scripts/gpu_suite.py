@@ -18,8 +18,6 @@ from gpu_stages import attention, checks, latency, peers, predict, stages, summa
 from gpu_stages.results import Results
 from gpu_stages.scale import Suite
 
-from magicdec.cli.flags import Parser
-
 STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "tests": checks.run_tests,
     "attention": attention.run,
@@ -36,7 +34,7 @@ SECONDS = 540
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The checked command line. Raises ValueError for a missing device or a wrong value."""
-    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("stage", choices=tuple(STAGES), metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the suite")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +16,8 @@ import torch
 
 from magicdec.distributed.groups import Group
 from magicdec.hardware.timing import read_bandwidth
-from magicdec.probe.ceilings import gemm_flops
+from magicdec.probe import gemm_rates
+from magicdec.records.metrics import percentile
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
@@ -39,7 +39,7 @@ def run_command(ranks: int, *flags: object) -> None:
 
 def run_selfspec(path: Path, ranks: int, *flags: object) -> RunRecord:
     """Run `magicdec selfspec` and return its record, which is appended to `path`."""
-    run_command(ranks, "selfspec", *flags, "--results", path)
+    run_command(ranks, "selfspec", *flags, "--out", path)
     return load_records(path)[-1]
 
 
@@ -75,20 +75,22 @@ def interleaved(
 def timing_of(seconds: list[float]) -> Timing:
     """The Timing of at least two samples."""
     values = [1e3 * value for value in seconds]
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return Timing(statistics.median(values), tenths[0], tenths[-1])
+    p10, median, p90 = (percentile(values, percent) for percent in (10, 50, 90))
+    assert p10 is not None and median is not None and p90 is not None, "there are samples"
+    return Timing(median, p10, p90)
 
 
 def describe_machine() -> dict[str, Any]:
     """CPU, threads, torch version, and the measured ceilings for bandwidth and GEMMs."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    cpu = torch.device("cpu")
     return {
         "cpu": model or platform.processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "read_bytes_per_s": read_bandwidth(Group((0,), 0), torch.device("cpu")),
-        "float32_flops": gemm_flops(torch.float32),
-        "bfloat16_flops": gemm_flops(torch.bfloat16),
+        "read_bytes_per_s": read_bandwidth(Group((0,), 0), cpu),
+        "float32_flops": max(gemm_rates(torch.float32, cpu)),
+        "bfloat16_flops": max(gemm_rates(torch.bfloat16, cpu)),
     }

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from peer_process import ServingWorker, Start
 from peer_runs import DEMO, save_model
 from peers import PEERS
 from peers.serving_peer import Served, ServingSizes, TimedRequest
 from serving_trace import make_checked_trace, make_warm_up
+
+from magicdec.records.metrics import percentile
 
 BLOCK = 256  # tokens; at most so many are lost in the last block of a request
 
@@ -196,6 +197,8 @@ def metrics(requests: Sequence[TimedRequest], served: Sequence[Served]) -> dict[
     pairs = list(zip(requests, served, strict=True))
     makespan_s = max(one.times_s[-1] for one in served)
     ttft_ms = [1e3 * (one.times_s[0] - request.arrival_s) for request, one in pairs]
+    p50, p90 = (percentile(ttft_ms, percent) for percent in (50, 90))
+    assert p50 is not None and p90 is not None, "requests were served"
     tpot_ms = [
         1e3 * (one.times_s[-1] - one.times_s[0]) / (len(one.times_s) - 1)
         for one in served
@@ -204,7 +207,7 @@ def metrics(requests: Sequence[TimedRequest], served: Sequence[Served]) -> dict[
     return {
         "makespan_s": makespan_s,
         "output_throughput": sum(len(one.token_ids) for one in served) / makespan_s,
-        "p50_ttft_ms": float(np.percentile(ttft_ms, 50)),
-        "p90_ttft_ms": float(np.percentile(ttft_ms, 90)),
+        "p50_ttft_ms": p50,
+        "p90_ttft_ms": p90,
         "mean_tpot_ms": statistics.fmean(tpot_ms),
     }

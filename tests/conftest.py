@@ -6,6 +6,7 @@ tests ran before it."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -44,7 +45,7 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
 from magicdec.hardware import timing
-from magicdec.model.checkpoint.weight_map import weight_map
+from magicdec.model.checkpoint.weight_map import expected_shapes, weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.families.hf_config import to_hf_config
@@ -344,3 +345,8 @@ def end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Stored parameters of a model; a tied head is counted once."""
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())

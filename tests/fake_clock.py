@@ -53,3 +53,19 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         assert self.device.clock.now >= end.at_s, "the host has waited for it"
         return 1e3 * (end.at_s - self.at_s)
+
+
+class VirtualClock:
+    """Begins at 0. Each step takes `step_s` seconds, and waiting takes no time."""
+
+    def __init__(self, step_s: float = 1.0) -> None:
+        self.step_s, self._now = step_s, 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def wait_until(self, at: float) -> None:
+        self._now = max(self._now, at)
+
+    def after_step(self) -> None:
+        self._now += self.step_s

@@ -1,7 +1,7 @@
 """`magicdec longspec` from a checkout; see `--help`. Run plainly for one rank, under torchrun for
 several."""
 
-from magicdec.cli.commands import longspec
+from magicdec.cli.drivers import longspec
 
 if __name__ == "__main__":
     longspec()

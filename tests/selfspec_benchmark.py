@@ -1,7 +1,7 @@
 """`magicdec selfspec` from a checkout; see `--help`. Run plainly for one rank, under torchrun for
 several."""
 
-from magicdec.cli.commands import selfspec
+from magicdec.cli.drivers import selfspec
 
 if __name__ == "__main__":
     selfspec()

@@ -18,7 +18,7 @@ from magicdec.records.environment import Environment
 from magicdec.records.metrics import run_metrics
 from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples, SamplesRecord
+from magicdec.records.samples import PassSamples
 from magicdec.records.workload import WorkloadRecord
 
 GAMMA, NUM_TOKENS = 4, 63
@@ -67,7 +67,7 @@ def record_of(samples: PassSamples, budget: int = 257) -> RunRecord:
         metrics=metrics["speculative"],
         baseline_metrics=metrics["autoregressive"],
         samples={
-            name: SamplesRecord.of(each, is_drafting=name == "speculative", is_random=False)
+            name: each.to_record(is_drafting=name == "speculative", is_random=False)
             for name, each in passes.items()
         },
         prefill_samples=prefill,
@@ -106,7 +106,7 @@ def with_losses(record: RunRecord, share: float, seed: int = 0) -> RunRecord:
         {"autoregressive": record.samples["autoregressive"].restored(), "speculative": lossy},
         prefill_of(lossy), 1e9, is_random=False,
     )  # fmt: skip
-    kept = SamplesRecord.of(lossy, is_drafting=True, is_random=False)
+    kept = lossy.to_record(is_drafting=True, is_random=False)
     return replace(
         record, metrics=metrics["speculative"], samples=record.samples | {"speculative": kept},
         prefill_samples=prefill_of(lossy),
@@ -125,7 +125,7 @@ def _rate(samples: PassSamples) -> float:
 
 def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> PassSamples:
     """The pass of a draft that misses each token that it had right with that chance."""
-    found = PassSamples()
+    found = PassSamples.empty()
     for batch, wanted in enumerate(samples.sequence_tokens):
         gamma = max(samples.num_drafted[batch])
         rows = [_walk(right, gamma, wanted[i], rng, chance) for i, right in _rights(samples, batch)]
@@ -137,6 +137,7 @@ def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> P
         found.num_accepted.append([[a for a, _ in step] for step in steps])
         found.num_emitted.append([[e for _, e in step] for step in steps])
         found.sequence_tokens.append(list(wanted))
+        found.num_tokens.append(sum(wanted))
         found.sequence_ms.append([float(len(row)) for row in rows])
     found.draft_kv_tokens, found.draft_rows = samples.draft_kv_tokens, samples.draft_rows
     found.bytes_read, found.peak_memory_bytes = samples.bytes_read, samples.peak_memory_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,12 @@ from magicdec.records.samples import PassSamples, PrefillSamples
 
 Rng = np.random.Generator
 Array = np.ndarray[Any, Any]
+
+
+def pass_samples(**values: Any) -> PassSamples:
+    """A pass with these samples, and no others."""
+    tokens = [sum(of_batch) for of_batch in values.get("sequence_tokens", ())]
+    return replace(PassSamples.empty(), num_tokens=tokens, **values)
 
 
 def draw_chances(rng: Rng, num: int, mean: float, spread: float) -> Array:
@@ -25,7 +32,7 @@ def draw_pass(
     """A pass that drafts `gamma` tokens a step, until each prompt has emitted `num_tokens` after
     its first one. Each step takes 1 ms."""
     accepted = np.minimum(rng.geometric(1 - chances, (num_tokens, len(chances))) - 1, gamma)
-    samples = PassSamples()
+    samples = PassSamples.empty()
     for rows in np.split(np.arange(len(chances)), num_batches):
         counts = accepted[:, rows]
         before = np.cumsum(counts + 1, axis=0) - counts - 1  # tokens before each step [steps, rows]
@@ -38,6 +45,7 @@ def draw_pass(
         samples.num_accepted.append([c for c, _ in steps])
         samples.num_emitted.append([e for _, e in steps])
         samples.sequence_tokens.append([num_tokens] * len(rows))
+        samples.num_tokens.append(num_tokens * len(rows))
         samples.sequence_ms.append([float(n) for n in (emitted > 0).sum(axis=0)])
         samples.bytes_read.append([1])
         samples.peak_memory_bytes.append([1])
@@ -46,7 +54,7 @@ def draw_pass(
 
 def baseline_pass(samples: PassSamples) -> PassSamples:
     """What decodes the same tokens without drafts, in steps of 1 ms."""
-    found = PassSamples()
+    found = PassSamples.empty()
     for tokens in samples.sequence_tokens:
         longest = max(tokens)
         found.begin_ms.append(0.0)
@@ -55,6 +63,7 @@ def baseline_pass(samples: PassSamples) -> PassSamples:
         found.num_accepted.append([[] for _ in range(longest)])
         found.num_emitted.append([[1] * sum(n > i for n in tokens) for i in range(longest)])
         found.sequence_tokens.append(list(tokens))
+        found.num_tokens.append(sum(tokens))
         found.sequence_ms.append([float(n) for n in tokens])
         found.bytes_read.append([1])
         found.peak_memory_bytes.append([1])

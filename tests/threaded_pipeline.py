@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from magicdec.distributed.channels.connect import Loopback
 from magicdec.distributed.channels.message import Message
 from magicdec.executor.executor import Cancellation, check
 from magicdec.model.transformer import Transformer
-from magicdec.pipelined_run.board import BoardCanceller, CancelBoard
+from magicdec.pipeline.tracing import Span, Spans
+from magicdec.pipelined_run.channels import CancelBoard, Canceller
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
 from magicdec.pipelined_run.head import Drafted, Events, Head, forward, in_thread
-from magicdec.pipelined_run.parcel import LocalChannel
-from magicdec.pipelined_run.spans import Span, Spans
 from magicdec.pipelined_run.stage import Part, Predictions, StageLoop
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
@@ -51,15 +51,15 @@ def serve(
 ) -> Served:
     """Serve `requests` to their end. The same head serves `before` first, with the same options."""
     board, events = board or CancelBoard(), Events()
-    channels = [LocalChannel() for _ in range(len(parts) + 1)]
-    asks, answers = LocalChannel(), LocalChannel()
+    channels = [Loopback() for _ in range(len(parts) + 1)]
+    asks, answers = Loopback(), Loopback()
     spans, of_head, of_drafts = [Spans() for _ in parts], Spans(), Spans()
     loops: list[Callable[[], None]] = [DraftLoop(drafter, asks, answers, of_drafts).serve]
     for part, (inbound, outbound), of_stage in zip(parts, pairwise(channels), spans, strict=True):
         loops.append(StageLoop(part, inbound, outbound, board, of_stage).serve)
     threads = [in_thread(loop, events) for loop in loops]
     threads += [forward(channels[-1], True, events), forward(answers, False, events)]
-    head = Head(channels[0], BoardCanceller(board), asks, events, of_head)
+    head = Head(channels[0], Canceller(board), asks, events, of_head)
     if before:
         head.serve(PipelinedScheduler(options, prefill_chunk), before)
     first_run, scheduler = head.first_run, PipelinedScheduler(options, prefill_chunk)
@@ -67,9 +67,10 @@ def serve(
     head.close()
     for thread in threads:
         thread.join()
-    found = [each.found for each in spans]
-    of_all = found, of_head.found, of_drafts.found
-    return Served(scheduler, *of_all, head.drafted, head.moves, first_run)
+    of_stages = [list[Span](each) for each in spans]
+    return Served(
+        scheduler, of_stages, of_head, of_drafts, head.drafted, head.moves, first_run
+    )  # fmt: skip
 
 
 @dataclass

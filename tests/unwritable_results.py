@@ -2,7 +2,7 @@
 test_writing.py."""
 
 from magicdec.cli import report
-from magicdec.cli.commands import baseline
+from magicdec.cli.drivers import baseline
 
 
 def append_record(path: object, record: object) -> None:

@@ -72,20 +72,16 @@ class AttentionBackend(Protocol):
     def block_size(self, max_tokens: int) -> int:
         """The number of tokens in a KV block, for rows of at most `max_tokens` tokens. It is a
         multiple of the tile size of the layout."""
-        ...
 
     def layout(self, dtype: torch.dtype) -> Layout:
         """The memory layout in which `run` expects a KV cache of that dtype."""
-        ...
 
     def plan(self, view: KVView) -> None:
         """Prepare the data that all layers of one forward share."""
-        ...
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
         """Append k, v [B,T,G,D] to the cache and compute attention: q [B,T,H,D] -> [B,T,H,D]. The
         score of a key is q.k / sqrt(D). A view has a tree only if the backend supports it."""
-        ...
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
@@ -93,7 +89,6 @@ class AttentionBackend(Protocol):
         """Return the output of `run`, equal to the bit, and the attention weights of each block of
         keys: float32 [B, G, num_weight_blocks], summed over the block's keys, the new tokens and
         the query heads of a KV head. Raises ValueError if the backend cannot return them."""
-        ...
 
 
 def visible_mask(
@@ -104,12 +99,12 @@ def visible_mask(
     queries = view.query_positions()[first:last, None, :, None]
     if view.tree is None:
         keys = key_cells.unsqueeze(2)
-        seen = (keys >= 0) & (keys <= queries)
+        mask = (keys >= 0) & (keys <= queries)
     else:
         tree = view.tree.rows(first, last)
-        seen = tree.sees(key_cells)[:, :, -view.num_new :]
+        mask = tree.sees(key_cells)[:, :, -view.num_new :]
         keys = tree.positions_of(key_cells).unsqueeze(2)
-    return seen if view.window is None else seen & (keys > queries - view.window)
+    return mask if view.window is None else mask & (keys > queries - view.window)
 
 
 def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tensor:
@@ -122,8 +117,8 @@ def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tenso
 
 def backend_class(name: str) -> type[AttentionBackend]:
     """The class of the backend of that name. The library that it needs may be missing."""
-    found: type[AttentionBackend] = load_named(ATTENTION_BACKENDS, name)
-    return found
+    backend: type[AttentionBackend] = load_named(ATTENTION_BACKENDS, name)
+    return backend
 
 
 def check_trees(backend: str) -> None:

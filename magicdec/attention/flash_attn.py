@@ -17,8 +17,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from magicdec.attention.library import LibraryBackend, library_capabilities, real_lengths
-from magicdec.attention.sequences import Chosen, gather_keys
+from magicdec.attention.library import (
+    Chosen,
+    LibraryBackend,
+    gather_keys,
+    library_capabilities,
+    real_lengths,
+)
 from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.view import KVView
 
@@ -64,9 +69,9 @@ class FlashAttnBackend(LibraryBackend):
         table = {self._table_name: self._table}
         return self._attend(q, *pools, cache_seqlens=self._lengths, causal=True, **table)
 
-    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
-        copies = gather_keys(layer, chosen, view)  # [S, N, 1, D]
-        return self._attend(q, *copies, cache_seqlens=chosen.lengths, causal=True)
+    def attend_chosen(self, layer: int, q: Tensor, choice: Chosen, view: KVView) -> Tensor:
+        copies = gather_keys(layer, choice, view)  # [S, N, 1, D]
+        return self._attend(q, *copies, cache_seqlens=choice.lengths, causal=True)
 
 
 def find_function() -> tuple[Callable[..., Tensor], str]:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magicdec.attention.library import LibraryBackend, library_capabilities
-from magicdec.attention.sequences import Chosen
+from magicdec.attention.library import Chosen, LibraryBackend, library_capabilities
 from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.view import KVView
 
@@ -69,9 +68,9 @@ class FlashInferBackend(LibraryBackend):
         pools = view.cache.k[layer], view.cache.v[layer]
         return self._wrapper.run(q.flatten(0, 1), pools).view(q.shape)
 
-    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
+    def attend_chosen(self, layer: int, q: Tensor, choice: Chosen, view: KVView) -> Tensor:
         if not self._is_planned or view.per_head:
-            self._plan_tokens(q, chosen, view)
+            self._plan_tokens(q, choice, view)
         cache, size = view.cache, q.shape[3]
         pages = cache.k[layer].view(-1, 1, 1, size), cache.v[layer].view(-1, 1, 1, size)
         return self._wrapper.run(q.flatten(0, 1), pages).view(q.shape)
@@ -86,13 +85,13 @@ class FlashInferBackend(LibraryBackend):
         last = [(total - 1) % size + 1 for total in totals]
         self._plan(q, counts, pages, last, view.cache.shape.num_kv_heads, size)
 
-    def _plan_tokens(self, q: Tensor, chosen: Chosen, view: KVView) -> None:
+    def _plan_tokens(self, q: Tensor, choice: Chosen, view: KVView) -> None:
         """Plan one sequence for each row and KV head, whose pages are the slots of its visible
         tokens. q is [S,T,H/G,D]."""
-        seen = [n + view.num_new for n in view.num_visible]
-        rows = zip(chosen.slots, seen, strict=True)
+        key_counts = [n + view.num_new for n in view.num_visible]
+        rows = zip(choice.slots, key_counts, strict=True)
         pages = torch.cat([slots[:, :n].reshape(-1) for slots, n in rows])
-        counts = [n for n in seen for _ in range(view.cache.shape.num_kv_heads)]
+        counts = [n for n in key_counts for _ in range(view.cache.shape.num_kv_heads)]
         self._plan(q, counts, pages, [1] * len(counts), 1, 1)
 
     def _plan(

@@ -72,8 +72,8 @@ class GroupedBackend(AttentionBackend):
 
     def layout(self, dtype: torch.dtype) -> Layout:
         if dtype == torch.int8:
-            known = (*AUTO_BACKENDS, REFERENCE_BACKEND)
-            fitting = [name for name in known if capabilities_of(name).int8_kv_dtypes]
+            backends = (*AUTO_BACKENDS, REFERENCE_BACKEND)
+            fitting = [name for name in backends if capabilities_of(name).int8_kv_dtypes]
             raise ValueError(
                 f"--attention grouped reads no int8 KV; choose from {', '.join(fitting)}"
             )
@@ -133,8 +133,8 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
             stop = max(lengths) + view.num_new
             cells = torch.arange(first_key, stop, device=view.seq_lens.device)
             cells = cells.expand(i - first, 1, -1)
-            seen = [length - view.num_cached for length in lengths]
-            unmasked, mask = _mask(view, first, i, cells, min(seen), max(seen))
+            num_seen = [length - view.num_cached for length in lengths]
+            unmasked, mask = _mask(view, first, i, cells, min(num_seen), max(num_seen))
             block, num_keys = blocks[first][0], stop - first_key
             yield Run(first, i, block, first_key, num_keys, cells, None, unmasked, mask)
             first = i

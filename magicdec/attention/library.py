@@ -1,24 +1,66 @@
 """The base class of the backends that call an attention library for GPUs.
 
 Owns the steps around the call: writing the new keys, deciding whether a view is read in place, and
-choosing the keys of the views that are not. Must not know any particular library: a subclass says
-whether the library is installed, which block size it needs, which views it reads in place and how
-it is called.
+choosing and copying the keys of the views that are not. A subclass says whether the library is
+installed, which block size it needs, which views it reads in place and how it is called.
+
+Copied keys are plain sequences, for kernels that take only a length and a causal mask for the last
+tokens: keys are in ascending order of position and the new tokens come last, so a causal mask that
+is aligned at the end hides exactly what the view hides. Every pair of a row and a KV head becomes a
+sequence of its own, even if all heads see the same keys: there are S = B * G sequences of one KV
+head each.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize
-from magicdec.attention.sequences import Chosen, choose_keys, join_heads, split_heads
 from magicdec.config.capabilities import Capabilities, HeadSizes, list_backends
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The keys to copy: their slots [B, G, N], and how many of them are valid, int32 [S]."""
+
+    slots: Tensor
+    lengths: Tensor
+
+
+def choose_keys(layer: int, view: KVView) -> Chosen:
+    """The keys that a layer reads, padded to the longest row."""
+    cells = view.key_cells(layer)  # [B, G or 1, N]
+    slots = view.cache.slots(view.row_index, cells.clamp(min=0))
+    lengths = (cells >= 0).sum(2, dtype=torch.int32)
+    return Chosen(slots, lengths.expand(slots.shape[:2]).reshape(-1))
+
+
+def gather_keys(layer: int, choice: Chosen, view: KVView) -> tuple[Tensor, Tensor]:
+    """Copies of K and V: [S, N, 1, D] each."""
+    k, v = view.cache.read(layer, choice.slots)
+    size = k.shape[3]
+    return k.view(-1, k.shape[2], 1, size), v.view(-1, v.shape[2], 1, size)
+
+
+def split_heads(q: Tensor, num_kv_heads: int) -> Tensor:
+    """Arrange queries [B,T,H,D] by sequence: [S, T, H/G, D]."""
+    rows, num_new, _, size = q.shape
+    by_head = q.reshape(rows, num_new, num_kv_heads, -1, size).transpose(1, 2)
+    return by_head.reshape(rows * num_kv_heads, num_new, -1, size)
+
+
+def join_heads(out: Tensor, rows: int) -> Tensor:
+    """Undo `split_heads` for the outputs: [S, T, H/G, D] to [B,T,H,D]."""
+    _, num_new, _, size = out.shape
+    by_row = out.reshape(rows, -1, num_new, out.shape[2], size).transpose(1, 2)
+    return by_row.reshape(rows, num_new, -1, size)
 
 
 def library_capabilities(
@@ -72,7 +114,7 @@ class LibraryBackend(AttentionBackend, ABC):
         [B,T,H,D]."""
 
     @abstractmethod
-    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
+    def attend_chosen(self, layer: int, q: Tensor, choice: Chosen, view: KVView) -> Tensor:
         """Attention of q [S,T,H/G,D], each sequence over its own chosen keys: [S,T,H/G,D]."""
 
     def layout(self, dtype: torch.dtype) -> Layout:
@@ -90,8 +132,8 @@ class LibraryBackend(AttentionBackend, ABC):
         view.cache.write(layer, self._new, k, v)
         if self._in_place:
             return self.attend_in_place(layer, q, view)
-        chosen = self._chosen or choose_keys(layer, view)
-        out = self.attend_chosen(layer, split_heads(q, k.shape[2]), chosen, view)
+        choice = self._chosen or choose_keys(layer, view)
+        out = self.attend_chosen(layer, split_heads(q, k.shape[2]), choice, view)
         return join_heads(out, q.shape[0])
 
     def run_with_weights(

@@ -22,8 +22,7 @@ from magicdec.kernels.build import (
     load_library,
     share_openmp,
 )
-from magicdec.kv.int8_layout import INT8_TILED
-from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
+from magicdec.kv.layout import INT8_TILED, PLAIN, TILE, TILED, Layout
 from magicdec.kv.view import NO_NODES, KVView, Nodes
 
 SOURCE = Path(__file__).parent / "cpp" / "native.cpp"

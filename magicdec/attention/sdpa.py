@@ -9,8 +9,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
 from magicdec.config.capabilities import Capabilities
-from magicdec.kv.int8_layout import INT8_TILED
-from magicdec.kv.layout import PLAIN, Layout
+from magicdec.kv.layout import INT8_TILED, PLAIN, Layout
 from magicdec.kv.view import KVView
 from magicdec.names import DTYPES
 
@@ -51,7 +50,7 @@ class SDPABackend(AttentionBackend):
         assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
         _, slots, mask = self._chosen or _choose(layer, view)
-        keys, values = (held.to(q.dtype) for held in view.cache.read(layer, slots))
+        keys, values = (entries.to(q.dtype) for entries in view.cache.read(layer, slots))
         if mask.shape[1] > 1:
             mask = mask.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
         out = F.scaled_dot_product_attention(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import Capabilities, HeadSizes
-from magicdec.kernels import triton_modules
-from magicdec.kernels.triton_modules import next_power
+from magicdec.kernels import build
+from magicdec.kernels.build import next_power
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
@@ -218,15 +218,13 @@ def choose_split(num_keys: int, num_programs: int, num_processors: int) -> int:
     """The number of keys in a split, a power of two: small enough that each processor gets two
     programs, but large enough that merging costs little. `num_programs` is the number of programs
     without splitting."""
-    wanted = min(MOST_SPLITS, -(-2 * num_processors // num_programs))
-    return max(LEAST_SPLIT, next_power(-(-num_keys // wanted)))
+    num_splits = min(MOST_SPLITS, -(-2 * num_processors // num_programs))
+    return max(LEAST_SPLIT, next_power(-(-num_keys // num_splits)))
 
 
 def load_kernels(device: str) -> ModuleType:
     """The kernels, which are compiled on CUDA and interpreted on a CPU."""
-    return triton_modules.load_kernels(
-        "magicdec.attention.triton_kernels", "--attention triton", device
-    )
+    return build.load_kernels("magicdec.attention.triton_kernels", "--attention triton", device)
 
 
 def _check_heads(*tensors: Tensor) -> None:

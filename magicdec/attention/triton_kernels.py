@@ -1,9 +1,8 @@
 """Triton kernels over the paged KV cache. They append new tokens, compute attention over a split of
 the keys, merge splits, and sum attention weights by block.
 
-Owns the arithmetic on the device. Must not know of views, KV policies or when to split: pointers,
-strides and sizes come from `triton.py`. Import it only if Triton is installed. The kernels are
-compiled for the GPU, or interpreted if `TRITON_INTERPRET` was set when Triton was first imported.
+Owns the arithmetic on the device. Import it only if Triton is installed. The kernels are compiled
+for the GPU, or interpreted if `TRITON_INTERPRET` was set when Triton was first imported.
 
 Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are contiguous unless
 strides are given. Pools belong to one layer: [num_blocks, G, block_size, D]. The visible positions
@@ -134,9 +133,9 @@ def append(
     block = tl.load(block_table + tl.load(rows + row) * table_width + position // BLOCK_SIZE)
     slots = (block * num_kv_heads + head) * BLOCK_SIZE + position % BLOCK_SIZE
     place = slots[:, None] * SIZE + d[None, :]
-    given = head[:, None] * SIZE + d[None, :]
-    new_k = tl.load(k + row * k_row + token * k_token + given, mask=inside)
-    new_v = tl.load(v + row * v_row + token * v_token + given, mask=inside)
+    source = head[:, None] * SIZE + d[None, :]
+    new_k = tl.load(k + row * k_row + token * k_token + source, mask=inside)
+    new_v = tl.load(v + row * v_row + token * v_token + source, mask=inside)
     tl.store(k_pool + place, new_k, mask=inside)
     tl.store(v_pool + place, new_v, mask=inside)
 

@@ -14,8 +14,13 @@ import inspect
 import torch
 from torch import Tensor
 
-from magicdec.attention.library import LibraryBackend, library_capabilities, real_lengths
-from magicdec.attention.sequences import Chosen, gather_keys
+from magicdec.attention.library import (
+    Chosen,
+    LibraryBackend,
+    gather_keys,
+    library_capabilities,
+    real_lengths,
+)
 from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.view import KVView
 
@@ -29,11 +34,11 @@ def missing_parts() -> str | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return f"torch {torch.__version__} has no varlen_attn; install torch 2.11 or later"
-    lacks = [name for name in NEEDED if name not in inspect.signature(varlen_attn).parameters]
-    if lacks:
-        listed = ", ".join(lacks)
+    missing = [name for name in NEEDED if name not in inspect.signature(varlen_attn).parameters]
+    if missing:
+        names = ", ".join(missing)
         return (
-            f"varlen_attn of torch {torch.__version__} lacks {listed}; install torch 2.11 or later"
+            f"varlen_attn of torch {torch.__version__} lacks {names}; install torch 2.11 or later"
         )
     return None
 
@@ -64,11 +69,12 @@ class VarlenBackend(LibraryBackend):
         longest = max(view.lengths) + view.num_new
         return self._call(q, keys, values, starts, real_lengths(view), longest)
 
-    def attend_chosen(self, layer: int, q: Tensor, chosen: Chosen, view: KVView) -> Tensor:
-        keys, values = gather_keys(layer, chosen, view)  # [S, N, 1, D]
+    def attend_chosen(self, layer: int, q: Tensor, choice: Chosen, view: KVView) -> Tensor:
+        keys, values = gather_keys(layer, choice, view)  # [S, N, 1, D]
         starts = torch.arange(len(keys) + 1, dtype=torch.int32, device=q.device) * keys.shape[1]
-        texts = keys.flatten(0, 1), values.flatten(0, 1)
-        return self._call(q, *texts, starts, chosen.lengths, keys.shape[1])
+        longest = keys.shape[1]
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        return self._call(q, keys, values, starts, choice.lengths, longest)
 
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, longest: int

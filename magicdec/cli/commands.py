@@ -7,31 +7,16 @@ import difflib
 import os
 import sys
 from importlib.metadata import version
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.drivers import DRIVERS
-from magicdec.cli.flags import main
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import end_with_launcher
 from magicdec.names import load_named
 
+if TYPE_CHECKING:
+    from magicdec.cli.parsing.parser import Parser
+
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
-
-
-def baseline() -> None:
-    """Autoregressive decoding of long prompts: the baseline of every comparison."""
-    main(DRIVERS["baseline"], baseline.__doc__ or "")
-
-
-def selfspec() -> None:
-    """Self-speculation: the target drafts for itself with a small budget of its own KV cache."""
-    main(DRIVERS["selfspec"], selfspec.__doc__ or "")
-
-
-def longspec() -> None:
-    """Speculation with a standalone draft: a smaller model (--model) on some of the ranks drafts
-    for the target (--target)."""
-    main(DRIVERS["longspec"], longspec.__doc__ or "")
 
 
 # (what the command does, the function that does it, which is imported only then)
@@ -102,31 +87,50 @@ COMMANDS = {
         "print a record's flags as a file for `magicdec run --config`",
         "magicdec.cli.front.config_of:main",
     ),
+    "completion": (
+        "print a script with which a shell completes commands and flags",
+        "magicdec.cli.front.completion:main",
+    ),
     "nodes": (
         "check a JSON file of nodes; print each host's torchrun command",
         "magicdec.cli.front.nodes:main",
     ),
     "split": (
         "write a checkpoint as one file for each stage of a pipeline",
-        "magicdec.cli.checkpoints.split:main",
+        "magicdec.cli.front.checkpoints:split",
     ),
     "model": (
         "get a model from the Hugging Face hub, or convert a checkpoint",
-        "magicdec.cli.checkpoints.model:main",
+        "magicdec.cli.front.checkpoints:model",
     ),
 }
 # The spellings of the original suite.
 OLD_SPELLINGS = {
-    "baseline": ("run --draft none", "magicdec.cli.commands:baseline"),
-    "selfspec": ("run --draft self", "magicdec.cli.commands:selfspec"),
+    "baseline": ("run --draft none", "magicdec.cli.drivers:baseline"),
+    "selfspec": ("run --draft self", "magicdec.cli.drivers:selfspec"),
     "longspec": (
         "run --draft model:NAME, with --target and --model",
-        "magicdec.cli.commands:longspec",
+        "magicdec.cli.drivers:longspec",
     ),
-    "download": ("model get", "magicdec.cli.checkpoints.download:main"),
-    "convert": ("model convert", "magicdec.cli.checkpoints.convert:main"),
+    "download": ("model get", "magicdec.cli.front.checkpoints:download"),
+    "convert": ("model convert", "magicdec.cli.front.checkpoints:convert"),
 }
 KNOWN = COMMANDS | OLD_SPELLINGS
+GROUPS = ("model",)  # commands that have only actions
+# Actions of commands that have flags of their own.
+ACTIONS = {
+    "gate save": "magicdec.cli.gate:build_save_parser",
+    "model get": "magicdec.cli.front.checkpoints:build_get_parser",
+    "model convert": "magicdec.cli.front.checkpoints:build_convert_parser",
+}
+
+
+def parser_of(command: str) -> Parser:
+    """The parser of a command or of one of its actions."""
+    _, place = COMMANDS.get(command, ("", ""))
+    builders = {command: f"{place.partition(':')[0]}:build_parser"} | ACTIONS
+    parser: Parser = load_named(builders, command)()
+    return parser
 
 
 def start(name: str) -> None:

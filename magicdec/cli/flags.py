@@ -1,5 +1,5 @@
-"""The command line: makes flags from the config's dataclasses, prints errors in one line and sets
-the exit code.
+"""How commands that decode start and end: on this rank or on those of `--nproc`, with errors in one
+line and an exit code.
 
 Exit codes: 0 when the run is done and correct; 1 when outputs diverged, a rate regressed or the run
 failed; 2 when the user can correct the error; 130 when interrupted. Heavy imports happen after the
@@ -8,20 +8,15 @@ flags are read.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from magicdec.cli.checkpoints.hub_models import with_local_models
-from magicdec.cli.parsing.config_file import file_words
-from magicdec.cli.parsing.ignored import drafts_only, why_ignored
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
@@ -32,6 +27,7 @@ from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import find_world_size, is_other_start, start_ranks
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
+from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.records.writing import check_directory, check_files
 
 LEADER_FIRST_S = 20.0
@@ -42,127 +38,16 @@ EVERYDAY = (
 )
 
 
-def build_parser(config: RunConfig, description: str) -> Parser:
-    """Make one flag for each field that declares one; the defaults are those of `config`. The help
-    leaves out flags that the command could only refuse."""
-    parser = Parser(description=description, everyday=EVERYDAY)
-    add_config_flag(parser)
-    for section in dataclasses.fields(config):
-        values = getattr(config, section.name)
-        if values is not None:
-            add_section(parser, section.name, values)
-    parser.hide(partial(drafts_only, config))
-    return parser
+def sections_of(config: RunConfig) -> dict[str, Any]:
+    """The sections of a config by name, without those that it lacks."""
+    sections = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return {name: section for name, section in sections.items() if section is not None}
 
 
-def add_config_flag(parser: Parser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE",
-        help="take flags from this TOML file, whose keys are their names; flags on the command "
-        "line win")  # fmt: skip
-
-
-def add_section(
-    parser: Parser,
-    section: str,
-    values: Any,
-    only: Sequence[str] | None = None,
-    texts: Mapping[str, str] | None = None,
-) -> None:
-    """Add the flags of one config section. Their defaults are in `values`. `only` names the fields
-    that get a flag; None stands for all. `texts` has help texts by field, for a command in which a
-    flag can do less than the field's own text says."""
-    group = parser.add_argument_group(section)
-    types = typing.get_type_hints(type(values))
-    for field in dataclasses.fields(values):
-        if field.metadata and (only is None or field.name in only):
-            default, dest = getattr(values, field.name), f"{section}.{field.name}"
-            text = (texts or {}).get(field.name, field.metadata["help"])
-            _add_flag(group, field, types[field.name], dest, default, text)
-
-
-def _add_flag(group: Any, field: Any, kind: Any, dest: str, default: Any, text: str) -> None:
-    flags = field.metadata["flags"]
-    if kind is bool:
-        # A flag of a field that is on by default turns it off (--no_baseline).
-        group.add_argument(
-            *flags, dest=dest, help=text, action="store_const", const=not default, default=default
-        )
-        return
-    options: dict[str, Any] = {
-        "dest": dest,
-        "help": text if default is None else f"{text} [{default}]",
-        "default": default,
-    }
-    if kind == tuple[int, ...] | None:
-        group.add_argument(*flags, nargs="+", type=int, metavar="N", **options)
-        return
-    base = next((t for t in typing.get_args(kind) if t is not type(None)), kind)
-    if field.metadata["choices"]:
-        options["choices"] = field.metadata["choices"]
-    else:
-        options["metavar"] = {int: "N", float: "X"}.get(base, "NAME")
-    group.add_argument(*flags, type=field.metadata["parse"] or base, **options)
-
-
-def parse(config: RunConfig, argv: Sequence[str], description: str) -> RunConfig:
-    """`config` with the values of the flags in `argv` and in the file that `--config` names. Raises
-    ValueError, in one line, for a flag that does not exist, that has a value that it cannot have,
-    or that would be ignored."""
-    return read_flags(build_parser(config, description), config, argv)
-
-
-def read_flags(parser: Parser, config: RunConfig, argv: Sequence[str]) -> RunConfig:
-    """As `parse`, with a parser that was built for `config`."""
-    parsed, typed = parser.read(argv)
-    given, file = typed, parsed.config
-    if file is not None:
-        parsed, given = read_both(parser, file, argv)
-    found = read_sections(config, parsed)
-    for dest in vars(parsed):
-        reason = why_ignored(found, dest) if dest in given and "." in dest else None
-        message = f"{parser.flag_of(dest)} does nothing here: {reason}"
-        if reason is not None and dest in typed:
-            raise ValueError(f"{message}; leave it out")
-        if reason is not None and is_working_leader(found):
-            print(f"--config {file}: {message}", file=sys.stderr)
-    return found
-
-
-def is_working_leader(config: RunConfig) -> bool:
-    """Whether this is the first rank, and it runs itself instead of starting ranks."""
-    launch = read_launch()
-    world_size = find_world_size(config.parallel.nproc, launch)
-    return launch.rank == 0 and launch.world_size == world_size
-
-
-def read_both(
-    parser: Parser, file: Path, argv: Sequence[str]
-) -> tuple[argparse.Namespace, set[str]]:
-    """As `Parser.read`, of the flags in a file and of those in `argv`, which can be read alone."""
-    words = file_words(parser, file)
-    try:
-        return parser.read([*words, *argv])
-    except ValueError as error:
-        raise ValueError(f"--config {file}: {error}") from None
-
-
-def read_sections(config: RunConfig, parsed: argparse.Namespace) -> RunConfig:
-    """`config` with the values of the flags that `add_section` made. Other flags are ignored."""
-    sections: dict[str, dict[str, Any]] = {}
-    for dest, value in vars(parsed).items():
-        section, dot, name = dest.partition(".")
-        if dot:
-            value = tuple(value) if isinstance(value, list) else value
-            sections.setdefault(section, {})[name] = value
-    changed = {
-        n: dataclasses.replace(getattr(config, n), **fields) for n, fields in sections.items()
-    }
-    return dataclasses.replace(config, **changed)
-
-
-def main(config: RunConfig, description: str, argv: Sequence[str] | None = None) -> NoReturn:
-    """Run a command that decodes. `config` has its strategy; the command line sets the rest."""
-    start(lambda words: parse(config, words, description), argv)
+def config_of(values: Values, base: RunConfig) -> RunConfig:
+    """`base` with the sections that were read."""
+    names = [each.name for each in dataclasses.fields(base) if each.name in values.sections]
+    return dataclasses.replace(base, **{name: values.sections[name] for name in names})
 
 
 def start(

@@ -4,18 +4,27 @@ compares."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from magicdec.cli.compare import EXIT_CODES, add_rule_flags, conclude, read_rule, share
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
+from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    MODEL_PREFIX,
+    NONE,
+    DraftChoice,
+    ModelSection,
+    OutputSection,
+    WorkloadSection,
+)
+from magicdec.config.setting import same, setting
 from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
 from magicdec.gate.coverage import failures, not_run, results_of
 from magicdec.gate.measuring import Arrival, Result, measure, with_threads
@@ -29,11 +38,50 @@ from magicdec.records.writing import check_files, check_writable, write_text
 COMMITTED = Path("results/baselines/acceptance.jsonl")
 
 
+@dataclass(frozen=True)
+class BaselineSection:
+    """The baseline file, and how its cases are run."""
+
+    baseline: Path = setting(COMMITTED, "The baseline file.")
+    processes: int = setting(
+        2,
+        "Processes that run cases side by side, and share the CPU cores; each holds a KV cache of "
+        "its own.",
+        least=1,
+    )
+
+
+@dataclass(frozen=True)
+class GateSection(BaselineSection):
+    quick: bool = setting(
+        False, "Run one case for each drafter and policy, the middle one in the file."
+    )
+    out: Path | None = same(OutputSection, "results", None, is_default=True)
+
+
+@dataclass(frozen=True)
+class SaveSection(BaselineSection):
+    """The subject of a new file, as `gate.cases.Subject`."""
+
+    model: str = same(ModelSection, "model")
+    draft: str = same(DraftChoice, "draft", NONE)
+    dataset: str = same(WorkloadSection, "dataset")
+    dtype: str = same(ModelSection, "dtype", Subject.dtype, choices=DTYPES)
+    prefix_len: int = same(WorkloadSection, "prefix_len")
+    batch_size: int = same(WorkloadSection, "batch_size", Subject.batch_size)
+    num_batches: int = same(WorkloadSection, "num_batches")
+    gen_len: int | None = same(WorkloadSection, "gen_len")
+    margin: float | None = same(RuleSection, "margin")
+
+
 def main() -> None:
-    """`magicdec gate`"""
+    """`magicdec gate` and `magicdec gate save`"""
+    words = sys.argv[1:]
     try:
-        args = make_parser().parse_args()
-        sys.exit(save(args) if args.action == "save" else gate(args))
+        if words[:1] == ["save"]:
+            sys.exit(save(build_save_parser().read(words[1:])))
+        values = build_parser().read(words)
+        sys.exit(gate(values[GateSection], values[RuleSection]))
     except ValueError as error:
         print(f"magicdec gate: {error}", file=sys.stderr)
         sys.exit(2)
@@ -41,97 +89,49 @@ def main() -> None:
         sys.exit(130)
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="magicdec gate",
-        description="Run the cases of a baseline file again, on one rank, and compare their "
-        "acceptance with the baseline's, prompt by prompt. `magicdec gate save` makes such a file.",
+def build_parser() -> Parser:
+    return Parser(
+        "Run the cases of a baseline file again, on one rank, and compare their acceptance with "
+        "the baseline's, prompt by prompt. `magicdec gate save` makes such a file.",
+        {"gate": GateSection(), "rule": RuleSection()},
         epilog=EXIT_CODES,
     )
-    _add_file(parser)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="run one case for each drafter and policy, the middle one in the file",
-    )
-    parser.add_argument(
-        "--out", "--results", type=Path, metavar="FILE",
-        help="append the new records to this file",
-    )  # fmt: skip
-    add_rule_flags(parser)
-    _add_save(parser.add_subparsers(dest="action", metavar="save"))
-    return parser
 
 
-def _add_save(actions: Any) -> None:
-    own = Subject()
-    parser = actions.add_parser(
-        "save",
-        help="make or renew a baseline file",
-        description="Run the cases of a baseline file and put the new records in their place, or "
-        "make a file for your own model and text. The cases of a new file are the standard ones: "
-        "every drafter and KV policy, at several budgets.",
-    )
-    _add_file(parser)
-    parser.add_argument("--model", metavar="NAME", help="the target of a new file [demo]")
-    parser.add_argument(
-        "--draft", metavar="NAME", help="a standalone draft for it [none; demo-draft for demo]"
-    )
-    parser.add_argument("--dataset", metavar="NAME", help="the text of its prompts [demo]")
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations [float32]")
-    for flag, name, meaning in (
-        ("--prefix_len", "prefix_len", "prompt tokens of each sequence"),
-        ("--B", "batch_size", "sequences of a batch"),
-        ("--num_batches", "num_batches", "batches"),
-        ("--gen_len", "gen_len", "tokens that each sequence generates"),
-    ):
-        parser.add_argument(
-            flag, dest=name, type=int, metavar="N", help=f"{meaning} [{getattr(own, name)}]"
-        )
-    parser.add_argument(
-        "--margin",
-        type=share,
-        metavar="X",
-        help="margin of the new records, in place of the old ones' or of the default",
+def build_save_parser() -> Parser:
+    return Parser(
+        "Run the cases of a baseline file and put the new records in their place, or make a file "
+        "for your own model and text. The cases of a new file are the standard ones: every drafter "
+        "and KV policy, at several budgets.",
+        {"save": SaveSection()},
+        prog="magicdec gate save",
     )
 
 
-def _add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--baseline", type=Path, default=COMMITTED, metavar="FILE",
-        help="the baseline file [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=2,
-        metavar="N",
-        help="processes that run cases side by side, and share the CPU cores; each holds a KV "
-        "cache of its own [%(default)s]",
-    )
-
-
-def gate(args: argparse.Namespace) -> int:
+def gate(args: GateSection, rule: RuleSection) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
     read or written, or that has a case of no config."""
     baselines = _read(args.baseline)
-    check_files({"--out": args.out, "--junit": args.junit, "--summary": args.summary})
+    check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
-    results = results_of(len(cases), run(args, [config_of(baseline) for baseline in cases]))
+    configs = [config_of(baseline) for baseline in cases]
+    results = results_of(len(cases), run(args.processes, configs))
     records = [result for result in results if isinstance(result, RunRecord)]
-    for record in records if args.out is not None else ():
-        append_record(args.out, record)
+    for record in records:
+        if args.out is not None:
+            append_record(args.out, record)
     failed = not_run(baselines, cases, args.quick) + failures(cases, results)
-    return conclude(args, failed + compare(records, cases, read_rule(args)))
+    return conclude(rule, failed + compare(records, cases, rule.rule))
 
 
-def save(args: argparse.Namespace) -> int:
+def save(values: Values) -> int:
     """Renew the cases of a file, or make new ones, and return the exit code. No file is written
     unless every case has passed."""
+    args = values[SaveSection]
     path = args.baseline
     check_writable("--baseline", path)
-    old, cases = _cases_to_save(args)
-    results = results_of(len(cases), run(args, [config for config, _ in cases]))
+    old, cases = _cases_to_save(values)
+    results = results_of(len(cases), run(args.processes, [config for config, _ in cases]))
     records = [result for result in results if _passed(result)]
     if len(records) < len(cases):
         for (config, _), result in zip(cases, results, strict=True):
@@ -150,16 +150,14 @@ def save(args: argparse.Namespace) -> int:
 
 
 def _cases_to_save(
-    args: argparse.Namespace,
+    values: Values,
 ) -> tuple[list[RunRecord], list[tuple[RunConfig, float | None]]]:
     """The old records, if they are renewed; and each case with the margin of its record."""
-    given = {
-        field.name: value
-        for field in dataclasses.fields(Subject)
-        if (value := getattr(args, field.name)) is not None
-    }
-    if given or not args.baseline.exists():
-        old, configs = [], standard_cases(_subject(given))
+    args = values[SaveSection]
+    names = [field.name for field in dataclasses.fields(Subject)]
+    subject = {name: getattr(args, name) for name in names if f"save.{name}" in values.given}
+    if subject or not args.baseline.exists():
+        old, configs = [], standard_cases(_subject(subject))
         margins = [margin_of(config) for config in configs]
     else:
         old = _read(args.baseline)
@@ -169,18 +167,20 @@ def _cases_to_save(
     return old, list(zip(configs, margins, strict=True))
 
 
-def _subject(given: dict[str, object]) -> Subject:
+def _subject(given: dict[str, Any]) -> Subject:
     """The models and prompts of a new file. The packaged draft is only for the packaged target."""
-    if "model" in given and given["model"] != Subject.model:
-        given = {"draft": None} | given
-    return Subject(**given)  # type: ignore[arg-type]
+    draft = given.get("draft", NONE)
+    name = str(draft).removeprefix(MODEL_PREFIX)
+    if draft != NONE and name == draft:
+        raise ValueError(f"--draft {draft} is not known; choose from {MODEL_PREFIX}NAME, {NONE}")
+    if "draft" in given or given.get("model", Subject.model) != Subject.model:
+        given = given | {"draft": None if draft == NONE else name}
+    return Subject(**given)
 
 
-def run(args: argparse.Namespace, configs: Sequence[RunConfig]) -> list[Arrival]:
+def run(processes: int, configs: Sequence[RunConfig]) -> list[Arrival]:
     """What came back from running the cases. Prints a line for each that has ended."""
-    if args.processes < 1:
-        raise ValueError(f"--processes {args.processes} is too small; it must be at least 1")
-    threads = max(1, len(os.sched_getaffinity(0)) // args.processes)
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
     started, done = time.monotonic(), 0
 
     def finished(number: int, result: Result) -> None:
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace, configs: Sequence[RunConfig]) -> list[Arrival]
         spent = time.monotonic() - started
         print(f"{done} of {len(configs)} cases, {spent:.0f} s: {_describe(result)}", flush=True)
 
-    return measure([with_threads(c, threads) for c in configs], args.processes, finished)
+    return measure([with_threads(c, threads) for c in configs], processes, finished)
 
 
 def _describe(result: Result) -> str:

@@ -2,39 +2,49 @@
 a grid of batch sizes, contexts, new tokens and KV budgets.
 
     magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
-    magicdec latency --nproc 2 --out latency.json --csv latency.csv
+    magicdec latency --nproc 2 --csv latency.csv
 
-Owns the flags, the grid and its checks; `forwards.py` measures, `latency_report.py` prints and
-writes. Heavy imports happen after the flags are read.
+Owns the flags, the grid and its checks; `latency/forwards.py` measures, and `latency/record.py` has
+the record and its table. Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import add_section, announce_backend, read_sections, refuse, run_on_ranks
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import announce_backend, config_of, refuse, run_on_ranks
+from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.checks import MOST_WATCHED, check_budget, policy_called
 from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import KVSection, flag_of
+from magicdec.config.sections import KVSection, OutputSection, WorkloadSection
+from magicdec.config.setting import same, setting
 from magicdec.console import labelled
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.distributed.watching.watch import naming_lost
-from magicdec.latency.rows import KV_FIELDS, Grid
+from magicdec.latency.record import (
+    KV_FIELDS,
+    Grid,
+    LatencyRecord,
+    make_record,
+    raw_table,
+    tables,
+)
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
-from magicdec.records.writing import check_files
+from magicdec.records.record import append_records
+from magicdec.records.writing import check_files, write_text
+from magicdec.study.study import Settings
+from magicdec.tables import print_tables
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
@@ -44,15 +54,45 @@ EVERYDAY = (
     *("--model", "--nproc", "--B", "--prefix_len", "--T", "--kv_policy", "--budget", "--repeats"),
     *("--out", "--csv"),
 )
+# Sections of which only some settings have a flag here.
+ONLY = {
+    "attention": ("backend",),
+    "decoding": ("cuda_graphs",),
+    "kv": KV_FIELDS,
+}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line asked for."""
+class GridSection:
+    """The grid of forwards, and the files."""
+
+    B: tuple[int, ...] = same(WorkloadSection, "batch_size", (1, 4, 8), is_set=True)
+    prefix_len: tuple[int, ...] = same(
+        WorkloadSection, "prefix_len", (1024, 4096, 16384), is_set=True
+    )
+    T: tuple[int, ...] = setting(
+        (1, 2, 4, 5, 8),
+        "New tokens a row of a verify forward. The decode (1) is always timed.",
+        least=1,
+        is_set=True,
+    )
+    kv_policy: tuple[str, ...] = same(KVSection, "policy", (DEFAULT_KV_POLICY,))
+    budget: tuple[int, ...] | None = same(
+        KVSection, "budget", None, is_default=True, least=1, is_set=True
+    )
+    repeats: int = same(Settings, "repeats", 20)
+    warmup: int = setting(3, "Rounds before the timed ones.", least=0)
+    out: Path = same(OutputSection, "results", Path(OutputSection.results))
+    csv: Path | None = setting(None, "Write the rows to this file, a line a forward.")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What the command line asks for."""
 
     config: RunConfig
     grid: Grid
-    json_path: Path | None
+    out: Path
     csv_path: Path | None
 
 
@@ -60,123 +100,91 @@ def main() -> NoReturn:
     """Measure on all ranks; the first prints the table and writes the files."""
     launch = read_launch()
     try:
-        asked = parse(sys.argv[1:])
-        nproc = asked.config.parallel.nproc
-        asked.config.check(find_world_size(nproc, launch))
-        run_on_ranks(nproc, sys.argv[1:], launch, partial(check_heads, asked.config))
-        resolved, source, memory = prepare(asked, launch)
+        experiment = parse(sys.argv[1:])
+        nproc = experiment.config.parallel.nproc
+        experiment.config.check(find_world_size(nproc, launch))
+        run_on_ranks(nproc, sys.argv[1:], launch, partial(check_heads, experiment.config))
+        resolved, source, memory = prepare(experiment, launch)
     except ValueError as error:
         refuse(error, launch)
     announce_backend(resolved, launch)
     if launch.rank == 0:
         print(labelled("memory", memory), flush=True)
     from magicdec.latency.forwards import measure
-    from magicdec.latency.report import make_latency, print_table, write_files
 
     try:
         with naming_lost(launch):
-            config, environment, rows = measure(resolved, asked.grid, source, launch)
+            config, environment, rows = measure(resolved, experiment.grid, source, launch)
     except KeyboardInterrupt:
         sys.exit(130)
     if launch.rank == 0:
-        found = make_latency(config, asked.grid, source, environment, rows)
-        print_table(found)
+        record = make_record(config, experiment.grid, source, environment, rows)
         try:
-            write_files(found, asked.json_path, asked.csv_path)
+            write_files(record, experiment)
         except ValueError as error:
             refuse(error, launch)
+        finally:
+            print_tables(tables([record]))
     sys.exit(0)
 
 
+def write_files(record: LatencyRecord, experiment: Experiment) -> None:
+    """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
+    cannot be written."""
+    append_records("--out", experiment.out, [record])
+    print(f"record appended to {experiment.out}", file=sys.stderr)
+    if experiment.csv_path is not None:
+        write_text("--csv", experiment.csv_path, raw_table(record.rows).csv())
+        print(f"written to {experiment.csv_path}", file=sys.stderr)
+
+
 def build_parser() -> Parser:
-    parser = Parser(
-        description="Time single forwards at fixed cache lengths. With --nproc or under torchrun "
-        "the model is spread over all ranks.",
+    config = RunConfig()
+    sections = {
+        "file": ConfigFile(),
+        "model": config.model,
+        "parallel": config.parallel,
+        "attention": config.attention,
+        "decoding": config.decoding,
+        "kv": config.kv,
+        "grid": GridSection(),
+    }
+    return Parser(
+        "Time single forwards at fixed cache lengths. With --nproc or under torchrun the model is "
+        "spread over all ranks.",
+        sections,
+        ONLY,
         everyday=EVERYDAY,
     )
-    config = RunConfig()
-    add_section(parser, "model", config.model)
-    add_section(parser, "parallel", config.parallel)
-    add_section(parser, "attention", config.attention, only=("backend",))
-    add_section(parser, "decoding", config.decoding, only=("cuda_graphs",))
-    add_section(parser, "kv", config.kv, only=KV_FIELDS)
-    add = parser.add_argument_group("grid").add_argument
-    numbers: dict[str, Any] = {"nargs": "+", "type": int, "metavar": "N"}
-    add("--B", **numbers, default=[1, 4, 8], help="rows of a forward [1 4 8]")
-    add("--prefix_len", "--context", **numbers, dest="context", default=[1024, 4096, 16384],
-        help="cached tokens a row [1024 4096 16384]")  # fmt: skip
-    add("--T", **numbers, default=[1, 2, 4, 5, 8],
-        help="new tokens a row of a verify forward; the decode (1) is always timed [1 2 4 5 8]",
-    )  # fmt: skip
-    add("--kv_policy", nargs="+", choices=tuple(KV_POLICIES), default=[DEFAULT_KV_POLICY],
-        help=f"what a draft forward reads of the cache [{DEFAULT_KV_POLICY}]")  # fmt: skip
-    add("--budget", **numbers,
-        help="KV entries a draft forward reads of the context [65 257]; none where the "
-        "policy reads it all")  # fmt: skip
-    add("--repeats", type=int, default=20, metavar="N", help="timed rounds of each forward [20]")
-    add("--warmup", type=int, default=3, metavar="N", help="rounds beforehand [3]")
-    output = parser.add_argument_group("output").add_argument
-    output("--out", "--json", type=Path, dest="json", metavar="FILE",
-        help="write config, environment and rows here")  # fmt: skip
-    output("--csv", type=Path, metavar="FILE", help="write the rows here, a line a forward")
-    return parser
 
 
-def parse(argv: Sequence[str]) -> Asked:
+def parse(words: Sequence[str]) -> Experiment:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
-    args, given = build_parser().read(argv)
-    config = read_sections(RunConfig(), args)
-    check_grid(args)
-    check_settings(args.kv_policy, given)
+    values = build_parser().read(words)
+    config, section = config_of(values, RunConfig()), values[GridSection]
+    used = {setting for policy in section.kv_policy for setting in policy_called(policy).settings}
+    idle = [f"kv.{name}" for name in KV_FIELDS if name not in (*used, "draft_kv_dtype")]
+    values.refuse_given(idle, f"no policy of --kv_policy {' '.join(section.kv_policy)} uses it")
     grid = Grid(
-        tuple(args.B),
-        tuple(args.context),
-        tuple(sorted({1, *args.T})),
-        find_drafts(config.kv, args.kv_policy, args.budget),
-        args.repeats,
-        args.warmup,
+        section.B,
+        section.prefix_len,
+        tuple(sorted({1, *section.T})),
+        find_drafts(config.kv, section.kv_policy, section.budget),
+        section.repeats,
+        section.warmup,
     )
-    watching = next((p for p in args.kv_policy if policy_called(p).needs_weights), None)
-    if watching and max(args.T) > MOST_WATCHED:
+    watching = next((p for p in section.kv_policy if policy_called(p).needs_weights), None)
+    if watching and max(section.T) > MOST_WATCHED:
         raise ValueError(
-            f"--T {max(args.T)} is too large for --kv_policy {watching}; "
+            f"--T {max(section.T)} is too large for --kv_policy {watching}; "
             f"it must be at most {MOST_WATCHED}"
         )
-    check_outputs(args.json, args.csv)
+    check_files({"--out": section.out, "--csv": section.csv})
+    if section.csv is not None and section.out.resolve() == section.csv.resolve():
+        raise ValueError(f"--out and --csv are both {section.out}; name two files")
     # A RunConfig has one policy; here it only lends the flags that all policies share.
     config = replace(config, kv=grid.drafts[0])
-    return Asked(config, grid, args.json, args.csv)
-
-
-def check_settings(policies: Sequence[str], given: set[str]) -> None:
-    """Raises ValueError if a setting was given that none of the policies uses."""
-    used = {setting for policy in policies for setting in policy_called(policy).settings}
-    for name in KV_FIELDS:
-        if f"kv.{name}" in given and name not in (*used, "draft_kv_dtype"):
-            raise ValueError(
-                f"{flag_of(KVSection(), name)} does nothing here: no policy of --kv_policy "
-                f"{' '.join(policies)} uses it; leave it out"
-            )
-
-
-def check_grid(args: argparse.Namespace) -> None:
-    """Every number is at least 1 (--warmup: 0), and no list names one twice."""
-
-    def shown(name: str) -> str:
-        return "prefix_len" if name == "context" else name
-
-    for name in ("B", "context", "T", "budget", "repeats", "warmup"):
-        value = getattr(args, name)
-        least = 0 if name == "warmup" else 1
-        for number in value if isinstance(value, list) else [value]:
-            if number is not None and number < least:
-                place = f"--{shown(name)} {number}"
-                raise ValueError(f"{place} is too small; it must be at least {least}")
-    for name in ("B", "context", "T", "budget", "kv_policy"):
-        values = getattr(args, name) or []
-        for value in values:
-            if values.count(value) > 1:
-                raise ValueError(f"--{shown(name)} names {value} twice; name each value once")
+    return Experiment(config, grid, section.out, section.csv)
 
 
 def find_drafts(
@@ -199,21 +207,13 @@ def find_drafts(
     return tuple(drafts)
 
 
-def check_outputs(json_path: Path | None, csv_path: Path | None) -> None:
-    """Raises ValueError if one of them cannot be written, or if they are the same."""
-    check_files({"--out": json_path, "--csv": csv_path})
-    if json_path and csv_path and json_path.resolve() == csv_path.resolve():
-        raise ValueError(f"--out and --csv are both {json_path}; name two files")
-
-
-def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
+def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
     from magicdec.executor.descriptions import layer_obstacle
     from magicdec.hardware.environment import probe_machine
     from magicdec.latency.memory import check_grid_memory
-    from magicdec.memory.check import check_together
-    from magicdec.memory.free_memory import free_device_memory
+    from magicdec.memory.check import check_together, free_device_memory
     from magicdec.memory.plan import Models
     from magicdec.model.checkpoint.source import find_model
     from magicdec.setup.model_checks import (
@@ -224,27 +224,27 @@ def prepare(asked: Asked, launch: Launch) -> tuple[ResolvedConfig, ModelSource, 
     )
     from magicdec.setup.prepare import as_stored, check_threads_equal
 
-    check_threads_equal(launch, asked.config)
-    source = find_model("--model", asked.config.model.model)
+    check_threads_equal(launch, experiment.config)
+    source = find_model("--model", experiment.config.model.model)
     model = source.config
-    stored = as_stored(asked.config, source)
     config = resolve(
-        stored,
+        as_stored(experiment.config, source),
         probe_machine(launch),
         model.cached_head_dim,
         layer_obstacles=(layer_obstacle(model), None),
     )
     check_interpreter(config)
-    for kv in asked.grid.drafts:
+    for kv in experiment.grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
-    context, T = max(asked.grid.contexts), max(asked.grid.new_tokens)
-    shown = f"--prefix_len {context} + --T {T} = {context + T}"
-    check_length(shown, context + T, "--model", source)
+    context, T = max(experiment.grid.contexts), max(experiment.grid.new_tokens)
+    length = f"--prefix_len {context} + --T {T} = {context + T}"
+    check_length(length, context + T, "--model", source)
     backend = config.attention.backend_choice.settled
     check_scores(backend, config.model.dtype, "--model", source)
     check_window(backend, context + T, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     free = free_device_memory(config.parallel.device, launch.local_rank)
-    place = config, asked.grid, Models(model), launch, free
-    memory = check_together(launch, lambda: check_grid_memory(*place))
+    memory = check_together(
+        launch, lambda: check_grid_memory(config, experiment.grid, Models(model), launch, free)
+    )
     return config, source, memory

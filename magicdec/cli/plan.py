@@ -2,68 +2,235 @@
 and speed of the machine and an acceptance rate. It runs no model, reads no weights and imports no
 torch.
 
-Owns the checks of the flags and the choice of the predicted cells, for speculation and for stages.
-`cost_model/` does the arithmetic, `plan_report.py` prints.
+Owns the settings and the choice of the predicted cells, for speculation and for stages.
+`cost_model/` does the arithmetic and makes the record and its tables.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from magicdec.cli.flags import refuse
-from magicdec.cli.front.run import MODEL_PREFIX, SELF
-from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.plan_flags import (
-    BATCH_SIZES,
-    MAX_GAMMA,
-    PREFIX_LENS,
-    build_parser,
-    check_given,
-    check_sizes,
-    check_tp,
-    find_target,
-)
+from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.config.choices.layers import choose_weights
-from magicdec.config.sections import KVSection
+from magicdec.config.prediction_sections import AcceptanceSection, ClusterSection
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    MODEL_PREFIX,
+    SELF,
+    DecodingSection,
+    DraftChoice,
+    DraftSection,
+    KVSection,
+    ModelSection,
+    OutputSection,
+    StagesSection,
+    WorkloadSection,
+)
+from magicdec.config.setting import same, setting
+from magicdec.cost_model import plan as plans
+from magicdec.cost_model import stage_plan as stage_plans
 from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.curves import find_conditional, find_curves, longest
-from magicdec.cost_model.plan import Plan
+from magicdec.cost_model.curves import find_conditional, find_curves, is_rate, longest
+from magicdec.cost_model.plan import DTYPE_BYTES, Plan
 from magicdec.cost_model.speculation import Choice
 from magicdec.cost_model.stage_plan import StagePlan
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.layer_split import count_stages
-from magicdec.hardware.ceiling_file import load_machine
+from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
+from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import find_config
-from magicdec.records.writing import write_file
+from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
+from magicdec.records.record import Record, append_records
+from magicdec.tables import Table, print_tables
+
+MAX_GAMMA = 8
+# The rates of a machine by hand: the unit of each in SI units.
+RATES = {
+    "bandwidth": 1e9,
+    "flops": 1e12,
+    "link": 1e9,
+    "link_latency_us": 1e-6,
+    "node_link": 1e9,
+    "node_link_latency_us": 1e-6,
+    "overhead_us": 1e-6,
+}
 
 
-def predict_stages(args: argparse.Namespace, given: set[str]) -> Callable[[], None]:
-    """Write the file that `--out` names. Returns what prints the plan."""
+@dataclass(frozen=True)
+class PlanSection(AcceptanceSection):
+    """The settings of a plan."""
+
+    model: str = same(ModelSection, "model")
+    draft: str = same(DraftChoice, "draft")
+    dtype: str = same(ModelSection, "dtype", "bfloat16", choices=DTYPES)
+    target_dtype: str = same(ModelSection, "target_dtype")
+    draft_dtype: str = same(DraftSection, "draft_dtype")
+    machine: Path | None = same(DecodingSection, "machine")
+    bandwidth: float | None = setting(
+        None, "GB/s that one rank reads. With --flops it replaces --machine.", above=0
+    )
+    flops: float | None = setting(
+        None,
+        "TFLOP/s of one rank in --dtype. With --bandwidth it replaces --machine.",
+        above=0,
+    )
+    link: float | None = setting(
+        None, "GB/s between the ranks of a node. Default: from --machine.", above=0
+    )
+    link_latency_us: float | None = setting(
+        None, "Us of a small all-reduce in a node. Default: from --machine.", least=0
+    )
+    node_link: float | None = setting(None, "GB/s between nodes. Default: from --machine.", above=0)
+    node_link_latency_us: float | None = setting(
+        None, "Us of a small all-reduce between nodes. Default: from --machine.", least=0
+    )
+    overhead_us: float | None = setting(
+        None,
+        "Us of fixed cost for each forward of --model (kernel launches, Python). Default: from "
+        "--machine, otherwise 0.",
+        least=0,
+    )
+    B: tuple[int, ...] = same(WorkloadSection, "batch_size", (1, 4, 8))
+    prefix_len: tuple[int, ...] = same(WorkloadSection, "prefix_len", (1024, 4096, 16384))
+    budget: tuple[int, ...] | None = same(KVSection, "budget", None, is_default=True, least=1)
+    kv_policy: str = same(
+        KVSection,
+        "policy",
+        choices=tuple(name for name in KV_POLICIES if name != FULL_KV_POLICY),
+    )
+    gen_len: int | None = same(WorkloadSection, "gen_len")
+    max_gamma: int | None = setting(
+        None,
+        f"Largest number of draft tokens in a step to predict. Default: {MAX_GAMMA}, or as many as "
+        "--acceptance has.",
+        least=1,
+    )
+    tp: int = setting(
+        1,
+        "Ranks that share the model, or each stage of it, by tensor parallelism.",
+        least=1,
+    )
+    draft_tp: int | None = setting(
+        None, f"Ranks that share --draft {MODEL_PREFIX}NAME. Default: 1.", least=1
+    )
+    nodes: int = same(ClusterSection, "nodes", 1)
+    stages: int | None = same(ClusterSection, "stages")
+    layer_split: str | None = same(StagesSection, "layer_split")
+    out: Path | None = same(OutputSection, "results", None, is_default=True)
+
+
+def build_parser() -> Parser:
+    return Parser(
+        "Predict when speculation is faster than autoregressive decoding, from the model's shape "
+        "and the machine's speed; or, with --stages, what a pipeline of stages gives next to "
+        "tensor parallelism and to one process.",
+        {"plan": PlanSection()},
+    )
+
+
+def check_given(args: PlanSection, values: Values) -> None:
+    """Raises ValueError for a flag that was given and would do nothing."""
+    if not any(is_rate(value) for value in args.acceptance or ()):
+        values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is one rate")
+    ranks = args.tp * (args.stages or 1)
+    for flag, ends in (("link", ranks // args.nodes), ("node_link", args.nodes)):
+        if ends == 1:
+            reason = "--nodes is 1" if flag == "node_link" else "a node has one rank"
+            values.refuse_given([f"plan.{flag}", f"plan.{flag}_latency_us"], reason)
+
+
+def find_target(args: PlanSection, config: ModelConfig, tp: int, nodes: int) -> Deployment:
+    """The model on `tp` ranks on `nodes` hosts."""
+    hardware = find_hardware(args, config.num_layers)
+    is_int8 = choose_weights("--target_dtype", args.target_dtype, args.dtype) == "int8"
+    return Deployment(config, hardware, DTYPE_BYTES[args.dtype], tp, nodes, is_int8)
+
+
+def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
+    """The speeds of the machine, from the file or from flags. If a flag gives a link or the
+    overhead, it replaces the value in the file."""
+    given = {flag: getattr(args, flag) for flag in RATES}
+    rates = {flag: None if value is None else value * RATES[flag] for flag, value in given.items()}
+    by_hand = rates["bandwidth"] is not None, rates["flops"] is not None
+    if (args.machine is None) != all(by_hand) or any(by_hand) != all(by_hand):
+        raise ValueError("give either --machine FILE, or both --bandwidth and --flops")
+    if args.machine is not None:
+        base = load_machine(args.machine).hardware(args.dtype)
+    else:
+        base = Hardware(rates["bandwidth"] or 0.0, rates["flops"] or 0.0)
+    overhead, ranks = rates["overhead_us"], args.tp * (args.stages or 1)
+    return Hardware(
+        base.read_bytes_per_s,
+        base.flops_per_s,
+        base.layer_overhead_s if overhead is None else overhead / num_layers,
+        base.kv_bytes_per_s,
+        _find_link(rates, "link", base.link, ranks // args.nodes > 1, args.stages),
+        _find_link(rates, "node_link", base.node_link, args.nodes > 1, args.stages),
+        base.attention_flops_per_s,
+        base.token_overhead_s,
+    )
+
+
+def _find_link(
+    rates: dict[str, float | None],
+    flag: str,
+    measured: Link | None,
+    is_needed: bool,
+    stages: int | None,
+) -> Link | None:
+    bandwidth, latency = rates[flag], rates[f"{flag}_latency_us"]
+    if (bandwidth is None) != (latency is None):
+        raise ValueError(f"--{flag} and --{flag}_latency_us go together; give both or neither")
+    if bandwidth is not None and latency is not None:
+        return Link(latency, bandwidth)
+    if measured is None and is_needed:
+        needed = "--tp above 1 needs the cost of an all-reduce"
+        if flag == "node_link":
+            needed = "--nodes above 1 needs the cost of an all-reduce"
+        elif stages is not None:
+            needed = f"--stages {stages} needs the cost of a link"
+        raise ValueError(
+            f"{needed}; give --{flag} and --{flag}_latency_us, or a --machine probed with several "
+            "ranks"
+        )
+    return measured
+
+
+def check_tp(flag: str, tp: int, model_flag: str, config: ModelConfig) -> None:
+    heads = config.num_heads
+    if heads % tp:
+        fitting = " ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"{flag} {tp} does not divide the {heads} attention heads of {model_flag} "
+            f"{config.name}; choose from {fitting}"
+        )
+
+
+def predict_stages(args: PlanSection, values: Values) -> tuple[Record, list[Table]]:
+    """The record and its tables."""
     plan = make_stage_plan(args)
-    check_given(args, given)
-    from magicdec.cost_model.stage_report import make_stage_report, print_stages
-
-    if args.json is not None:
-        write_file("--out", args.json, "stage_plan", make_stage_report(plan))
-    return lambda: print_stages(plan)
+    check_given(args, values)
+    record = stage_plans.make_record(plan)
+    return record, stage_plans.tables([record])
 
 
-def make_stage_plan(args: argparse.Namespace) -> StagePlan:
+def make_stage_plan(args: PlanSection) -> StagePlan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
-    check_sizes(args)
-    config, asked = find_config("--model", args.model), f"--stages {args.stages}"
+    config, stages = find_config("--model", args.model), f"--stages {args.stages}"
+    assert args.stages is not None, "it chose this prediction"
     check_tp("--tp", args.tp, "--model", config)
     if (named := count_stages(args.layer_split, args.stages)) != args.stages:
-        raise ValueError(f"{asked}: --layer_split {args.layer_split} has {named} stages")
+        raise ValueError(f"{stages}: --layer_split {args.layer_split} has {named} stages")
     num_ranks = args.stages * args.tp
     per_node = num_ranks // args.nodes
     if num_ranks % args.nodes or (per_node % args.tp and args.tp % per_node):
         raise ValueError(
-            f"--nodes {args.nodes}: {asked} of --tp {args.tp} ranks cannot be divided evenly among "
-            "so many hosts"
+            f"--nodes {args.nodes}: {stages} of --tp {args.tp} ranks cannot be divided evenly "
+            "among so many hosts"
         )
     target = find_target(args, config, args.tp, max(1, args.tp // per_node))
     shares_host = False
@@ -77,8 +244,8 @@ def make_stage_plan(args: argparse.Namespace) -> StagePlan:
         shares_host=shares_host,
         dtype=args.dtype,
         machine_source="flags" if args.machine is None else str(args.machine),
-        lane_sizes=tuple(args.B or BATCH_SIZES[:1]),
-        prefix_lens=tuple(args.prefix_len or PREFIX_LENS[:1]),
+        lane_sizes=args.B,
+        prefix_lens=args.prefix_len,
     )
     plan.layers(plan.lane_sizes[0], plan.prefix_lens[0])
     return plan
@@ -93,48 +260,42 @@ LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
 
 def main() -> NoReturn:
     try:
-        parser = build_parser()
-        args, given = parser.read(sys.argv[1:])
-        check_mode(args, given, parser)
+        values = build_parser().read(sys.argv[1:])
+        args = values[PlanSection]
+        check_mode(args, values)
         predict = predict_speculation if args.stages is None else predict_stages
-        show = predict(args, given)
+        record, report = predict(args, values)
+        if args.out is not None:
+            append_records("--out", args.out, [record])
     except ValueError as error:
         refuse(error, read_launch())
-    show()
+    print_tables(report)
     sys.exit(0)
 
 
-def predict_speculation(args: argparse.Namespace, given: set[str]) -> Callable[[], None]:
-    """Write the file that `--out` names. Returns what prints the plan."""
+def predict_speculation(args: PlanSection, values: Values) -> tuple[Record, list[Table]]:
+    """The record and its tables."""
     plan = make_plan(args)
-    check_given(args, given)
-    from magicdec.cost_model.plan_report import make_report, print_plan
-
-    if args.json is not None:
-        write_file("--out", args.json, "plan", make_report(plan))
-    return lambda: print_plan(plan)
+    check_given(args, values)
+    record = plans.make_record(plan)
+    return record, plans.tables([record])
 
 
-def check_mode(args: argparse.Namespace, given: set[str], parser: Parser) -> None:
+def check_mode(args: PlanSection, values: Values) -> None:
     """Raises ValueError for a flag of the other prediction."""
-    if args.stages is None and "layer_split" in given:
-        raise ValueError("--layer_split does nothing here: it is for --stages; leave it out")
-    for name in SPECULATION if args.stages is not None else ():
-        if name in given:
-            raise ValueError(
-                f"{parser.flag_of(name)} does nothing here: --stages {args.stages} predicts no "
-                "speculation; leave it out"
-            )
+    if args.stages is None:
+        values.refuse_given(["plan.layer_split"], "it is for --stages")
+        return
+    names = [f"plan.{name}" for name in SPECULATION]
+    values.refuse_given(names, f"--stages {args.stages} predicts no speculation")
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: PlanSection) -> Plan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
     if args.acceptance is None and args.conditional_acceptance is None:
         raise ValueError(
-            "one of the arguments --acceptance --conditional_acceptance is required, except with "
-            "--stages"
+            "give --acceptance or --conditional_acceptance, which only --stages does without"
         )
-    check_sizes(args)
     config = find_config("--model", args.model)
     check_tp("--tp", args.tp, "--model", config)
     if args.tp % args.nodes:
@@ -145,7 +306,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         curves, source = find_conditional(args.conditional_acceptance, args.budget)
     else:
         curves, source = find_curves(
-            args.acceptance, args.budget, drafter, args.kv_policy, args.acceptance_gamma
+            args.acceptance or (), args.budget, drafter, args.kv_policy, args.acceptance_gamma
         )
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
@@ -157,18 +318,18 @@ def make_plan(args: argparse.Namespace) -> Plan:
         curves=curves,
         acceptance_source=source,
         machine_source="flags" if args.machine is None else str(args.machine),
-        batch_sizes=tuple(args.B or BATCH_SIZES),
-        prefix_lens=tuple(args.prefix_len or PREFIX_LENS),
+        batch_sizes=args.B,
+        prefix_lens=args.prefix_len,
         max_gamma=args.max_gamma or min(MAX_GAMMA, reach or MAX_GAMMA),
-        gen_len=args.gen_len,
+        gen_len=args.gen_len or DEFAULT_GEN_LEN,
         choices={budget: find_choice(args.kv_policy, budget) for budget in curves},
     )
 
 
-def find_choice(kv_policy: str | None, budget: int) -> Choice:
+def find_choice(kv_policy: str, budget: int) -> Choice:
     """What the policy does before the first draft. The default policy does nothing, so that torch
     is imported only for another one."""
-    if kv_policy is None:
+    if kv_policy == DEFAULT_KV_POLICY:
         return Choice()
     from magicdec.drafting.policies.policy import load_policy
 
@@ -178,7 +339,7 @@ def find_choice(kv_policy: str | None, budget: int) -> Choice:
     return Choice(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))
 
 
-def find_draft(args: argparse.Namespace, target: Deployment) -> Deployment:
+def find_draft(args: PlanSection, target: Deployment) -> Deployment:
     """The target itself, or a standalone draft on the first `--draft_tp` of its ranks."""
     name = args.draft.removeprefix(MODEL_PREFIX)
     if args.draft != SELF and (name == args.draft or not name):

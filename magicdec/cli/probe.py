@@ -4,7 +4,7 @@ that `magicdec plan` reads.
     magicdec probe --out machine.json
     magicdec probe --nproc 2 --out machine.json
 
-Owns the command line and the table; `probe/probe.py` measures. Heavy imports happen after the flags
+Owns the command line and the table; `probe.py` measures. Heavy imports happen after the flags
 are read.
 """
 
@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import Parser, refuse, run_on_ranks
+from magicdec.cli.flags import refuse, run_on_ranks
+from magicdec.cli.parsing.parser import Parser
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import ParallelSection
-from magicdec.console import make_console
+from magicdec.config.sections import ParallelSection, WrittenSection
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import INTERRUPTED, find_world_size
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.hardware.ceiling_file import MachineFile
-from magicdec.names import DEVICES, DTYPES
-from magicdec.probe.probe import Found, measure
+from magicdec.names import DTYPES
+from magicdec.records.metric_tables import fixed
 from magicdec.records.writing import check_writable
+from magicdec.tables import Column, Table
 
 BUSY = 0.25  # load average for each core from which the host is called busy
 
@@ -41,6 +43,7 @@ def main() -> NoReturn:
         config.check(find_world_size(nproc, launch))
         run_on_ranks(nproc, sys.argv[1:], launch)
         from magicdec.hardware.environment import probe_machine
+        from magicdec.probe import measure
 
         machine = probe_machine(launch)
         resolved = resolve(config, machine)
@@ -48,24 +51,25 @@ def main() -> NoReturn:
         refuse(error, launch)
     if launch.rank == 0:
         warn_of_load(os.getloadavg()[0], machine.num_cpus)
-    found, code = Found(), 0
+    results: MachineFile | None = None
+    code = 0
     try:
         with naming_lost(launch):
-            measure(resolved, machine, launch, found)
+            for so_far in measure(resolved, machine, launch):
+                results = so_far
     except KeyboardInterrupt:
         code = INTERRUPTED
     if launch.rank == 0:
         try:
-            conclude(found, out)
+            conclude(results, out)
         except ValueError as error:
             refuse(error, launch)
     sys.exit(code)
 
 
-def conclude(found: Found, out: Path) -> None:
+def conclude(machine: MachineFile | None, out: Path) -> None:
     """Write and print what was measured, which is not all of it if the probe was interrupted.
     Raises ValueError if the file cannot be written."""
-    machine = found.machine_file()
     if machine is None:
         print("interrupted before the first dtype was measured; nothing is written")
         return
@@ -87,80 +91,54 @@ def warn_of_load(load: float, num_cpus: int) -> None:
         )
 
 
-def parse(argv: list[str]) -> tuple[Path, RunConfig]:
+def build_parser() -> Parser:
+    return Parser(
+        "Measure memory bandwidth, FLOP/s, all-reduce and overhead, and write them to a file. "
+        "Several ranks measure at the same time.",
+        {"probe": WrittenSection(), "parallel": ParallelSection()},
+        {"parallel": ("threads", "device", "nproc")},
+    )
+
+
+def parse(words: Sequence[str]) -> tuple[Path, RunConfig]:
     """Raises ValueError for flags that do not exist or have an impossible value."""
-    parser = Parser(
-        description="Measure memory bandwidth, FLOP/s, all-reduce and overhead, and write them to "
-        "a file. Several ranks measure at the same time.",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("machine.json"),
-        metavar="FILE",
-        help="the file to write [machine.json]",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads of each rank; default: the cores divided by the ranks",
-    )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        choices=("auto", *DEVICES),
-        help="the device to measure; auto is cuda if there is a GPU [auto]",
-    )
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="ranks to start on this host, which all measure at the same time; default: one, or "
-        "those that torchrun started",
-    )
-    args, _ = parser.read(argv)
-    check_writable("--out", args.out)
-    section = ParallelSection(device=args.device, threads=args.threads, nproc=args.nproc)
-    return args.out, RunConfig(parallel=section)
+    values = build_parser().read(words)
+    out = values[WrittenSection].out or Path("machine.json")
+    check_writable("--out", out)
+    return out, RunConfig(parallel=values[ParallelSection])
 
 
 def print_machine(machine: MachineFile, out: Path) -> None:
-    from rich.table import Table
+    from magicdec.probe import MANY
 
-    from magicdec.probe.ceilings import MANY
-
+    by_dtype = (  # (label, name of the rates, digits, scale)
+        ("matrix product, {}, TFLOP/s", "flops_per_s", 3, 1e-12),
+        ("attention over a long cache, {}, GB/s", "kv_bytes_per_s", 1, 1e-9),
+        (f"attention of {MANY} new tokens, {{}}, TFLOP/s", "attention_flops_per_s", 3, 1e-12),
+        ("overhead of a layer, {}, us", "layer_overhead_s", 1, 1e6),
+        ("overhead of a layer for each further token, {}, us", "token_overhead_s", 1, 1e6),
+    )
     d = machine.description
-    title = f"{d['gpu'] or d['cpu']}: ranks {d['world_size']} x threads {d['threads']}, of one rank"
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for label in ("measured", "spread"):
-        table.add_column(label, justify="right")
-
-    def add(label: str, shown: str, name: str) -> None:
-        spread = machine.spreads.get(name)
-        table.add_row(label, shown, "" if spread is None else f"{100 * spread:.0f} %")
-
-    add("read bandwidth, GB/s", f"{machine.read_bytes_per_s / 1e9:.1f}", "read_bytes_per_s")
-    for dtype, rate in machine.flops_per_s.items():
-        label = f"matrix product, {dtype}, TFLOP/s"
-        add(label, f"{rate / 1e12:.3f}", f"flops_per_s {dtype}")
-    for dtype, rate in machine.kv_bytes_per_s.items():
-        label = f"attention over a long cache, {dtype}, GB/s"
-        add(label, f"{rate / 1e9:.1f}", f"kv_bytes_per_s {dtype}")
-    for dtype, rate in machine.attention_flops_per_s.items():
-        label = f"attention of {MANY} new tokens, {dtype}, TFLOP/s"
-        add(label, f"{rate / 1e12:.3f}", f"attention_flops_per_s {dtype}")
-    for dtype, seconds in machine.layer_overhead_s.items():
-        more = machine.token_overhead_s[dtype]
-        shown = f"{seconds * 1e6:.1f} + {more * 1e6:.1f} a token"
-        add(f"overhead of a layer, {dtype}, us", shown, f"layer_overhead_s {dtype}")
+    spreads = machine.spreads
+    rows = [("read bandwidth, GB/s", fixed(machine.read_bytes_per_s, 1, scale=1e-9),
+             fixed(spreads.get("read_bytes_per_s"), 0, " %", 100))]  # fmt: skip
+    for label, name, digits, scale in by_dtype:
+        for dtype, rate in getattr(machine, name).items():
+            spread = fixed(spreads.get(f"{name} {dtype}"), 0, " %", 100)
+            rows.append((label.format(dtype), fixed(rate, digits, scale=scale), spread))
     for between, link in (("ranks", machine.link), ("nodes", machine.node_link)):
         if link is not None:
             label = f"all-reduce between {between} ({d['collectives']})"
-            add(f"{label}, latency, us", f"{link.latency_s * 1e6:.1f}", "link")
-            add(f"{label}, GB/s", f"{link.bytes_per_s / 1e9:.2f}", "")
-    console = make_console()
-    console.print(table)
-    console.print("spread: slowest over fastest repetition of the measurement, minus 1")
-    console.print(f"written to {out}")
+            latency = fixed(link.latency_s, 1, scale=1e6)
+            spread = fixed(spreads.get("link"), 0, " %", 100)
+            rows.append((f"{label}, latency, us", latency, spread))
+            rows.append((f"{label}, GB/s", fixed(link.bytes_per_s, 2, scale=1e-9), None))
+    Table(
+        [Column("", is_text=True), "measured", "spread"],
+        rows,
+        f"{d['gpu'] or d['cpu']}: ranks {d['world_size']} x threads {d['threads']}, of one rank",
+        below=[
+            "spread: slowest over fastest repetition of the measurement, minus 1",
+            f"written to {out}",
+        ],
+    ).print()

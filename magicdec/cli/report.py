@@ -11,11 +11,10 @@ from pathlib import Path
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import labelled
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.sampler import describe_memory
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
 from magicdec.records.writing import write_text
-from magicdec.run.outcome import Interrupted, Outcome
+from magicdec.run.outcome import Interrupted, Outcome, unfinished_record
 from magicdec.run.run import execute
 from magicdec.setup.prepare import Prepared
 
@@ -42,12 +41,7 @@ def conclude(prepared: Prepared) -> int:
                 prepared.launch, prepared.config.parallel.device, started
             )
             message = f"{type(error).__name__}: {error}"
-            config, workload = prepared.config.to_dict(), prepared.describe_workload()
-            memory = describe_memory(prepared.plan, prepared.free)
-            failed = RunRecord(
-                status="failed", config=config, environment=environment, error=message,
-                workload=workload, memory=memory,
-            )  # fmt: skip
+            failed = unfinished_record(prepared.config, prepared, environment, message)
             said, is_kept = append(path, failed)
             if not is_kept:
                 print(said, file=sys.stderr)

@@ -4,52 +4,65 @@ line; `report/` makes the page."""
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.parsing.record_files import add_record_files, read_files
-from magicdec.report.page import PAGE, write_report
-from magicdec.report.point import make_point
-from magicdec.report.prediction import load_predictor
+from magicdec.cli.parsing.record_files import FilesSection, read_every_kind
+from magicdec.config.sections import DecodingSection, WrittenSection
+from magicdec.config.setting import same, setting
+from magicdec.records.record import RunRecord
+from magicdec.serving.compared import PASSES
+from magicdec.serving.record import PassRecord
+
+KINDS = ("run", *PASSES)  # of records
+
+
+@dataclass(frozen=True)
+class ReportSection(FilesSection):
+    """The page, and what is on it."""
+
+    out: Path = same(WrittenSection, "out", ..., metavar="DIR")
+    machine: Path | None = same(DecodingSection, "machine")
+    no_figure_files: bool = setting(
+        False, "Write no PNG and SVG files; the figures are in the page alone."
+    )
+    title: str = setting("MagicDec report", "The title of the page.", metavar="TEXT")
+
+
+def build_parser() -> Parser:
+    return Parser(
+        "Write a page with figures and tables of records of every kind. It needs no network; the "
+        "figures as PNG and SVG and the tables as CSV are written beside it.",
+        {"report": ReportSection},
+        prog="magicdec report",
+    )
 
 
 def main() -> None:
     """`magicdec report FILE... --out DIR`"""
     try:
-        args, _ = make_parser().read(sys.argv[1:])
+        args = build_parser().read(sys.argv[1:])[ReportSection]
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {args.out} is not a directory; name one to write to")
-        predictor = load_predictor(args.machine)
-        points = [
-            make_point(number, str(path), record)
-            for number, (path, record) in enumerate(read_files(args), 1)
-        ]
+        from magicdec.report.frame import Row, run_rows, served_row
+        from magicdec.report.page import PAGE, make_report, write_report
+        from magicdec.report.prediction import load_predictor
+
+        predictor, rows, number = load_predictor(args.machine), list[Row](), 0
+        for number, (path, record) in enumerate(read_every_kind(args, KINDS), 1):
+            if isinstance(record, RunRecord):
+                rows += run_rows(number, str(path), record)
+            elif isinstance(record, PassRecord):
+                rows.append(served_row(number, str(path), record))
         command = ["magicdec", "report", *sys.argv[1:]]
-        place = args.out, args.title, points, predictor, command
-        report = write_report(*place, has_figure_files=not args.no_figure_files)
+        report = make_report(args.title, command, not args.no_figure_files, rows, predictor)
+        write_report(args.out, report)
     except ValueError as error:
         print(f"magicdec report: {error}", file=sys.stderr)
         sys.exit(2)
-    for figure in report.left_out:
-        print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
-    drawn, runs = len(report.figures), len(points)
-    print(f"{drawn} figures of {runs} runs: {args.out / PAGE}")
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="magicdec report",
-        description="Write a page with figures and tables of records. It needs no network; the "
-        "figures as PNG and SVG and the tables as CSV are written beside it.",
-    )
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR",
-        help="the directory to write to; it is made if it is missing")  # fmt: skip
-    add("--machine", type=Path, metavar="FILE",
-        help="the file that `magicdec probe` wrote on the machine of the runs, for the predictions "
-        "of `magicdec plan`; default: the page has none")  # fmt: skip
-    add("--no_figure_files", action="store_true",
-        help="write no PNG and SVG files; the figures are in the page alone")  # fmt: skip
-    add("--title", default="MagicDec report", metavar="TEXT", help="the title [MagicDec report]")
-    add_record_files(parser)
-    return parser
+    for section in report.sections:
+        for figure in section.left_out:
+            print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
+    drawn = sum(len(section.figures) for section in report.sections)
+    print(f"{drawn} figures of {number} runs: {args.out / PAGE}")

@@ -1,68 +1,186 @@
 """`magicdec simulate`: what decoding on a pipeline of stages would yield, in virtual time.
 
-Owns the checks of the flags and the choice of what is simulated. `simulator/` simulates.
-The tables are 80 columns wide.
+Owns the settings, what they must fulfil, and the choice of what is simulated. `simulator/`
+simulates, and makes the records and their tables.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
 from magicdec.cli.flags import refuse
-from magicdec.cli.simulate_flags import build_parser, check, make_options
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.prediction_sections import AcceptanceSection, ClusterSection
+from magicdec.config.sections import DEFAULT_GEN_LEN, OutputSection, PictureSection, WorkloadSection
+from magicdec.config.setting import same, setting
 from magicdec.cost_model.curves import conditional_rate
 from magicdec.distributed.groups import read_launch
-from magicdec.pipelined_speculation.options import Options
+from magicdec.figures import check_picture
+from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Options
 from magicdec.records.reading import load_records
-from magicdec.records.writing import append_line, to_json
+from magicdec.records.record import append_records
+from magicdec.records.writing import check_files
 from magicdec.simulator.machine import Cluster, Machine, divisions
-from magicdec.simulator.measured import Measured
-from magicdec.simulator.modes import STEADY_TOKENS, WITHOUT_DRAFTS, Work, run_mode
-from magicdec.simulator.text import draw_ranks, replay_ranks
-
-SCHEMA_VERSION = 1
-BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
-WORK = (
-    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft_probs", "gen_len"),
-    *("num_requests", "ring_requests", "seed"),
+from magicdec.simulator.run import (
+    MODES,
+    STEADY_TOKENS,
+    WITHOUT_DRAFTS,
+    SimulatedMetrics,
+    SimulationRecord,
+    Work,
+    run_mode,
 )
-CHART_STAGES = 40  # times the slowest stage: what a chart shows
-DEFAULT_STAGES, DEFAULT_STAGE_MS = 4, 20.0
+from magicdec.simulator.showing import draw_chart, tables
+from magicdec.simulator.simulation import Trace
+from magicdec.simulator.text import draw_ranks, replay_ranks
+from magicdec.tables import print_tables
+from magicdec.workload.request_shapes import ShapedOptions
+
+EVERYDAY = (
+    *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--gamma"),
+    *("--np", "--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--plot"),
+    "--out",
+)
+ONLY = {"speculation": [name for name in vars(Options()) if name != "lanes"]}
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """One cluster under every mode. `nodes` is None where the stages were given by themselves."""
+class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
+    """The machine, the work and the files of a simulation."""
 
-    nodes: int | None
-    machine: Machine
-    measured: dict[str, Measured]
+    stage_ms: tuple[float, ...] | None = setting(
+        None,
+        "Ms that a stage computes for one token: one value for all stages, or one for each. "
+        "Default: 20.",
+        above=0,
+    )
+    layers: int = setting(
+        32, "Layers of the model. A stage looks for cancellations between its layers.", least=1
+    )
+    prefill_ms: float | None = setting(
+        None,
+        "Ms that a stage computes for the prompt; with --model_ms, ms of one node for all of it. "
+        "Default: as for one token.",
+        least=0,
+    )
+    row_cost: float = setting(
+        0.0, "Share of the time of one token that each further token of a run adds.", least=0
+    )
+    link_ms: float = setting(
+        1.0,
+        "Delay of a message between stages, and from the last stage to the head, in ms.",
+        least=0,
+    )
+    link_gbit: float | None = setting(
+        None, "Bandwidth of a link in Gbit/s. Default: without limit.", above=0
+    )
+    row_bytes: int = setting(8192, "Bytes of the hidden states of one token.", least=1)
+    cancel_ms: float | None = setting(
+        None, "Ms until a stage knows that a run is cancelled. Default: --link_ms.", least=0
+    )
+    draft_ms: float = setting(4.0, "Ms of one step of the drafter.", least=0)
+    model_ms: float | None = setting(
+        None,
+        "Ms of one node for one token through the whole model; needed with --nodes.",
+        above=0,
+    )
+    all_reduce_ms: float = setting(
+        0.05,
+        "Ms of an all-reduce between the nodes of a stage, two of which each layer needs.",
+        least=0,
+    )
+    draft_probs: tuple[float, ...] = setting(
+        (0.7, 0.2, 0.05),
+        "Probabilities that the draft gives its candidates, at every place.",
+        metavar="P",
+        least=0,
+        most=1,
+    )
+    gen_len: int | None = same(WorkloadSection, "gen_len", least=2)
+    lanes: int = same(Options, "lanes")
+    ring_requests: int | None = setting(
+        None, "Requests at the same time in the ring. Default: one for each stage.", least=1
+    )
+    seed: int = same(WorkloadSection, "seed")
+    modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=MODES)
+    out: Path | None = same(OutputSection, "results", None, is_default=True)
+
+    def check(self, given: Collection[str]) -> None:
+        """Raises ValueError, naming the flag, for flags that exclude each other or do nothing.
+        `given` are the names of those that the user gave."""
+        for name in ("draft_probs", "conditional_acceptance"):
+            values = getattr(self, name) or ()
+            if sum(values) > 1 + 1e-9:
+                shown = " ".join(f"{value:g}" for value in values)
+                raise ValueError(f"--{name} {shown}: the sum of these must be at most 1")
+        if tuple(sorted(self.draft_probs, reverse=True)) != self.draft_probs:
+            raise ValueError("--draft_probs must fall from the first candidate to the last")
+        if len(self.draft_probs) > NUM_CANDIDATES:
+            raise ValueError(
+                f"--draft_probs has {len(self.draft_probs)} values; at most {NUM_CANDIDATES}"
+            )
+        ranks = len(self.conditional_acceptance or ())
+        if ranks > len(self.draft_probs):
+            raise ValueError(
+                f"--conditional_acceptance has {ranks} values, more than --draft_probs"
+            )
+        if len(self.acceptance or ()) > 1:
+            raise ValueError("--acceptance has several values; a simulation takes one")
+        if (self.nodes is None) != (self.model_ms is None):
+            raise ValueError("--nodes and --model_ms go together; give both or neither")
+        if self.nodes is not None and self.stage_ms is not None:
+            raise ValueError("--stage_ms does nothing with --model_ms; leave it out")
+        if self.nodes is None and "all_reduce_ms" in given:
+            raise ValueError("--all_reduce_ms does nothing without --nodes; leave it out")
+        if self.plot_ms is not None and self.plot is None:
+            raise ValueError("--plot_ms does nothing without --plot; leave it out")
+        if self.plot is not None:
+            check_picture("--plot", self.plot)
+        check_files({"--plot": self.plot, "--out": self.out})
+
+
+def build_parser() -> Parser:
+    return Parser(
+        "Simulate decoding on a pipeline of stages, in virtual time: one token after the other, "
+        "synchronous speculation, asynchronous pipelined speculation, and the recurrent ring. "
+        "Several values of --stages or --nodes compare clusters. No model runs.",
+        {"simulation": SimulationSection(), "speculation": Options()},
+        ONLY,
+        everyday=EVERYDAY,
+    )
+
+
+BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
+WORK = (
+    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft_probs", "gen_len"),
+    *("lanes", "ring_requests", "seed"),
+)
+CHART_STAGES = 40  # times the slowest stage: what a chart shows
+DEFAULT_STAGES, DEFAULT_STAGE_MS, DEFAULT_ACCEPTANCE = 4, 20.0, "0.8"
+
+
+Simulation = tuple[int | None, Machine, str, SimulatedMetrics]
+"""The nodes (None where the stages were given by themselves), their machine, the mode, and what
+came out."""
 
 
 def main() -> NoReturn:
     launch = read_launch()
     try:
-        args, given = build_parser().read(sys.argv[1:])
-        check(args, given)
-        machines = make_machines(args)
-        work, options = make_work(args), make_options(args)
-        found = simulate_all(machines, options, work, args)
+        values = build_parser().read(sys.argv[1:])
+        args, options = values[SimulationSection], values[Options]
+        args.check({name.partition(".")[2] for name in values.given})
+        machines, work = make_machines(args), make_work(args)
+        records = make_records(simulate_all(machines, options, work, args), options, args)
         if args.out is not None:
-            write_lines(found, options, args)
+            append_records("--out", args.out, records)
     except ValueError as error:
         refuse(error, launch)
-    from magicdec.cli.simulate import print_clusters, print_modes
-
-    if len(found) == 1:
-        print_modes(found[0].machine, found[0].measured)
-    else:
-        print_clusters([(f.nodes, f.machine, f.measured) for f in found])
+    print_tables(tables(records))
     sys.exit(0)
 
 
@@ -70,62 +188,40 @@ def simulate_all(
     machines: Sequence[tuple[int | None, Machine]],
     options: Options,
     work: Work,
-    args: argparse.Namespace,
-) -> list[Simulated]:
-    if len(machines) == 1:
-        return [simulate(*machines[0], options, work, args)]
-    # Of modes without drafts, a few tokens of each request tell the speed.
+    args: SimulationSection,
+) -> Iterator[Simulation]:
+    """Every mode on every machine. One machine alone is drawn if that was asked for; of several, a
+    few tokens of each request tell the speed of modes without drafts."""
     short = replace(work, gen_len=min(work.gen_len, STEADY_TOKENS))
-    works = {mode: short if mode in WITHOUT_DRAFTS else work for mode in args.modes}
-    return [
-        Simulated(
-            nodes, machine, {m: run_mode(m, machine, options, w)[1] for m, w in works.items()}
-        )
-        for nodes, machine in machines
-    ]
-
-
-def simulate(
-    nodes: int | None, machine: Machine, options: Options, work: Work, args: argparse.Namespace
-) -> Simulated:
-    """Simulate the modes on one machine, and draw what was asked for."""
-    runs = {mode: run_mode(mode, machine, options, work) for mode in args.modes}
+    traces: dict[str, Trace] = {}
+    for nodes, machine in machines:
+        for mode in modes_of(args):
+            is_short = len(machines) > 1 and mode in WITHOUT_DRAFTS
+            trace, metrics = run_mode(mode, machine, options, short if is_short else work)
+            traces[mode] = trace
+            yield nodes, machine, mode, metrics
     if args.plot is not None:
-        from magicdec.simulator.gantt import draw
-
-        shown = args.plot_ms or 1e3 * CHART_STAGES * max(machine.stage_s)
-        draw("--plot", args.plot, {mode: trace for mode, (trace, _) in runs.items()}, shown / 1e3)
-    return Simulated(nodes, machine, {mode: measured for mode, (_, measured) in runs.items()})
+        until_ms = args.plot_ms or 1e3 * CHART_STAGES * max(machines[0][1].stage_s)
+        draw_chart("--plot", args.plot, traces, until_ms / 1e3)
 
 
-def write_lines(found: Sequence[Simulated], options: Options, args: argparse.Namespace) -> None:
-    """Append a line for each cluster and mode: what was simulated and what came out."""
-    work = {name: getattr(args, name) for name in WORK}
+def make_records(
+    simulations: Iterable[Simulation], options: Options, args: SimulationSection
+) -> list[SimulationRecord]:
+    """A record for each machine and mode."""
     speculation = asdict(options)
     del speculation["mode"], speculation["lanes"]
-    lines = [
-        to_json(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "kind": "simulation",
-                "mode": mode,
-                "nodes": each.nodes,
-                "machine": asdict(each.machine),
-                "options": speculation,
-                "work": work,
-                "metrics": asdict(measured),
-            }
+    shared = {"options": speculation, "work": {name: getattr(args, name) for name in WORK}}
+    return [
+        SimulationRecord(
+            config={"mode": mode, "nodes": nodes, "machine": asdict(machine), **shared},
+            metrics=metrics,
         )
-        for each in found
-        for mode, measured in each.measured.items()
+        for nodes, machine, mode, metrics in simulations
     ]
-    try:
-        append_line(args.out, "\n".join(lines))
-    except OSError as error:
-        raise ValueError(f"--out {args.out}: {error.strerror}") from None
 
 
-def make_machines(args: argparse.Namespace) -> list[tuple[int | None, Machine]]:
+def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
     """(nodes, machine) of everything that is to be simulated. Raises ValueError."""
     base = Machine(
         stage_s=(),
@@ -137,16 +233,15 @@ def make_machines(args: argparse.Namespace) -> list[tuple[int | None, Machine]]:
         cancel_s=(args.link_ms if args.cancel_ms is None else args.cancel_ms) / 1e3,
         draft_s=args.draft_ms / 1e3,
     )
-    if args.nodes is not None:
+    if args.nodes is not None and args.model_ms is not None:
         cluster = Cluster(args.model_ms / 1e3, args.layers, args.all_reduce_ms / 1e3, base)
-        found = [
+        machines: list[tuple[int | None, Machine]] = [
             (n, cluster.machine(n, s)) for n, s in divisions(args.nodes, args.stages, args.layers)
         ]
-        if not found:
+        if not machines:
             raise ValueError(
                 f"--stages: none of these divides --nodes and is at most --layers {args.layers}"
             )
-        machines: list[tuple[int | None, Machine]] = [*found]
     else:
         machines = [(None, _given_stages(base, count, args)) for count in _stage_counts(args)]
     if args.plot is not None and len(machines) > 1:
@@ -154,16 +249,15 @@ def make_machines(args: argparse.Namespace) -> list[tuple[int | None, Machine]]:
     return machines
 
 
-def _stage_counts(args: argparse.Namespace) -> Sequence[int]:
+def _stage_counts(args: SimulationSection) -> Sequence[int]:
     if args.stages is not None:
-        return list(args.stages)
-    return [len(args.stage_ms)] if len(args.stage_ms or ()) > 1 else [DEFAULT_STAGES]
+        return args.stages
+    times = args.stage_ms or ()
+    return [len(times)] if len(times) > 1 else [DEFAULT_STAGES]
 
 
-def _given_stages(base: Machine, count: int, args: argparse.Namespace) -> Machine:
-    times = args.stage_ms or [DEFAULT_STAGE_MS]
-    if any(not 0 < time < float("inf") for time in times):
-        raise ValueError("--stage_ms must be more than 0")
+def _given_stages(base: Machine, count: int, args: SimulationSection) -> Machine:
+    times = args.stage_ms or (DEFAULT_STAGE_MS,)
     if len(times) not in (1, count):
         raise ValueError(
             f"--stage_ms has {len(times)} values for {count} --stages; give one, or one for each"
@@ -175,22 +269,28 @@ def _given_stages(base: Machine, count: int, args: argparse.Namespace) -> Machin
     return replace(base, stage_s=stage_s, layers=max(1, args.layers // count))
 
 
-def make_work(args: argparse.Namespace) -> Work:
+def modes_of(args: SimulationSection) -> list[str]:
+    """The modes that are simulated, in their order."""
+    return [mode for mode in MODES if args.modes is None or mode in args.modes]
+
+
+def make_work(args: SimulationSection) -> Work:
     """What is decoded. Raises ValueError for an acceptance that cannot be."""
-    length = args.gen_len * max(args.num_requests, 1)
-    ranks = _ranks(args, length)
-    return Work(ranks, args.draft_probs, args.gen_len, args.num_requests, args.ring_requests)
+    gen_len = args.gen_len or DEFAULT_GEN_LEN
+    ranks = _ranks(args, gen_len * args.lanes)
+    return Work(ranks, args.draft_probs, gen_len, args.lanes, args.ring_requests)
 
 
-def _ranks(args: argparse.Namespace, length: int) -> list[int]:
+def _ranks(args: SimulationSection, length: int) -> list[int]:
     if args.conditional_acceptance is not None:
         return draw_ranks(args.conditional_acceptance, length, args.seed)
+    (text,) = args.acceptance or (DEFAULT_ACCEPTANCE,)
     try:
-        rate = float(args.acceptance)
+        rate = float(text)
     except ValueError:
-        return replay_ranks(*_recorded(Path(args.acceptance)), length, args.seed)
+        return replay_ranks(*_recorded(Path(text)), length, args.seed)
     if not 0 <= rate <= 1:
-        raise ValueError(f"--acceptance {args.acceptance} is not between 0 and 1")
+        raise ValueError(f"--acceptance {text} is not between 0 and 1")
     return draw_ranks([conditional_rate(rate, args.acceptance_gamma)], length, args.seed)
 
 
@@ -211,63 +311,3 @@ def _recorded(path: Path) -> tuple[list[int], list[int]]:
     if not drafted:
         raise ValueError(f"--acceptance {path}: no record has accepted counts")
     return drafted, accepted
-
-
-Found = tuple[int | None, Machine, dict[str, Measured]]
-MOST_LINES = 40
-
-
-def print_modes(machine: Machine, measured: dict[str, Measured]) -> None:
-    """One line for each mode."""
-    stages = machine.num_stages
-    shown = sorted({round(1e3 * time, 3) for time in machine.stage_s})
-    times = f"{shown[0]:g}" if len(shown) == 1 else f"{shown[0]:g} to {shown[-1]:g}"
-    print(
-        f"{stages} stages of {times} ms, links {1e3 * machine.link_s:g} ms, draft "
-        f"{1e3 * machine.draft_s:g} ms a step\n"
-    )
-    print(
-        f"{'mode':<10}{'tok/s':>8}{'ratio':>7}{'TTFT':>8}{'ITL':>7}{'p99':>7}{'busy':>7}{'useful':>8}"
-        f"{'accept':>8}{'runs':>6}"
-    )
-    base = measured.get("iterative")
-    for mode, m in measured.items():
-        ratio = "-" if base is None else f"{m.tokens_per_s / base.tokens_per_s:.2f}"
-        accept = "-" if m.acceptance_rate is None else f"{m.acceptance_rate:.2f}"
-        itl, p99 = ("-" if ms is None else f"{ms:.1f}" for ms in (m.mean_itl_ms, m.p99_itl_ms))
-        print(
-            f"{mode:<10}{m.tokens_per_s:>8.2f}{ratio:>7}{m.ttft_ms:>8.1f}{itl:>7}"
-            f"{p99:>7}{m.busy:>7.1%}{m.useful:>8.1%}{accept:>8}{m.runs:>6}"
-        )
-    print(
-        "\nratio: tok/s over those of iterative. TTFT, ITL and p99 (of the ITL) are in ms.\n"
-        "busy: share of time in which a stage computes; useful: without cancelled runs.\n"
-        "accept: accepted / launched draft tokens."
-    )
-    if "async" in measured:
-        m = measured["async"]
-        print(
-            f"async: {m.invalid_runs} runs invalid, {m.superfluous_runs} superfluous, "
-            f"{m.mean_in_flight:.1f} in flight;\n{m.layers_skipped} of "
-            f"{m.layers_skipped + m.layers_computed} layers skipped."
-        )
-    if "ring" in measured:
-        print("ring: tok/s of all its requests together.")
-
-
-def print_clusters(found: Sequence[Found]) -> None:
-    """One line for each cluster; if these are many, the best of each number of nodes by the first
-    mode that speculates asynchronously, or else by the first mode."""
-    modes = list(found[0][2])
-    ranked = "async" if "async" in modes else modes[0]
-    lines = list(found)
-    if len(found) > MOST_LINES:
-        groups = groupby(found, key=lambda each: each[0] or 0)
-        lines = [max(group, key=lambda f: f[2][ranked].tokens_per_s) for _, group in groups]
-        print(f"Of {len(found)} clusters, the fastest {ranked} one of each size; --out has all.\n")
-    print(f"{'nodes':>6}{'stages':>8}{'stage ms':>10}" + "".join(f"{m:>11}" for m in modes))
-    for nodes, machine, measured in lines:
-        slowest = 1e3 * max(machine.stage_s)
-        rates = "".join(f"{measured[mode].tokens_per_s:>11.2f}" for mode in modes)
-        print(f"{nodes or machine.num_stages:>6}{machine.num_stages:>8}{slowest:>10.2f}{rates}")
-    print("\nTokens a second; of the ring, those of all its requests together.")

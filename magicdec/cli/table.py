@@ -1,139 +1,151 @@
 """`magicdec table FILE...`: prints records as a table, or checks their metrics. Owns the command
-line; `report/listing.py` makes the table of runs, the commands that serve requests have tables of
-their own, and `records/metrics.py` checks."""
+line; `report/listing.py` makes the table of runs, the other commands have tables of their own, and
+`records/metrics.py` checks."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.parsing.record_files import (
-    KINDS,
-    Kind,
-    add_record_files,
-    load,
-    read_commands,
-    read_files,
-)
+from magicdec.cli.parsing.parser import Parser, Values
+from magicdec.cli.parsing.record_files import TABLES, FilesSection, read_commands, read_files
+from magicdec.config.sections import PictureSection
+from magicdec.config.setting import same, setting
+from magicdec.figures import check_picture
+from magicdec.names import RECORDS, load_named
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.writing import check_writable
-from magicdec.report.figures.style import check_picture
-from magicdec.report.listing import FORMATS, SORT_KEYS, Noted, list_records, noise_lines, print_text
-from magicdec.report.point import SETTINGS
+from magicdec.report.listing import (
+    FORMATS,
+    SORT_KEYS,
+    Listing,
+    Noted,
+    list_records,
+    noise_lines,
+    print_text,
+)
+from magicdec.report.settings import SETTINGS
+from magicdec.tables import print_tables
 
-RUN_FLAGS = {"check": False, "group_by": [], "sort": None, "format": "text"}  # with their defaults
+RUN, DRAWN = "run", "speculation"  # kinds of records
+RUN_FLAGS = ("group_by", "sort", "reverse")
+
+
+@dataclass(frozen=True)
+class TableSection(FilesSection):
+    """Which records are printed, and how."""
+
+    kind: str | None = setting(
+        None,
+        "Only records of this kind.",
+        choices=tuple(RECORDS),
+        other_defaults="run in config",
+    )
+    group_by: tuple[str, ...] = setting(
+        (),
+        "One line for each combination of these settings, such as B or kv_policy, with the number "
+        "of runs and the median of each metric.",
+        metavar="KEY",
+        choices=tuple(SETTINGS),
+    )
+    sort: str | None = setting(
+        None,
+        "Sort by a metric, the largest first, or by a setting, the smallest first. Default: the "
+        "order of the files.",
+        metavar="KEY",
+        choices=tuple(SORT_KEYS),
+    )
+    reverse: bool = setting(False, "The opposite order of --sort.")
+    format: str = setting(
+        "text",
+        "text fits the terminal; latex needs the package booktabs; csv has unrounded numbers, of "
+        "runs every column, and where there are runs no other kind without --kind.",
+        choices=("text", *FORMATS),
+    )
+    check: bool = setting(
+        False,
+        "Compute every metric again from the samples in its record, in place of the table. The "
+        "exit code is 1 if one differs or a record has no samples.",
+    )
+    plot: Path | None = same(PictureSection, "plot")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a key that a grouped table does not have."""
+        if self.group_by and self.sort in SETTINGS and self.sort not in self.group_by:
+            raise ValueError(f"--sort {self.sort} is not in the table; add it to --group_by")
+
+
+def build_parser() -> Parser:
+    return Parser(
+        "Print records as tables: runs in one, with a line for each, and those of each other "
+        "command as the command itself did.",
+        {"table": TableSection},
+        prog="magicdec table",
+    )
 
 
 def main() -> None:
     """`magicdec table FILE...`"""
     try:
-        args, _ = make_parser().read(sys.argv[1:])
-        check_keys(args)
+        values = build_parser().read(sys.argv[1:])
+        args = values[TableSection]
         if args.check:
             sys.exit(check({path: load_records(path, is_strict=True) for path in args.files}))
-        others = Counter[str]()
-        records = Noted(record for _, record in read_files(args, can_be_empty=True, others=others))
-        is_ascending = None if not args.reverse else args.sort not in SETTINGS
-        listing = list_records(records, args.group_by, args.sort, is_ascending)
-        kinds = {name: KINDS[name] for name in others if name in KINDS}
-        if kinds and not listing.rows:
-            check_flags_of_runs(args)
-        commands = read_passes(kinds, args)
-        if args.format != "text":
-            print(FORMATS[args.format](listing), end="")
-            return
-        if listing.rows or not commands:
-            print_text(listing, [] if args.group_by else noise_lines(records.few))
-        show_passes(commands, is_first=not listing.rows)
-        draw_passes(commands, args.plot)
+        show(args, values)
     except ValueError as error:
         print(f"magicdec table: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-Commands = list[tuple[Kind, list[Any]]]
-"""The records of each command that served requests, with their kind."""
-
-
-def check_flags_of_runs(args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag that only records of runs have."""
-    for name, default in RUN_FLAGS.items():
-        if getattr(args, name) != default:
-            raise ValueError(f"--{name} is for records of runs, which have no passes; leave it out")
-
-
-def read_passes(kinds: Mapping[str, Kind], args: argparse.Namespace) -> Commands:
-    """The commands of these kinds in the files. Raises ValueError if --plot has nothing to draw."""
+def show(args: TableSection, values: Values) -> None:
+    """Print the runs as one table, and then the records of each other command as the command itself
+    did. Raises ValueError for a flag that has nothing to work on."""
+    others = Counter[str]()
+    files = read_files(args, can_be_empty=True, others=others)
+    records = Noted(record for _, record in files if args.kind in (None, RUN))
+    is_ascending = None if not args.reverse else args.sort not in SETTINGS
+    listing = list_records(records, args.group_by, args.sort, is_ascending)
+    kinds = [kind for kind in others if args.kind in (None, kind)]
+    if kinds and not listing.rows:
+        reason = "it is for records of runs, and there are none"
+        values.refuse_given([f"table.{name}" for name in RUN_FLAGS], reason)
     if args.plot is not None:
         check_picture("--plot", args.plot)
         check_writable("--plot", args.plot)
-        if not any(kind.draw for kind in kinds.values()):
+        if DRAWN not in kinds:
             raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline` alone")
-    return [
-        (kind, records)
-        for name, kind in kinds.items()
-        for records in read_commands(name, args.files, args.strict)
+    commands = [
+        (kind, command)
+        for kind in kinds
+        for command in read_commands(kind, args.files, args.strict)
     ]
-
-
-def show_passes(commands: Commands, is_first: bool) -> None:
-    """Print the passes of each command as the command itself did."""
-    for number, (kind, records) in enumerate(commands):
-        if number or not is_first:
+    if listing.rows or not commands:
+        show_runs(listing, args.format, [] if args.group_by else noise_lines(records.few))
+    if listing.rows and commands and args.format == "csv":
+        counts = " and ".join(f"{others[kind]} of kind {kind}" for kind in kinds)
+        print(f"other records are left out, {counts}; see --kind", file=sys.stderr)
+        return
+    for number, (kind, command) in enumerate(commands):
+        if number or listing.rows:
             print()
-        load(kind.show)(records)
+        print_tables(load_named(TABLES, kind)(command), args.format)
+    if args.plot is not None:
+        from magicdec.pipelined_run.measured.bars import draw_bars
+
+        draw_bars("--plot", args.plot, [command for kind, command in commands if kind == DRAWN])
 
 
-def draw_passes(commands: Commands, path: Path | None) -> None:
-    if path is not None:
-        draw = next(kind.draw for kind, _ in commands if kind.draw is not None)
-        load(draw)("--plot", path, [records for kind, records in commands if kind.draw == draw])
-
-
-def check_keys(args: argparse.Namespace) -> None:
-    """Raises ValueError for a key that is not known, or that a grouped table does not have."""
-    for key in args.group_by:
-        if key not in SETTINGS:
-            raise ValueError(f"--group_by {key} is not known; choose from {', '.join(SETTINGS)}")
-    if args.sort is not None and args.sort not in SORT_KEYS:
-        raise ValueError(f"--sort {args.sort} is not known; choose from {', '.join(SORT_KEYS)}")
-    if args.group_by and args.sort in SETTINGS and args.sort not in args.group_by:
-        raise ValueError(f"--sort {args.sort} is not in the table; add it to --group_by")
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="magicdec table",
-        description="Print records as a table, with one line for each run. Of the commands that "
-        "serve requests, print a table for each command, with a column for each pass.",
-    )
-    add = parser.add_argument
-    add("--group_by", nargs="+", default=[], metavar="KEY",
-        help="one line for each combination of these settings, such as B or kv_policy, with the "
-        "number of runs and the median of each metric")  # fmt: skip
-    add("--sort", metavar="KEY",
-        help="sort by a metric, the largest first, or by a setting, the smallest first; default: "
-        "the order of the files")  # fmt: skip
-    add("--reverse", action="store_true", help="the opposite order of --sort")
-    add("--format", default="text", choices=("text", *FORMATS),
-        help="text fits the terminal (80 columns in a file or a pipe); latex needs the package "
-        "booktabs; csv has every column and unrounded numbers [text]")  # fmt: skip
-    add("--check", action="store_true",
-        help="compute every metric again from the samples in its record, in place of the table; "
-        "the exit code is 1 if one differs or a record has no samples")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE",
-        help="draw the records of `magicdec pipeline` as bars, a series for each command; .png, "
-        ".svg or .pdf")  # fmt: skip
-    add_record_files(parser, also="--check")
-    return parser
+def show_runs(listing: Listing, form: str, notes: Sequence[str]) -> None:
+    if form == "text":
+        print_text(listing, notes)
+    else:
+        print(FORMATS[form](listing), end="")
 
 
 def check(files: dict[Path, list[RunRecord]]) -> int:

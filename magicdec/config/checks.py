@@ -8,7 +8,6 @@ Every check raises ValueError with one line that names the flag, the value and w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -60,32 +59,6 @@ class SamplingValues(Protocol):
     def presence_penalty(self) -> float: ...
     @property
     def seed(self) -> int: ...
-
-
-def check_sampling(values: SamplingValues) -> None:
-    """Every value must be in its range. NaN is in no range."""
-    v, inf = values, math.inf
-    for flag, value, fits, allowed in (
-        ("--temperature", v.temperature, 0 <= v.temperature < inf, "0 (greedy) or larger"),
-        ("--top_k", v.top_k, v.top_k >= 0, "0 (off) or larger"),
-        ("--top_p", v.top_p, 0 < v.top_p <= 1, "larger than 0 and at most 1 (off)"),
-        ("--min_p", v.min_p, 0 <= v.min_p <= 1, "between 0 (off) and 1"),
-        (
-            "--repetition_penalty",
-            v.repetition_penalty,
-            0 < v.repetition_penalty < inf,
-            "larger than 0 (1: off) and finite",
-        ),
-        (
-            "--presence_penalty",
-            v.presence_penalty,
-            -2 <= v.presence_penalty <= 2,
-            "between -2 and 2 (0: off)",
-        ),
-        ("--sampling_seed", v.seed, 0 <= v.seed < 1 << 63, "at least 0 and less than 2^63"),
-    ):
-        if not fits:
-            raise ValueError(f"{flag} {value} is out of range; it must be {allowed}")
 
 
 def check_filters_act(values: SamplingValues) -> None:
@@ -160,9 +133,9 @@ def check_budget(kv: BudgetValues, num_draft_tokens: int, flag: str | None = Non
     policy_called(policy_name(kv.policy, kv.budget)).check(kv, num_draft_tokens, flag)
 
 
-def check_draft_kv(asked: str, drafter: str | None, policy: str) -> None:
+def check_draft_kv(value: str, drafter: str | None, policy: str) -> None:
     """Only a draft that has a KV cache of its own can store it in int8."""
-    if asked != "int8":
+    if value != "int8":
         return
     if drafter not in ("self", "model"):
         raise ValueError("--draft_kv_dtype int8: nothing here drafts with a KV cache; choose auto")

@@ -58,9 +58,9 @@ def resolve(
     fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
     dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
     parallel = resolve_parallel(config.parallel, device, machine, is_staged)
-    asked, kv = config.attention.backend, config.kv.resolve()
+    backend_flag, kv = config.attention.backend, config.kv.resolve()
     drafts_trees = config.decoding.tree is not None
-    backend = choose_backend(asked, device, machine, head_dim, dtype, drafts_trees)
+    backend = choose_backend(backend_flag, device, machine, head_dim, dtype, drafts_trees)
     backend = unmeasured(backend) if is_staged else backend
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
     of_draft = [] if config.draft is None else [config.draft.draft_dtype]
@@ -76,14 +76,14 @@ def resolve(
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
-        drafting = choose_backend(asked, device, machine, size, dtype, drafts_trees)
+        drafting = choose_backend(backend_flag, device, machine, size, dtype, drafts_trees)
         drafting = unmeasured(drafting) if is_staged else drafting
         parts = dataclasses.replace(parts, backend=drafting)
         drafts_native = choose_native_steps(config.model.native_steps, parts, layer_obstacles[1])
         draft = resolve_draft(config.draft, drafting, drafts_native, parallel.rank_group, dtype)
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting.name, machine, size)
     resolved = ResolvedConfig(
-        asked=config,
+        run_config=config,
         model=model,
         draft=draft,
         parallel=parallel,
@@ -115,27 +115,27 @@ def without_collectives(
     """The config of a rank that computes a model, or some of its layers, without the other ranks.
     It has native steps even where `auto` avoids them because of the collectives; so has its draft,
     if it has one. The obstacles are as in `resolve`."""
-    asked, model, draft = config.asked.model.native_steps, config.model, config.draft
+    flag, model, draft = config.run_config.model.native_steps, config.model, config.draft
     parts = StepParts(
         config.parallel.device, config.attention.backend_choice, model.linear, model.elementwise,
         None, machine.avoids_native_steps,
     )  # fmt: skip
-    choice = choose_native_steps(asked, parts, layer_obstacle)
+    choice = choose_native_steps(flag, parts, layer_obstacle)
     if draft is not None:
         parts = dataclasses.replace(parts, backend=draft.backend_choice)
-        of_draft = choose_native_steps(asked, parts, draft_obstacle)
+        of_draft = choose_native_steps(flag, parts, draft_obstacle)
         draft = dataclasses.replace(draft, native_steps_choice=of_draft)
     model = dataclasses.replace(model, native_steps_choice=choice)
     return dataclasses.replace(config, model=model, draft=draft)
 
 
-def choose_device(asked: str, machine: Machine) -> str:
+def choose_device(value: str, machine: Machine) -> str:
     """Raises ValueError if the user asked for CUDA and there is none."""
-    if asked == "cuda" and not machine.has_cuda:
+    if value == "cuda" and not machine.has_cuda:
         raise ValueError("--device cuda: no CUDA device here; choose from auto, cpu")
-    if asked == "auto":
+    if value == "auto":
         return "cuda" if machine.has_cuda else "cpu"
-    return asked
+    return value
 
 
 def resolve_parallel(

@@ -151,9 +151,9 @@ class ResolvedWorkload:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The resolved sections. `asked` is what the user wrote, for messages that name a flag."""
+    """The resolved sections. `run_config` is what the user wrote, for messages that name a flag."""
 
-    asked: RunConfig
+    run_config: RunConfig
     model: ResolvedModel
     draft: ResolvedDraft | None
     parallel: ResolvedParallel
@@ -170,8 +170,8 @@ class ResolvedConfig:
         drafts = [] if self.draft is None else [self.draft.backend_choice.settled]
         backends = [self.attention.backend_choice.settled, *drafts]
         d = self.decoding
-        asked = "auto" if d.graphs_choice.is_auto else d.cuda_graphs
-        graphs = choose_graphs(asked, self.parallel.device, backends, d.tree is not None)
+        flag = "auto" if d.graphs_choice.is_auto else d.cuda_graphs
+        graphs = choose_graphs(flag, self.parallel.device, backends, d.tree is not None)
         decoding = dataclasses.replace(d, cuda_graphs=graphs.name, graphs_choice=graphs)
         return dataclasses.replace(self, decoding=decoding)
 
@@ -192,12 +192,12 @@ class ResolvedConfig:
 
 def _section(values: Any) -> dict[str, Any]:
     """The fields of a section in their order. A choice is two entries: its name and its reason."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for each in dataclasses.fields(values):
         value, name = getattr(values, each.name), each.name.removesuffix("_choice")
         if name == each.name:
-            found[name] = value
+            entries[name] = value
         else:
-            found[name] = None if value is None else value.name
-            found[f"{name}_reason"] = None if value is None else value.why
-    return found
+            entries[name] = None if value is None else value.name
+            entries[f"{name}_reason"] = None if value is None else value.why
+    return entries

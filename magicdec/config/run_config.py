@@ -6,7 +6,9 @@ are resolved (`config.resolve`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from magicdec.config.checks import (
     check_budget,
@@ -14,12 +16,15 @@ from magicdec.config.checks import (
     check_filters_act,
     check_lengths,
     check_rank_group,
-    check_sampling,
     check_standalone,
     policy_name,
 )
 from magicdec.config.sections import (
+    MODEL_PREFIX,
     MOST_TREE_NODES,
+    NGRAM,
+    NONE,
+    SELF,
     AttentionSection,
     DecodingSection,
     DraftSection,
@@ -30,7 +35,11 @@ from magicdec.config.sections import (
     SamplingSection,
     WorkloadSection,
 )
+from magicdec.config.setting import check_values
 from magicdec.config.threads import check_threads
+from magicdec.names import BASELINE
+
+DRAFTS = (SELF, f"{MODEL_PREFIX}NAME", NGRAM, NONE)
 
 
 @dataclass(frozen=True)
@@ -45,27 +54,31 @@ class RunConfig:
     workload: WorkloadSection = WorkloadSection()
     output: OutputSection = OutputSection()
 
+    def with_draft(self, draft: str, choices: Sequence[str] = DRAFTS) -> RunConfig:
+        """This config with what `--draft` names. A draft model has the settings of `self.draft`.
+        Raises ValueError for another text than the `choices`."""
+        name = draft.removeprefix(MODEL_PREFIX)
+        is_named = bool(name) and name != draft
+        if (f"{MODEL_PREFIX}NAME" if is_named else draft) not in choices:
+            raise ValueError(f"--draft {draft} is not known; choose from {', '.join(choices)}")
+        drafter = "model" if is_named else draft
+        decoding = replace(
+            self.decoding,
+            strategy=BASELINE if draft == NONE else "speculative",
+            drafter=None if draft == NONE else drafter,
+        )
+        section = replace(self.draft or DraftSection(), model=name) if is_named else None
+        return replace(self, draft=section, decoding=decoding)
+
     def check(self, world_size: int) -> None:
         """Raise ValueError, one line naming the flag, for values that are wrong for every model."""
         w, kv = self.workload, self.kv
-        for flag, value, least in (
-            ("--gamma", self.decoding.most_draft_tokens, 1),
-            ("--B", w.batch_size, 1),
-            ("--prefix_len", w.prefix_len, 1),
-            ("--num_batches", w.num_batches, 1),
-            ("--warmup_batches", w.warmup_batches, 0),
-            ("--prefill_chunk", self.attention.prefill_chunk, 1),
-            ("--num_sink_tokens", kv.num_sink_tokens, 0),
-            ("--window_size", kv.window_size, 1),
-            ("--reselect_every", kv.reselect_every, 0),
-            ("--recent_window", kv.num_recent_tokens, 1),
-            ("--nproc", 1 if self.parallel.nproc is None else self.parallel.nproc, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{flag} {value} is too small; it must be at least {least}")
+        for section in dataclasses.fields(self):
+            if (values := getattr(self, section.name)) is not None:
+                check_values(values)
         check_threads(self.parallel.threads, world_size)
         check_lengths(w.prefix_len, w.gen_len, w.max_len)
-        if self.decoding.strategy == "autoregressive" and self.decoding.drafter is not None:
+        if self.decoding.strategy == BASELINE and self.decoding.drafter is not None:
             raise ValueError(
                 f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
                 "that flag is for selfspec and longspec"
@@ -78,7 +91,6 @@ class RunConfig:
         self._check_tree()
         check_budget(kv, self.decoding.most_draft_tokens)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size, is_target=True)
-        check_sampling(self.sampling)
         check_filters_act(self.sampling)
         self._check_draft(world_size)
         policy = policy_name(kv.policy, kv.budget)

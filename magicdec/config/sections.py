@@ -1,5 +1,5 @@
-"""The sections of a config: each field with its default, its flag and its meaning. Imports no torch
-itself.
+"""The sections of a run's config: each setting with its default, bounds, flag and meaning. Imports
+no torch itself.
 
 A component gets only its own section. `RunConfig` holds all sections and checks them, and
 `config.resolve` resolves them.
@@ -7,13 +7,13 @@ A component gets only its own section. `RunConfig` holds all sections and checks
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from magicdec.config.checks import policy_called, policy_name
+from magicdec.config.setting import flag_of as flag_of
+from magicdec.config.setting import same, setting
 from magicdec.config.threads import Threads, parse_threads
 from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
@@ -32,120 +32,86 @@ from magicdec.names import (
     WEIGHT_DTYPES,
 )
 
-
-def option(
-    default: Any,
-    help: str,
-    *flags: str,
-    choices: tuple[str, ...] | None = None,
-    parse: Callable[[str], Any] | None = None,
-) -> Any:
-    """A dataclass field that `cli.flags` turns into a command-line flag. `parse` makes a value of
-    the text; by default this is the type of the field."""
-    metadata = {"flags": flags, "help": help, "choices": choices, "parse": parse}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def flag_of(section: Any, name: str) -> str:
-    """The first spelling of the flag of that field, for messages."""
-    fields = {field.name: field for field in dataclasses.fields(section)}
-    flag: str = fields[name].metadata["flags"][0]
-    return flag
-
-
-def count_or_auto(text: str) -> int | str:
-    """A whole number, or the word auto."""
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not known; choose a whole number or auto"
-        ) from None
-
-
+SELF, NGRAM, NONE = "self", "ngram", "none"
+MODEL_PREFIX = "model:"
+DEFAULT_GEN_LEN = 64
 MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
 MOST_TREE_NODES = 255  # draft tokens of a tree
 
 
 @dataclass(frozen=True)
 class ParallelSection:
-    rank_group: tuple[int, ...] | None = option(
+    rank_group: tuple[int, ...] | None = setting(
         None,
         "The ranks of the target's tensor-parallel group, in shard order. Default: all ranks.",
-        "--rank_group",
     )
-    device: str = option("auto", "The device to run on.", "--device", choices=("auto", *DEVICES))
-    collectives: str = option(
+    device: str = setting("auto", "The device to run on.", choices=("auto", *DEVICES))
+    collectives: str = setting(
         "auto",
         "How ranks exchange tensors. auto takes nccl on CUDA (symmetric_memory with "
         "ENABLE_INTRA_NODE_COMM=1 in the environment) and shared_memory between CPU ranks of one "
         "host. Stages of a pipeline on CUDA may also take gloo or shared_memory.",
-        "--collectives",
         choices=("auto", *COLLECTIVES),
     )
-    threads: Threads | None = option(
+    threads: Threads | None = setting(
         None,
         "CPU threads of each rank: one number for all of them, or one for each, such as 2,1,1. "
         "Default: the host's cores divided by its ranks.",
-        "--threads", parse=parse_threads,
-    )  # fmt: skip
-    nproc: int | None = option(
+        parse=parse_threads,
+    )
+    nproc: int | None = setting(
         None,
         "Ranks to start on this host, which share the model. Default: one, or those that torchrun "
         "started.",
-        "--nproc",
+        least=1,
     )
 
 
 @dataclass(frozen=True)
 class KVSection:
-    policy: str = option(
+    policy: str = setting(
         DEFAULT_KV_POLICY,
         "Which entries of the KV cache a draft step reads.",
         "--kv_policy",
         choices=tuple(KV_POLICIES),
     )
-    budget: int = option(
+    budget: int = setting(
         257,
         "KV entries of the context that a draft step reads, sinks included. -1 reads them all.",
-        "--budget", "--streamingllm_budget", "--draft_budget",
-    )  # fmt: skip
-    num_sink_tokens: int = option(
+        other_defaults="65 257 in latency and advise; those of the records in plan",
+    )
+    num_sink_tokens: int = setting(
         16,
         "First tokens (attention sinks) that stay visible, where the policy keeps any.",
-        "--num_sink_tokens",
+        least=0,
     )
-    window_size: int = option(
+    window_size: int = setting(
         32,
         "Newest prompt tokens that are observed and kept, where the policy copies what they "
         "attend to.",
-        "--window_size",
+        least=1,
     )
-    pooling: str = option(
+    pooling: str = setting(
         "avg",
         "How neighbouring tokens share a score, where the policy copies tokens by their scores.",
-        "--pooling",
         choices=("avg", "max"),
     )
-    reselect_every: int = option(
+    reselect_every: int = setting(
         0,
         "Tokens after which a policy that copies chooses again. 0 chooses once, after prefill.",
-        "--reselect_every",
+        least=0,
     )
-    recent_window: int | None = option(
+    recent_window: int | None = setting(
         None,
         "Newest tokens that stay visible, where the policy chooses blocks. Default: a quarter of "
         "the budget without the sinks.",
-        "--recent_window",
+        least=1,
     )
 
-    draft_kv_dtype: str = option(
+    draft_kv_dtype: str = setting(
         "auto",
         "The dtype of a draft's own KV cache: a standalone draft's, or what the policy copies. "
         "int8 has a scale for each token and head; auto is --dtype.",
-        "--draft_kv_dtype",
         choices=("auto", "int8"),
     )
 
@@ -167,46 +133,44 @@ class KVSection:
 
 @dataclass(frozen=True)
 class AttentionSection:
-    backend: str = option(
+    backend: str = setting(
         "auto", "The attention backend.", "--attention", choices=("auto", *ATTENTION_BACKENDS)
     )
-    prefill_chunk: int = option(512, "Prompt tokens in each forward of prefill.", "--prefill_chunk")
+    prefill_chunk: int = setting(512, "Prompt tokens in each forward of prefill.", least=1)
 
 
 @dataclass(frozen=True)
 class DecodingSection:
     strategy: str = "autoregressive"
-    drafter: str | None = option(
-        None, "What proposes draft tokens.", "--drafter", choices=tuple(DRAFTERS)
-    )
-    num_draft_tokens: int | str = option(
+    drafter: str | None = setting(None, "What proposes draft tokens.", choices=tuple(DRAFTERS))
+    num_draft_tokens: int | str = setting(
         4,
-        "Draft tokens in each step. auto measures how many pay, and drafts none where none do.",
+        "Draft tokens in each step, or in the depth of a microbatch of pipelined speculation. auto "
+        "measures how many pay, and drafts none where none do.",
         "--gamma",
-        parse=count_or_auto,
+        words=("auto",),
+        least=1,
     )
-    tree: str | None = option(
+    tree: str | None = setting(
         None,
         "Draft a tree in each step: the children of each token by level, such as 3,2,1,1. A step "
         "accepts at most as many tokens as there are levels. Default: a chain of --gamma tokens.",
-        "--tree",
     )
-    machine: str | None = option(
+    machine: str | None = setting(
         None,
-        "File that `magicdec probe` wrote with the same ranks and threads. --gamma auto predicts "
-        "the first step times from it. Default: they are measured before decoding.",
-        "--machine",
+        "The file that `magicdec probe` wrote on this machine with the same ranks and threads: the "
+        "machine of a prediction. --gamma auto takes its first step times from it, and "
+        "--layer_split auto the times of layers; by default they are measured.",
+        metavar="FILE",
+        other_defaults="machine.json in advise, which probes if it is not there",
     )
-    cuda_graphs: str = option(
+    cuda_graphs: str = setting(
         "auto",
         "Record each kind of step once and replay it as a CUDA graph. auto does so on CUDA.",
-        "--cuda_graphs",
         choices=("auto", "on", "off"),
     )
-    ignore_eos: bool = option(
-        False, "Decode to the full length, past any end token.", "--ignore_eos"
-    )
-    baseline: bool = option(
+    ignore_eos: bool = setting(False, "Decode to the full length, past any end token.")
+    baseline: bool = setting(
         True, "Skip the autoregressive baseline and the check against it.", "--no_baseline"
     )
 
@@ -234,51 +198,81 @@ class DecodingSection:
 
 @dataclass(frozen=True)
 class SamplingSection:
-    temperature: float = option(
-        0.0, "Divides the logits before sampling. 0 decodes greedily.", "--temperature"
+    temperature: float = setting(
+        0.0, "Divides the logits before sampling. 0 decodes greedily.", least=0
     )
-    top_k: int = option(0, "Sample from the k most likely tokens. 0 is off.", "--top_k")
-    top_p: float = option(
-        1.0, "Sample from the most likely tokens that hold this probability. 1 is off.", "--top_p"
+    top_k: int = setting(0, "Sample from the k most likely tokens. 0 is off.", least=0)
+    top_p: float = setting(
+        1.0,
+        "Sample from the most likely tokens that hold this probability. 1 is off.",
+        above=0,
+        most=1,
     )
-    min_p: float = option(
-        0.0, "Drop tokens below this share of the highest probability. 0 is off.", "--min_p"
+    min_p: float = setting(
+        0.0, "Drop tokens below this share of the highest probability. 0 is off.", least=0, most=1
     )
-    repetition_penalty: float = option(
+    repetition_penalty: float = setting(
         1.0,
         "Makes tokens of the prompt and the output less likely. 1 is off.",
-        "--repetition_penalty",
+        above=0,
     )
-    presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens of the output. 0 is off.", "--presence_penalty"
+    presence_penalty: float = setting(
+        0.0, "Subtracted from the logits of tokens of the output. 0 is off.", least=-2, most=2
     )
-    seed: int = option(0, "With a request's id, the seed of its random numbers.", "--sampling_seed")
+    seed: int = setting(
+        0,
+        "With a request's id, the seed of its random numbers.",
+        "--sampling_seed",
+        least=0,
+        below=1 << 63,
+    )
 
 
 @dataclass(frozen=True)
 class WorkloadSection:
-    dataset: str = option(
+    dataset: str = setting(
         "demo",
         "The prompts: demo, pg19, or a path to .jsonl/.json/.parquet/.txt text. With known "
         "answers: recall, recall:<any of these>, ruler:<task>.",
-        "--dataset",
     )
-    batch_size: int = option(4, "Sequences that are decoded together.", "--B")
-    prefix_len: int = option(4096, "Prompt tokens of each sequence.", "--prefix_len")
-    gen_len: int | None = option(
-        None, "Tokens to generate in each sequence. Default: 64.", "--gen_len"
+    batch_size: int = setting(
+        4,
+        "Rows that are decoded together, at most; in a ring, those of one message.",
+        "--B",
+        least=1,
+        other_defaults="1 4 8 in latency and plan, 1 in recurrent and advise, 8 in gate save",
     )
-    max_len: int | None = option(
+    prefix_len: int = setting(
+        4096,
+        "Prompt tokens of each sequence: a number or, where requests are served, uniform:LOW:HIGH.",
+        metavar="LENGTH",
+        least=1,
+        other_defaults="1024 4096 16384 in latency and plan, 2048 in advise; those of a trace",
+    )
+    gen_len: int | None = setting(
+        None,
+        "Tokens to generate after each prompt: a number or, where requests are served, "
+        "uniform:LOW:HIGH. Default: 64, or those of a trace.",
+        metavar="LENGTH",
+        least=1,
+    )
+    max_len: int | None = setting(
         None,
         "Tokens of a finished sequence, prompt included. Use it instead of --gen_len.",
-        "--max_len",
     )
-    num_batches: int = option(2, "Batches that are measured.", "--num_batches")
-    warmup_batches: int = option(
-        1, "Times that the first batch is decoded before measuring.", "--warmup_batches"
+    num_batches: int = setting(
+        2,
+        "Batches that are measured. At least 3 give intervals.",
+        least=1,
+        other_defaults="3 in advise",
     )
-    seed: int = option(
-        123, "Seed for the order of the prompts and for what recall and ruler draw.", "--seed"
+    warmup_batches: int = setting(
+        1, "Times that the first batch is decoded before measuring.", least=0
+    )
+    seed: int = setting(
+        123,
+        "Seed of what is drawn: the order of the prompts, the answers of recall and ruler, "
+        "arrivals and lengths of requests, and the acceptance of a simulation.",
     )
     extra_new_tokens: int = 0  # by which a request with a shorter prompt may exceed `gen_len`
 
@@ -287,7 +281,7 @@ class WorkloadSection:
         """Tokens to generate in each sequence, whichever of the two flags the user gave."""
         if self.max_len is not None:
             return self.max_len - self.prefix_len
-        return 64 if self.gen_len is None else self.gen_len
+        return DEFAULT_GEN_LEN if self.gen_len is None else self.gen_len
 
     @property
     def num_prompts(self) -> int:
@@ -298,23 +292,19 @@ class WorkloadSection:
 class DraftSection:
     """The model that drafts in a run with a standalone draft, and the ranks that hold it."""
 
-    model: str = option(
+    model: str = setting(
         "demo-draft",
-        "The draft: demo, demo-draft, random:<preset>, a Hugging Face directory, or a "
-        ".safetensors/.pth/.bin file beside its config.json.",
-        "--model",
+        "The draft, named as --target names the target.",
+        "--draft",
     )
-    rank_group: tuple[int, ...] | None = option(
+    rank_group: tuple[int, ...] | None = setting(
         None,
         "The ranks that hold the draft, in shard order. Default: the first of the target's.",
         "--draft_ranks",
-        "--draft_rank_group",
-        "--draft_group",
     )
-    draft_dtype: str = option(
+    draft_dtype: str = setting(
         "auto",
         "The dtype of the draft's matrices, as --target_dtype is of the target's.",
-        "--draft_dtype",
         choices=("auto", *WEIGHT_DTYPES),
     )
 
@@ -323,81 +313,146 @@ class DraftSection:
 class OutputSection:
     """What a run writes, and where."""
 
-    results: str = option(
+    results: str = setting(
         "results/runs.jsonl",
-        "The file that records are appended to, one JSON line for each run.",
+        "The file that records are appended to, one JSON line for each run or pass.",
         "--out",
-        "--results",
+        metavar="FILE",
     )
-    save_tokens: str | None = option(
+    save_tokens: str | None = setting(
         None,
         "Write prompt and output ids to this file, one JSON line for each sequence.",
-        "--save_tokens",
+        metavar="FILE",
     )
-    printoutput: bool = option(False, "Print the generated text.", "--printoutput")
-    benchmark: bool = option(
+    printoutput: bool = setting(False, "Print the generated text.")
+    benchmark: bool = setting(
         False,
         "Time draft and verify separately on CUDA too, by events on its stream.",
-        "--benchmark",
     )
-    profile: str | None = option(
-        None, "Trace an unmeasured pass of each strategy into this directory, a file per rank.",
-        "--profile",
-    )  # fmt: skip
+    profile: str | None = setting(
+        None,
+        "Trace an unmeasured pass of each strategy into this directory, a file per rank.",
+        metavar="DIR",
+    )
 
 
 @dataclass(frozen=True)
 class ModelSection:
     """The model of a run, and how it is stored and computed."""
 
-    model: str = option(
+    model: str = setting(
         "demo",
         "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "
         "the Hugging Face hub, or a .safetensors/.pth/.bin file beside its config.json.",
-        "--model",
     )
-    dtype: str = option(
+    dtype: str = setting(
         "auto",
         "The dtype of activations, KV cache and weights. auto is bfloat16 where the hardware "
         "computes in it, else float32.",
-        "--dtype", choices=("auto", *DTYPES),
-    )  # fmt: skip
-    linear: str = option(
+        choices=("auto", *DTYPES),
+        other_defaults="bfloat16 in plan, float32 in gate save, as stored in model convert",
+    )
+    linear: str = setting(
         "auto",
         "How linear layers multiply. packed lays weights out once for the products of a few rows "
         "on a CPU.",
-        "--linear",
         choices=("auto", *LINEARS),
     )
-    elementwise: str = option(
+    elementwise: str = setting(
         "auto",
         "What computes norms, rotation and gates between linear layers. auto takes "
         f"{ELEMENTWISE_BESIDE_PACKED} (C++) beside packed layers, {ELEMENTWISE_ON_CUDA} on CUDA "
         f"where it is installed, else {PORTABLE_ELEMENTWISE}.",
-        "--elementwise",
         choices=("auto", *ELEMENTWISE),
     )
-    native_steps: str = option(
+    native_steps: str = setting(
         "auto",
         "Compute each forward of a few tokens, and each chain of greedy drafts, in one call of a "
         "C++ library. auto does so on a CPU where attention, linear layers and elementwise "
         "operations are all native. MAGICDEC_NATIVE_STEPS=off in the environment turns auto off.",
-        "--native_steps",
         choices=("auto", "on", "off"),
     )
-    target_dtype: str = option(
+    target_dtype: str = setting(
         "auto",
         "The dtype of the target's matrices. int8 has a scale for each output, while activations "
         "and KV stay in --dtype. auto is int8 if they are stored so, else --dtype.",
-        "--target_dtype",
         choices=("auto", *WEIGHT_DTYPES),
     )
 
 
 @dataclass(frozen=True)
-class TargetSection(ModelSection):
-    """Where `--model` names the draft, as in the original suite."""
+class DraftChoice:
+    """What drafts, in one word; `RunConfig.with_draft` makes a drafter and a draft of it."""
 
-    model: str = option(
-        "demo", "The target, which verifies. Named as --model names a draft.", "--target"
+    draft: str = setting(
+        "self",
+        "What proposes draft tokens: self (the model itself, with a small part of its KV cache), "
+        "model:NAME (a smaller model, named as --model is), ngram (text of the prompt and the "
+        "output), or none. Commands that serve requests serve them without drafts too.",
+        metavar="DRAFT",
+        other_defaults="none in inflight, recurrent and gate save, model:demo-draft in pipeline, "
+        "self ngram in advise",
+    )
+
+
+@dataclass(frozen=True)
+class StagesSection:
+    """How a model is divided by its layers, and what may be emulated in place of stages and links.
+    None stands for stages that compute, and for links as fast as they are."""
+
+    layer_split: str | None = setting(
+        None,
+        "Layers of each stage: counts (10,12), shares (0.25,0.75), auto, which minimises the "
+        "slowest stage by times of layers, or mdi_llm, the table of that system. With more ranks "
+        "than stages, the ranks of a stage share its layers by tensor parallelism: auto:2 and "
+        "mdi_llm:2 have two stages. In pipelined speculation, the place of the draft follows a "
+        "slash: 0.1,0.4,0.5/1.0 has the draft on a rank of its own, which is the last, "
+        "0.5,0.5/0.5,0.5 on the last two, and 0.5,0.5/head on the first; a first share of 0 is a "
+        "head without layers. Default: equal shares, the draft on the head.",
+        metavar="SPLIT",
+    )
+    machine: Path | None = same(DecodingSection, "machine")
+    emulate_stage_ms: float | None = setting(
+        None,
+        "Stages sleep for so long for a message of any size, in place of computing. Their tokens "
+        "mean nothing. Default: stages compute.",
+        metavar="MS",
+        above=0,
+    )
+    emulate_link_ms: float | None = setting(
+        None,
+        "Messages and cancellations between stages arrive later by so much. Default: as fast as "
+        "the link is.",
+        metavar="MS",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
+class PictureSection:
+    """The picture that a command draws."""
+
+    plot: Path | None = setting(
+        None,
+        "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time, or "
+        "modes as bars.",
+    )
+    plot_ms: float | None = setting(
+        None,
+        "A chart of stages shows so much time, in ms. Default: some rounds of the slowest stage.",
+        metavar="MS",
+        above=0,
+    )
+
+
+@dataclass(frozen=True)
+class WrittenSection:
+    """What a command writes that appends no records."""
+
+    out: Path | None = setting(
+        None,
+        "The file or directory to write. Default: machine.json for probe, DIR/model.pth for model "
+        "convert (with --quantize DIR/model_int8.pth), checkpoints/ID for model get, "
+        "DIR/chunks/<N>nodes for split; config prints, and report and export need it.",
+        metavar="PATH",
     )

@@ -6,7 +6,6 @@ Owns the form of the flag and the checks of it. Must not know who sets a rank's 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from magicdec.config.machine import Machine
@@ -20,8 +19,8 @@ def parse_threads(text: str) -> Threads:
     try:
         numbers = tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not known; choose a whole number, or one for each rank, such as 2,1,1"
+        raise ValueError(
+            f"{text} is not known; choose a whole number, or one for each rank, such as 2,1,1"
         ) from None
     return numbers[0] if len(numbers) == 1 else numbers
 
@@ -57,26 +56,26 @@ def check_threads(threads: Threads | None, world_size: int) -> None:
         )
 
 
-def agreed_threads(asked: Threads | None) -> str:
+def agreed_threads(value: Threads | None) -> str:
     """What all ranks must have been told alike: which rank has how many. One number, like the
     default, may differ between hosts."""
-    if asked is None or isinstance(asked, int):
+    if value is None or isinstance(value, int):
         return "no number for each rank"
-    return describe_threads(asked)
+    return describe_threads(value)
 
 
-def choose_threads(asked: Threads | None, machine: Machine) -> Threads:
+def choose_threads(value: Threads | None, machine: Machine) -> Threads:
     """By default the ranks of a host share its cores. Raises ValueError, naming the flag, if the
     ranks of this host would have more threads than it has cores. One thread for each rank is always
     allowed. Ranks of other hosts do not count."""
     ranks, cores = machine.local_ranks, machine.num_cpus
     most = max(1, cores // len(ranks))
-    if asked is None:
+    if value is None:
         return most
-    total = sum(threads_of(asked, rank) for rank in ranks)
+    total = sum(threads_of(value, rank) for rank in ranks)
     if total > max(cores, len(ranks)):
-        flag = f"--threads {describe_threads(asked)}"
-        if isinstance(asked, int):
+        flag = f"--threads {describe_threads(value)}"
+        if isinstance(value, int):
             shared = "" if len(ranks) == 1 else f" for {len(ranks)} ranks"
             raise ValueError(
                 f"{flag} is more than this host's {cores} cores have{shared}; it must be at most "
@@ -87,4 +86,4 @@ def choose_threads(asked: Threads | None, machine: Machine) -> Threads:
             f"{flag} has {total} threads for {names} of this host, whose cores are {cores}; give "
             f"at most {max(cores, len(ranks))} in all"
         )
-    return asked if isinstance(asked, int) or len(set(asked)) > 1 else asked[0]
+    return value if isinstance(value, int) or len(set(value)) > 1 else value[0]

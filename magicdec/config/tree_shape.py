@@ -68,10 +68,10 @@ class TreeShape:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of nodes 0 to K, in the order of their ranks."""
-        found: list[list[int]] = [[] for _ in range(self.num_nodes + 1)]
+        children: list[list[int]] = [[] for _ in range(self.num_nodes + 1)]
         for node, parent in enumerate(self.parents, 1):
-            found[parent].append(node)
-        return tuple(map(tuple, found))
+            children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -87,10 +87,10 @@ class TreeShape:
     @cached_property
     def ancestors(self) -> tuple[frozenset[int], ...]:
         """The ancestors of nodes 0 to K, with the node itself."""
-        found = [frozenset({0})]
+        ancestors = [frozenset({0})]
         for node, parent in enumerate(self.parents, 1):
-            found.append(found[parent] | {node})
-        return tuple(found)
+            ancestors.append(ancestors[parent] | {node})
+        return tuple(ancestors)
 
 
 def parse_expansion(text: str) -> tuple[int, ...]:

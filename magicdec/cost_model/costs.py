@@ -49,14 +49,15 @@ class Deployment:
         """The cost on the rank with the most query heads, for which the other ranks wait.
         `num_logits` of the new tokens of a row get logits; None: all."""
         c, shard = self.config, slowest_shard(self.config, self.tp)
-        seen = S if c.sliding_window is None else min(S, c.sliding_window - 1)
+        num_visible = S if c.sliding_window is None else min(S, c.sliding_window - 1)
         without = 0 if num_logits is None else T - num_logits
+        head = _widths(c, shard)[3] * c.hidden_size
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
         sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
         return ForwardCost(
             weight_bytes(c, shard, self.dtype_bytes, self.is_int8),
-            B * (seen + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
-            B * T * linear_flops_per_token(c, shard) - B * without * head_flops(c, shard),
+            B * (num_visible + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
+            2 * B * (T * linear_parameters(c, shard) - without * head),
             B * attention_flops(c, shard, T, S),
             sums if self.tp > 1 else (),
         )
@@ -146,18 +147,9 @@ def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> i
     return 2 * config.num_layers * (last - first) * config.cached_head_dim * dtype_bytes
 
 
-def linear_flops_per_token(config: ModelConfig, shard: Shard) -> int:
-    return 2 * linear_parameters(config, shard)
-
-
-def head_flops(config: ModelConfig, shard: Shard) -> int:
-    """FLOPs of the logits of one token, which are part of `linear_flops_per_token`."""
-    return 2 * _widths(config, shard)[3] * config.hidden_size
-
-
 def attention_flops(config: ModelConfig, shard: Shard, T: int, S: int) -> int:
     """FLOPs of one row: q k^T and weights x V, over the tokens visible to each of the T queries."""
     window = config.sliding_window or S + T
-    seen = sum(min(S + t, window) for t in range(1, T + 1))
+    num_keys = sum(min(S + t, window) for t in range(1, T + 1))
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[0]
-    return 4 * config.num_layers * (last - first) * config.cached_head_dim * seen
+    return 4 * config.num_layers * (last - first) * config.cached_head_dim * num_keys

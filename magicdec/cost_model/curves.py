@@ -73,8 +73,8 @@ def find_curves(
     parsed = [parse_acceptance(value) for value in values]
     rates = [p if isinstance(p, tuple) else conditional_rate(p, gamma) for p in parsed]
     is_rate = any(not isinstance(p, tuple) for p in parsed)
-    given = f"{' '.join(values)} of {gamma} draft tokens a step" if is_rate else "given"
-    return _spread("--acceptance", rates, budgets), given
+    source = f"{' '.join(values)} of {gamma} draft tokens a step" if is_rate else "given"
+    return _spread("--acceptance", rates, budgets), source
 
 
 def find_conditional(
@@ -141,25 +141,27 @@ def _from_records(
     path: Path, budgets: Sequence[int] | None, drafter: str, policy: str
 ) -> tuple[dict[int, Acceptance], str]:
     """The longest curve of each budget; among curves of equal length the newest."""
-    found: dict[int, tuple[float, ...]] = {}
+    curves: dict[int, tuple[float, ...]] = {}
     models: dict[int, str] = {}
     for record in load_records(path):
         budget, curve = _curve(record, drafter, policy)
-        if budget is not None and len(curve) >= len(found.get(budget, ())):
-            found[budget], models[budget] = curve, record.config["model"]["model"]
-    if not found:
+        if budget is not None and len(curve) >= len(curves.get(budget, ())):
+            curves[budget], models[budget] = curve, record.config["model"]["model"]
+    if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
             f"--acceptance {path} has no record with acceptance under a KV budget and --kv_policy "
             f"{policy}; `magicdec {command}` makes one"
         )
-    wanted = sorted(found) if budgets is None else budgets
-    for budget in wanted:
-        if budget not in found:
-            known = " ".join(map(str, sorted(found)))
-            raise ValueError(f"--budget {budget} is not in {path}; choose from {known}")
-    of = ", ".join(sorted({models[budget] for budget in wanted}))
-    return {budget: found[budget] for budget in wanted}, f"{path} (measured with {of}, {policy})"
+    chosen_budgets = sorted(curves) if budgets is None else budgets
+    for budget in chosen_budgets:
+        if budget not in curves:
+            choices = " ".join(map(str, sorted(curves)))
+            raise ValueError(f"--budget {budget} is not in {path}; choose from {choices}")
+    of = ", ".join(sorted({models[budget] for budget in chosen_budgets}))
+    return {
+        budget: curves[budget] for budget in chosen_budgets
+    }, f"{path} (measured with {of}, {policy})"
 
 
 def _curve(record: RunRecord, drafter: str, policy: str) -> tuple[int | None, tuple[float, ...]]:

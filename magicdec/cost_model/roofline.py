@@ -1,13 +1,12 @@
 """The bytes of the roofline: how many bytes a pass must read at least.
 
 Weights are counted once per forward. KV is counted by what each forward's view shows, not by the
-cache's capacity. Must not know of clocks.
+cache's capacity.
 """
 
 from __future__ import annotations
 
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.model.linear.int8 import PackedInt8Linear
 from magicdec.model.linear.packed import PackedLinear, padding_bytes
 from magicdec.model.transformer import Transformer
 
@@ -19,7 +18,7 @@ def weight_bytes(model: Transformer) -> int:
     rows read from embeddings are counted as 0, and so are the zeros that fill up packed layers."""
     names = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
     total = sum(size for name, size in names.items() if not name.startswith(TABLES))
-    packed = [m for m in model.modules() if isinstance(m, PackedLinear | PackedInt8Linear)]
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
     total -= sum(padding_bytes(layer.packed, layer.out_features) for layer in packed)
     if model.has_head and model.head is None:
         total += model.tied_head.numel() * model.tied_head.element_size()

@@ -10,6 +10,7 @@ Source: MagicDec (Chen et al. 2024), section 3.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -53,8 +54,8 @@ class Choice:
 def prefill_seconds(model: Deployment, B: int, S: int) -> float:
     """The time to take B prompts into the cache, one after the other and in chunks. Only the last
     token of a chunk has logits."""
-    chunks = ((done, min(CHUNK, S - done)) for done in range(0, S, CHUNK))
-    return B * sum(model.seconds(1, size, done, num_logits=1) for done, size in chunks)
+    chunks = ((start, min(CHUNK, S - start)) for start in range(0, S, CHUNK))
+    return B * sum(model.seconds(1, size, start, num_logits=1) for start, size in chunks)
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,8 @@ def break_even_context(
         high *= 2
         if high > limit:
             return None
-    low = high // 2  # does not pay, or is 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    first = high // 2 + 1  # half of it does not pay, or is 0
+    return first + bisect_left(range(first, high), True, key=pays)
 
 
 @dataclass(frozen=True)
@@ -164,10 +162,10 @@ class StepEstimate:
     def __call__(self, rows: int, context: int) -> list[float]:
         """Seconds of a step of `rows` with `context` cached tokens each, and 0, 1, ..., most draft
         tokens."""
-        read = context if self.budget is None else min(context, self.budget)
+        num_read = context if self.budget is None else min(context, self.budget)
         seconds, draft_s = [self.target.seconds(rows, 1, context)], 0.0
         for count in range(1, self.most_draft_tokens + 1):
             if self.draft is not None:
-                draft_s += self.draft.seconds(rows, 1, read + count - 1)
+                draft_s += self.draft.seconds(rows, 1, num_read + count - 1)
             seconds.append(draft_s + self.target.seconds(rows, count + 1, context))
         return seconds

@@ -1,7 +1,7 @@
-"""StagePlan: the predictions of `magicdec plan --stages`. A ring of stages, through which lanes of
-samples circulate, next to tensor parallelism over the same ranks and to one process. Everything is
-predicted from shapes and rates; nothing is run. Scheduling, sampling and messages are left out.
-Imports no torch.
+"""StagePlan: the predictions of `magicdec plan --stages`; and StagePlanRecord, with its tables. A
+ring of stages, through which lanes of samples circulate, next to tensor parallelism over the same
+ranks and to one process. Everything is predicted from shapes and rates; nothing is run. Scheduling,
+sampling and messages are left out. Imports no torch.
 
 Source of the round: Macario et al. 2025, "Model-Distributed Inference for Large Language Models at
 the Edge"; `docs/pipeline.md` derives it.
@@ -9,7 +9,9 @@ the Edge"; `docs/pipeline.md` derives it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from magicdec.cost_model.costs import (
     Deployment,
@@ -17,8 +19,18 @@ from magicdec.cost_model.costs import (
     slowest_shard,
     stored_bytes,
 )
+from magicdec.cost_model.plan import (
+    PREDICTED,
+    describe_machine,
+    describe_model,
+    describe_ranks,
+)
 from magicdec.distributed.layer_split import StageTimes, round_seconds, split_layers
 from magicdec.hardware.ceiling_file import Hardware, Link
+from magicdec.records.fields import Part, recorded
+from magicdec.records.metric_tables import fixed, metric_columns
+from magicdec.records.record import Record
+from magicdec.tables import Column, Table
 
 
 def ends_of(model: Deployment) -> Deployment:
@@ -27,8 +39,8 @@ def ends_of(model: Deployment) -> Deployment:
 
 
 def stage_times(model: Deployment, B: int, S: int, T: int = 1) -> tuple[StageTimes, StageTimes]:
-    """Of the first stage, which also has the ends of the model, and of each other stage: the time
-    of a decode step of B rows with S cached tokens and T new ones each. `model.tp` ranks share a
+    """The times of a decode step of B rows with S cached tokens and T new ones each: of the first
+    stage, which also has the ends of the model, and of each other stage. `model.tp` ranks share a
     stage."""
     ends_s = ends_of(model).seconds(B, T, S)
     layer_s = (model.seconds(B, T, S) - ends_s) / model.config.num_layers
@@ -38,29 +50,48 @@ def stage_times(model: Deployment, B: int, S: int, T: int = 1) -> tuple[StageTim
 HEADER_BYTES, WORD_BYTES = 48, 8  # of a message: its header, and the number of each of its rows
 
 
-@dataclass(frozen=True)
-class StageCell:
-    """A stage: bytes on each of its ranks, and its time for a message of a lane that decodes."""
-
-    num_layers: int
-    weight_bytes: int
-    lane_kv_bytes: int
-    decode_ms: float
+FEW_HEADS = "if the model has too few heads for that"
 
 
-@dataclass(frozen=True)
-class RoundCell:
-    """A number of samples in flight: the time in which each of them gains a token, and tokens per
-    second. Fields are None if the model cannot be divided among all ranks by its heads."""
+@dataclass(frozen=True, kw_only=True)
+class StageCell(Part):
+    """A stage."""
 
-    num_lanes: int
-    n_samples: int
-    round_ms: float
-    tokens_per_s: float
-    tensor_parallel_ms: float | None
-    tensor_parallel_tokens_per_s: float | None
-    one_process_ms: float
-    one_process_tokens_per_s: float
+    num_layers: int = recorded("its layers", label="layers")
+    weight_bytes: int = recorded(
+        "weights on each of its ranks", "bytes", label="weights, MB", digits=1, scale=1e-6
+    )
+    lane_kv_bytes: int = recorded(
+        "KV cache of a lane on each of its ranks", "bytes",
+        label="KV of a lane, MB", digits=1, scale=1e-6,
+    )  # fmt: skip
+    decode_ms: float = recorded(
+        "its time for a message of a lane that decodes", "ms", label="decode, ms", digits=3
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCell(Part):
+    """A number of samples in flight, which all gain a token in a round."""
+
+    num_lanes: int = recorded("lanes that circulate", label="lanes")
+    n_samples: int = recorded("samples in all lanes", label="samples")
+    round_ms: float = recorded(
+        "`max(num_lanes * slowest stage or link, sum of stages and hops)`", "ms",
+        label="round, ms", digits=2,
+    )  # fmt: skip
+    tokens_per_s: float = recorded("of all samples", "tokens/s", label="ring", digits=1)
+    tensor_parallel_ms: float | None = recorded(
+        "a step of as many samples with every layer divided among all ranks", "ms", null=FEW_HEADS
+    )
+    tensor_parallel_tokens_per_s: float | None = recorded(
+        "the samples divided by that", "tokens/s",
+        label="tensor parallel", digits=1, null=FEW_HEADS,
+    )  # fmt: skip
+    one_process_ms: float = recorded("a step of as many samples in one process", "ms")
+    one_process_tokens_per_s: float = recorded(
+        "the samples divided by that", "tokens/s", label="one process", digits=1
+    )
 
     @property
     def fastest(self) -> str:
@@ -71,17 +102,21 @@ class RoundCell:
         return max(ways, key=lambda name: ways[name])
 
 
-@dataclass(frozen=True)
-class RingCell:
-    """The prediction for a lane size and a context. `link_ms` has the links in ring order, each
-    from its stage to the next."""
+@dataclass(frozen=True, kw_only=True)
+class RingCell(Part):
+    """The prediction for a lane size and a context."""
 
-    lane_size: int
-    prefix_len: int
-    stages: list[StageCell]
-    hop_bytes: int
-    link_ms: list[float]
-    rounds: list[RoundCell]
+    lane_size: int = recorded("samples of a lane, which travel in one message")
+    prefix_len: int = recorded("cached tokens of each sample", "tokens")
+    stages: list[StageCell] = recorded("the stages in ring order")
+    hop_bytes: int = recorded("bytes of a message: its header and hidden states", "bytes")
+    link_ms: list[float] = recorded(
+        "time of such a message from each stage to the next, the last to the first; empty with one "
+        "stage", "ms",
+    )  # fmt: skip
+    rounds: list[RoundCell] = recorded(
+        "one lane alone, a lane for each stage, and two for each stage"
+    )
 
 
 @dataclass(frozen=True)
@@ -126,13 +161,14 @@ class StagePlan:
         """The link from each stage to the next, the last to the first. One stage has none."""
         if self.num_stages == 1:
             return []
-        tp, per_node, found = self.stage.tp, self.num_ranks // self.nodes, []
+        tp, per_node = self.stage.tp, self.num_ranks // self.nodes
+        links = []
         for first in range(0, self.num_ranks, tp):  # the other ranks of a stage send as far
             is_near = first // per_node == (first + tp) % self.num_ranks // per_node
             link = self.stage.hardware.link if is_near else self.stage.hardware.node_link
             assert link is not None, "checked with the flags"
-            found.append(link)
-        return found
+            links.append(link)
+        return links
 
     def carries_s(self, B: int) -> list[float]:
         """How long a message of B rows occupies each link. A hop takes the latency on top."""
@@ -162,19 +198,19 @@ class StagePlan:
         model, size = self.stage, self.stage.dtype_bytes
         shard = slowest_shard(model.config, model.tp)
         ends = stored_bytes(ends_of(model).config, shard, size, False, model.is_int8)
-        found = []
+        cells = []
         for index, count in enumerate(self.layers(B, S)):
             config = replace(model.config, num_layers=count)
-            held = stored_bytes(config, shard, size, False, model.is_int8)
-            found.append(
+            stage_bytes = stored_bytes(config, shard, size, False, model.is_int8)
+            cells.append(
                 StageCell(
                     num_layers=count,
-                    weight_bytes=held if index == 0 else held - ends,
+                    weight_bytes=stage_bytes if index == 0 else stage_bytes - ends,
                     lane_kv_bytes=B * S * kv_bytes_per_token(config, shard, size),
                     decode_ms=1e3 * (other if index else first).seconds(count),
                 )
             )
-        return found
+        return cells
 
     def _round(self, num_lanes: int, B: int, S: int, round_s: float) -> RoundCell:
         samples, together = num_lanes * B, self.tensor_parallel()
@@ -217,4 +253,86 @@ def sum_of(one: Hardware, ranks: int) -> Hardware:
         flops_per_s=ranks * one.flops_per_s,
         kv_bytes_per_s=times(one.kv_bytes_per_s),
         attention_flops_per_s=times(one.attention_flops_per_s),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlanRecord(Record):
+    """A prediction of a ring of stages for each size of a lane and context."""
+
+    kind: Literal["stage_plan"] = recorded("`stage_plan`", default="stage_plan")
+    status: Literal["predicted"] = recorded("`predicted`: nothing has run", default="predicted")
+    config: dict[str, Any] = recorded(
+        "the inputs: `model` with its dtypes, and `parallel` with the rates of one rank, the "
+        "stages, `layer_split` as it was given, and whether one process has the rates of all ranks "
+        "of its host"
+    )
+    cells: list[RingCell] = recorded("the predictions")
+
+
+def make_record(plan: StagePlan) -> StagePlanRecord:
+    """The record of all predictions of a plan."""
+    ring = {
+        "nodes": plan.nodes,
+        "num_stages": plan.num_stages,
+        "layer_split": plan.layer_split,
+        "one_process_has_all_ranks": plan.shares_host,
+    }
+    inputs = {
+        "model": describe_model(plan.stage, plan.dtype),
+        "parallel": describe_ranks(plan.stage, plan.machine_source) | ring,
+    }
+    places = [(B, S) for B in plan.lane_sizes for S in plan.prefix_lens]
+    return StagePlanRecord(config=inputs, cells=[plan.predict(B, S) for B, S in places])
+
+
+def tables(records: Sequence[StagePlanRecord]) -> list[Table]:
+    """Of each record the inputs, the stages of each lane size and context, and what the ring,
+    tensor parallelism and one process give."""
+    return [
+        table
+        for record in records
+        for table in (_inputs(record), *map(_stages, record.cells), _rounds(record.cells))
+    ]
+
+
+def _inputs(record: StagePlanRecord) -> Table:
+    model, ring = record.config["model"], record.config["parallel"]
+    tp, nodes, num_stages = model["tp"], ring["nodes"], ring["num_stages"]
+    hosts = f" on {nodes} hosts" if nodes > 1 else ""
+    shared = f"all {num_stages * tp // nodes} ranks of a host"
+    return Table(above=[
+        f"{PREDICTED}, and scheduling and sampling are left out",
+        f"model       {model['model']}{' in int8' * (model['target_dtype'] == 'int8')}, "
+        f"{model['dtype']}; {num_stages} stages of {tp} rank{'s' * (tp > 1)}{hosts}; "
+        f"--layer_split {ring['layer_split'] or 'equal'}",
+        f"{describe_machine(ring)}; one process has the rates of "
+        f"{shared if ring['one_process_has_all_ranks'] else 'one rank'}",
+    ])  # fmt: skip
+
+
+def _stages(cell: RingCell) -> Table:
+    links = f"; a hop has {cell.hop_bytes:,} bytes" if cell.link_ms else ""
+    columns, rows = metric_columns(StageCell, cell.stages)
+    hops: Sequence[float | None] = cell.link_ms or [None] * len(rows)
+    return Table(
+        ["stage", *columns, Column("hop, ms", key="link_ms")],
+        [
+            [index, *cells, fixed(hop_ms, 3)]
+            for index, (cells, hop_ms) in enumerate(zip(rows, hops, strict=True))
+        ],
+        f"stages for lanes of {cell.lane_size} with {cell.prefix_len} cached tokens{links}",
+    )
+
+
+def _rounds(cells: Sequence[RingCell]) -> Table:
+    rounds = [(cell, each) for cell in cells for each in cell.rounds]
+    columns, rows = metric_columns(RoundCell, [each for _, each in rounds])
+    return Table(
+        [Column("B", key="lane_size"), Column("prefix", key="prefix_len"), *columns, "fastest"],
+        [
+            [cell.lane_size, cell.prefix_len, *row, each.fastest]
+            for (cell, each), row in zip(rounds, rows, strict=True)
+        ],
+        "round = max(lanes x slowest stage or link, sum of stages and hops); then tokens/s",
     )

@@ -1,7 +1,7 @@
 """Times the kinds of steps of a batch before it is decoded, for `--gamma auto`.
 
 Owns what is timed and what follows from it. It is kept short, because no token comes of it: while
-the batch is decoded, the times are corrected by those of its steps. Must not know what is chosen.
+the batch is decoded, the times are corrected by those of its steps.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _measure(
     def timed(kind: str, count: int) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        taken = time.perf_counter() - started
-        seconds[kind][count] = min(taken, seconds[kind].get(count, taken))
+        elapsed = time.perf_counter() - started
+        seconds[kind][count] = min(elapsed, seconds[kind].get(count, elapsed))
         steps.undo(batch, cached)
 
     for _ in range(REPEATS):

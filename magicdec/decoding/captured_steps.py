@@ -1,7 +1,7 @@
-"""CapturedSteps: decoding steps that are captured once and replayed (`cuda_graphs`).
+"""CapturedSteps: decoding steps that are captured once and replayed (`recorder.CudaGraphs`).
 
 Owns what is captured, for which rows, and the tensors between a captured draft and the verification
-that follows. Must not know how a capture is made (`recorder`).
+that follows.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class CapturedSteps(Steps):
         # Indexing copies: the result of a replay lasts only until the next replay, but a proposal
         # must last until the next draft.
         ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]
-        drawn = self._pending_proposal.first(num_draft_tokens).probabilities
-        return Proposal(ids, None if drawn is None else drawn[self._place_index])
+        probs = self._pending_proposal.first(num_draft_tokens).probabilities
+        return Proposal(ids, None if probs is None else probs[self._place_index])
 
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:
         count = 0 if proposal is None else self._hand_over(proposal)
@@ -98,10 +98,10 @@ class CapturedSteps(Steps):
         proposal, from which the captured verification reads them."""
         assert self.drafter is not None, "only a strategy with a drafter drafts"
         proposal = self.drafter.propose(self._batch, count, pending)
-        kept = self._pending_proposal.first(count).probabilities
-        if kept is not None:
+        target = self._pending_proposal.first(count).probabilities
+        if target is not None:
             assert proposal.probabilities is not None, "some rows are sampled"
-            kept.copy_(proposal.probabilities)
+            target.copy_(proposal.probabilities)
         return proposal.ids
 
     def _work(self, kind: str, count: int, pending: int) -> Work:
@@ -137,11 +137,11 @@ class CapturedSteps(Steps):
         """Copy a proposal for the rows of the current batch to the tensors that captured steps
         read. Returns the number of tokens that it has for each row."""
         count = proposal.ids.shape[1]
-        kept = self._pending_proposal.first(count)
-        kept.ids.index_copy_(0, self._place_index, proposal.ids)
+        target = self._pending_proposal.first(count)
+        target.ids.index_copy_(0, self._place_index, proposal.ids)
         # If all rows are greedy, there are no probabilities.
-        if kept.probabilities is not None and proposal.probabilities is not None:
-            kept.probabilities.index_copy_(0, self._place_index, proposal.probabilities)
+        if target.probabilities is not None and proposal.probabilities is not None:
+            target.probabilities.index_copy_(0, self._place_index, proposal.probabilities)
         return count
 
     def _take_captured(self, batch: Batch) -> None:
@@ -164,8 +164,8 @@ class CapturedSteps(Steps):
             self._captured[rows] = self._batch, self._works, self._pending_proposal
 
     def _load(self, batch: Batch) -> None:
-        sizes = self._vocab_size, self.runner.device, self._most + 1
-        self._set_batch(DeviceBatch.of(batch, *sizes), batch)
+        device, max_tail = self.runner.device, self._most + 1
+        self._set_batch(DeviceBatch.of(batch, self._vocab_size, device, max_tail), batch)
 
     def _show(self, batch: Batch) -> None:
         if batch.requests == self._shown:
@@ -174,10 +174,10 @@ class CapturedSteps(Steps):
             self._take_captured(batch)
             return
         self._set_batch(self._batch, batch)
-        ended = [row for row in self._batch.rows.numbers if row not in self._rows]
+        idle_rows = [row for row in self._batch.rows.numbers if row not in self._rows]
         for runner in self._runners:
             # Ended rows are still computed, so each needs room for the tokens that a step appends.
             cache = runner.cache
             most = cache.tokens_per_row - (self._most + 1) - 1
-            cache.truncate(ended, [min(cache.lengths[row], most) for row in ended])
+            cache.truncate(idle_rows, [min(cache.lengths[row], most) for row in idle_rows])
         self._batch.load(batch)

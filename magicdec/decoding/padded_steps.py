@@ -2,10 +2,12 @@
 
 The batch is all rows from the first to the last that decodes, without those that hold another
 request's prompt. Rows between them that nobody has are computed for nothing. This is how a batch
-runs that is neither kept dense nor gathered (`--compaction none`). Must not know who ended.
+runs that is neither kept dense nor gathered (`--compaction none`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,8 +30,9 @@ class PaddedSteps(Steps):
             self._load(batch)
 
     def _load(self, batch: Batch) -> None:
-        known = {request.row: request for request in batch.requests}
-        padded = [known.get(row) or _nobody(row) for row in self._numbers(batch)]
+        request_of = {request.row: request for request in batch.requests}
+        nobody = Request(-1, (0,), SamplingParams(1))
+        padded = [request_of.get(row) or replace(nobody, row=row) for row in self._numbers(batch)]
         device_batch = DeviceBatch.of(Batch(tuple(padded)), self._vocab_size, self.runner.device)
         device_batch.load(batch)
         self._set_batch(device_batch, batch)
@@ -50,8 +53,8 @@ class PaddedSteps(Steps):
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:
         padded = None if proposal is None else self._padded(proposal)
         verdict = self._read(self._verify(padded, False))
-        ended = [row for row in self._batch.rows.numbers if row not in self._rows]
-        self.runner.cache.set_host_lengths(ended, [0] * len(ended))
+        idle_rows = [row for row in self._batch.rows.numbers if row not in self._rows]
+        self.runner.cache.set_host_lengths(idle_rows, [0] * len(idle_rows))
         if self.drafter is not None:
             rows = BatchRows.of(self._rows, self.runner.device)
             self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
@@ -74,11 +77,7 @@ class PaddedSteps(Steps):
         def narrowed(watch: Watch | None) -> Watch | None:
             if watch is None:
                 return None
-            return lambda layer, seen: watch(layer, torch.index_select(seen, 0, index))
+            return lambda layer, values: watch(layer, torch.index_select(values, 0, index))
 
         watch, watch_queries = super()._watches()
         return narrowed(watch), narrowed(watch_queries)
-
-
-def _nobody(row: int) -> Request:
-    return Request(-1, (0,), SamplingParams(1), row=row)

@@ -1,8 +1,9 @@
 """Recorder: how a part of a decoding step is repeated.
 
-With the identity recorder, the host runs its code each time. A capturing recorder (`cuda_graphs`)
-keeps the work that the code starts on the device, and replays it. The code is the same for both.
-Must not know what the work is.
+With the identity recorder, the host runs its code each time. A capturing recorder keeps the work
+that the code starts on the device, and replays it: `CudaGraphs` starts it again in one call. CUDA
+refuses to capture work that reads a value back or copies from memory that is not pinned. The code
+is the same for both.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from magicdec.kv.forward_counts import ForwardCounts
@@ -22,13 +24,11 @@ class Recorder(Protocol):
     @property
     def captures(self) -> bool:
         """Whether the host's code runs only while it is captured, and not in a replay."""
-        ...
 
     def record(self, work: Work) -> Work:
         """A function that repeats `work` on the same tensors and returns its result. The next
         repetition of any work may overwrite that result. The caller has run `work` once before this
         call, and undoes what `work` changes while it is recorded."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,53 @@ def record(
     """
     if not recorder.captures:
         return recorder.record(work)
-    kept, before = [tensor.clone() for tensor in state], [each.copy() for each in counts]
+    tensors = [tensor.clone() for tensor in state]
+    before = [each.copy() for each in counts]
 
     def restore() -> None:
-        for tensor, value in zip(state, kept, strict=True):
+        for tensor, value in zip(state, tensors, strict=True):
             tensor.copy_(value)
         for each, earlier in zip(counts, before, strict=True):
             each.go_back(earlier)
 
     work()
-    done = [each.minus(earlier) for each, earlier in zip(counts, before, strict=True)]
+    differences = [each.minus(earlier) for each, earlier in zip(counts, before, strict=True)]
     restore()
     replay = recorder.record(work)
     restore()
 
     # The default argument keeps `work` alive, and with it the tensors that the capture reads.
     def run(_reads: Work = work) -> Tensor:
-        for each, added in zip(counts, done, strict=True):
-            each.num_forwards += added.num_forwards
-            each.num_tokens += added.num_tokens
+        for each, difference in zip(counts, differences, strict=True):
+            each.num_forwards += difference.num_forwards
+            each.num_tokens += difference.num_tokens
         return replay()
 
     return run
+
+
+class CudaGraphs:
+    """Graphs that share their memory: a result is valid until the next replay of any of them."""
+
+    captures = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Raises RuntimeError, naming the flag, if the work cannot be captured."""
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"  # a thread of NCCL's goes on watching its streams
+        try:
+            with torch.cuda.graph(graph, self._pool, self._stream, mode):
+                result = work()
+        except RuntimeError as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RuntimeError(f"--cuda_graphs on: {why}; choose off") from error
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay

@@ -19,7 +19,7 @@ from magicdec.decoding.padded_steps import PaddedSteps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
-from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
+from magicdec.drafting.drafter import Drafter, make_drafter
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -50,8 +50,8 @@ class Speculative:
 
     def release(self, rows: Sequence[int]) -> None:
         """A row that was never admitted, because its request left before, is passed over."""
-        ended = [row for row in rows if self._running.pop(row, None) is not None]
-        self.steps.release(ended)
+        admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
+        self.steps.release(admitted_rows)
 
     def move(self, source: int, target: int) -> int:
         """A row whose text is not complete yet is nothing to the drafter."""
@@ -105,17 +105,17 @@ def merged(batch: Batch, parts: Sequence[tuple[Batch, StepOutput]]) -> StepOutpu
             strict=True,
         )
     }
-    tokens, accepted, drafted = map(list, zip(*map(of_request.get, batch.requests), strict=True))
-    return StepOutput(tokens, max(drafted), accepted, drafted)
+    tokens, accepted, num_drafted = map(
+        list, zip(*map(of_request.get, batch.requests), strict=True)
+    )
+    return StepOutput(tokens, max(num_drafted), accepted, num_drafted)
 
 
 def speculative(setup: Setup) -> Speculative:
     """The strategy with the drafter that the run names."""
     assert setup.decoding.drafter is not None, "a speculative run names its drafter"
     runner = setup.runner
-    drafter = make_drafter(
-        setup.decoding.drafter, DraftSetup(runner, setup.decoding, setup.kv, setup.draft)
-    )
+    drafter = make_drafter(setup.decoding.drafter, setup)
     # Captured steps are captured for sets of rows, and groups would be many sets.
     per_row = setup.is_in_flight and not setup.recorder.captures
     length = setup.draft_length or make_draft_length(

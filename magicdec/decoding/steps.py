@@ -4,8 +4,7 @@ the verification is a step of plain decoding.
 Owns the state that stays on the device from step to step (`DeviceBatch` and the lengths of the
 caches), the order of forward, judgement and truncation, and the host's copy of the lengths. The
 host reads the device once in each step. `captured_steps` and `padded_steps` have steps with rows
-that are computed for nothing. Must not know who chooses the number of draft tokens (`speculative`,
-`draft_length`).
+that are computed for nothing.
 """
 
 from __future__ import annotations
@@ -122,11 +121,11 @@ class Steps:
         return self._read(self._verify(proposal, True))
 
     def _read(self, result: Tensor) -> list[list[int]]:
-        read = result.tolist()
-        found = [read[place] for place in self._places]
+        lines = result.tolist()
+        results = [lines[place] for place in self._places]
         for i, runner in enumerate(self._runners):
-            runner.cache.set_host_lengths(self._rows, [row[i] for row in found])
-        return [row[len(self._runners) :] for row in found]
+            runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
+        return [row[len(self._runners) :] for row in results]
 
     def _verify(self, proposal: Proposal | None, tells_drafter: bool) -> Tensor:
         """int64 [B, caches + 1 + ids]: the length of each cache, the number of accepted drafts, and
@@ -142,23 +141,26 @@ class Steps:
             tokens = torch.cat([last, proposal.ids], dim=1)
             watch, watch_queries = self._watches()
         before = runner.cache.lengths_of(rows)
-        tree = None if proposal.tree is None else _nodes(proposal.tree, before)
+        tree = None
+        if proposal.tree is not None:
+            parents = torch.tensor([-1, *proposal.tree.parents], device=before.tensor.device)
+            tree = DraftTree(before.tensor, parents.expand(len(before.bounds), -1))
         logits = runner.forward(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
-        judged = judge(runner, batch.sampling, proposal, logits)
-        accepted, ids = judged.accepted, judged.ids
+        judgement = judge(runner, batch.sampling, proposal, logits)
+        accepted, ids = judgement.accepted, judgement.ids
         batch.sampling.take(ids, accepted + 1, rows.active)
         # The newest token and the accepted drafts stay cached. The last emitted token is not cached
         # yet.
-        kept = Lengths(before.tensor + 1 + accepted, before.plus(ids.shape[1]).bounds)
-        path = None if judged.path is None else AcceptedPath(before, accepted, judged.path)
+        new_lengths = Lengths(before.tensor + 1 + accepted, before.plus(ids.shape[1]).bounds)
+        path = None if judgement.path is None else AcceptedPath(before, accepted, judgement.path)
         if path is not None:
             runner.cache.keep_path(rows, before, path.places())
         elif tokens.shape[1] > 1:
-            runner.truncate(rows, kept)
+            runner.truncate(rows, new_lengths)
         places = torch.stack([accepted, accepted + 1], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
         if drafter is not None and tells_drafter:
-            drafter.commit(rows, kept, path)
+            drafter.commit(rows, new_lengths, path)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
         return torch.cat([*lengths, accepted.unsqueeze(1), ids], dim=1)
 
@@ -183,9 +185,3 @@ class Steps:
         self._batch, self._shown, self._rows = device_batch, batch.requests, batch.rows
         self._places = [place_of[row] for row in self._rows]
         self._place_index = upload(self._places, self.runner.device)
-
-
-def _nodes(shape: TreeShape, before: Lengths) -> DraftTree:
-    """The nodes that a verification appends to rows of `before` tokens."""
-    parents = torch.tensor([-1, *shape.parents], device=before.tensor.device)
-    return DraftTree(before.tensor, parents.expand(len(before.bounds), -1))

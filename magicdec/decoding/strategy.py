@@ -8,13 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.drafting.draft_length import DraftLength
-from magicdec.drafting.drafter import DraftModel
+from magicdec.drafting.drafter import DraftSetup
 from magicdec.names import STRATEGIES, load_named
 from magicdec.request import Batch, StepOutput
-from magicdec.runner import ModelRunner
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """A function from the name of a phase ("draft", "verify", ...) to a context that may time it.
@@ -22,15 +20,11 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The arguments of a strategy: the runner that holds the target, and its sections of the
-    config."""
+class Setup(DraftSetup):
+    """The arguments of a strategy, of which a drafter needs the first ones: the runner that holds
+    the target, its sections of the config, and the standalone draft."""
 
-    runner: ModelRunner
-    decoding: DecodingSection
-    kv: KVSection
     phase: Phase = nullcontext
-    draft: DraftModel | None = None
     draft_length: DraftLength | None = None  # default: made from `decoding`
     recorder: Recorder = Eager()  # default: nothing is captured
     is_in_flight: bool = False  # requests join a running batch, and rows are used again
@@ -44,20 +38,16 @@ class DecodingStrategy(Protocol):
     def admit(self, batch: Batch) -> None:
         """Prepare for the requests of `batch`, whose texts were just prefilled. Its time is not
         part of a step."""
-        ...
 
     def step(self, batch: Batch) -> StepOutput:
         """Advance every request of `batch` by at least one token."""
-        ...
 
     def move(self, source: int, target: int) -> int:
         """The request in row `source` of the runner's cache is in row `target` now. Returns the
         bytes that the strategy has copied."""
-        ...
 
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended, or must give their rows back."""
-        ...
 
 
 def make_strategy(name: str, setup: Setup) -> DecodingStrategy:

@@ -76,12 +76,12 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
 
     store = PrefixStore(topic, rendezvous_store(launch))
     store.set(str(launch.rank), text)
-    said = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
+    texts = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
         store.set("all have read", "")
     if launch.rank == 0:  # the store's server may run in this process, so it must not end yet
         store.get("all have read")
-    return said
+    return texts
 
 
 @cache

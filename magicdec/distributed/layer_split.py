@@ -1,8 +1,7 @@
 """`--layer_split`: which layers each stage of a pipeline owns. Imports nothing of this package and
 no torch.
 
-Owns the rules that turn counts, shares, names and times into whole layers. Must not know of ranks,
-of a model's weights, nor where times come from.
+Owns the rules that turn counts, shares, names and times into whole layers.
 """
 
 from __future__ import annotations
@@ -55,15 +54,17 @@ def split_layers(
     stage by `times`, which only it needs, and `mdi_llm` is the rule of that system. None stands for
     `num_stages` equal shares. Raises ValueError, naming the flag.
     """
-    named = None if text is None else NAMED.fullmatch(text)
-    if (text is None or named is not None) and num_stages > num_layers:
-        asked = "" if text is None else f"{FLAG} {text}: "
-        raise ValueError(f"{asked}{num_stages} stages cannot share {num_layers} layers; use fewer")
+    rule = None if text is None else NAMED.fullmatch(text)
+    if (text is None or rule is not None) and num_stages > num_layers:
+        flag_text = "" if text is None else f"{FLAG} {text}: "
+        raise ValueError(
+            f"{flag_text}{num_stages} stages cannot share {num_layers} layers; use fewer"
+        )
     if text is None:
         return _ranges(round_shares([Fraction(1, num_stages)] * num_stages, num_layers))
-    if named is None:
+    if rule is None:
         return _ranges(read_counts(text, num_layers))
-    if named[1] == MDI_LLM:
+    if rule[1] == MDI_LLM:
         return _ranges(mdi_llm_counts(num_stages, num_layers))
     if num_stages == 1:
         return (range(num_layers),)
@@ -87,8 +88,8 @@ def is_mdi_llm(text: str | None) -> bool:
 
 def _rule(text: str | None) -> str | None:
     """The name of the rule that `text` names, if it names one."""
-    named = None if text is None else NAMED.fullmatch(text)
-    return None if named is None else named[1]
+    match = None if text is None else NAMED.fullmatch(text)
+    return None if match is None else match[1]
 
 
 def count_stages(text: str | None, world_size: int) -> int:
@@ -96,10 +97,10 @@ def count_stages(text: str | None, world_size: int) -> int:
     followed by a number (auto:2), every rank is a stage."""
     if text is None:
         return world_size
-    named = NAMED.fullmatch(text)
-    if named is None:
+    rule = NAMED.fullmatch(text)
+    if rule is None:
         return len(text.split(","))
-    return world_size if named[2] is None else int(named[2])
+    return world_size if rule[2] is None else int(rule[2])
 
 
 def read_counts(text: str, num_layers: int) -> list[int]:

@@ -5,7 +5,7 @@
             "inference": {"port_in": 5088, "port_out": 5089}, "device": "cuda:0"}
 
 `starter_addr` (in a secondary) and `device` may be left out. The order of `secondary` is the order
-of the ring. Owns the grammar and its refusals. Must not know what the nodes run. Imports no torch.
+of the ring. Owns the grammar and its refusals. Imports no torch.
 """
 
 from __future__ import annotations
@@ -116,22 +116,22 @@ class _Reader:
         port = self._port(control, f"{key}.communication", "port", addr)
         for name in KEYS["inference"]:
             self._port(data, f"{key}.inference", name, addr)
-        named = control.get("starter_addr", starter)
-        if starter is not None and named != starter:
+        starter_addr = control.get("starter_addr", starter)
+        if starter is not None and starter_addr != starter:
             raise ValueError(
-                f"{key}.communication.starter_addr is {named}, but the starter is {starter}"
+                f"{key}.communication.starter_addr is {starter_addr}, but the starter is {starter}"
             )
         device = node.get("device")
         if device is not None and not (isinstance(device, str) and DEVICE.fullmatch(device)):
             raise ValueError(f"{key}.device is {_shown(device)}; choose from cpu, cuda, cuda:N")
         return Node(addr, port, device)
 
-    def _object(self, value: Any, key: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    def _object(self, value: Any, key: str, keys: tuple[str, ...]) -> Mapping[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(
-                f"{key or 'the file'} is {_shown(value)}; it must be an object with {known[0]}"
+                f"{key or 'the file'} is {_shown(value)}; it must be an object with {keys[0]}"
             )
-        self.ignored += [f"{key}.{name}".strip(".") for name in value if name not in known]
+        self.ignored += [f"{key}.{name}".strip(".") for name in value if name not in keys]
         return value
 
     def _port(self, parent: Mapping[str, Any], key: str, name: str, addr: str) -> int:
@@ -147,8 +147,8 @@ class _Reader:
 def _check_devices(nodes: tuple[Node, ...]) -> None:
     kinds = {(node.device or "").partition(":")[0] for node in nodes}
     if len(kinds) > 1:
-        named = ", ".join(kind or "none" for kind in sorted(kinds))
-        raise ValueError(f"device: the nodes name {named}; all ranks of a run use one kind")
+        listing = ", ".join(kind or "none" for kind in sorted(kinds))
+        raise ValueError(f"device: the nodes name {listing}; all ranks of a run use one kind")
 
 
 def _required(parent: Mapping[str, Any], key: str, name: str) -> Any:
@@ -158,12 +158,12 @@ def _required(parent: Mapping[str, Any], key: str, name: str) -> Any:
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in table:
             raise ValueError(f"the key {key} is given twice in one object")
-        found[key] = value
-    return found
+        table[key] = value
+    return table
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,7 @@
 ended; and runs a command in a process of its own, whose output is kept.
 
 Owns what passes between a rank and its launcher beside the ranks' numbers (`groups.read_launch`).
-Must not know any command. Imports torch only to start ranks.
+Imports torch only to start ranks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Ended:
 def run_command(words: Sequence[object]) -> Ended:
     """Run `magicdec WORDS` and wait for its end. What it prints on stdout is dropped."""
     command = [sys.executable, "-m", "magicdec", *map(str, words)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
     )
-    return Ended(done.returncode, done.stderr)
+    return Ended(process.returncode, process.stderr)

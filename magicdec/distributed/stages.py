@@ -1,7 +1,7 @@
 """StageGrid: which rank is in which stage of a pipeline. Imports no torch.
 
 Owns the order of ranks: the ranks of a stage follow each other and share its layers by tensor
-parallelism. Must not know which layers a stage has, nor what is sent.
+parallelism.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ class StageGrid:
         """The rank that `rank` sends hidden states to."""
         return (rank + self.tensor_parallel) % self.world_size
 
-    def previous(self, rank: int) -> int:
-        """The rank that `rank` receives hidden states from."""
-        return (rank - self.tensor_parallel) % self.world_size
-
     def edges(self) -> list[tuple[int, int]]:
         """All pairs (sender, receiver), in the same order on every rank; none for one stage."""
         if self.num_stages == 1:
@@ -44,17 +40,17 @@ class StageGrid:
         return [(rank, self.next(rank)) for rank in range(self.world_size)]
 
 
-def make_grid(asked: str, num_stages: int, world_size: int) -> StageGrid:
-    """The grid of `world_size` ranks. `asked` is what the user wrote, such as `--layer_split
+def make_grid(flag_text: str, num_stages: int, world_size: int) -> StageGrid:
+    """The grid of `world_size` ranks. `flag_text` is what the user wrote, such as `--layer_split
     10,12`. Raises ValueError if the ranks cannot be divided among the stages."""
     if num_stages > world_size:
         raise ValueError(
-            f"{asked} names {num_stages} stages, but {world_size} ranks were started; start "
+            f"{flag_text} names {num_stages} stages, but {world_size} ranks were started; start "
             f"{num_stages}, or a multiple of that"
         )
     if world_size % num_stages:
         raise ValueError(
-            f"{asked} names {num_stages} stages, among which {world_size} ranks cannot be divided "
-            f"evenly; start a multiple of {num_stages}"
+            f"{flag_text} names {num_stages} stages, among which {world_size} ranks cannot be "
+            f"divided evenly; start a multiple of {num_stages}"
         )
     return StageGrid(num_stages, world_size // num_stages)

@@ -3,7 +3,7 @@
 Owns which backend a process group has, and on which network interface it listens. gloo listens on
 the address that this host's name stands for. On many machines that is a loopback address, which
 other hosts cannot reach. With `GLOO_SOCKET_IFNAME` set it listens on that interface instead.
-Imports torch only when a group is made. Must not know what the groups are for.
+Imports torch only when a group is made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -79,12 +79,9 @@ def make_groups(
     order on every rank. The default group, of all ranks, is for tensors on `device`. `collectives`
     is a resolved name of `names.COLLECTIVES`, or None for one rank."""
     _start(launch, device, backend_of(device))
-    target = _make_group(launch.rank, rank_group, device, collectives)
-    assert target is not None, "every rank belongs to the target's group"
-    draft = None
-    if draft_ranks is not None:
-        draft = _make_group(launch.rank, draft_ranks, device, collectives)
-    return ParallelGroups(launch.rank, launch.world_size, target, draft)
+    return _make_parallel_groups(
+        launch, StageGrid(1), [rank_group], device, collectives, draft_ranks
+    )
 
 
 def make_stage_groups(
@@ -94,15 +91,25 @@ def make_stage_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """The same for the ranks of a pipeline: each stage has a group of its own. The default group is
-    for tensors on the host, because ranks may share a GPU, which NCCL does not allow."""
+    """Make the groups of the ranks of a pipeline: each stage has a group of its own. The default
+    group is for tensors on the host, because ranks may share a GPU, which NCCL does not allow."""
     assert launch.world_size == grid.world_size, "the grid was made for the launched ranks"
     _start(launch, device, "gloo")
-    groups = [
-        _make_group(launch.rank, grid.ranks_of(stage), device, collectives)
-        for stage in range(grid.num_stages)
-    ]
-    target = groups[grid.stage_of(launch.rank)]
+    ranks_of_stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
+    return _make_parallel_groups(launch, grid, ranks_of_stages, device, collectives, draft_ranks)
+
+
+def _make_parallel_groups(
+    launch: Launch,
+    grid: StageGrid,
+    ranks_of_stages: Sequence[tuple[int, ...]],
+    device: torch.device,
+    collectives: str | None,
+    draft_ranks: tuple[int, ...] | None,
+) -> ParallelGroups:
+    """Every rank makes the groups of all stages, and then that of the draft."""
+    groups = [_make_group(launch.rank, ranks, device, collectives) for ranks in ranks_of_stages]
+    target = next((group for group in groups if group is not None), None)
     assert target is not None, "every rank belongs to a stage"
     draft = None
     if draft_ranks is not None:
@@ -119,7 +126,7 @@ def backend_of(device: torch.device) -> str:
 def stage_groups_before_run(
     launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
 ) -> Iterator[ParallelGroups]:
-    """Those of `make_stage_groups` for a measurement that must be over before the run starts
+    """The groups of `make_stage_groups` for a measurement that must be over before the run starts
     torch.distributed. It can be used once."""
     import torch.distributed as dist
 

@@ -32,10 +32,6 @@ class Kernels:
 
     operations: Any
 
-    @classmethod
-    def of_torch(cls) -> Kernels:
-        return cls(torch.ops.symm_mem)
-
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -51,7 +47,7 @@ class SymmetricMemoryExchange:
     def __init__(
         self, handle: ProcessGroup, device: torch.device, kernels: Kernels | None = None
     ) -> None:
-        self._handle, self._kernels = handle, kernels or Kernels.of_torch()
+        self._handle, self._kernels = handle, kernels or Kernels(torch.ops.symm_mem)
         self._buffers = {
             dtype: self._kernels.buffer(
                 BUFFER_BYTES // dtype.itemsize, dtype, device, handle.group_name
@@ -98,9 +94,9 @@ def missing_parts(num_ranks: int) -> str | None:
         return "no CUDA"
     if find_spec("torch.distributed._symmetric_memory") is None:
         return f"torch {torch.__version__} has no symmetric memory"
-    lacks = [name for name in OPERATIONS if not hasattr(torch.ops.symm_mem, name)]
-    if lacks:
-        return f"torch {torch.__version__} lacks {', '.join(lacks)} of symmetric memory"
+    missing = [name for name in OPERATIONS if not hasattr(torch.ops.symm_mem, name)]
+    if missing:
+        return f"torch {torch.__version__} lacks {', '.join(missing)} of symmetric memory"
     gpus = range(min(num_ranks, torch.cuda.device_count()))
     for a in gpus:
         for b in gpus:

@@ -1,7 +1,7 @@
 """The shards of tensor parallelism: which heads, MLP units and vocabulary rows a rank holds.
 
-Owns the rule for splitting. Must not know of communication (`groups.py`). Source: Megatron-LM
-(Shoeybi et al. 2019), section 3, extended by uneven shards and replicated KV heads.
+Owns the rule for splitting. Source: Megatron-LM (Shoeybi et al. 2019), section 3, extended by
+uneven shards and replicated KV heads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The choice of blocks by native code (`block_choice.cpp`), for runners with native steps.
 
-Owns the calls into that library. Must not know where scores come from.
+Owns the calls into that library.
 
 Shapes: L layers, B rows of a forward, R rows of the cache, G KV heads of this rank, D head size.
 """
@@ -29,17 +29,17 @@ KINDS = ((PLAIN, torch.float32), (PLAIN, torch.bfloat16), (TILED, torch.bfloat16
 @cache
 def library() -> ctypes.CDLL:
     share_openmp()
-    found = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
+    native = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
     sizes = (_SIZE,) * 3
-    found.magicdec_top_blocks.argtypes = (
+    native.magicdec_top_blocks.argtypes = (
         _POINTER, *sizes, _POINTER, _POINTER, *sizes, _SIZE, _POINTER,
     )  # fmt: skip
-    found.magicdec_score_blocks.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 8, _POINTER)
-    found.magicdec_mean_keys.argtypes = (
+    native.magicdec_score_blocks.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 8, _POINTER)
+    native.magicdec_mean_keys.argtypes = (
         ctypes.c_int, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, *(_POINTER,) * 3, *(_SIZE,) * 6,
         _POINTER,
     )  # fmt: skip
-    return found
+    return native
 
 
 def top_blocks(scores: Tensor, rows: Tensor, split: Sequence[Sequence[int]], most: int) -> Tensor:
@@ -70,9 +70,9 @@ def score_blocks(
     assert queries.is_contiguous() and means.is_contiguous()
     layers, num_rows, heads, rep, size = queries.shape
     scores = torch.empty(layers, len(rows), heads, num_blocks)
-    known = torch.tensor(complete, dtype=torch.int64)
+    counts = torch.tensor(complete, dtype=torch.int64)
     library().magicdec_score_blocks(
-        queries.data_ptr(), means.data_ptr(), rows.data_ptr(), known.data_ptr(), layers, len(rows),
+        queries.data_ptr(), means.data_ptr(), rows.data_ptr(), counts.data_ptr(), layers, len(rows),
         heads, num_rows, rep, size, means.shape[3], num_blocks, scores.data_ptr(),
     )  # fmt: skip
     return scores

@@ -23,7 +23,7 @@ from magicdec.drafting.observation import sum_over_replicas
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import Visible
 from magicdec.runner import ModelRunner
 
 Number = TypeVar("Number", int, Tensor)
@@ -95,7 +95,7 @@ class BlockSelection(KVPolicy):
         return min(committed, self.budget)
 
     def ranges(self, committed: Tensor) -> Tensor:
-        """Before anything is known of the attention: the newest blocks."""
+        """The newest blocks, while nothing is known of the attention."""
         lengths = committed.tolist()
         most = max(self.split(length)[1] for length in lengths)
         recency = torch.arange(-(-max(lengths) // BLOCK), device=committed.device)
@@ -111,15 +111,15 @@ class BlockSelection(KVPolicy):
         eligible = block * BLOCK >= lasts.unsqueeze(1)  # [B, blocks]
         eligible &= block < starts.unsqueeze(1) // BLOCK
         eligible_scores = scores.masked_fill(~eligible[:, None], -1.0)
-        chosen = eligible_scores.topk(most, dim=3).indices  # [L, B, G, most], the best first
-        taken = torch.arange(most, device=scores.device) < counts.view(-1, 1, 1)
+        best = eligible_scores.topk(most, dim=3).indices  # [L, B, G, most], the best first
+        is_taken = torch.arange(most, device=scores.device) < counts.view(-1, 1, 1)
         # What a row does not take becomes an empty range where its window begins.
-        begin = torch.where(taken, chosen * BLOCK, starts.view(-1, 1, 1)).sort(dim=3).values
+        begin = torch.where(is_taken, best * BLOCK, starts.view(-1, 1, 1)).sort(dim=3).values
         stop = torch.minimum(begin + BLOCK, starts.view(-1, 1, 1))
-        kept = torch.stack([firsts, torch.minimum(lasts, starts), starts, committed], dim=1)
-        kept = kept.view(-1, 1, 2, 2).expand(*begin.shape[:3], 2, 2)  # sinks and window
+        always = torch.stack([firsts, torch.minimum(lasts, starts), starts, committed], dim=1)
+        always = always.view(-1, 1, 2, 2).expand(*begin.shape[:3], 2, 2)  # sinks and window
         blocks = torch.stack([begin, stop], dim=4)
-        return torch.cat([kept[..., :1, :], blocks, kept[..., 1:, :]], dim=3)
+        return torch.cat([always[..., :1, :], blocks, always[..., 1:, :]], dim=3)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ class BlockKV(DraftKV):
     def _choose_natively(
         self, rows: BatchRows, committed: Lengths, num_blocks: int, most: int
     ) -> Tensor:
-        """The same in native code. Of equal scores, which are rare, it may take other blocks."""
+        """The choice of `_choose` in native code. It may take other blocks of equal scores, which
+        are rare."""
         scores, index = self.native_scores(rows, committed, num_blocks)
         config, shard = self.runner.model.config, self.runner.model.shard
         if shard.replicates(config.num_kv_heads):

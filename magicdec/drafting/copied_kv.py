@@ -27,8 +27,7 @@ from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.observation import newest_queries, weights_in_cache
 from magicdec.kv.cache import BatchRows, Lengths, Rows
-from magicdec.kv.view import first_key
-from magicdec.kv.visible import SinksAndWindow
+from magicdec.kv.view import SinksAndWindow, first_key
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
@@ -46,7 +45,6 @@ class Selection(Protocol):
     def select(self, weights: Tensor, window: int) -> Tensor:
         """Positions to keep, int64 [B, G, min(S, budget)], the one that matters least first, given
         the attention weights [B, G, S] that all keys received from the newest `window` tokens."""
-        ...
 
 
 class CopiedKV(DraftKV):
@@ -102,43 +100,43 @@ class CopiedKV(DraftKV):
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
         """Copy what `follow` would not, and choose anew where that is due."""
         rows = [request.row for request in requests if request.row is not None]
-        held = self.lengths(rows).bounds
-        behind = [r.num_cached - n for r, n in zip(requests, held, strict=True)]
+        lengths = self.lengths(rows).bounds
+        behind = [r.num_cached - n for r, n in zip(requests, lengths, strict=True)]
         # `follow` copies as many tokens of each row, and a row that is less far behind than others
         # may have no room for so many.
         for count in sorted({n for n in behind if n > num_draft_tokens + 1}):
             equal = [row for row, n in zip(rows, behind, strict=True) if n == count]
             self.follow(BatchRows.of(equal, self.source.device), count)
-        every, due = self.policy.reselect_every, []
+        every, requests_due = self.policy.reselect_every, []
         for request, row in zip(requests, rows, strict=True):
             last = request.num_cached + num_draft_tokens
             is_due = every and request.num_cached >= self.chosen_at[row] + every
             if is_due or last > self.lasts_until[row]:
-                due.append(request)
-        self._choose(due, num_draft_tokens)
+                requests_due.append(request)
+        self._choose(requests_due, num_draft_tokens)
 
     def follow(self, rows: BatchRows, most: int) -> None:
         """Copy the target's own K and V of the tokens that it committed since the last draft."""
         source, cache = self.source.cache, self.runner.cache
         steps = torch.arange(most, device=source.k.device)
-        held = cache.seq_lens[rows.index].unsqueeze(1)
+        num_held = cache.seq_lens[rows.index].unsqueeze(1)
         offsets = self._offsets[rows.index].unsqueeze(1)
         # Rows with fewer new tokens copy past their end too: rejected drafts, forgotten right
         # after.
         cache.copy_from(
             source,
-            source.slots(rows.index, held + offsets + steps),
-            cache.slots(rows.index, held + steps),
+            source.slots(rows.index, num_held + offsets + steps),
+            cache.slots(rows.index, num_held + steps),
         )
         cache.advance(rows, most)
         self.rewind(rows, source.lengths_of(rows))
 
     def lengths(self, rows: Rows) -> Lengths:
         rows = BatchRows.of(rows, self.source.device)
-        held = self.runner.cache.lengths_of(rows)
-        shifted = zip(rows.numbers, held.bounds, strict=True)
+        num_held = self.runner.cache.lengths_of(rows)
+        shifted = zip(rows.numbers, num_held.bounds, strict=True)
         bounds = tuple(bound + self.shifts[row] for row, bound in shifted)
-        return Lengths(held.tensor + self._offsets[rows.index], bounds)
+        return Lengths(num_held.tensor + self._offsets[rows.index], bounds)
 
     def rewind(self, rows: Rows, lengths: Lengths) -> None:
         rows = BatchRows.of(rows, self.source.device)
@@ -183,8 +181,8 @@ class CopiedKV(DraftKV):
             weights = weights_in_cache(
                 source, layer, rows.index, newest[:, newest.shape[1] - window :], first, length
             )
-            chosen = first + self.policy.select(weights, window)
-            k, v = source.cache.read(layer, source.cache.slots(rows.index, chosen))
+            positions = first + self.policy.select(weights, window)
+            k, v = source.cache.read(layer, source.cache.slots(rows.index, positions))
             cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
         cache.truncate(rows, [0] * len(rows))
         cache.advance(rows, count)

@@ -3,7 +3,7 @@ its drafts are kept until the verification; and the loop in which a model drafts
 
 Every KV policy makes its own (`KVPolicy.draft_kv`). The class here serves policies whose choice
 follows from lengths alone: a draft reads the runner's own cache through a view, and nothing is
-copied. Must not know how drafts are verified.
+copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import Visible
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 from magicdec.sampling.metadata import SamplingMetadata
@@ -90,10 +90,10 @@ class DraftKV:
 
         With `parents` [B, U], the tokens after the committed ones are a tree (`kv.tree`), of which
         token_ids are the last nodes."""
-        held = self.held(rows, committed)
-        tree = None if parents is None else DraftTree(held.tensor, parents)
+        num_held = self.held(rows, committed)
+        tree = None if parents is None else DraftTree(num_held.tensor, parents)
         visible = self.select(rows, committed)
-        return self.runner.forward(token_ids, rows, visible, held, is_draft=True, tree=tree)
+        return self.runner.forward(token_ids, rows, visible, num_held, is_draft=True, tree=tree)
 
     def chain(self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int) -> Tensor:
         """`count` drafts [B, count] that are chosen greedily one after the other, as by forwards;

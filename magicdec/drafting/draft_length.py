@@ -1,7 +1,7 @@
 """DraftLength: how many tokens a speculative step drafts. The number is given, or it is the one
 that is expected to be fastest.
 
-Owns the choice; `forecast` counts acceptance, and `step_times` knows the time of a step. Must not
+Owns the choice; `forecast` counts acceptance and knows the time of a step. Must not
 know how anything is drafted or verified: its caller measures the steps.
 
 The objective is the time until every row of the batch has its tokens. To draft nothing is one of
@@ -22,8 +22,7 @@ import torch
 from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.drafting import forecast
-from magicdec.drafting.forecast import Acceptance, tokens_of_steps
-from magicdec.drafting.step_times import StepTimes
+from magicdec.drafting.forecast import Acceptance, StepTimes, tokens_of_steps
 from magicdec.kv.cache import upload
 from magicdec.request import Batch
 
@@ -44,37 +43,30 @@ class DraftLength(Protocol):
     @property
     def most(self) -> int:
         """The largest number of tokens that a step drafts."""
-        ...
 
     @property
     def choices(self) -> Sequence[int]:
         """The numbers of tokens that a step may draft."""
-        ...
 
     @property
     def calibration_s(self) -> float | None:
         """Seconds that `begin` has spent on measuring so far; None if it never measures."""
-        ...
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Prepare for decoding `batch`, in which some requests may have been running for a while.
         The time of this call is not part of any decode step."""
-        ...
 
     def forget_times(self) -> None:
         """Called after the warm-up: the next batch of each shape is measured again."""
-        ...
 
     def lengths(self, batch: Batch) -> list[int]:
         """The number of draft tokens of each row in the next step. The same on every rank."""
-        ...
 
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
     ) -> None:
         """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`.
         `accepted` is the number that each row accepted, empty if nothing was drafted."""
-        ...
 
 
 class FixedLength:
@@ -154,8 +146,8 @@ class AutoLength:
         count = self.choose(batch)
         if not self._split or count != self._then:
             return [count] * len(batch.requests)
-        found, most = self._split, self._most_wanted(batch)
-        return [min(found.get(r.request_id, count), most) for r in batch.requests]
+        by_request, most = self._split, self._most_wanted(batch)
+        return [min(by_request.get(r.request_id, count), most) for r in batch.requests]
 
     def choose(self, batch: Batch) -> int:
         """The number of draft tokens of the next step, if it is the same for each row."""
@@ -170,11 +162,11 @@ class AutoLength:
             # After a change the next decision comes soon, because the change may be wrong.
             is_kept = before == (self._then, self._split)
             self._window = min(2 * self._window, WINDOW) if is_kept else 2
-            self._left, chosen = self._window, self._first
+            self._left, count = self._window, self._first
         else:
-            chosen = self._then
+            count = self._then
         self._left -= 1
-        return min(chosen, self._most_wanted(batch))
+        return min(count, self._most_wanted(batch))
 
     def _most_wanted(self, batch: Batch) -> int:
         """A step with g drafts may emit g + 1 tokens: no more than the longest row still wants."""
@@ -191,8 +183,8 @@ class AutoLength:
         seconds = [self.times(rows, k) for k in range(self.most + 1)]
         expected = [mean for mean, _ in tokens_of_steps(self.acceptance.rates())]
         # The time of a step of the other kind, without the time that its tokens save.
-        lost = seconds[other] - expected[other] * seconds[best] / expected[best]
-        steps = max(MIN_PROBE_STEPS, lost / (PROBE_COST * seconds[best]))
+        lost_s = seconds[other] - expected[other] * seconds[best] / expected[best]
+        steps = max(MIN_PROBE_STEPS, lost_s / (PROBE_COST * seconds[best]))
         # A step with drafts is useless if it would be slower with all its drafts accepted.
         hope = max((k + 1) / s for k, s in enumerate(seconds))
         useful = best > 0 or hope * seconds[0] > MARGIN
@@ -211,12 +203,14 @@ class AutoLength:
 
     def predict(self, batch: Batch) -> list[float]:
         """Seconds until `batch` has all its tokens, with 0, 1, 2, ... draft tokens in each step."""
-        wanted = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
+        remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
 
         def until_done(count: int) -> float:
             tokens = [of_row[count] for of_row in steps]
-            return forecast.seconds_until_done(wanted, tokens, lambda rows: self.times(rows, count))
+            return forecast.seconds_until_done(
+                remaining, tokens, lambda rows: self.times(rows, count)
+            )
 
         return [until_done(count) for count in range(self.most + 1)]
 

@@ -2,7 +2,7 @@
 
 Owns this loop, and how the children of a node are chosen: for greedy requests the likeliest tokens,
 for others draws without replacement. Must not know how a tree is verified, except that
-`sampling.tree_verification` judges by the distributions that the draws here are made from.
+`sampling.verification` judges by the distributions that the draws here are made from.
 
 Shapes: B rows, T newest tokens, N nodes of a level, C children of a node at most, V vocabulary.
 """
@@ -20,7 +20,7 @@ from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, whole_logits
 from magicdec.sampling.randomness import Purpose
 from magicdec.sampling.sampling import probabilities, sample
-from magicdec.sampling.tree_verification import ancestor_mask
+from magicdec.sampling.verification import ancestor_mask
 
 
 def draft_tree(
@@ -38,18 +38,18 @@ def draft_tree(
     before = list(range(-1, newest.shape[1] - 1))  # the newest tokens follow each other
     parents = [*before, *(newest.shape[1] - 1 + parent for parent in tree.parents)]
     of_nodes = torch.tensor(parents, device=newest.device).expand(len(rows), -1)
-    known = kv.runner.model.config.vocab_size
-    drafts, drawn_from = newest[:, :0], []
+    most_ids = kv.runner.model.config.vocab_size
+    drafts, all_probs = newest[:, :0], []
     logits = kv.forward(newest, rows, committed)[:, -1:]
     for depth in range(tree.depth):
         if depth:
             num_nodes = newest.shape[1] + drafts.shape[1]
-            level = drafts[:, -len(tree.levels[depth]) :].clamp(max=known - 1)
+            level = drafts[:, -len(tree.levels[depth]) :].clamp(max=most_ids - 1)
             logits = kv.forward(level, rows, committed, of_nodes[:, :num_nodes])
         ids, probs = _children(kv, logits, sampling, drafts, tree, depth, vocab_size)
         drafts = torch.cat([drafts, ids], dim=1)
-        drawn_from += [] if probs is None else [probs]
-    return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None, tree)
+        all_probs += [] if probs is None else [probs]
+    return Proposal(drafts, torch.cat(all_probs, dim=1) if all_probs else None, tree)
 
 
 def _children(
@@ -91,14 +91,14 @@ def draw_children(probs: Tensor, scores: Tensor, u: Tensor) -> Tensor:
     """Draw C tokens for each node without replacement from its probabilities, float64 [B, N, V],
     with random numbers u [B, N, C]: ids [B, N, C]. Where no token of positive probability is left,
     the token with the largest of the scores [B, N, V] that was not drawn follows."""
-    found = []
+    tokens = []
     for rank in range(u.shape[2]):
-        drawn = sample(probs.flatten(0, 1), u[:, :, rank].flatten()).view(probs.shape[:2])
+        draws = sample(probs.flatten(0, 1), u[:, :, rank].flatten()).view(probs.shape[:2])
         is_left = probs.sum(dim=2) > 0
-        token = torch.where(is_left, drawn, scores.argmax(dim=2)).unsqueeze(2)
+        token = torch.where(is_left, draws, scores.argmax(dim=2)).unsqueeze(2)
         probs, scores = probs.scatter(2, token, 0.0), scores.scatter(2, token, -torch.inf)
-        found.append(token)
-    return torch.cat(found, dim=2)
+        tokens.append(token)
+    return torch.cat(tokens, dim=2)
 
 
 def likeliest(logits: Tensor, count: int, first_row: int, group: Group) -> Tensor:
@@ -112,9 +112,9 @@ def likeliest(logits: Tensor, count: int, first_row: int, group: Group) -> Tenso
     missing = count - index.shape[2]  # of a shard with few rows
     pair = torch.stack([values.double(), (index + first_row).double()], dim=-1)
     pair = torch.nn.functional.pad(pair, (0, 0, 0, missing), value=-torch.inf)
-    gathered = torch.cat(list(group.all_gather(pair)), dim=2)  # [B, N, ranks * count, 2]
-    best = gathered[..., 0].topk(count, dim=2).indices
-    return gathered[..., 1].gather(2, best).long()
+    pairs = torch.cat(list(group.all_gather(pair)), dim=2)  # [B, N, ranks * count, 2]
+    best = pairs[..., 0].topk(count, dim=2).indices
+    return pairs[..., 1].gather(2, best).long()
 
 
 def fold(probs: Tensor, vocab_size: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Drafter: the protocol of everything that proposes draft tokens.
 
-Owns the order in which a drafter is called for a request. Must not know how drafts are verified.
-The name table is `names.DRAFTERS`.
+Owns the order in which a drafter is called for a request. The name table is `names.DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -55,35 +54,29 @@ class Drafter(Protocol):
     @property
     def draft_kv(self) -> DraftKV | None:
         """The KV that drafts read; None if no model drafts on this rank."""
-        ...
 
     @property
     def watch(self) -> Watch | None:
         """This is called with the attention weights of each verification. None if they are not
         needed."""
-        ...
 
     @property
     def watch_queries(self) -> QueryWatch | None:
         """This is called with the queries of each verification. None if they are not needed."""
-        ...
 
     @property
     def has_probabilities(self) -> bool:
         """Whether drafts of sampled requests are drawn at random. `propose` then returns their
         probabilities."""
-        ...
 
     @property
     def can_capture(self) -> bool:
         """Whether `propose` can be captured and replayed. The same on every rank."""
-        ...
 
     @property
     def pending(self) -> Sequence[int]:
         """The numbers that `prepare` may return if steps are captured. Each of them is captured as
         a step of its own. The same on every rank."""
-        ...
 
     @classmethod
     def build(cls, setup: DraftSetup) -> Drafter: ...
@@ -91,13 +84,11 @@ class Drafter(Protocol):
     def admit(self, requests: Sequence[Request]) -> None:
         """Prepare for `requests`, whose prompts are in the target's cache. This is recorded as
         `begin_ms`, not as decode time."""
-        ...
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
         """The host phase before a draft: the work that needs lengths or tokens on the host. Returns
         the number of newest tokens of each row that the first draft forward takes, 1 to
         `most_pending`."""
-        ...
 
     def propose(
         self,
@@ -110,21 +101,17 @@ class Drafter(Protocol):
         `num_draft_tokens` or a `tree` of that depth. `pending` is what `prepare` returned. The
         target's cache is the same afterwards. The host reads no result, and all shapes follow from
         the batch and the arguments, so that the phase can be captured."""
-        ...
 
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`. If a
         tree was verified, the newest of them are those of `path`."""
-        ...
 
     def move(self, source: int, target: int) -> int:
         """The request in row `source` of the target's cache is in row `target` now. Returns the
         bytes that the drafter has copied."""
-        ...
 
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended."""
-        ...
 
 
 def make_drafter(name: str, setup: DraftSetup) -> Drafter:

@@ -1,17 +1,17 @@
-"""Forecasts for `--gamma auto`: the acceptance of each draft position from counts, and from it the
-time until a batch is done. Imports no torch.
+"""Forecasts for `--gamma auto`: the acceptance of each draft position from counts, the time of a
+step from the times of recent ones, and from both the time until a batch is done. Imports no torch.
 
-This is arithmetic on counts and seconds. It must not know a clock, a model, or what is chosen by
-it. Source: Leviathan et al. 2023, section 3.1, with a rate for each position and row instead of a
-single one.
+This is arithmetic on counts and seconds. Source: Leviathan et al. 2023, section 3.1, with a rate
+for each position and row instead of a single one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 PRIOR, PRIOR_WEIGHT = 0.8, 4.0  # acceptance assumed at first; its weight in tokens
 POOLED_WEIGHT = 8.0  # weight, in tokens, of the mean of all positions in a position's rate
@@ -53,7 +53,7 @@ class Acceptance:
 
     def rates(self, request: int | None = None) -> list[float]:
         """The rate of each position for a request; for None, the mean over all requests."""
-        pooled = self._pooled()
+        pooled = (sum(self.accepted) + PRIOR * PRIOR_WEIGHT) / (sum(self.judged) + PRIOR_WEIGHT)
         got, expected = self._rows.get(request, (0.0, 0.0)) if request is not None else (0.0, 0.0)
         weight = ROW_WEIGHT * pooled
         factor = (got + weight) / (expected + weight)
@@ -61,9 +61,6 @@ class Acceptance:
             min(MOST_LIKELY, factor * (a + pooled * POOLED_WEIGHT) / (n + POOLED_WEIGHT))
             for a, n in zip(self.accepted, self.judged, strict=True)
         ]
-
-    def _pooled(self) -> float:
-        return (sum(self.accepted) + PRIOR * PRIOR_WEIGHT) / (sum(self.judged) + PRIOR_WEIGHT)
 
 
 def tokens_of_steps(rates: Sequence[float]) -> list[tuple[float, float]]:
@@ -87,19 +84,19 @@ def order_statistics(count: int) -> tuple[float, ...]:
 
 
 def seconds_until_done(
-    wanted: Sequence[int], tokens: Sequence[tuple[float, float]], seconds: Callable[[int], float]
+    remaining: Sequence[int], tokens: Sequence[tuple[float, float]], seconds: Callable[[int], float]
 ) -> float:
-    """The time until every row has its `wanted` tokens. A step gives each row a number of tokens
+    """The time until every row has its `remaining` tokens. A step gives each row a number of tokens
     with that (mean, variance), and takes `seconds(number of rows that have not ended)`."""
     # A row's last step gives more tokens than are wanted, on average half of what a step adds.
     rows = [((n + (mean - 1) / 2) / mean, variance / mean**2)
-            for n, (mean, variance) in zip(wanted, tokens, strict=True)]  # fmt: skip
-    total = done = 0.0
+            for n, (mean, variance) in zip(remaining, tokens, strict=True)]  # fmt: skip
+    total = steps_done = 0.0
     spread = order_statistics(len(rows))
     for index, (steps, variance) in enumerate(sorted(rows)):
-        until = max(done, steps + spread[index] * math.sqrt(steps * variance))
-        total += (until - done) * seconds(len(rows) - index)
-        done = until
+        until = max(steps_done, steps + spread[index] * math.sqrt(steps * variance))
+        total += (until - steps_done) * seconds(len(rows) - index)
+        steps_done = until
     return total
 
 
@@ -118,5 +115,31 @@ def fastest_split(
         speed = (emitted + rest) / (seconds(num_drafting, count) + seconds(rest, 0))
         if speed > best:
             best, size = speed, num_drafting
-    chosen = set(order[:size])
-    return [row in chosen for row in range(len(tokens))]
+    drafting_rows = set(order[:size])
+    return [row in drafting_rows for row in range(len(tokens))]
+
+
+class StepTimes:
+    """Seconds of a step by its numbers of rows and draft tokens. Times from before decoding are
+    corrected by those of the steps since. Steps with and without drafts are corrected by different
+    factors, because a growing context slows them down differently."""
+
+    def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
+        self.rows, self.of_all, self.of_one = rows, of_all, of_one
+        self._recent: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
+        self._drift = {False: 1.0, True: 1.0}
+
+    def measured(self, rows: int, num_drafted: int) -> float:
+        """The time before correction. Linear between one row and all rows."""
+        all_rows, one = self.of_all[num_drafted], self.of_one[num_drafted]
+        return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
+
+    def correct(self, rows: int, num_drafted: int, seconds: float) -> None:
+        self._recent[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
+
+    def settle(self) -> None:
+        """Let the recent steps correct the times."""
+        self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}
+
+    def __call__(self, rows: int, num_drafted: int) -> float:
+        return self.measured(rows, num_drafted) * self._drift[num_drafted > 0]

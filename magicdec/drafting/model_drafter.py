@@ -1,9 +1,8 @@
 """The standalone draft: another, smaller model drafts, on a group of ranks of its own.
 
-Owns the record of which tokens the draft's cache holds and which it still lacks. Must not know how
-its cache is kept (a runner and a `DraftKV` do that), nor how its tokens are verified.
-Sources: Leviathan et al. 2023, section 2; on a subgroup of the ranks with a bounded cache: MagicDec
-(Chen et al. 2024).
+Owns the record of which tokens the draft's cache holds and which it still lacks. Sources: Leviathan
+et al. 2023, section 2; on a subgroup of the ranks with a bounded cache: MagicDec (Chen et al.
+2024).
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ class ModelDrafter:
 
     def _pending(self, kv: DraftKV, requests: Sequence[Request]) -> list[int]:
         """The number of tokens that each row lacks."""
-        held = kv.lengths([r.row for r in requests if r.row is not None]).bounds
-        known = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
-        return [k - h for k, h in zip(known, held, strict=True)]
+        lengths = kv.lengths([r.row for r in requests if r.row is not None]).bounds
+        text_lengths = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
+        return [k - h for k, h in zip(text_lengths, lengths, strict=True)]
 
     def _catch_up_apart(
         self, kv: DraftKV, requests: Sequence[Request], pending: Sequence[int]
@@ -173,11 +172,11 @@ class ModelDrafter:
         # The target holds all tokens but the newest.
         kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - pending))
         newest = batch.newest[:, -pending:] if pending <= NEWEST else self._missing
-        committed, newest = kv.lengths(batch.rows), self._known(newest)
-        args = kv, batch.rows, committed, newest, batch.sampling
+        newest = self._known(newest)
+        rows, committed, sampling = batch.rows, kv.lengths(batch.rows), batch.sampling
         if tree is not None:
-            return draft_tree(*args, tree, self.vocab_size)
-        proposal = draft_chain(*args, num_draft_tokens)
+            return draft_tree(kv, rows, committed, newest, sampling, tree, self.vocab_size)
+        proposal = draft_chain(kv, rows, committed, newest, sampling, num_draft_tokens)
         probs = proposal.probabilities
         return Proposal(
             proposal.ids.clamp(max=self.vocab_size - 1),

@@ -52,15 +52,15 @@ class Lookup:
     def following(self, path: Sequence[int]) -> int | None:
         """The token that followed the longest suffix of the sequence and `path` which occurred in
         the sequence; None if none did."""
-        found = self._find([*self.tokens[-self.max_ngram :], *path])
-        return None if found is None else self.tokens[found]
+        start = self._find([*self.tokens[-self.max_ngram :], *path])
+        return None if start is None else self.tokens[start]
 
     def _find(self, end: Sequence[int]) -> int | None:
         """The place after the newest occurrence of the longest suffix of `end`."""
         for n in range(min(self.max_ngram, len(end)), 0, -1):
-            found = self._next[n - 1].get(tuple(end[-n:]))
-            if found is not None:
-                return found
+            start = self._next[n - 1].get(tuple(end[-n:]))
+            if start is not None:
+                return start
         return None
 
 
@@ -100,16 +100,16 @@ class NgramDrafter:
             self.lookups.pop(row, None)
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
-        rows, found = [], []
+        rows, proposals = [], []
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
             lookup = self.lookups[request.row]
             lookup.extend(request.output_ids[len(lookup.tokens) - len(request.prompt_ids) :])
             rows.append(request.row)
-            found.append(lookup.propose(num_draft_tokens))
+            proposals.append(lookup.propose(num_draft_tokens))
         device = self._found.device
         self._found[:, :num_draft_tokens].index_copy_(
-            0, upload(rows, device), upload(found, device)
+            0, upload(rows, device), upload(proposals, device)
         )
         return 1
 

@@ -1,8 +1,7 @@
 """What the newest tokens of texts attend to in the cache: their queries, and the attention weights
 that the keys receive from these.
 
-Owns where the queries come from: prefill has kept them, or the tokens run once more. Must not know
-what is chosen by the weights.
+Owns where the queries come from: prefill has kept them, or the tokens run once more.
 
 Shapes: B rows, W newest tokens, H query heads and G KV heads of this rank, D head size, S keys.
 """
@@ -28,12 +27,12 @@ def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int)
     each request. They are those of prefill where it has kept them and the texts have not grown
     since. Otherwise the tokens run once more."""
     rows = [r.row for r in requests if r.row is not None]
-    lengths, kept = [r.num_cached for r in requests], runner.prompt_queries
-    found = [] if kept is None else kept.newest(rows, lengths, count)
-    if not found:
+    lengths, prompt_queries = [r.num_cached for r in requests], runner.prompt_queries
+    queries = [] if prompt_queries is None else prompt_queries.newest(rows, lengths, count)
+    if not queries:
         tokens = newest_cached(requests, count, runner.device)
-        rerun_tail(runner, rows, tokens, watch_queries=lambda layer, q: found.append(q))
-    return found
+        rerun_tail(runner, rows, tokens, watch_queries=lambda layer, q: queries.append(q))
+    return queries
 
 
 @torch.inference_mode()
@@ -54,10 +53,10 @@ def rerun_tail(
     before = cache.lengths_of(rows).plus(-token_ids.shape[1])
     steps = torch.arange(token_ids.shape[1], device=runner.device)
     slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
-    kept = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
+    entries = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
     cache.truncate(rows, before)
     runner.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
-    for layer, (k, v) in enumerate(kept):
+    for layer, (k, v) in enumerate(entries):
         cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
 
 
@@ -73,8 +72,8 @@ def weights_in_cache(
     """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B] of a layer of
     the cache. With native steps the library scores them where they are."""
     if runner.executor is not None:
-        found = runner.executor.received(runner.cache, layer, rows, queries, first, length)
-        return sum_over_replicas(runner, found)
+        weights = runner.executor.received(runner.cache, layer, rows, queries, first, length)
+        return sum_over_replicas(runner, weights)
     keys = runner.cache.first_keys(layer, rows, length)[:, :, first:]
     return received_weights(runner, queries, keys)
 

@@ -1,8 +1,7 @@
 """RollingRunner: a ModelRunner under StreamingLLM whose storage is bounded by the budget, however
 long the text.
 
-Owns eviction from the window and the positions of the sinks. Must not know what is decoded: it is
-called like any other runner.
+Owns eviction from the window and the positions of the sinks.
 
 Source: Xiao et al. 2023, section 3.2: positions are those within the cache, not those in the text.
 Attention with RoPE depends only on the distance between query and key. Keys in the window therefore
@@ -25,7 +24,7 @@ from magicdec.device_batch import NEWEST
 from magicdec.executor.executor import Cancellation
 from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.visible import SinksAndWindow, Visible
+from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 
@@ -48,12 +47,14 @@ class RollingRunner(ModelRunner):
         self.rule = cast("SinksAndWindow", self.policy)
         self.num_sinks, self.budget = self.rule.num_sink_tokens, self.rule.budget
         super().__post_init__()
-        self.window = None  # of the model: the cache is no longer (`setup.draft_checks`)
+        self.window = None  # of the model: the cache is no longer (`setup.model_checks`)
         self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
         self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
         shape = self.cache.shape
         size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
-        self.sinks = torch.zeros(self.num_rows, *size, dtype=self.sink_dtype(), device=self.device)
+        dtype = self.cache.k.dtype if self.cache.k.dtype.is_floating_point else torch.float32
+        # As they are read from the cache; an int8 cache returns float32.
+        self.sinks = torch.zeros(self.num_rows, *size, dtype=dtype, device=self.device)
 
     @property
     def can_chain(self) -> bool:
@@ -96,11 +97,11 @@ class RollingRunner(ModelRunner):
         rows = BatchRows.of(rows, self.device)
         assert not rows.is_captured, "blocks are allocated and freed by the host"
         assert tree is None or tree.cells is None, "cells follow the rows' lengths"
-        held = self.cache.lengths_of(rows)
-        before = held if tree is None else held.plus(-tree.num_cached(x.shape[1]))
-        settled = before if committed is None else Lengths.of(committed, self.device)
-        self._roll(rows.numbers, settled.bounds)
-        for row, length, start in zip(rows.numbers, held.bounds, settled.bounds, strict=True):
+        lengths = self.cache.lengths_of(rows)
+        before = lengths if tree is None else lengths.plus(-tree.num_cached(x.shape[1]))
+        bases = before if committed is None else Lengths.of(committed, self.device)
+        self._roll(rows.numbers, bases.bounds)
+        for row, length, start in zip(rows.numbers, lengths.bounds, bases.bounds, strict=True):
             tail = length + x.shape[1] - start
             assert tail <= self.max_tail, "the tail is as long as was announced"
             self.cache.allocate(row, start + tail)
@@ -108,7 +109,7 @@ class RollingRunner(ModelRunner):
             x,
             rows,
             self.policy,
-            settled,
+            bases,
             last_only,
             watch,
             watch_queries,
@@ -120,11 +121,11 @@ class RollingRunner(ModelRunner):
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
         """Move the window of each row so that it ends with its `settled` committed tokens. Blocks
         that have left it are freed, and the sinks are rotated to the positions before it."""
-        moved = [(r, s) for r, s in zip(rows, settled, strict=True) if s != self.settled[r]]
-        turned = [(r, s) for r, s in moved if max(s, self.settled[r]) > self.budget]
-        if turned and self.num_sinks:
-            self._turn_sinks(turned)
-        for row, length in moved:
+        moves = [(r, s) for r, s in zip(rows, settled, strict=True) if s != self.settled[r]]
+        rotations = [(r, s) for r, s in moves if max(s, self.settled[r]) > self.budget]
+        if rotations and self.num_sinks:
+            self._turn_sinks(rotations)
+        for row, length in moves:
             self.settled[row] = length
             start = max(self.num_sinks, length - (self.budget - self.num_sinks))
             last = max(self.num_sinks, start - MOST_REWOUND) // self.block_size
@@ -134,27 +135,22 @@ class RollingRunner(ModelRunner):
                 self.cache.evict(row, gone, last)
                 self.evicted[row] = last
 
-    def _turn_sinks(self, rolled: Sequence[tuple[int, int]]) -> None:
+    def _turn_sinks(self, rotations: Sequence[tuple[int, int]]) -> None:
         """Rotate the sinks of each (row, settled tokens) to the positions before its window."""
-        rows = upload([row for row, _ in rolled], self.device)
-        places = torch.arange(self.num_sinks, device=self.device).expand(len(rolled), -1)
+        rows = upload([row for row, _ in rotations], self.device)
+        places = torch.arange(self.num_sinks, device=self.device).expand(len(rotations), -1)
         slots = self.cache.slots(rows, places)
         # While a row fits the budget, its sinks have the positions at which they were written.
-        new = [i for i, (row, _) in enumerate(rolled) if self.settled[row] <= self.budget]
+        new = [i for i, (row, _) in enumerate(rotations) if self.settled[row] <= self.budget]
         if new:
             fresh = upload(new, self.device)
             self.sinks[rows[fresh]] = self.cache.read_keys(slots[fresh])
-        by = upload([max(0, s - self.budget) for _, s in rolled], self.device)
+        by = upload([max(0, s - self.budget) for _, s in rotations], self.device)
         original = self.sinks[rows]  # [B, layers, G, sinks, D]
         interleaved = self.model.config.rope.interleaved
-        flat = original.float().view(len(rolled), 1, -1, original.shape[-1])
-        turned = apply_rope(flat, self.model.rope[by].unsqueeze(1), interleaved).view_as(original)
-        self.cache.write_keys(slots, turned.to(original.dtype))
-
-    def sink_dtype(self) -> torch.dtype:
-        """The dtype in which sinks are read from the cache; an int8 cache returns float32."""
-        dtype = self.cache.k.dtype
-        return dtype if dtype.is_floating_point else torch.float32
+        flat = original.float().view(len(rotations), 1, -1, original.shape[-1])
+        sinks = apply_rope(flat, self.model.rope[by].unsqueeze(1), interleaved).view_as(original)
+        self.cache.write_keys(slots, sinks.to(original.dtype))
 
     def _sink_blocks(self) -> int:
         return -(-self.num_sinks // self.block_size)
@@ -165,5 +161,5 @@ def blocks_held(
 ) -> int:
     """The number of blocks that a row holds at one time."""
     window = policy.budget - policy.num_sink_tokens + MOST_REWOUND + max_tail
-    held = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
-    return min(held, -(-max_tokens // block_size))
+    num_blocks = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
+    return min(num_blocks, -(-max_tokens // block_size))

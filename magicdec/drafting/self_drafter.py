@@ -58,11 +58,11 @@ class SelfDrafter:
         kv, rows = self.draft_kv, batch.rows
         kv.follow(rows, num_draft_tokens + 1)
         committed, newest = kv.lengths(rows), batch.newest[:, -1:]
-        args = kv, rows, committed, newest, batch.sampling
+        vocab_size, sampling = kv.runner.model.config.vocab_size, batch.sampling
         if tree is None:
-            proposal = draft_chain(*args, num_draft_tokens)
+            proposal = draft_chain(kv, rows, committed, newest, sampling, num_draft_tokens)
         else:
-            proposal = draft_tree(*args, tree, kv.runner.model.config.vocab_size)
+            proposal = draft_tree(kv, rows, committed, newest, sampling, tree, vocab_size)
         kv.rewind(rows, committed)
         return proposal
 

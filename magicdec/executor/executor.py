@@ -4,7 +4,7 @@ parts.
 
 Owns the calls, and how one learns between its layers that nobody needs it any more. The library
 calls the same kernels in the same order as `model.transformer` with native attention, so every
-token has the same bits either way. Must not know what the tokens are for.
+token has the same bits either way.
 
 Shapes: B rows, T new tokens, K draft tokens, H query heads, G KV heads, D head size, V vocabulary
 rows of this rank.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
-from magicdec.attention.native import STORAGE
+from magicdec.attention.native import STORAGE, kernel
 from magicdec.distributed.groups import Group
 from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
 from magicdec.distributed.shared_memory import (
@@ -30,17 +30,21 @@ from magicdec.distributed.shared_memory import (
     SLOT_BYTES,
     SharedMemoryExchange,
 )
-from magicdec.executor.descriptions import describe_cache, describe_layer, describe_model, pointer
-from magicdec.executor.received import received
-from magicdec.executor.structures import (
+from magicdec.executor.descriptions import (
     CacheFields,
     CallFields,
     ExchangeFields,
     KeepWaiting,
     LayerFields,
     ModelFields,
+    describe_cache,
+    describe_layer,
+    describe_model,
+    pointer,
 )
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
+from magicdec.kv.cache import KVCache
+from magicdec.kv.layout import TILED
 from magicdec.kv.view import KVView
 from magicdec.model.block import Block
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
@@ -90,24 +94,22 @@ def library(head_size: int) -> ctypes.CDLL:
     """The compiled library for one head size."""
     share_openmp()
     flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}")
-    found = load_library(SOURCE, flags, HEADERS)
-    found.magicdec_forward.restype = ctypes.c_int64
-    found.magicdec_forward.argtypes = (
+    native = load_library(SOURCE, flags, HEADERS)
+    native.magicdec_forward.restype = ctypes.c_int64
+    native.magicdec_forward.argtypes = (
         ctypes.c_int,
         ctypes.POINTER(ModelFields),
         ctypes.POINTER(CacheFields),
         ctypes.POINTER(ExchangeFields),
         ctypes.POINTER(CallFields),
     )
-    return found
+    return native
 
 
 class Executor:
     """Runs `model`, whose weights are packed, with native attention over any cache of its shape.
     `keys_read` is the number of keys that the kernels have read so far, counted by the kernels:
     summed over forwards, layers, rows and KV heads of this rank."""
-
-    received = staticmethod(received)
 
     def __init__(self, model: Transformer, group: Group) -> None:
         self.model, self.config = model, model.config
@@ -126,7 +128,10 @@ class Executor:
         self._rope: Tensor | None = None
         self._error: BaseException | None = None
         self._keep_waiting = KeepWaiting(self._may_wait)
-        self._peers = self._describe_peers(group)
+        segment = None if self.exchange is None else self.exchange.segment
+        self._peers = ExchangeFields(
+            segment, group.index, group.size, SLOT_BYTES, PATIENCE, self._keep_waiting, 0
+        )
 
     @staticmethod
     def serves(view: KVView) -> bool:
@@ -191,6 +196,28 @@ class Executor:
         self._run(view, call)
         return drafts, call.keys_seen
 
+    @staticmethod
+    def received(
+        cache: KVCache, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
+    ) -> Tensor:
+        """The attention weights that the keys of rows [B] at positions `first` to `length` - 1
+        received from the newest tokens, whose queries are [B, T, H, D], summed over these and over
+        the query heads of a KV head: float32 [B, G, length - first]. The cache has the layout of
+        native attention."""
+        (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
+        assert queries.dtype == cache.k.dtype and num_new <= length - first
+        queries, table = queries.contiguous(), cache.block_table
+        out = torch.empty(num_rows, shape.num_kv_heads, length - first)
+        numbers = (ctypes.c_int64 * 8)(
+            num_rows, num_new, num_heads, shape.num_kv_heads, shape.block_size, table.shape[1],
+            first, length,
+        )  # fmt: skip
+        kernel(size).magicdec_received(
+            STORAGE.index(cache.k.dtype), shape.layout is TILED, numbers, queries.data_ptr(),
+            cache.k[layer].data_ptr(), table.data_ptr(), rows.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
     def _call(
         self, x: Tensor, view: KVView, offsets: Tensor | None, steps: int, last_only: bool
     ) -> CallFields:
@@ -198,8 +225,8 @@ class Executor:
         tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed, ranges]
         if offsets is not None:
             tensors.append(offsets[view.row_index])
-        given, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
-        tokens, hidden = (given, None) if self.model.has_embedding else (None, given)
+        x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        tokens, hidden = (x_pointer, None) if self.model.has_embedding else (None, x_pointer)
         call = CallFields(
             *x.shape[:2], steps, tokens, rows, seq_lens, committed,
             None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
@@ -237,16 +264,11 @@ class Executor:
             return 0
         return 1
 
-    def _describe_peers(self, group: Group) -> ExchangeFields:
-        segment = None if self.exchange is None else self.exchange.segment
-        return ExchangeFields(
-            segment, group.index, group.size, SLOT_BYTES, PATIENCE, self._keep_waiting, 0
-        )
-
     def _describe_model(self) -> ModelFields:
         """Made again if a longer table of rotations has replaced the one before."""
         if self._model is None or self._rope is not self.model.rope:
             self._rope = self.model.rope
-            heads = self.num_heads, self.num_kv_heads
-            self._model = describe_model(self.model, *heads, self._layers)
+            self._model = describe_model(
+                self.model, self.num_heads, self.num_kv_heads, self._layers
+            )
         return self._model

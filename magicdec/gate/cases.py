@@ -63,20 +63,16 @@ def standard_cases(subject: Subject) -> list[RunConfig]:
     """Self-speculation under every policy, prompt lookup, and the standalone draft under every
     policy that it can have. Budgets that hold the whole prompt are left out."""
     full = KVSection(FULL_KV_POLICY)
-    cases = [
-        subject.config("self", kv, gamma)
-        for gamma in GAMMAS
-        for kv in (*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full)
+    others = [p for p in KV_POLICIES if p not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)]
+    of_others = [kv for policy in others for kv in _budgets(subject, policy, SOME_BUDGETS)]
+    of_default = [*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full]
+    standalone = () if subject.draft is None else _standalone(subject)
+    return [
+        *(subject.config("self", kv, gamma) for gamma in GAMMAS for kv in of_default),
+        *(subject.config("self", kv, GAMMA) for kv in of_others),
+        subject.config("ngram", full, GAMMA),
+        *(subject.config("model", kv, GAMMA) for kv in standalone),
     ]
-    for policy in KV_POLICIES:
-        if policy not in (DEFAULT_KV_POLICY, FULL_KV_POLICY):
-            cases += [
-                subject.config("self", kv, GAMMA) for kv in _budgets(subject, policy, SOME_BUDGETS)
-            ]
-    cases.append(subject.config("ngram", full, GAMMA))
-    if subject.draft is not None:
-        cases += [subject.config("model", kv, GAMMA) for kv in _standalone(subject)]
-    return cases
 
 
 def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:
@@ -118,31 +114,27 @@ def config_of(record: RunRecord) -> RunConfig:
         raise ValueError(
             f"{describe(record)}: a baseline has {ranks} ranks; the gate runs cases of one rank"
         )
+    kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
+    kinds["draft"] = DraftSection
     try:
-        return _config_again(record)
+        sections: dict[str, Any] = {
+            name: kind(**_values_of_user(kind, record.config[name]))
+            for name, kind in kinds.items()
+            if name != "output" and record.config.get(name) is not None
+        }
+        config = RunConfig(**sections)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{describe(record)}: its config is not one of a run: {error}") from None
-
-
-def _config_again(record: RunRecord) -> RunConfig:
-    sections: dict[str, Any] = {}
-    kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
-    for name, kind in (kinds | {"draft": DraftSection}).items():
-        saved = record.config.get(name)
-        if saved is not None and name != "output":
-            sections[name] = kind(**_asked(kind, saved))
-    config = RunConfig(**sections)
     return replace(config, parallel=ParallelSection(device=config.parallel.device))
 
 
-def _asked(kind: type, saved: dict[str, Any]) -> dict[str, Any]:
+def _values_of_user(kind: type, saved: dict[str, Any]) -> dict[str, Any]:
     """The values of a section's fields, without those that `auto` chose."""
+    names = [item.name for item in fields(kind) if item.name in saved]
     return {
-        item.name: tuple(saved[item.name])
-        if isinstance(saved[item.name], list)
-        else saved[item.name]
-        for item in fields(kind)
-        if item.name in saved and not str(saved.get(f"{item.name}_reason")).startswith("auto")
+        name: tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
+        for name in names
+        if not str(saved.get(f"{name}_reason")).startswith("auto")
     }
 
 

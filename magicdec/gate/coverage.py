@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from magicdec.gate.measuring import Result
-from magicdec.records.comparison.compare import case_failed, match
+from magicdec.records.comparison.compare import REGRESSION, Comparison, case_failed, match
 from magicdec.records.comparison.conditions import describe, method_of
-from magicdec.records.comparison.judge import REGRESSION, Comparison
 from magicdec.records.record import RunRecord
 
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
@@ -22,11 +21,10 @@ NOT_RUN = "the case failed: the baseline file has it, and it was not run"
 
 def results_of(num_cases: int, arrivals: Sequence[tuple[int, object]]) -> list[Result]:
     """One result for each case: its record, or what is wrong with what came back for it."""
-    by_case: list[list[object]] = [[] for _ in range(num_cases)]
-    for number, result in arrivals:
-        assert number in range(num_cases), f"a result of case {number}, of {num_cases} cases"
-        by_case[number].append(result)
-    return [_only_result(results) for results in by_case]
+    cases = range(num_cases)
+    for number, _ in arrivals:
+        assert number in cases, f"a result of case {number}, of {num_cases} cases"
+    return [_only_result([r for number, r in arrivals if number == case]) for case in cases]
 
 
 def _only_result(results: Sequence[object]) -> Result:

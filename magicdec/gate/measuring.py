@@ -1,20 +1,27 @@
-"""Runs the cases of the gate, in several processes side by side. Cases of the same prompts that a
-process runs share the loaded models and one prefill.
+"""Runs the cases of the gate, in several processes of one rank side by side. Cases of the same
+prompts that a process runs share the loaded models and one prefill.
 
-Must not know what the cases are nor how their records are judged.
+Must not know what the cases are nor how their records are judged. Imports torch only in the
+processes that it starts.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from magicdec.config.run_config import RunConfig
+from magicdec.console import make_progress
+from magicdec.distributed.groups import Launch
 from magicdec.records.record import RunRecord
 
+if TYPE_CHECKING:
+    from magicdec.setup.prepare import Prepared
+
+Case = tuple[int, RunConfig]
 Result = RunRecord | str
 """The record of a case, or why it has none."""
 Arrival = tuple[int, Result]
@@ -28,28 +35,25 @@ def measure(configs: Sequence[RunConfig], num_processes: int, finished: Finished
     one after the other, so that it can reuse what it has prefilled. A process that ends early sends
     no result for the rest of its share."""
     context = multiprocessing.get_context("spawn")
-    arrivals: list[Arrival] = []
-    shares = [range(i, len(configs), num_processes) for i in range(num_processes)]
+    cases = list(enumerate(configs))
     processes, connections = [], []
-    for share in filter(len, shares):
+    for first in range(min(num_processes, len(cases))):
         ours, theirs = context.Pipe(duplex=False)
-        cases = [(number, configs[number]) for number in share]
-        process = context.Process(target=work, args=(cases, theirs), daemon=True)
-        process.start()
+        share = cases[first::num_processes]
+        processes.append(context.Process(target=work, args=(share, theirs), daemon=True))
+        processes[-1].start()
         theirs.close()
-        processes.append(process)
         connections.append(ours)
     try:
-        _collect(connections, arrivals, finished)
+        return list(_arrivals(connections, finished))
     finally:
         for process in processes:
             process.terminate()
             process.join()
-    return arrivals
 
 
-def _collect(connections: list[Connection], arrivals: list[Arrival], finished: Finished) -> None:
-    """Take the results as they come, until every process has closed its connection."""
+def _arrivals(connections: list[Connection], finished: Finished) -> Iterator[Arrival]:
+    """The results as they come, until every process has closed its connection."""
     while connections:
         for ready in wait(connections):
             assert isinstance(ready, Connection)
@@ -58,14 +62,12 @@ def _collect(connections: list[Connection], arrivals: list[Arrival], finished: F
             except EOFError:
                 connections.remove(ready)
                 continue
-            arrivals.append((number, result))
             finished(number, result)
+            yield number, result
 
 
-def work(cases: list[tuple[int, RunConfig]], connection: Any) -> None:
+def work(cases: Sequence[Case], connection: Any) -> None:
     """Run cases in this process, and send the number and the result of each."""
-    from magicdec.gate.sharing import run_cases
-
     try:
         for number, result in run_cases(cases):
             connection.send((number, result))
@@ -73,6 +75,46 @@ def work(cases: list[tuple[int, RunConfig]], connection: Any) -> None:
         pass
     finally:
         connection.close()
+
+
+def run_cases(cases: Sequence[Case]) -> Iterator[Arrival]:
+    """Run cases in this process, those with the same prompts one after the other."""
+    from magicdec.run.resident import prefill_key
+    from magicdec.setup.prepare import prepare
+
+    groups: dict[object, list[tuple[int, Prepared]]] = {}
+    for number, config in cases:
+        try:
+            config.check(world_size=1)
+            prepared = prepare(config, Launch(0, 1, 0, 1))
+        except ValueError as error:
+            yield number, str(error)
+        except Exception as error:  # such as a value of another type, in a file that was edited
+            yield number, f"{type(error).__name__}: {error}"
+        else:
+            groups.setdefault(repr(prefill_key(prepared.config)), []).append((number, prepared))
+    for group in groups.values():
+        yield from _run_group(group)
+
+
+def _run_group(group: Sequence[tuple[int, Prepared]]) -> Iterator[Arrival]:
+    """The results of cases that share their prompts."""
+    from magicdec.run.resident import Resident, Room
+    from magicdec.run.run import execute_in
+    from magicdec.setup.session import session_of
+
+    progress = make_progress(False)
+    room = Room.of([prepared.config for _, prepared in group], is_kept=True)
+    resident: Resident | None = None
+    for number, prepared in group:
+        with session_of(prepared) as session:
+            resident = resident or Resident(session.device, progress)
+            resident.models.drop_others(group[0][1].source, prepared.draft_source)
+            try:
+                yield number, execute_in(session, prepared, progress, resident, room).record
+            except Exception as error:  # so that it costs this case only
+                yield number, f"{type(error).__name__}: {error}"
+                resident = None
 
 
 def with_threads(config: RunConfig, threads: int) -> RunConfig:

@@ -2,20 +2,26 @@
 and `magicdec plan` reads. Imports no torch.
 
 Every rate is per rank, measured while all ranks ran, because the ranks of a host share its memory
-bandwidth. Must not know of models.
+bandwidth.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from magicdec.records.writing import VERSIONS, write_file
+from magicdec.records.writing import to_json, write_text
 
-SCHEMA_VERSION = VERSIONS["machine"]
+SCHEMA_VERSION = 2
+BY_DTYPE = (
+    *("flops_per_s", "layer_overhead_s", "kv_bytes_per_s"),
+    *("attention_flops_per_s", "token_overhead_s"),
+)
+LINK_FIELDS = ("latency_s", "bytes_per_s")
+ADDED = ("layer_overhead_s", "token_overhead_s", "latency_s")  # seconds, which may be 0
 
 
 @dataclass(frozen=True)
@@ -76,18 +82,10 @@ class MachineFile:
     def hardware(self, dtype: str) -> Hardware:
         """The ceilings in `dtype`. Raises ValueError if the probe did not measure that dtype."""
         if dtype not in self.flops_per_s:
-            known = ", ".join(self.flops_per_s)
-            raise ValueError(f"--dtype {dtype} is not in the machine file; choose from {known}")
-        return Hardware(
-            self.read_bytes_per_s,
-            self.flops_per_s[dtype],
-            self.layer_overhead_s[dtype],
-            self.kv_bytes_per_s[dtype],
-            self.link,
-            self.node_link,
-            self.attention_flops_per_s[dtype],
-            self.token_overhead_s[dtype],
-        )
+            choices = ", ".join(self.flops_per_s)
+            raise ValueError(f"--dtype {dtype} is not in the machine file; choose from {choices}")
+        rates = {name: getattr(self, name)[dtype] for name in BY_DTYPE}
+        return Hardware(self.read_bytes_per_s, link=self.link, node_link=self.node_link, **rates)
 
     def save(self, path: Path, flag: str = "--out") -> None:
         """Raises ValueError, naming the flag, where the file cannot be written."""
@@ -95,7 +93,8 @@ class MachineFile:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{flag} {path}: {error.strerror}") from None
-        write_file(flag, path, "machine", self)
+        envelope = {"schema_version": SCHEMA_VERSION, "kind": "machine"}
+        write_text(flag, path, to_json(envelope | asdict(self), indent=1) + "\n")
 
 
 def load_machine(path: Path) -> MachineFile:
@@ -120,35 +119,25 @@ def _parse(raw: dict[str, Any]) -> MachineFile:
             f"schema_version is {raw['schema_version']}, this program reads {SCHEMA_VERSION}"
         )
     dtypes = list(raw["flops_per_s"])
-
-    def rates(field: str, zero_too: bool = False) -> dict[str, float]:
-        return {dtype: _positive(field, raw[field][dtype], zero_too) for dtype in dtypes}
-
+    rates = {name: {dtype: _rate(name, raw[name][dtype]) for dtype in dtypes} for name in BY_DTYPE}
+    link, node_link = (
+        raw[name] and Link(*(_rate(field, raw[name][field]) for field in LINK_FIELDS))
+        for name in ("link", "node_link")
+    )
     return MachineFile(
-        dict(raw["description"]),
-        _positive("read_bytes_per_s", raw["read_bytes_per_s"]),
-        rates("flops_per_s"),
-        rates("layer_overhead_s", zero_too=True),
-        rates("kv_bytes_per_s"),
-        _parse_link(raw["link"]),
-        _parse_link(raw["node_link"]),
-        rates("attention_flops_per_s"),
-        rates("token_overhead_s", zero_too=True),
-        dict(raw.get("spreads", {})),
+        description=dict(raw["description"]),
+        read_bytes_per_s=_rate("read_bytes_per_s", raw["read_bytes_per_s"]),
+        link=link,
+        node_link=node_link,
+        spreads=dict(raw.get("spreads", {})),
+        **rates,
     )
 
 
-def _parse_link(raw: dict[str, Any] | None) -> Link | None:
-    if raw is None:
-        return None
-    return Link(
-        _positive("latency_s", raw["latency_s"], zero_too=True),
-        _positive("bytes_per_s", raw["bytes_per_s"]),
-    )
-
-
-def _positive(field: str, value: Any, zero_too: bool = False) -> float:
+def _rate(field: str, value: Any) -> float:
+    """Raises ValueError unless it is positive. What is added to a time may be 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not zero_too):
+    least = 0 if field in ADDED else math.ulp(0.0)
+    if not is_number or not math.isfinite(value) or value < least:
         raise ValueError(f"{field} {value!r} is not a positive number")
     return float(value)

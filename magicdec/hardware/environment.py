@@ -1,8 +1,7 @@
 """The machine and the software as a record describes them, without host names; the facts that
-decide what `auto` means; and a rank's device: which one it is, when its work is done, and its
-unused memory.
-
-Must not know what is computed. CUDA is written, but has run on no GPU yet.
+decide what `auto` means; a rank's device: which one it is, when its work is done, and its unused
+memory; and the GPU's clock frequency during a run with the reasons for lower clocks, read from NVML
+if `nvidia-ml-py` is installed, between measured passes and never during one.
 """
 
 from __future__ import annotations
@@ -14,14 +13,18 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.symmetric_memory import missing_parts
 from magicdec.kernels.build import find_compiler
 from magicdec.records.environment import Environment
 
@@ -30,10 +33,6 @@ GIT_TIMEOUT_S = 10.0
 
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine."""
-    import torch
-
-    from magicdec.distributed.symmetric_memory import missing_parts
-
     flags = _cpu_field("flags").split()
     has_cuda = torch.cuda.is_available()
     return Machine(
@@ -61,14 +60,12 @@ def probe_machine(launch: Launch) -> Machine:
 def missing_backends(names: Sequence[str]) -> dict[str, str]:
     """What is missing on this machine for these attention backends, by name. Backends that can run
     are left out. Imports none of their libraries."""
-    found = {name: capabilities_of(name).missing_parts() for name in names}
-    return {name: missing for name, missing in found.items() if missing}
+    obstacles = {name: capabilities_of(name).missing_parts() for name in names}
+    return {name: obstacle for name, obstacle in obstacles.items() if obstacle}
 
 
 def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> Environment:
-    """Without what a run measures of the machine: the clocks of its GPU and the read bandwidth."""
-    import torch
-
+    """The environment without what a run measures: the clocks of the GPU and the read bandwidth."""
     return Environment(
         time_utc=started.isoformat(timespec="seconds"),
         argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -95,22 +92,18 @@ def find_revision() -> str | None:
         return None
     command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 def _cpu_field(name: str) -> str:
     """A field of the first CPU in /proc/cpuinfo, or an empty string."""
     path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return ""
-    for line in path.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return ""
+    lines = path.read_text().splitlines() if path.exists() else []
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
@@ -139,3 +132,55 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+# NVML's clock event reasons that mean the GPU was slowed down. Idling and user-set clocks are not
+# among them.
+SLOWDOWNS = {
+    0x04: "software power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+
+
+@dataclass
+class GpuState:
+    """Readings of one device; empty without NVML or without a GPU."""
+
+    nvml: Any = None
+    handle: Any = None
+    sm_mhz: list[int] = field(default_factory=list)
+    reasons: int = 0  # bitwise or of all readings
+
+    def read(self) -> None:
+        """Read the clock and the reasons once."""
+        if self.nvml is None:
+            return
+        self.sm_mhz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
+        self.reasons |= self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
+
+    def add_to(self, environment: Environment) -> Environment:
+        """`environment` with the readings; unchanged if nothing was read."""
+        if not self.sm_mhz:
+            return environment
+        most = self.nvml.nvmlDeviceGetMaxClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
+        return replace(
+            environment,
+            gpu_sm_mhz=[min(self.sm_mhz), max(self.sm_mhz)],
+            gpu_most_sm_mhz=most,
+            gpu_slowed_by=[name for bit, name in SLOWDOWNS.items() if self.reasons & bit],
+        )
+
+
+def watch_gpu(device: torch.device) -> GpuState:
+    """A GpuState for `device`, which is found by its UUID: NVML's indices include GPUs that are
+    hidden from CUDA."""
+    if device.type != "cuda" or find_spec("pynvml") is None:
+        return GpuState()
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return GpuState(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))

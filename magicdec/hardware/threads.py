@@ -1,7 +1,7 @@
 """The CPU threads that ranks compute with: setting their number, and measuring it where a pass
 computes, so that passes that are compared have the same resources.
 
-Owns what is measured, and what it must agree with. Must not know which ranks a pass has.
+Owns what is measured, and what it must agree with.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def check_threads(name: str, ranks: Iterable[RankThreads]) -> list[int]:
     threads = []
     for rank, expected, fewest, most in sorted(ranks):
         if not fewest == expected == most:
-            measured = str(most) if fewest == most else f"{fewest} to {most}"
+            number = str(most) if fewest == most else f"{fewest} to {most}"
             raise AssertionError(
-                f"{name}: rank {rank} computed with {measured} threads, but its config says "
+                f"{name}: rank {rank} computed with {number} threads, but its config says "
                 f"{expected}"
             )
         threads.append(most)

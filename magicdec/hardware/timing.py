@@ -1,6 +1,5 @@
-"""Times, peak memory and read bandwidth of a run, and the clocks that tell when requests arrive and
-tokens are emitted: a real one, and a virtual one on which a schedule is the same in every run. Must
-not know of models or strategies.
+"""Times, peak memory and read bandwidth of a run, and the clock that tells when requests arrive and
+tokens are emitted.
 """
 
 from __future__ import annotations
@@ -69,6 +68,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that the device takes for what `call` starts."""
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
 def reset_peak_memory(device: torch.device) -> bool:
     """Reset the peak; False if the system does not let a process reset its own."""
     if device.type == "cuda":
@@ -105,29 +113,22 @@ def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> lis
     rates = []
     for _ in range(repeats):
         group.barrier()
-        synchronize(device)
-        started = time.perf_counter()
-        buffer.sum()
-        synchronize(device)
-        rates.append(share / (time.perf_counter() - started))
+        rates.append(share / seconds_of(buffer.sum, device))
     return [sum(rank_rates) for rank_rates in zip(*group.all_gather_object(rates), strict=True)]
 
 
 class Clock(Protocol):
-    """Tells when requests arrive and tokens are emitted, and waits for a time. Must not know what
-    happens then."""
+    """Tells when requests arrive and tokens are emitted, and waits for a time. Tests have a virtual
+    one, on which a schedule is the same in every run."""
 
     def now(self) -> float:
         """Seconds since a fixed point in time."""
-        ...
 
     def wait_until(self, at: float) -> None:
         """Return when it is `at` or later."""
-        ...
 
     def after_step(self) -> None:
         """A step of the engine has ended."""
-        ...
 
 
 class RealClock:
@@ -141,19 +142,3 @@ class RealClock:
 
     def after_step(self) -> None:
         """The time has passed by itself."""
-
-
-class VirtualClock:
-    """Begins at 0. Each step takes `step_s` seconds, and waiting takes no time."""
-
-    def __init__(self, step_s: float = 1.0) -> None:
-        self.step_s, self._now = step_s, 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def wait_until(self, at: float) -> None:
-        self._now = max(self._now, at)
-
-    def after_step(self) -> None:
-        self._now += self.step_s

@@ -1,9 +1,10 @@
-"""Builds the project's C++ sources with the system's compiler at first use. Imports no other module
-of the project.
+"""Builds the project's C++ sources with the system's compiler at first use, and loads modules of
+Triton kernels. Imports no other module of the project.
 
 Owns the cache of built libraries, `~/.cache/magicdec`, keyed by source, flags, compiler and CPU.
 When several ranks start at once, one builds and the others wait for it. Different libraries can be
-built side by side.
+built side by side. Triton kernels are compiled for CUDA and interpreted on a CPU; Triton chooses
+between the two when it is first imported, so a process can use only one of them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 SHARED_HEADERS = Path(__file__).parent  # arithmetic.h, bf16.h, int8.h
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared")
@@ -68,10 +72,10 @@ def _build(command: list[str], path: Path) -> None:
     """Write the library to `path`, where it appears when it is complete."""
     descriptor, partial = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(descriptor)
-    built = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
-    if built.returncode:
+    process = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
+    if process.returncode:
         Path(partial).unlink()
-        raise RuntimeError(f"{' '.join(command)} failed: {built.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(command)} failed: {process.stderr.strip()}")
     Path(partial).replace(path)
 
 
@@ -88,5 +92,26 @@ def cpu_identity() -> str:
     """CPU model and instruction sets, part of the cache key: -march=native is for this CPU only."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if line.startswith(("model name", "flags"))]
-    return "\n".join(kept[:2])
+    fields = [line for line in lines if line.startswith(("model name", "flags"))]
+    return "\n".join(fields[:2])
+
+
+def load_kernels(module: str, flag: str, device: str) -> ModuleType:
+    """The kernels in `module` for a device of type `device`. Raises ValueError naming `flag`, the
+    user's option, if Triton was imported in the other mode."""
+    interpret = device == "cpu"
+    if interpret and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    kernels = importlib.import_module(module)
+    kinds = {type(value).__name__ for value in vars(kernels).values()}
+    if ("InterpretedFunction" in kinds) != interpret:
+        raise ValueError(
+            f"{flag} --device {device}: TRITON_INTERPRET must be "
+            f"{'1' if interpret else 'unset'} when triton is first imported; change it and restart"
+        )
+    return kernels
+
+
+def next_power(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()

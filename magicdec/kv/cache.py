@@ -54,7 +54,7 @@ class BatchRows:
 
     @classmethod
     def of(cls, rows: Rows, device: torch.device, max_tail: int | None = None) -> BatchRows:
-        """From row numbers. A `BatchRows` is returned as it is."""
+        """The rows with these numbers. A `BatchRows` is returned as it is."""
         if isinstance(rows, BatchRows):
             return rows
         index = upload(list(rows), device)
@@ -111,15 +111,15 @@ class KVCache(KVPool):
     def allocate(self, row: int, num_tokens: int) -> None:
         """Give `row` enough blocks for `num_tokens`. Raises ValueError when the pool is
         exhausted."""
-        needed = -(-num_tokens // self.shape.block_size) - len(self.blocks[row])
-        if needed > len(self._free):
+        num_blocks = -(-num_tokens // self.shape.block_size) - len(self.blocks[row])
+        if num_blocks > len(self._free):
             raise ValueError(
-                f"KV cache exhausted: row {row} needs {needed} more blocks, "
+                f"KV cache exhausted: row {row} needs {num_blocks} more blocks, "
                 f"{len(self._free)} are free"
             )
-        if needed > 0:
-            new, first = [self._free.pop() for _ in range(needed)], len(self.blocks[row])
-            self.block_table[row, first : first + needed] = upload(new, self.block_table.device)
+        if num_blocks > 0:
+            new, first = [self._free.pop() for _ in range(num_blocks)], len(self.blocks[row])
+            self.block_table[row, first : first + num_blocks] = upload(new, self.block_table.device)
             self.blocks[row] += new
 
     def release(self, row: int) -> None:
@@ -162,12 +162,12 @@ class KVCache(KVPool):
         that holds fewer tokens stays as it is."""
         rows = BatchRows.of(rows, self.seq_lens.device)
         if not isinstance(lengths, Lengths):
-            held = [self.lengths[row] for row in rows.numbers]
-            pairs = zip(lengths, held, strict=True)
+            held_lengths = [self.lengths[row] for row in rows.numbers]
+            pairs = zip(lengths, held_lengths, strict=True)
             assert all(0 <= n <= h for n, h in pairs), "truncate cannot lengthen a row"
             lengths = Lengths.of(lengths, self.seq_lens.device)
-        kept = torch.minimum(self.seq_lens[rows.index], lengths.tensor)
-        self.seq_lens.index_copy_(0, rows.index, kept)
+        new_lengths = torch.minimum(self.seq_lens[rows.index], lengths.tensor)
+        self.seq_lens.index_copy_(0, rows.index, new_lengths)
         if not rows.is_captured:
             for row, bound in zip(rows.numbers, lengths.bounds, strict=True):
                 self.lengths[row] = min(self.lengths[row], bound)
@@ -227,9 +227,9 @@ class KVCache(KVPool):
     def first_keys(self, layer: int, rows: Tensor, num_tokens: int) -> Tensor:
         """A copy of a layer's K of the first `num_tokens` tokens of rows [B]: [B, G, num_tokens,
         D]."""
-        size, read = self.shape.block_size, self.shape.layout.read_key_blocks
+        size, read_blocks = self.shape.block_size, self.shape.layout.read_key_blocks
         table = self.block_table[rows, : -(-num_tokens // size)]  # [B, blocks]
         if table.shape[1] == 1:
-            return read(self.k[layer], table.flatten(), num_tokens)
-        blocks = read(self.k[layer], table.flatten(), size).unflatten(0, table.shape)
+            return read_blocks(self.k[layer], table.flatten(), num_tokens)
+        blocks = read_blocks(self.k[layer], table.flatten(), size).unflatten(0, table.shape)
         return blocks.transpose(1, 2).flatten(2, 3)[:, :, :num_tokens]

@@ -1,7 +1,6 @@
 """ForwardCounts: what the forwards of a model have read so far.
 
-Owns the counts that the roofline is computed from, on the host and on the device. Must not know how
-a forward is computed.
+Owns the counts that the roofline is computed from, on the host and on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """KVPool: the memory of a KV cache: blocks of K and V for each layer, in a backend's layout.
 
-Owns this memory and the reading and writing of single slots. Must not know which row of the cache
-has which block (`cache`).
+Owns this memory and the reading and writing of single slots.
 
 Shapes: B rows of a forward, T new tokens, N tokens, G KV heads on this rank, D head size. A *slot*
 is an index into the pool seen as [num_blocks * G * block_size, D]: the address of one token of one
@@ -10,13 +9,30 @@ head.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from magicdec.kernels.huge_pages import use_huge_pages
 from magicdec.kv.layout import PLAIN, Layout
+
+MADV_HUGEPAGE = 14  # linux/mman.h
+
+
+def use_huge_pages(tensor: Tensor) -> None:
+    """Ask Linux to back a fresh CPU tensor with 2 MiB pages: reading it front to back then misses
+    the TLB, and stops the hardware prefetcher, 512 times less often. A system
+    that refuses is no error."""
+    if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
+        return
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // page * page
+    if size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_HUGEPAGE)
 
 
 @dataclass(frozen=True)
@@ -80,11 +96,11 @@ class KVPool:
     def copy_from(self, other: KVPool, source: Tensor, target: Tensor) -> None:
         """Copy K and V of all layers from `other`'s slots `source` to this pool's slots `target`,
         of one shape."""
-        read, write, source, target = (
+        source_layout, layout, source, target = (
             other.shape.layout, self.shape.layout, source.flatten(), target.flatten(),
         )  # fmt: skip
-        write.write_keys(self.k, target, read.read_keys(other.k, source))
-        write.write_values(self.v, target, read.read_values(other.v, source))
+        layout.write_keys(self.k, target, source_layout.read_keys(other.k, source))
+        layout.write_values(self.v, target, source_layout.read_values(other.v, source))
 
     def copy_within(self, source: Tensor, target: Tensor) -> None:
         """Copy K and V of all layers from slots `source` to slots `target`, of one shape, without a

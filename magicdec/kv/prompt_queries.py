@@ -1,7 +1,7 @@
 """PromptQueries: the queries of the newest tokens of each row's prompt, as prefill computed them.
 
 Owns which queries of a chunk are kept. They stay until the row takes another prompt, so that every
-pass over one prefill finds them. Must not know what they are needed for.
+pass over one prefill finds them.
 
 Shapes: T tokens of a chunk, W kept tokens, B rows, H query heads of this rank, D head size.
 """
@@ -43,13 +43,13 @@ class PromptQueries:
     def watch(self, row: int, num_left: int) -> Callable[[int, Tensor], None] | None:
         """What to call with the layer and the queries [1, T, H, D] of a chunk of the prompt, after
         which `num_left` tokens of it are still to come; None if none of them is kept."""
-        wanted = self.num_tokens - num_left
-        if wanted <= 0:
+        count = self.num_tokens - num_left
+        if count <= 0:
             return None
         layers = self._rows[row].layers
 
         def keep(layer: int, queries: Tensor) -> None:
-            newest = queries[0, -wanted:]
+            newest = queries[0, -count:]
             parts = [layers[layer], newest] if layer in layers else [newest]
             layers[layer] = torch.cat(parts)  # a copy: the chunk's other queries can be freed
 
@@ -58,12 +58,12 @@ class PromptQueries:
     def newest(self, rows: Sequence[int], lengths: Sequence[int], count: int) -> list[Tensor]:
         """The queries [B, count, H, D] of each layer of the newest `count` tokens of `rows`, if
         their prompts have these lengths and so many were kept of each; else an empty list."""
-        kept = [self._rows.get(row) for row in rows]
-        for each, length in zip(kept, lengths, strict=True):
+        prompts = [self._rows.get(row) for row in rows]
+        for each, length in zip(prompts, lengths, strict=True):
             num_kept = 0 if each is None else min(self.num_tokens, each.prompt_length)
             if each is None or each.prompt_length != length or num_kept < count:
                 return []
-        layers = [each.layers for each in kept if each is not None]
+        layers = [each.layers for each in prompts if each is not None]
         return [
             torch.stack([each[layer][-count:] for each in layers]) for layer in sorted(layers[0])
         ]

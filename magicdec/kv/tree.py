@@ -1,8 +1,8 @@
 """DraftTree: draft tokens of which several may follow the same token.
 
-Owns how the tokens of a tree are numbered, and what each of them sees. Must not know who drafts
-them, who verifies them, or how attention is computed. Source: SpecInfer (Miao et al. 2024), section
-4: a tree is verified in one forward with a mask that shows each token its ancestors alone.
+Owns how the tokens of a tree are numbered, and what each of them sees. Source: SpecInfer (Miao et
+al. 2024), section 4: a tree is verified in one forward with a mask that shows each token its
+ancestors alone.
 
 Shapes: B rows, U nodes, T nodes of one forward, N keys, G KV heads.
 """

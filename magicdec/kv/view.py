@@ -1,9 +1,9 @@
 """KVView: what attention reads in one forward.
 
-A rule (`visible.Visible`) names a few half-open ranges of the committed context. The uncommitted
-tail (draft tokens and the forward's own tokens) is always visible as well. Tokens outside the
-ranges are not read at all; they are not masked. The nodes of a draft tree (`tree`) see only their
-ancestors of the tree.
+A rule (`Visible`) names a few half-open ranges of the committed context, from the lengths alone.
+The uncommitted tail (draft tokens and the forward's own tokens) is always visible as well. Tokens
+outside the ranges are not read at all; they are not masked. The nodes of a draft tree (`tree`) see
+only their ancestors of the tree.
 
 The sliding window of a model limits every rule: with a window of W tokens, a token at position p
 sees only positions p - W + 1 to p. Keys that no token of a forward sees are not read either. Where
@@ -15,13 +15,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.visible import Visible, list_cells, num_within
+
+
+class Visible(Protocol):
+    """Which committed tokens a forward reads: a policy, or a choice that a policy has made."""
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        """Visible token ranges (start, stop) of rows with `committed` [B] tokens: [B, R, 2], or
+        [L, B, G, R, 2] where each layer and KV head has its own. They are disjoint and ascending
+        and may be empty. Every layer and head of a row sees the same number of tokens."""
+
+    def num_visible(self, committed: int) -> int:
+        """The number of tokens in the ranges of a row with `committed` tokens, computed on the
+        host."""
+
+    def most_visible(self, committed: int) -> int:
+        """An upper bound of `num_visible` for rows of at most `committed` tokens."""
+
+
+@dataclass(frozen=True)
+class SinksAndWindow:
+    """The first `num_sink_tokens` tokens and the newest ones are visible, at most `budget` in
+    all."""
+
+    num_sink_tokens: int
+    budget: int
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        sinks = committed.clamp(max=self.num_sink_tokens)
+        start = torch.maximum(sinks, committed - (self.budget - self.num_sink_tokens))
+        zero = torch.zeros_like(committed)
+        return torch.stack([torch.stack([zero, sinks], 1), torch.stack([start, committed], 1)], 1)
+
+    def num_visible(self, committed: int) -> int:
+        return min(committed, self.budget)
+
+    def most_visible(self, committed: int) -> int:
+        return self.num_visible(committed)
+
+
+def num_within(
+    visible: Visible, committed: Sequence[int], first_keys: Sequence[int]
+) -> tuple[int, ...]:
+    """As `Visible.num_visible` for each row, but counts only tokens from `first_keys` on."""
+    ranges = visible.ranges(torch.tensor(committed))  # on the CPU: the host reads the result
+    ranges = ranges.clamp(min=torch.tensor(first_keys).view(-1, 1, 1))
+    return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())
+
+
+def list_cells(ranges: Tensor, size: int) -> Tensor:
+    """The first `size` cells in the ranges [B, G or 1, R, 2] of each row: [B, G or 1, size]. Padded
+    with -1."""
+    stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
+    index = torch.arange(size, device=stops.device).expand(*stops.shape[:2], size).contiguous()
+    which = torch.searchsorted(stops, index, right=True)  # the range that key i falls in
+    inside = which < ranges.shape[2]
+    which = which.clamp(max=ranges.shape[2] - 1)
+    before = torch.cat([torch.zeros_like(stops[..., :1]), stops[..., :-1]], dim=2)
+    position = ranges[..., 0].gather(2, which) + index - before.gather(2, which)
+    return torch.where(inside, position, -1)
+
 
 Nodes = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_NODES: Nodes = (None, None, None)
@@ -189,8 +249,8 @@ def make_view(
     `window` itself."""
     device = cache.seq_lens.device
     rows = BatchRows.of(rows, device)
-    held = cache.lengths_of(rows)
-    before = held if tree is None else held.plus(-tree.num_cached(num_new))
+    lengths_held = cache.lengths_of(rows)
+    before = lengths_held if tree is None else lengths_held.plus(-tree.num_cached(num_new))
     base = before if committed is None else Lengths.of(committed, device)
     start = base.tensor
     if rows.is_captured and committed is not None:
@@ -206,11 +266,11 @@ def make_view(
         bounds = _captured_bounds(cache, rows, visible, num_tail, committed is None, window)
     else:
         bounds = _exact_bounds(before.bounds, base.bounds, visible, ranges.ndim == 5, window)
-    num_visible = tuple(seen + num_tail - num_new for seen in bounds.num_visible)
+    num_visible = tuple(count + num_tail - num_new for count in bounds.num_visible)
     cached = 0 if tree is None else tree.num_cached(num_new)
     lengths = tuple(length + cached for length in bounds.lengths)
     return KVView(
-        cache, rows.numbers, rows.index, held.tensor, start, ranges,
+        cache, rows.numbers, rows.index, lengths_held.tensor, start, ranges,
         lengths, num_visible, num_new, bounds.is_full, window, tree,
     )  # fmt: skip
 
@@ -222,12 +282,12 @@ def _exact_bounds(
     first_keys = tuple(first_key(length, window) for length in lengths)
     is_cut = any(first_keys)
     if is_cut and not per_head:
-        seen = num_within(visible, committed, first_keys)
+        visible_counts = num_within(visible, committed, first_keys)
     else:
-        seen = tuple(visible.num_visible(c) for c in committed)
+        visible_counts = tuple(visible.num_visible(c) for c in committed)
     starts = zip(lengths, committed, first_keys, strict=True)
     tails = [length - max(c, first) for length, c, first in starts]
-    num_visible = tuple(s + tail for s, tail in zip(seen, tails, strict=True))
+    num_visible = tuple(s + tail for s, tail in zip(visible_counts, tails, strict=True))
     in_window = tuple(length - first for length, first in zip(lengths, first_keys, strict=True))
     # Ranges of single heads are not cut at the window: heads could then see different numbers.
     return Bounds(lengths, num_visible, num_visible == in_window and not (per_head and is_cut))
@@ -240,9 +300,9 @@ def _captured_bounds(
     assert rows.max_tail is not None, "the rows are captured"
     longest = cache.tokens_per_row - num_new
     most = visible.most_visible(longest)
-    seen = min(longest, most if is_committed else most + rows.max_tail)
+    num_visible = min(longest, most if is_committed else most + rows.max_tail)
     is_full = most == longest and window is None
-    return Bounds((longest,) * len(rows), (seen,) * len(rows), is_full)
+    return Bounds((longest,) * len(rows), (num_visible,) * len(rows), is_full)
 
 
 def first_key(position: int, window: int | None) -> int:

@@ -1,4 +1,5 @@
-"""Times single forwards at fixed cache lengths, for `magicdec latency`.
+"""Times single forwards at fixed cache lengths, for `magicdec latency`: decode steps, verifications
+and drafts, started by the host or captured and replayed.
 
 At each (B, context) all rows hold `context` tokens of random K and V. No prompt is prefilled, and
 the cache is truncated to its old length after each forward. The forwards of one (B, context) are
@@ -12,28 +13,33 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
-from magicdec.autotune.fastest_backend import settle
+from magicdec.autotune import settle
 from magicdec.config.checks import policy_called
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import KVSection
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import bytes_read
-from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder, Work, record
 from magicdec.distributed.groups import Group, Launch
+from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.hardware.timing import read_bandwidth, synchronize
-from magicdec.kv.cache import KVCache
-from magicdec.latency.forward_kinds import Forward, make_forwards
-from magicdec.latency.rows import Grid, Row, Timing, summarise
+from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.latency.record import Cell, Grid, Row, Timing, summarise
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.records.environment import Environment
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
+from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.sampling.model_tokens import greedy_tokens
 from magicdec.setup.loading import kinds_of, load_model, make_backend, make_executor
 from magicdec.setup.session import RankSession
 
@@ -155,3 +161,118 @@ def fill_cache(cache: KVCache) -> None:
     cache.k[0].normal_(generator=generator)
     cache.k[1:] = cache.k[0]
     cache.v[:] = cache.k[0]
+
+
+@dataclass
+class Forward:
+    """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
+    length of the cache back. `prepare` and `undo` are not timed."""
+
+    cell: Cell
+    run: Callable[[], Tensor]
+    undo: Callable[[], None]
+    prepare: Callable[[], None] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+    counts: ForwardCounts | None = None  # of one forward, the same each time
+
+
+def make_forwards(
+    runner: ModelRunner,
+    batch: Batch,
+    grid: Grid,
+    context: int,
+    recorder: Recorder = Eager(),
+) -> Iterator[Forward]:
+    """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
+    has forwards of its own: a verify forward that also returns them, and a draft's first forward
+    after it, which chooses what all drafts of the step read."""
+    drafts = [(kv, make_draft_kv(runner, kv)) for kv in grid.drafts]
+    watching = {kv.policy: draft_kv for kv, draft_kv in reversed(drafts) if watches(draft_kv)}
+    for T in grid.new_tokens:
+        cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
+        yield target_forward(runner, batch, cell, None, recorder)
+        for policy, draft_kv in watching.items() if T > 1 else ():
+            watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
+            yield target_forward(runner, batch, watched, draft_kv, recorder)
+    for kv, draft_kv in drafts:
+        draft_kv.admit(batch.requests)
+        if watches(draft_kv):
+            yield draft_forward(draft_kv, batch, kv, context, "first_draft", recorder)
+        yield draft_forward(draft_kv, batch, kv, context, "draft", recorder)
+
+
+def watches(draft_kv: DraftKV) -> bool:
+    """Whether the choice of a policy follows from what a verification shows."""
+    return draft_kv.watch is not None or draft_kv.watch_queries is not None
+
+
+def new_ids(runner: ModelRunner, T: int) -> Tensor:
+    """Random tokens [B, T], the same on every rank."""
+    generator = torch.Generator().manual_seed(T)
+    shape = runner.num_rows, T
+    ids = torch.randint(runner.model.config.vocab_size, shape, generator=generator)
+    return ids.to(runner.device)
+
+
+def target_forward(
+    runner: ModelRunner, batch: Batch, cell: Cell, watching: DraftKV | None, recorder: Recorder
+) -> Forward:
+    """The target over its full cache; `watching` is shown its attention."""
+    ids, held = new_ids(runner, cell.T), list(runner.cache.lengths)
+    rows = rows_of(batch, runner, recorder)
+    watch = None if watching is None else watching.watch
+    watch_queries = None if watching is None else watching.watch_queries
+
+    def run() -> Tensor:
+        logits = runner.forward(ids, rows, watch=watch, watch_queries=watch_queries)
+        return greedy_tokens(runner, logits, SamplingMetadata())
+
+    return Forward(
+        cell,
+        repeatable(run, runner, recorder),
+        lambda: runner.truncate(batch.rows, held),
+    )
+
+
+def draft_forward(
+    draft_kv: DraftKV,
+    batch: Batch,
+    kv: KVSection,
+    context: int,
+    phase: str,
+    recorder: Recorder,
+) -> Forward:
+    """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
+    and makes the choice."""
+    runner = draft_kv.runner
+    ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
+    host_rows = BatchRows.of(batch.rows, runner.device)
+    held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)
+    budget = None if kv.budget == -1 else kv.budget
+    cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
+
+    def run() -> Tensor:
+        # The choice belongs to the lengths that it was made for: new ones make a new choice.
+        is_new = phase == "first_draft" and recorder.captures
+        lengths = draft_kv.lengths(rows) if is_new else committed
+        logits = draft_kv.forward(ids, rows, lengths)
+        return greedy_tokens(runner, logits, SamplingMetadata())
+
+    # What a captured verification showed lies in memory that captures share: it is copied now.
+    draft_kv.commit(host_rows, held)
+    forward = Forward(
+        cell, repeatable(run, runner, recorder), lambda: draft_kv.rewind(host_rows, held)
+    )
+    if phase == "first_draft" and not recorder.captures:
+        forward.prepare = lambda: draft_kv.commit(host_rows, held)
+    return forward
+
+
+def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
+    """The rows of `batch`, whose lengths a captured forward finds on the device."""
+    return BatchRows.of(batch.rows, runner.device, max_tail=1 if recorder.captures else None)
+
+
+@torch.inference_mode()
+def repeatable(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
+    return record(recorder, run, [runner.cache.seq_lens], [runner.counts])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Launch
-from magicdec.latency.rows import Grid
+from magicdec.latency.record import Grid
 from magicdec.memory.check import describe_place, needed
 from magicdec.memory.plan import MemoryPlan, Models
 
@@ -29,11 +29,11 @@ def check_grid_memory(
     }
     ordered = sorted(plans, key=lambda place: plans[place].total)
     (B, context), place = ordered[-1], describe_place(config, launch)
-    shown = f"{plans[B, context].describe()} {place} at --B {B} --prefix_len {context}"
+    largest = f"{plans[B, context].describe()} {place} at --B {B} --prefix_len {context}"
     if free is None:
-        return f"{shown}; how much is free is not known here"
+        return f"{largest}; how much is free is not known here"
     if plans[B, context].total <= free:
-        return f"{shown}; {free / 1e9:.2f} GB free"
+        return f"{largest}; {free / 1e9:.2f} GB free"
     fitting = [p for p in ordered if plans[p].total <= free]
     advice = "no cell of the grid would fit"
     if fitting:

@@ -1,8 +1,7 @@
 """The memory of this rank: over time (`MemorySampler`), and at its peak next to the plan of it
 (`MemoryWatch`).
 
-Owns the thread that reads it. Must not know what the rank does meanwhile. Imports torch only for
-CUDA.
+Owns the thread that reads it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,9 +20,6 @@ from magicdec.distributed.groups import Group
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
 from magicdec.memory.plan import MemoryPlan
 from magicdec.records.environment import MemoryRecord
-
-if TYPE_CHECKING:
-    import torch
 
 INTERVAL_S = 0.1
 STATM = Path("/proc/self/statm")  # the second number is the resident pages
@@ -53,12 +47,7 @@ class MemorySampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
         self._sample()
@@ -69,15 +58,12 @@ class MemorySampler:
             self._sample()
 
     def _sample(self) -> None:
-        self.samples.extend((time.perf_counter(), float(self._read())))
-
-    def _read(self) -> int:
         if self.device.type == "cuda":
-            import torch
-
-            return torch.cuda.memory_allocated(self.device)
-        pages = os.pread(self._statm.fileno(), MOST_CHARACTERS, 0).split()[1]
-        return int(pages) * PAGE_BYTES
+            num_bytes = torch.cuda.memory_allocated(self.device)
+        else:
+            pages = os.pread(self._statm.fileno(), MOST_CHARACTERS, 0).split()[1]
+            num_bytes = int(pages) * PAGE_BYTES
+        self.samples.extend((time.perf_counter(), float(num_bytes)))
 
 
 @dataclass(frozen=True)
@@ -105,12 +91,12 @@ class MemoryWatch:
 
     def measured(self, group: Group) -> MemoryTaken:
         """The readings of all ranks together. Every rank of the group must call this."""
-        found = group.all_gather_object((self.before, self.most))
-        return MemoryTaken(sum(f[0] for f in found), sum(f[1] for f in found))
+        readings = group.all_gather_object((self.before, self.most))
+        return MemoryTaken(sum(f[0] for f in readings), sum(f[1] for f in readings))
 
 
 def describe_memory(
-    plan: MemoryPlan, free: int | None, taken: MemoryTaken = NOT_MEASURED
+    plan: MemoryPlan, free: int | None, usage: MemoryTaken = NOT_MEASURED
 ) -> MemoryRecord:
     """The record's `memory`: the plan of all ranks together by part, and the measured memory."""
     return MemoryRecord(
@@ -121,6 +107,6 @@ def describe_memory(
         working_bytes=plan.working,
         total_bytes=plan.total,
         free_bytes=free,
-        process_bytes=taken.process,
-        peak_bytes=taken.peak,
+        process_bytes=usage.process,
+        peak_bytes=usage.peak,
     )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
-from magicdec.model.linear.kinds import Linear, PartialLinear, Reduce, row_parallel
+from magicdec.model.linear.packed import Linear, PartialLinear, Reduce, row_parallel
 from magicdec.model.positions import PositionEncoding, split_heads
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

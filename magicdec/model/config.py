@@ -1,7 +1,6 @@
 """ModelConfig: the architecture of a decoder. Imports no torch.
 
-Owns the meaning of every architecture field. Must not know of ranks, caches or files
-(`families/hf_config.py` reads the files).
+Owns the meaning of every architecture field; `families/hf_config.py` reads the files.
 """
 
 from __future__ import annotations
@@ -138,23 +137,3 @@ class ModelConfig:
     @property
     def embedding_norm_parameters(self) -> int:
         return self.embedding_norm * self.hidden_size * (2 if self.norm == "layer" else 1)
-
-    def num_parameters(self) -> int:
-        """Stored parameters; a tied head is counted once."""
-        hidden = self.hidden_size
-        head = 0 if self.tie_word_embeddings else self.vocab_size * (hidden + self.head_bias)
-        table = self.max_position_embeddings * hidden if self.positions == "learned" else 0
-        embedding = self.vocab_size * hidden + table + self.embedding_norm_parameters
-        return embedding + head + self.num_layers * self._layer_parameters() + self.norm_parameters
-
-    def _layer_parameters(self) -> int:
-        """Parameters of one layer's matrices and biases, without its norms."""
-        h, q, kv, f = (
-            self.hidden_size,
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-            self.intermediate_size,
-        )
-        up = 2 * f if self.gated_mlp else f
-        biases = (q + 2 * kv) * self.qkv_bias + h * self.output_bias + (up + h) * self.mlp_bias
-        return h * (q + 2 * kv) + q * h + h * (up + f) + biases

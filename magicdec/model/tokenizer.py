@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back, for each of the three file formats a checkpoint may have.
 
 Owns the choice of the format from the files in a directory. All formats behave alike: the text is
-encoded as plain text and no special tokens are added. Must not know of models, devices or datasets,
-and imports a tokenizer library only when a file of its format is opened.
+encoded as plain text and no special tokens are added. A tokenizer library is imported only when a
+file of its format is opened.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class TiktokenTokenizer:
         return [i for part in parts for i in self._backend.encode_ordinary(part)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        checked = _checked_ids(ids, self.vocab_size, self._source)
-        return self._backend.decode([i for i in checked if i < len(self._ranks)])
+        known_ids = _checked_ids(ids, self.vocab_size, self._source)
+        return self._backend.decode([i for i in known_ids if i < len(self._ranks)])
 
     def vocabulary_hash(self) -> str:
         # Pieces are written in the byte alphabet of `tokenizer.json`, so that both formats of one

@@ -20,10 +20,15 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, Attend, Block, RMSNorm, make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
-from magicdec.model.linear.kinds import Linear, Reduce, exchange, pack, to_int8
-from magicdec.model.linear.packed import PackedLinear
-from magicdec.model.positions import PositionEncoding, alibi, alibi_slopes, rotate, split_heads
-from magicdec.model.rope import rope_table
+from magicdec.model.linear.packed import Linear, PackedLinear, Reduce, exchange, pack, to_int8
+from magicdec.model.positions import (
+    PositionEncoding,
+    alibi,
+    alibi_slopes,
+    rope_table,
+    rotate,
+    split_heads,
+)
 
 BeforeLayer = Callable[[int], None]
 """A function that is called with each layer before it is computed. An exception in it ends the

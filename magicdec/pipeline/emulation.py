@@ -14,9 +14,15 @@ from threading import Thread
 
 from torch import Tensor
 
-from magicdec.distributed.channels.message import Message, MessageForm, Sender
+from magicdec.distributed.channels.message import Form, Message, Sender
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.pipeline.stage import Stage
+from magicdec.runner import ModelRunner
+
+
+def sleep_until(due_s: float) -> None:
+    """Return at that time of `time.perf_counter`, or at once if it is over."""
+    time.sleep(max(0.0, due_s - time.perf_counter()))
 
 
 @dataclass
@@ -47,11 +53,21 @@ class PaddedStage(Stage):
     seconds: float = 0.0
 
     def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
-        due = time.perf_counter() + self.seconds
+        due_s = time.perf_counter() + self.seconds
         out = super().compute(x, rows, last_only)
         wait_for_stream(out.device)
-        time.sleep(max(0.0, due - time.perf_counter()))
+        sleep_until(due_s)
         return out
+
+
+def emulated(runner: ModelRunner, emulate_ms: float | None, pad_ms: float | None) -> Stage:
+    """The stage of `runner`, which sleeps as `--emulate_stage_ms` or `--pad_stage_ms` says."""
+    is_last = runner.model.is_last
+    if emulate_ms is not None:
+        return EmulatedStage(runner, is_last, seconds=emulate_ms / 1e3)
+    if pad_ms is not None:
+        return PaddedStage(runner, is_last, seconds=pad_ms / 1e3)
+    return Stage(runner, is_last)
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ class Link:
 class DelayedSender:
     """Sends through `sender`, which only its thread uses, as if over `link`."""
 
-    def __init__(self, sender: Sender, link: Link, form: MessageForm) -> None:
+    def __init__(self, sender: Sender, link: Link, form: Form) -> None:
         self.sender, self.link, self.form = sender, link, form
         self._free_at, self._error = 0.0, list[RuntimeError]()
         self._queue: Queue[tuple[float, Message]] = Queue()
@@ -82,9 +98,9 @@ class DelayedSender:
 
     def send(self, message: Message) -> None:
         self._raise()
-        num_tokens = 0 if message.payload is None else message.payload[..., 0].numel()
+        num_bytes = sum(tensor.nbytes for tensor in self.form.tensors(message))
         begin = max(time.perf_counter(), self._free_at)
-        self._free_at = begin + self.link.seconds(self.form.num_bytes(num_tokens))
+        self._free_at = begin + self.link.seconds(num_bytes)
         self._queue.put((self._free_at + self.link.delay_s, message))
 
     def close(self) -> None:
@@ -94,8 +110,8 @@ class DelayedSender:
 
     def _run(self) -> None:
         while True:
-            due, message = self._queue.get()
-            time.sleep(max(0.0, due - time.perf_counter()))
+            due_s, message = self._queue.get()
+            sleep_until(due_s)
             try:
                 if not self._error:
                     self.sender.send(message)

@@ -5,18 +5,19 @@ Owns the checks that need no model, and the passes. Must not know the flags of o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from magicdec.config.sections import NONE as NO_DRAFT
+from magicdec.config.sections import DraftChoice, StagesSection, WorkloadSection
+from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import AUTO, FLAG, is_auto
 from magicdec.distributed.stages import StageGrid
 from magicdec.names import SEQUENTIAL
 from magicdec.pipeline.emulation import Link
+from magicdec.serving.options import ServingOptions
 from magicdec.workload.request_shapes import ShapedOptions
-from magicdec.workload.trace import RequestShape
 
 RING, SPECULATIVE_RING = "ring", "ring_speculative"
 RINGS = (RING, SPECULATIVE_RING)
@@ -24,49 +25,43 @@ BATCHED, TENSOR_PARALLEL = "batched", "tensor_parallel"
 BASELINES = (SEQUENTIAL, BATCHED, TENSOR_PARALLEL)
 WITH_CURVES = (SEQUENTIAL, RING)  # passes whose tokens and memory are drawn against time
 MODES = (*BASELINES, RING)
-NO_DRAFT = "none"
 BYTES_PER_MBIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
-class RingOptions(ShapedOptions):
-    """`shapes` are all requests. The other fields are the flags of the same names; `lane_size` is
-    --B, `has_spans` says whether every stage notes when it computes what, and `has_memory` whether
-    every rank notes how much memory it uses. None stands for a default that follows from the number
-    of stages."""
+class RingOptions(ShapedOptions, StagesSection):
+    """The options of `magicdec recurrent`. `baselines` serve the requests beside the ring,
+    `has_spans` says whether every stage notes when it computes what, and `has_memory` whether every
+    rank notes how much memory it uses. None stands for a default that follows from the number of
+    stages."""
 
-    layer_split: str | None
-    lane_size: int
-    n_samples: int | None
-    prefill_tokens: int | None
-    gen_len: str
-    baselines: tuple[str, ...]
-    shapes: tuple[RequestShape, ...]
-    emulate_stage_ms: float | None = None
-    emulate_link_ms: float | None = None
-    emulate_link_mbps: float | None = None
-    machine: Path | None = None
+    modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=MODES)
+    draft: str = same(DraftChoice, "draft", NO_DRAFT)
+    lane_size: int = same(WorkloadSection, "batch_size", 1)
+    n_samples: int | None = setting(
+        None,
+        "Samples that are in flight together, a multiple of --B. Default: --B for each stage.",
+        metavar="R",
+        least=1,
+    )
+    prefill_tokens: int | None = same(ServingOptions, "prefill_tokens")
+    pad_stage_ms: float | None = setting(
+        None,
+        "Stages compute, and then sleep until a message has taken so long. Default: they do not "
+        "sleep.",
+        metavar="MS",
+        above=0,
+    )
+    emulate_link_mbps: float | None = setting(
+        None,
+        "Megabits a second that a link carries at most. Default: without limit.",
+        above=0,
+    )
+    baselines: tuple[str, ...] = ()
     has_spans: bool = False
-    pad_stage_ms: float | None = None
-    draft: str = NO_DRAFT
     has_memory: bool = False
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--B", self.lane_size),
-            ("--n_samples", self.n_samples),
-            ("--prefill_tokens", self.prefill_tokens),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} {value} is too small; it must be at least 1")
-        for flag, given in (
-            ("--emulate_stage_ms", self.emulate_stage_ms),
-            ("--pad_stage_ms", self.pad_stage_ms),
-            ("--emulate_link_ms", self.emulate_link_ms),
-            ("--emulate_link_mbps", self.emulate_link_mbps),
-        ):
-            if given is not None and not 0 < given < math.inf:
-                raise ValueError(f"{flag} {given} is out of range; it must be larger than 0")
         if self.emulate_stage_ms is not None and is_auto(self.layer_split):
             raise ValueError(
                 f"{FLAG} {self.layer_split}: with --emulate_stage_ms {self.emulate_stage_ms} a "
@@ -102,7 +97,7 @@ class RingOptions(ShapedOptions):
     def settle(self, grid: StageGrid) -> SettledOptions:
         """The options for a number of stages. Raises ValueError, naming the flag."""
         size, count = self.lane_size, len(self.shapes)
-        samples = self.n_samples or grid.num_stages * size
+        samples = self.n_samples or min(grid.num_stages, max(1, count // size)) * size
         asked = f"--n_samples {samples}"
         if samples % size:
             raise ValueError(f"{asked} is not a multiple of --B {size}, the samples of a message")
@@ -122,7 +117,9 @@ class RingOptions(ShapedOptions):
     def describe(self) -> dict[str, Any]:
         """These options as the record's `config.workload` has them."""
         values = asdict(self)
-        del values["shapes"], values["n_samples"]
+        for name in ("shapes", "n_samples"):
+            del values[name]
+        values["modes"] = (*self.baselines, RING)
         values["machine"] = None if self.machine is None else str(self.machine)
         return values | {"num_requests": len(self.shapes)}
 
@@ -131,18 +128,18 @@ class RingOptions(ShapedOptions):
 class SettledOptions:
     """The options of a run with a known number of stages."""
 
-    asked: RingOptions
+    flags: RingOptions
     n_samples: int
     num_lanes: int
 
     def describe(self) -> dict[str, Any]:
         """The options as the record's `config.workload` has them."""
-        return self.asked.describe() | {"n_samples": self.n_samples}
+        return self.flags.describe() | {"n_samples": self.n_samples}
 
     def prefill_tokens(self, num_stages: int, chunk: int) -> int:
         """Prompt tokens that a step of a lane prefills at most. By default a chunk for each stage,
         so that the chunks of one prompt can keep all stages busy."""
-        return self.asked.prefill_tokens or num_stages * chunk
+        return self.flags.prefill_tokens or num_stages * chunk
 
 
 def read_modes(
@@ -155,9 +152,6 @@ def read_modes(
         if is_emulated:
             return ()
         return tuple(n for n in BASELINES if n != TENSOR_PARALLEL or world_size > 1)
-    for name in names:
-        if name not in MODES:
-            raise ValueError(f"--modes {name} is not known; choose from {', '.join(MODES)}")
     if RING not in names:
         raise ValueError(f"--modes {' '.join(names)} lacks the {RING}; add it")
     return tuple(name for name in BASELINES if name in names)

@@ -1,19 +1,22 @@
 """Prepares what `magicdec recurrent` measures: checks everything before any process group starts,
-and before memory is allocated for more than the few layers that `--layer_split auto` times.
+and before memory is allocated for more than the few layers that `--layer_split auto` times; and
+what each of its passes needs: its config, its threads and its memory.
 
-Must not know the flags, nor what is measured.
+What a command that divides a model among ranks does in the same way is here too, for
+`magicdec pipeline`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
 from magicdec.config.resolve import without_collectives
-from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.resolved import ResolvedConfig, ResolvedParallel
 from magicdec.config.run_config import RunConfig
 from magicdec.config.threads import agreed_threads
 from magicdec.distributed.groups import Launch, check_equal
@@ -27,15 +30,20 @@ from magicdec.distributed.layer_split import (
 from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.descriptions import layer_obstacle
-from magicdec.hardware.environment import probe_machine
-from magicdec.memory.check import check_together
-from magicdec.memory.free_memory import find_room
-from magicdec.memory.plan import Models
+from magicdec.hardware.environment import Machine, probe_machine
+from magicdec.memory.check import Room, add_up, check_together, find_room
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.model.checkpoint.source import ModelSource, check_part, fingerprint
 from magicdec.model.config import ModelConfig
-from magicdec.pipeline.auto_split.choose import ChosenSplit, choose_split
-from magicdec.pipeline.auto_split.find import check_source, describe_source, find_times
-from magicdec.pipeline.auto_split.measure import DecodeStep
+from magicdec.names import BASELINE, SEQUENTIAL
+from magicdec.pipeline.auto_split import (
+    ChosenSplit,
+    DecodeStep,
+    RingTiming,
+    check_source,
+    choose_split,
+    describe_origin,
+)
 from magicdec.pipeline.options import (
     RINGS,
     SPECULATIVE_RING,
@@ -43,9 +51,9 @@ from magicdec.pipeline.options import (
     RingOptions,
     SettledOptions,
 )
-from magicdec.pipeline.pass_memory import check_memory, of_stage, without_drafts
 from magicdec.pipeline.speculation import num_drafts_of
-from magicdec.setup.prepare import Known, Prepared, complete, find
+from magicdec.setup.prepare import Found, Known, Prepared, complete, find
+from magicdec.workload.request_shapes import ShapedOptions
 
 
 @dataclass(frozen=True)
@@ -66,86 +74,104 @@ class PreparedRing:
     drafting: Prepared | None = None
 
 
-def prepare(asked: RunConfig, options: RingOptions, launch: Launch) -> PreparedRing:
+def prepare(run_config: RunConfig, options: RingOptions, launch: Launch) -> PreparedRing:
     """Find and check the model, divide it, make the prompts and plan the memory. Raises ValueError,
     one line naming the flag, for errors that a user can correct."""
     num_stages = count_stages(options.layer_split, launch.world_size)
     grid = make_grid(f"{FLAG} {options.layer_split}", num_stages, launch.world_size)
     settled = options.settle(grid)
-    workload = options.batch_of(asked.workload, settled.n_samples)
+    workload = options.batch_of(run_config.workload, settled.n_samples)
     known = Known()
-    found = find(replace(asked, workload=workload), launch, known, is_part=True)
-    drafting, whole = found.config, without_drafts(found.config)
+    models = find(replace(run_config, workload=workload), launch, known, is_part=True)
+    drafting, whole, source = models.config, without_drafts(models.config), models.source
     machine = known.get(("machine",), lambda: probe_machine(launch))
-    obstacles = obstacles_of(found.models)
-    alone, drafting_alone = (
-        without_collectives(config, machine, *obstacles) for config in (whole, drafting)
-    )
-    check_split(options.layer_split, grid, found.source)
-    check_groups(options, grid, whole, found.source.config)
+    drafting_alone = alone_of(models, machine)
+    check_split(options.layer_split, grid, source)
+    check_groups(options, grid, whole, source.config)
     on_host = None if options.link is None else "an emulated link delays messages on the host"
     transport = choose_transport(whole.parallel, machine, on_host)
     stage = grid.stage_of(launch.rank)
 
     def check_here(layers: Sequence[range]) -> str:
-        check_files(found.source, options.passes, layers, stage, launch.rank)
+        check_files(source, options.passes, layers, stage, launch.rank)
         configs, room = (whole, drafting), find_room(whole, launch, machine.num_gpus)
-        return check_memory(configs, found.models, grid, layers, options.passes, room)
+        return check_memory(configs, models.models, grid, layers, options.passes, room)
 
     of_ranks = drafting_alone if grid.tensor_parallel == 1 else drafting
-    run = complete(
-        replace(found, config=of_stage(of_ranks, grid, stage)),
-        known,
-        lambda at, _: "",  # what ranks must agree on follows
-        (len(options.shapes), "--num_requests"),
-    )
+    run = complete_part(models, of_stage(of_ranks, grid, stage), known, options)
     drafts = run if SPECULATIVE_RING in options.passes else None
     run = replace(run, config=without_drafts(run.config))
-    split = find_split(drafts or run, options, grid, launch)
-    layers = split.layers
-    run = replace(run, memory=check_together(launch, partial(check_here, layers)))
-    settled = replace(settled, asked=replace(options, layer_split=split.asked))
-    settings = settings_of(settled, layers, transport)
-    settings["--threads"] = agreed_threads(asked.parallel.threads)
-    check_agreement(launch, run.source, settings)
-    reason = split.reason and f"{FLAG} {split.asked}: {split.reason}"
-    return PreparedRing(run, whole, alone, settled, grid, layers, transport, reason, drafts)
+    split = find_split(drafts or run, options, grid)
+    run = replace(run, memory=check_together(launch, partial(check_here, split.layers)))
+    settled = replace(settled, flags=replace(options, layer_split=split.layer_split))
+    check_agreement(run_config, run, split.layers, settled.describe(), transport)
+    alone, reason = without_drafts(drafting_alone), describe_split(split.layer_split, split)
+    return PreparedRing(run, whole, alone, settled, grid, split.layers, transport, reason, drafts)
 
 
-def settings_of(
-    options: SettledOptions, layers: Sequence[range], transport: Transport | None
-) -> dict[str, object]:
-    """What all ranks must agree on."""
-    settings = {"layers": [len(each) for each in layers], **options.describe()}
-    del settings["machine"]  # every host has a file of its own
+def alone_of(models: Found, machine: Machine) -> ResolvedConfig:
+    """The config of a rank that needs no other to compute what it holds, where this is resolved for
+    all ranks."""
+    draft = models.models.draft
+    obstacles = (
+        layer_obstacle(models.models.target),
+        None if draft is None else layer_obstacle(draft),
+    )
+    return without_collectives(models.config, machine, *obstacles)
+
+
+def complete_part(
+    models: Found, config: ResolvedConfig, known: Known, options: ShapedOptions
+) -> Prepared:
+    """The run of one rank, with a prompt for each request. Its memory is not planned yet, and ranks
+    have not agreed on anything."""
+    count = len(options.shapes), "--num_requests"
+    return complete(replace(models, config=config), known, lambda launch, check: "", count)
+
+
+def describe_split(text: str | None, split: ChosenSplit) -> str:
+    """What `--layer_split auto` chose, in one line; empty for another split."""
+    return split.reason and f"{FLAG} {text}: {split.reason}"
+
+
+def check_agreement(
+    run_config: RunConfig,
+    run: Prepared,
+    layers: Sequence[range],
+    settings: Mapping[str, Any],
+    transport: Transport | None,
+) -> None:
+    """Raises ValueError, on every rank, if a rank has another version, model, split or setting."""
+    facts: dict[str, Any] = {"magicdec": version("magicdec")}
+    facts |= {f"model's {name}": value for name, value in asdict(run.source.config).items()}
+    facts |= {"layers": [len(each) for each in layers], **settings}
+    del facts["machine"]  # every host has a file of its own
     if transport is not None:
-        settings["messages"] = transport.describe()
-    return settings
+        facts["messages"] = transport.describe()
+    facts["--threads"] = agreed_threads(run_config.parallel.threads)
+    facts["model's weights, by their fingerprint,"] = fingerprint(run.source)
+    check_equal(run.launch, facts, "pipeline")
 
 
-def check_split(asked: str | None, grid: StageGrid, source: ModelSource) -> None:
+def check_split(split: str | None, grid: StageGrid, source: ModelSource) -> None:
     """Raises ValueError for a split that cannot be, before anything is timed."""
-    if asked is not None and is_auto(asked):
-        check_source(asked, source)
+    if split is not None and is_auto(split):
+        check_source(split, source)
     any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
-    split_layers(asked, grid.num_stages, source.config.num_layers, any_times)
+    split_layers(split, grid.num_stages, source.config.num_layers, any_times)
 
 
-def obstacles_of(models: Models) -> tuple[str | None, str | None]:
-    """What in the layers of the target and of the draft native steps do not compute."""
-    draft = models.draft
-    return layer_obstacle(models.target), None if draft is None else layer_obstacle(draft)
-
-
-def find_split(run: Prepared, options: RingOptions, grid: StageGrid, launch: Launch) -> ChosenSplit:
+def find_split(run: Prepared, options: RingOptions, grid: StageGrid) -> ChosenSplit:
     """The split that all ranks come to, before any process group of the run starts. `run.config` is
     that of this rank's stage, with drafts if the command has any."""
     step = DecodeStep(options.lane_size, options.mean_context, num_drafts_of(run.config))
+    tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
+    origin = describe_origin(options.machine)
+    timing = RingTiming(run, [grid.ranks_of(stage) for stage in range(grid.num_stages)], step)
     return choose_split(
-        options.layer_split, [grid.ranks_of(stage) for stage in range(grid.num_stages)],
-        run.source.config.num_layers, launch,
-        describe_source(options.machine, step),
-        lambda: find_times(run, grid, launch, options.machine, step),
+        options.layer_split, timing.stages, run.source.config.num_layers, run.launch,
+        f"{origin} for messages of {step.rows} with {step.context} cached tokens{tokens} each",
+        lambda: timing.find_times(options.machine),
     )  # fmt: skip
 
 
@@ -165,14 +191,6 @@ def check_files(
         raise ValueError(f"--modes {names}, which read the whole model: {error}") from error
 
 
-def check_agreement(launch: Launch, source: ModelSource, settings: Mapping[str, object]) -> None:
-    """Raises ValueError, on every rank, if a rank has another version, model or split."""
-    of_model = {f"model's {name}": value for name, value in asdict(source.config).items()}
-    facts = {"magicdec": version("magicdec"), **of_model, **settings}
-    facts["model's weights, by their fingerprint,"] = fingerprint(source)
-    check_equal(launch, facts, "pipeline")
-
-
 def check_groups(
     options: RingOptions, grid: StageGrid, whole: ResolvedConfig, model: ModelConfig
 ) -> None:
@@ -187,3 +205,85 @@ def check_groups(
         Shard(0, grid.world_size).heads(model.num_heads, model.num_kv_heads)
     except ValueError as error:
         raise ValueError(f"--modes {TENSOR_PARALLEL}: {error}") from error
+
+
+def of_stage(config: ResolvedConfig, grid: StageGrid, stage: int) -> ResolvedConfig:
+    """The config of the ranks of one stage."""
+    parallel = replace(config.parallel, rank_group=grid.ranks_of(stage))
+    return replace(config, parallel=parallel)
+
+
+def without_drafts(config: ResolvedConfig) -> ResolvedConfig:
+    """The config of a pass that drafts nothing."""
+    decoding = replace(config.decoding, strategy=BASELINE, drafter=None)
+    return replace(config, decoding=decoding, draft=None)
+
+
+def of_one_process(config: ResolvedConfig, num_rows: int) -> ResolvedConfig:
+    """The config of the whole model on the first rank, with that many rows."""
+    parallel = replace(config.parallel, rank_group=(0,))
+    workload = replace(config.workload, batch_size=num_rows)
+    return replace(config, parallel=parallel, workload=workload)
+
+
+def expected_threads(parallel: ResolvedParallel, launch: Launch, is_one_process: bool) -> int:
+    """The CPU threads of this rank. One process on the first rank has those of all ranks of its
+    host, and the others wait."""
+    if not is_one_process:
+        return parallel.threads_of(launch.rank)
+    return parallel.threads_on(launch.local_ranks) if launch.rank == 0 else 0
+
+
+def check_memory(
+    configs: tuple[ResolvedConfig, ResolvedConfig],
+    models: Models,
+    grid: StageGrid,
+    layers: Sequence[range],
+    passes: Sequence[str],
+    room: Room,
+) -> str:
+    """The line to print: what the ranks of this room need for the pass that needs most. `configs`
+    are that of passes without drafts and that of the pass with them. Raises ValueError if that is
+    more than is free."""
+    whole, drafting = configs
+    plans = {
+        name: add_up([*plan_pass(name, config, models, grid, layers, room.ranks)])
+        for name, config in ((n, drafting if n == SPECULATIVE_RING else whole) for n in passes)
+    }
+    name, plan = max(plans.items(), key=lambda item: item[1].total)
+    if refusal := room.refusal(plan):
+        others = "" if name in RINGS else "; leave it out of --modes"
+        raise ValueError(
+            f"--n_samples {whole.workload.batch_size} --prefix_len {whole.workload.prefix_len}: "
+            f"{name} needs {refusal}{others}"
+        )
+    return room.describe(plan, f" for {name}")
+
+
+def plan_pass(
+    name: str,
+    whole: ResolvedConfig,
+    models: Models,
+    grid: StageGrid,
+    layers: Sequence[range],
+    ranks: Sequence[int],
+) -> Iterator[MemoryPlan]:
+    """The plans of these ranks that hold a model in that pass."""
+    yield MemoryPlan(0, 0)
+    model = models.target
+    for rank in ranks:
+        if name == TENSOR_PARALLEL:
+            yield plan_rank(whole, Models(model), rank)
+        elif name in RINGS:
+            stage = grid.stage_of(rank)
+            config = of_stage(replace(whole, draft=None), grid, stage)
+            plan = plan_stage(config, model, len(layers[stage]), stage == 0, rank)
+            if stage == 0 and whole.draft is not None:
+                with_draft = plan_rank(of_stage(whole, grid, stage), models, rank)
+                plan = replace(
+                    plan, draft_weights=with_draft.draft_weights, draft_kv=with_draft.draft_kv
+                )
+            yield plan
+        elif rank == 0:
+            num_rows = 1 if name == SEQUENTIAL else whole.workload.batch_size
+            yield plan_rank(of_one_process(whole, num_rows), Models(model), rank)

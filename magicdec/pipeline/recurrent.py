@@ -5,7 +5,6 @@ Large Language Models at the Edge", section III).
 Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
 with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
 one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
-Must not know how a stage computes (`stage`), what drafts (`speculation`), nor what is measured.
 
 With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
 many tokens every stage keeps of each row: without those drafts that were rejected last.
@@ -66,7 +65,7 @@ class Flight:
 
     @property
     def status(self) -> int:
-        """Of the message."""
+        """The status of the message."""
         if self.draft is not None:
             return VERIFY
         return WANTED if self.is_wanted else 0
@@ -108,21 +107,21 @@ class RecurrentPipeline:
         first message, if one of them can never be served. `observe` is called with the number of
         tokens that a message emitted, `watch` with the plan of every step of a lane."""
         self.lanes[0].scheduler.add(requests, self.clock.now())
-        started, spent = time.perf_counter(), self.stage.occupancy
+        first_s, occupancy = time.perf_counter(), self.stage.occupancy
         for lane in self.lanes:
             self._begin(lane, watch)
         while self._under_way:
-            asked = time.perf_counter()
+            begin_s = time.perf_counter()
             message = self.ends.inbound.receive()
             arrived = time.perf_counter()
-            spent.waiting_s += arrived - asked
+            occupancy.waiting_s += arrived - begin_s
             flight = self._under_way.popleft()
             assert message.run == flight.lane.index, "messages come home in their order"
             observe(self._land(flight, message))
             prefills = flight.ends_step and self._begin(flight.lane, watch)
             if flight.is_decode and not prefills:
-                spent.decodes_s.append(time.perf_counter() - arrived)
-        spent.total_s += time.perf_counter() - started
+                occupancy.decodes_s.append(time.perf_counter() - arrived)
+        occupancy.total_s += time.perf_counter() - first_s
 
     def close(self) -> None:
         """End the other stages."""
@@ -171,10 +170,10 @@ class RecurrentPipeline:
         called before."""
         self.on_send(flight)
         rows, status = flight.lane.rows(flight.requests), flight.status
-        kept = [r.num_cached for r in flight.requests] if status == VERIFY else []
+        lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
         out = self.stage.forward(token_ids, rows, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
-        self.ends.outbound.send(Message(kind, flight.lane.index, status, (*rows, *kept), out))
+        self.ends.outbound.send(Message(kind, flight.lane.index, status, (*rows, *lengths), out))
         self._under_way.append(flight)
 
     def _land(self, flight: Flight, message: Message) -> int:

@@ -1,8 +1,8 @@
 """Speculation: drafts for the samples of a ring, on the first stage, and their judgement.
 
 Owns the order of the drafter's calls, and what is counted of drafts. Drafters and judgement are
-those of the engine (`decoding.steps`). Must not know of messages or lanes: a row is a row of the
-stage's cache. All ranks of the first stage make the same calls in the same order.
+those of the engine (`decoding.steps`). A row is a row of the stage's cache. All ranks of the first
+stage make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Speculation:
 
     def admit(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
         """The prompts of `requests` are in the cache, and their first tokens are known."""
-        admitted = [replace(r, row=row) for r, row in zip(requests, rows, strict=True)]
-        self._known |= zip(rows, admitted, strict=True)
+        in_rows = [replace(r, row=row) for r, row in zip(requests, rows, strict=True)]
+        self._known |= zip(rows, in_rows, strict=True)
         with self._timed():
-            self.drafter.admit(admitted)
+            self.drafter.admit(in_rows)
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[int]) -> Draft:
@@ -73,8 +73,8 @@ class Speculation:
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
         """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
-        judged = judge(self.runner, draft.sampling, draft.proposal, logits)
-        counts, emitted = judged.accepted.tolist(), judged.ids.tolist()
+        judgement = judge(self.runner, draft.sampling, draft.proposal, logits)
+        counts, emitted = judgement.accepted.tolist(), judgement.ids.tolist()
         num_drafted = draft.proposal.ids.shape[1]
         self.counts.num_verified += len(counts)
         self.counts.num_drafted += num_drafted * len(counts)
@@ -83,21 +83,20 @@ class Speculation:
         return StepOutput(tokens, num_drafted, counts)
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Of `rows`, the first `lengths` tokens are committed. All after them is forgotten."""
+        """The first `lengths` tokens of `rows` are committed. All after them is forgotten."""
         device = self.runner.device
         self.drafter.commit(BatchRows.of(rows, device), Lengths.of(lengths, device))
 
     def release(self, rows: Sequence[int]) -> None:
         """The samples in `rows` have ended."""
-        admitted = [row for row in rows if self._known.pop(row, None) is not None]
-        self.drafter.release(admitted)
+        self.drafter.release([row for row in rows if self._known.pop(row, None) is not None])
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
+        begin_s = time.perf_counter()
         yield
         wait_for_stream(self.runner.device)
-        self.counts.draft_s += time.perf_counter() - started
+        self.counts.draft_s += time.perf_counter() - begin_s
 
 
 def num_drafts_of(config: ResolvedConfig) -> int:

@@ -1,7 +1,7 @@
 """Stage: this rank's layers of a model, and the loop in which it serves the messages of a ring.
 
 Owns the order of a stage's work: a message is computed when it arrives and passed on, and rows are
-freed when a message says so. Must not know of requests, nor why a row is computed.
+freed when a message says so.
 
 A HIDDEN message holds the hidden states of new tokens of some rows, which its `words` name. Its
 status says what is wanted of the last stage. WANTED: the hidden state of the last of these tokens.
@@ -21,17 +21,22 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.groups import Group
 from magicdec.hardware.environment import wait_for_stream
+from magicdec.model.checkpoint.source import ModelSource
 from magicdec.runner import ModelRunner
+from magicdec.setup.loading import LoadedModels, StagePart, kinds_of, make_backend, make_executor
 
 WANTED, VERIFY = 1, 2
 
 
 @dataclass
 class Occupancy:
-    """What a rank did with its time. The rest of `total_s` is spent waiting for messages."""
+    """What a rank did with its time. It waits for messages in `waiting_s` of
+    `total_s`."""
 
     total_s: float = 0.0
     waiting_s: float = 0.0
@@ -60,7 +65,7 @@ class Stage:
         return model.has_head and model.is_last
 
     def forward(self, x: Tensor, rows: Sequence[int], status: int) -> Tensor | None:
-        """From token ids [B,T] or hidden states [B,T,hidden] to what is sent on; None if nobody
+        """What is sent on, from token ids [B,T] or hidden states [B,T,hidden]; None if nobody
         needs it. After the last layer this is of the last token alone, unless status is VERIFY.
         Returns when it is computed, so that times are right and a message is there when it says
         so."""
@@ -89,23 +94,23 @@ class Stage:
 
     def serve(self, ends: RingEnds) -> None:
         """Serve messages until END. Not for the first stage, which begins the messages."""
-        started, spent = None, self.occupancy
+        first_s, occupancy = None, self.occupancy
         while True:
-            asked = time.perf_counter()
+            begin_s = time.perf_counter()
             message = ends.inbound.receive()
             arrived = time.perf_counter()
-            if started is None:
-                started = arrived
+            if first_s is None:
+                first_s = arrived
             else:
-                spent.waiting_s += arrived - asked
+                occupancy.waiting_s += arrived - begin_s
             if message.kind is Kind.END:
-                spent.total_s += arrived - started
+                occupancy.total_s += arrived - first_s
                 ends.outbound.send(message)
                 ends.outbound.close()
                 return
             self._answer(message, ends)
             if is_decode(message):
-                spent.decodes_s.append(time.perf_counter() - arrived)
+                occupancy.decodes_s.append(time.perf_counter() - arrived)
 
     def _answer(self, message: Message, ends: RingEnds) -> None:
         if message.kind is Kind.FREE:
@@ -116,12 +121,28 @@ class Stage:
         if message.kind is Kind.HIDDEN and message.payload is not None:
             rows: Sequence[int] = message.words
             if message.status == VERIFY:
-                rows, kept = split_words(message.words)
-                self.keep(rows, kept)
+                rows, lengths = split_words(message.words)
+                self.keep(rows, lengths)
             out = self.forward(message.payload, rows, message.status)
             kind = Kind.VOID if out is None else Kind.HIDDEN
             message = replace(message, kind=kind, payload=out)
         ends.outbound.send(message)
+
+
+def load_part(
+    config: ResolvedConfig,
+    source: ModelSource,
+    group: Group,
+    models: LoadedModels,
+    part: StagePart,
+    num_rows: int,
+    max_tokens: int,
+) -> ModelRunner:
+    """A runner of a part of the target, whose layers `group` shares."""
+    kinds = kinds_of(config.model, config.model.target_dtype)
+    model, backend = models.get(source, group, kinds, part), make_backend(config.attention.backend)
+    executor = make_executor(kinds, model, group)
+    return ModelRunner(model, backend, group, num_rows, max_tokens, executor=executor)
 
 
 def split_words(words: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:

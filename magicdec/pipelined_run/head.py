@@ -1,9 +1,10 @@
 """Head: carries out what the scheduler decides. It launches runs into the first stage, cancels
-them, asks the drafter for its next step, and gives requests their tokens.
+them, asks the drafter for its next step, and gives requests their tokens. Only the head has a
+scheduler. Results and drafts come in through threads that do nothing else, so that it never waits
+for one of them while the other is there.
 
-Only the head has a scheduler. Results and drafts come in through threads that do nothing else, so
-that it never waits for one of them while the other is there. Must not know how anything is
-computed.
+PipelineRank: the loops and threads of one rank. The first rank leads, with its stage and its
+drafter in threads; every other rank is a stage or drafts.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import TypeVar
+
+import torch
 
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
-from magicdec.pipelined_run.board import Canceller
-from magicdec.pipelined_run.parcel import (
-    DraftRequest,
-    candidates_of,
-    margins_of,
-    numbers_of,
-    pack,
-)
-from magicdec.pipelined_run.spans import Spans, What
+from magicdec.hardware.environment import use_device
+from magicdec.hardware.threads import ThreadCount
+from magicdec.pipeline.tracing import Spans, What
+from magicdec.pipelined_run.channels import Canceller, DraftRequest, Wires, candidates_of, floats_of
+from magicdec.pipelined_run.drafter import Drafter, DraftLoop
+from magicdec.pipelined_run.stage import Part, StageLoop
 from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
@@ -35,6 +37,7 @@ from magicdec.pipelined_speculation.messages import (
     Launch,
     Stop,
 )
+from magicdec.pipelined_speculation.options import Counts
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.serving.metrics import Moves
@@ -43,15 +46,8 @@ Observer = Callable[[int], None]
 """A function that is called with the number of tokens of each commit."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """A message that came in, or what has ended a thread."""
-
-    is_result: bool = False
-    message: Message | None = None
-    error: BaseException | None = None
-
-
+Event = tuple[bool, Message] | BaseException
+"""A message that came in, with whether it is a result; or what has ended a thread."""
 Events = SimpleQueue[Event]
 
 
@@ -74,7 +70,7 @@ def forward(channel: Receiver, is_result: bool, events: Events) -> Thread:
         while message is None or message.kind is not Kind.END:
             message = channel.receive()
             if is_result or message.kind is not Kind.END:
-                events.put(Event(is_result, message))
+                events.put((is_result, message))
 
     return in_thread(copy, events)
 
@@ -86,7 +82,7 @@ def in_thread(work: Callable[[], None], events: Events) -> Thread:
         try:
             work()
         except BaseException as error:
-            events.put(Event(error=error))
+            events.put(error)
 
     thread = Thread(target=run, daemon=True)
     thread.start()
@@ -108,6 +104,7 @@ class Head:
         self.first_run = self.first_draft = 0  # numbers that were not used before
         self.drafted: list[Drafted] = []  # of the requests that were served last
         self.moves: dict[int, Moves] = {}  # of the same requests: when each got its lane
+        self.counts, self.served_from = Counts(), (0, 0)  # of the same; their first run and draft
 
     def serve(
         self,
@@ -117,6 +114,7 @@ class Head:
     ) -> None:
         """Serve `requests`, which arrive now, until all have ended and every run is home."""
         self.drafted, self.moves = [], {}
+        self.counts, self.served_from = scheduler.counts, (self.first_run, self.first_draft)
         serving = Serving(self, scheduler, requests, observe)
         serving.run()
         self.first_run += scheduler.counts.runs
@@ -129,9 +127,9 @@ class Head:
             self.drafts.send(Message(Kind.END))
             self.drafts.close()
         event = self.events.get()
-        if event.error is not None:
-            raise event.error
-        assert event.message is not None and event.message.kind is Kind.END, "no run is under way"
+        if isinstance(event, BaseException):
+            raise event
+        assert event[1].kind is Kind.END, "no run is under way"
         self.launches.close()
 
 
@@ -148,22 +146,23 @@ class Serving:
     ) -> None:
         self.head, self.scheduler, self.requests, self.observe = head, scheduler, requests, observe
         self.lanes: dict[int, int] = {}  # of the requests that have begun
-        self.told: dict[int, int] = {}  # output tokens that the drafter knows
+        self.num_known: dict[int, int] = {}  # output tokens that the drafter knows
         self.num_drafts = 0
         self._results: deque[Message] = deque()
         self._drafted: Message | None = None
         self._is_over = False
-        self._asked: DraftRequest | None = None  # the step that the drafter does
+        self._draft_step: DraftRequest | None = None  # the step that the drafter does
 
     def run(self) -> None:
         for request in self.requests:
             params = request.sampling
             assert not params.has_penalties, "they were refused"
-            ends = params.max_new_tokens, params.eos_token_ids
-            number, actions = self.scheduler.submit(request.prompt_ids, *ends)
+            number, actions = self.scheduler.submit(
+                request.prompt_ids, params.max_new_tokens, params.eos_token_ids
+            )
             assert self.requests[number] is request
             self._do(actions)
-        while not self._is_over or self._asked is not None:
+        while not self._is_over or self._draft_step is not None:
             self._step()
 
     def _step(self) -> None:
@@ -174,7 +173,7 @@ class Serving:
         elif self._drafted is not None:
             message, self._drafted = self._drafted, None
             self._take_candidates(message)
-        elif self._asked is not None or not (actions := self.scheduler.idle()):
+        elif self._draft_step is not None or not (actions := self.scheduler.idle()):
             self._take(self.head.events.get())
         else:
             self._do(actions)
@@ -185,28 +184,29 @@ class Serving:
                 self._take(self.head.events.get_nowait())
 
     def _take(self, event: Event) -> None:
-        if event.error is not None:
-            raise event.error
-        assert event.message is not None
-        if event.is_result:
-            self._results.append(event.message)
+        if isinstance(event, BaseException):
+            raise event
+        is_result, message = event
+        if is_result:
+            self._results.append(message)
         else:
             assert self._drafted is None, "one draft at a time"
-            self._drafted = event.message
+            self._drafted = message
 
     def _result(self, message: Message) -> None:
         is_void = message.kind is Kind.VOID
         self.head.spans.moment(What.RESULT, message.run, int(is_void))
-        tokens, margins = (None, None) if is_void else (numbers_of(message), margins_of(message))
-        self._do(self.scheduler.result(message.run - self.head.first_run, tokens, margins))
+        tokens = None if is_void else message.words
+        run, margins = message.run - self.head.first_run, floats_of(message)
+        self._do(self.scheduler.result(run, tokens, margins))
 
     def _take_candidates(self, message: Message) -> None:
-        asked, self._asked = self._asked, None
-        assert asked is not None, "an answer to what was asked"
-        request, candidates = self.requests[asked.request], candidates_of(message)
-        num_output = asked.kept + len(asked.new) - len(request.prompt_ids)
-        for path, each in zip(asked.paths, candidates, strict=True):
-            self.head.drafted.append(Drafted(asked.request, num_output, path, each))
+        step, self._draft_step = self._draft_step, None
+        assert step is not None, "an answer to a step"
+        request, candidates = self.requests[step.request], candidates_of(message)
+        num_output = step.kept + len(step.new) - len(request.prompt_ids)
+        for path, each in zip(step.paths, candidates, strict=True):
+            self.head.drafted.append(Drafted(step.request, num_output, path, each))
         self._do(self.scheduler.drafted(message.run - self.head.first_draft, candidates))
 
     def _do(self, actions: Sequence[Action]) -> None:
@@ -230,22 +230,107 @@ class Serving:
         run = self.head.first_run + launch.run
         what = What.LAUNCH if self.requests[launch.request].output_ids else What.PROMPT
         self.head.spans.moment(what, run, launch.num_rows)
-        self.head.launches.send(pack(Kind.HIDDEN, run, launch.to_words()))
+        self.head.launches.send(Message(Kind.HIDDEN, run, words=launch.to_words()))
 
     def _begin(self, launch: Launch) -> None:
         """The request's first run: tell the drafter its prompt, which it reads meanwhile."""
         request = launch.request
         self.head.moves[self.requests[request].request_id] = Moves([time.perf_counter()])
-        self.lanes[request], self.told[request] = launch.lane, 0
+        self.lanes[request], self.num_known[request] = launch.lane, 0
         if self.head.drafts is not None and self.scheduler.options.mode != "iterative":
             prompt = self.requests[request].prompt_ids
             self.head.drafts.send(DraftRequest(request, launch.lane, 0, prompt).to_message(0))
 
     def _draft(self, draft: Draft) -> None:
         assert self.head.drafts is not None, "without a drafter the mode is iterative"
-        request, told = self.requests[draft.request], self.told[draft.request]
-        kept, new = len(request.prompt_ids) + told, tuple(request.output_ids[told:])
-        self.told[draft.request] = len(request.output_ids)
-        asked = DraftRequest(draft.request, self.lanes[draft.request], kept, new, draft.paths)
-        self._asked, self.num_drafts = asked, draft.draft + 1
-        self.head.drafts.send(asked.to_message(self.head.first_draft + draft.draft))
+        request, num_known = self.requests[draft.request], self.num_known[draft.request]
+        self.num_known[draft.request], self.num_drafts = len(request.output_ids), draft.draft + 1
+        self._draft_step = DraftRequest(
+            draft.request,
+            self.lanes[draft.request],
+            len(request.prompt_ids) + num_known,
+            tuple(request.output_ids[num_known:]),
+            draft.paths,
+        )
+        self.head.drafts.send(self._draft_step.to_message(self.head.first_draft + draft.draft))
+
+
+CPU = torch.device("cpu")
+End = TypeVar("End")
+
+
+class PipelineRank:
+    """`part` is this rank's stage and `drafter` its drafter, None where it has none. They compute
+    on `device`, each in a thread if this rank has both; on a GPU they share a stream."""
+
+    def __init__(
+        self,
+        rank: int,
+        wires: Wires,
+        part: Part | None,
+        drafter: Drafter | None,
+        device: torch.device = CPU,
+    ) -> None:
+        self.rank, self.wires, self.part, self.drafter = rank, wires, part, drafter
+        self.device = device
+        self.first_run = self.first_draft = 0
+
+    @property
+    def computes(self) -> bool:
+        return self.part is not None or self.drafter is not None
+
+    def serve(self, lead: Callable[[Head], None], count: ThreadCount) -> Spans:
+        """Serve until the head has no more. `lead` is what the head does; it is called on the first
+        rank only. `count` measures in each loop. Returns what this rank did when."""
+        spans, wires = Spans(), self.wires
+        loops: list[Callable[[], None]] = []
+        if self.part is not None:
+            inbound, outbound = there(wires.inbound), there(wires.outbound)
+            loops.append(StageLoop(self.part, inbound, outbound, wires.board, spans).serve)
+        if self.drafter is not None:
+            inbound = there(wires.draft_steps)
+            drafts = DraftLoop(self.drafter, inbound, wires.answers, spans, wires.others)
+            loops.append(drafts.serve)
+        loops = [count.during()(loop) for loop in loops]
+        if self.rank == 0:
+            self._lead(lead, loops, spans)
+        else:
+            for loop in loops:  # one at most: only the first rank is several things
+                loop()
+        return spans
+
+    def _lead(
+        self, lead: Callable[[Head], None], loops: list[Callable[[], None]], spans: Spans
+    ) -> None:
+        wires, events = self.wires, SimpleQueue[Event]()
+        compute = partial(self._compute, torch.get_num_threads())
+        threads = [in_thread(partial(compute, loop), events) for loop in loops]
+        threads.append(forward(there(wires.results), True, events))
+        if wires.answered is not None:
+            threads.append(forward(wires.answered, False, events))
+        head = Head(there(wires.launches), there(wires.canceller), wires.asks, events, spans)
+        head.first_run, head.first_draft = self.first_run, self.first_draft
+        lead(head)
+        head.close()
+        for thread in threads:
+            thread.join()
+        self.first_run, self.first_draft = head.first_run, head.first_draft
+
+    def _compute(self, num_threads: int, loop: Callable[[], None]) -> None:
+        """In a thread of Python, which has neither the device of the thread that started it nor,
+        in OpenMP, its number of threads."""
+        use_device(self.device)
+        torch.set_num_threads(num_threads)
+        loop()
+
+    def close(self) -> None:
+        """No rank serves any more. All ranks call it."""
+        if self.rank == 0:
+            there(self.wires.canceller).close()
+        if self.wires.listener is not None:
+            self.wires.listener.join()
+
+
+def there(end: End | None) -> End:
+    assert end is not None, "the layout says that this rank has it"
+    return end

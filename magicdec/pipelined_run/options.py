@@ -5,49 +5,48 @@ Owns the checks that need no model. Must not know the flags of other commands.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from magicdec.config.sections import DraftChoice, StagesSection
+from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.names import SEQUENTIAL
 from magicdec.pipeline.emulation import Link
 from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import MODES, Options
 from magicdec.workload.request_shapes import ShapedOptions
-from magicdec.workload.trace import RequestShape
 
 SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
 
 
 @dataclass(frozen=True)
-class SpeculationOptions(ShapedOptions):
-    """`shapes` are all requests, `modes` the ways in which they are served. The other fields are
-    the flags of the same names; `speculation` has those of the scheduler."""
+class SpeculationOptions(ShapedOptions, StagesSection):
+    """The options of `magicdec pipeline`; `speculation` has those of the scheduler."""
 
-    layer_split: str | None
-    modes: tuple[str, ...]
-    draft: str
-    speculation: Options
-    has_baseline: bool
-    gen_len: str
-    shapes: tuple[RequestShape, ...]
-    emulate_stage_ms: float | None = None
-    emulate_link_ms: float | None = None
-    emulate_draft_ms: float | None = None
-    emulate_acceptance: float | None = None
-    machine: Path | None = None
+    modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=(SEQUENTIAL, *MODES))
+    draft: str = same(DraftChoice, "draft", "model:demo-draft")
+    emulate_draft_ms: float | None = setting(
+        None,
+        "A step of the emulated drafter takes so long. Default: no time.",
+        metavar="MS",
+        above=0,
+    )
+    emulate_acceptance: float | None = setting(
+        None,
+        "In place of --draft: each drafted token is what the target writes with this probability, "
+        "which needs the baseline or emulated stages. Default: --draft drafts.",
+        metavar="A",
+        least=0,
+        most=1,
+    )
+    speculation: Options = Options()
 
     def __post_init__(self) -> None:
-        for name in ("emulate_stage_ms", "emulate_link_ms", "emulate_draft_ms"):
-            given = getattr(self, name)
-            if given is not None and not 0 < given < math.inf:
-                raise ValueError(f"--{name} {given} is out of range; it must be larger than 0")
-        rate = self.emulate_acceptance
-        if rate is not None and not 0 <= rate <= 1:
-            raise ValueError(f"--emulate_acceptance {rate:g} is not between 0 and 1")
+        if not self.pipelined:
+            raise ValueError(
+                f"--modes {' '.join(self.passes)} needs no stages; add one of {', '.join(MODES)}"
+            )
         self._check_emulation()
 
     def _check_emulation(self) -> None:
@@ -81,7 +80,7 @@ class SpeculationOptions(ShapedOptions):
 
     @property
     def needs_drafts(self) -> bool:
-        return any(mode != "iterative" for mode in self.modes)
+        return any(mode != "iterative" for mode in self.pipelined)
 
     @property
     def link(self) -> Link | None:
@@ -98,7 +97,20 @@ class SpeculationOptions(ShapedOptions):
     @property
     def passes(self) -> tuple[str, ...]:
         """All ways in which the requests are served, in order."""
-        return (*[SEQUENTIAL] * self.has_baseline, *self.modes)
+        every = (SEQUENTIAL, *MODES)
+        if self.modes is None:
+            return every if self.emulate_stage_ms is None else MODES
+        return tuple(mode for mode in every if mode in self.modes)
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether one process decodes too."""
+        return SEQUENTIAL in self.passes
+
+    @property
+    def pipelined(self) -> tuple[str, ...]:
+        """The ways to decode on stages."""
+        return tuple(mode for mode in self.passes if mode != SEQUENTIAL)
 
     def of_mode(self, mode: str) -> Options:
         return replace(self.speculation, mode=mode)
@@ -108,20 +120,6 @@ class SpeculationOptions(ShapedOptions):
         values = asdict(self) | asdict(self.speculation)
         for name in ("shapes", "speculation", "mode"):
             del values[name]
+        values |= {"modes": self.passes, "has_baseline": self.has_baseline}
         values["machine"] = None if self.machine is None else str(self.machine)
         return values | {"num_requests": len(self.shapes)}
-
-
-def read_modes(names: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
-    """Whether one process decodes too, and the ways to decode on stages in the order of MODES.
-    Raises ValueError, naming the flag."""
-    for name in names:
-        if name not in (SEQUENTIAL, *MODES):
-            choices = ", ".join((SEQUENTIAL, *MODES))
-            raise ValueError(f"--modes {name} is not known; choose from {choices}")
-    modes = tuple(name for name in MODES if name in names)
-    if not modes:
-        raise ValueError(
-            f"--modes {' '.join(names)} needs no stages; add one of {', '.join(MODES)}"
-        )
-    return SEQUENTIAL in names, modes

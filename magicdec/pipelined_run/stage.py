@@ -2,8 +2,7 @@
 the order in which they were launched.
 
 Owns when a stage looks for cancellations: before a run and between its layers. A run that is
-cancelled, or that an earlier stage has skipped, goes on as a void header. Must not know of
-requests, nor why a run is launched or cancelled.
+cancelled, or that an earlier stage has skipped, goes on as a void header.
 
 On CUDA the host looks between launching one layer and the next. What it has launched by then is
 computed; a run that is skipped afterwards costs that time.
@@ -13,25 +12,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
-from magicdec.distributed.channels.device import to_device, to_host
+from magicdec.distributed.channels.connect import to_device
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
-from magicdec.distributed.channels.tensors import TensorReceiver, TensorSender
 from magicdec.executor.executor import Cancellation, Cancelled, check
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
-from magicdec.pipelined_run.board import CancelBoard, RunCancellation
-from magicdec.pipelined_run.parcel import numbers_of, pack, tensor_of
-from magicdec.pipelined_run.spans import Spans, What
-from magicdec.pipelined_speculation.cells import to_ranges
-from magicdec.pipelined_speculation.messages import Launch, Ranges
+from magicdec.pipeline.emulation import sleep_until
+from magicdec.pipeline.tracing import Spans, What
+from magicdec.pipelined_run.channels import (
+    CancelBoard,
+    RunCancellation,
+)
+from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
 
@@ -53,75 +53,45 @@ class Part(Protocol):
 
     def prepare(self, launch: Launch) -> None:
         """What a run does to the cache beside its rows, even if it is skipped."""
-        ...
 
     def compute(
         self, launch: Launch, message: Message, cancellation: Cancellation
     ) -> Tensor | Predictions:
         """Hidden states [1, rows, hidden]; of the last stage the predictions. Raises Cancelled if
         the cancellation is set before a layer."""
-        ...
-
-
-@dataclass(frozen=True)
-class HiddenEnds:
-    """Where hidden states of `width` go apart from their message, from device to device. None: they
-    are in the message."""
-
-    inbound: TensorReceiver | None = None
-    outbound: TensorSender | None = None
-    width: int = 0
 
 
 class StageLoop:
     def __init__(
-        self,
-        part: Part,
-        inbound: Receiver,
-        outbound: Sender,
-        board: CancelBoard,
-        spans: Spans,
-        hidden: HiddenEnds = HiddenEnds(),
+        self, part: Part, inbound: Receiver, outbound: Sender, board: CancelBoard, spans: Spans
     ) -> None:
         self.part, self.inbound, self.outbound = part, inbound, outbound
-        self.board, self.spans, self.hidden = board, spans, hidden
+        self.board, self.spans = board, spans
 
     def serve(self) -> None:
         """Serve runs until the head has no more."""
         while (message := self.inbound.receive()).kind is not Kind.END:
-            answer = self._answer(message)
-            self.outbound.send(answer)
-            if answer.tensor is not None and self.hidden.outbound is not None:
-                self.hidden.outbound.send(answer.tensor)
+            self.outbound.send(self._answer(message))
         self.outbound.send(message)
         self.outbound.close()
-        if self.hidden.outbound is not None:
-            self.hidden.outbound.close()
 
     def _answer(self, message: Message) -> Message:
-        begin_s = time.perf_counter()
-        numbers = numbers_of(message)
-        launch = Launch.from_words(numbers)
-        if self.hidden.inbound is not None and message.kind is Kind.HIDDEN:
-            shape = 1, launch.num_rows, self.hidden.width
-            message = replace(message, tensor=self.hidden.inbound.receive(shape))
+        begin_s, run = time.perf_counter(), message.run
+        launch = Launch.from_words(message.words)
         self.part.prepare(launch)
         try:
             if message.kind is Kind.VOID:
                 raise Cancelled(0)
-            cancellation = RunCancellation(self.board, message.run)
-            out = self.part.compute(launch, message, cancellation)
+            out = self.part.compute(launch, message, RunCancellation(self.board, run))
             if isinstance(out, Tensor):
                 wait_for_stream(out.device)
         except Cancelled as cancelled:
-            self.spans.add(What.STAGE, message.run, begin_s, cancelled.num_layers)
-            return pack(Kind.VOID, message.run, numbers)
-        self.spans.add(What.STAGE, message.run, begin_s, self.part.num_layers)
+            self.spans.add(What.STAGE, run, begin_s, cancelled.num_layers)
+            return Message(Kind.VOID, run, words=message.words)
+        self.spans.add(What.STAGE, run, begin_s, self.part.num_layers)
         if isinstance(out, Predictions):
-            return pack(Kind.NUMBERS, message.run, out.tokens, out.margins)
-        if self.hidden.outbound is not None:
-            return replace(pack(Kind.HIDDEN, message.run, numbers), tensor=out)
-        return pack(Kind.HIDDEN, message.run, numbers, to_host(out))
+            return Message(Kind.NUMBERS, run, words=tuple(out.tokens), payload=out.margins)
+        return Message(Kind.HIDDEN, run, words=message.words, payload=out)
 
 
 @dataclass(frozen=True)
@@ -172,8 +142,8 @@ class ModelPart:
         if model.has_embedding:
             x = upload([launch.tokens], self.runner.device)
         else:
-            shape, dtype = (1, num_rows, model.config.hidden_size), self._dtype
-            x = to_device(tensor_of(message, shape, dtype), self.runner.device)
+            assert message.payload is not None, "the stage before has computed"
+            x = to_device(message.payload, self.runner.device)
         rows, run = [launch.lane], self.runner.forward
         if is_appended(launch):
             last_only = launch.num_outputs < num_rows
@@ -183,23 +153,18 @@ class ModelPart:
             out = run(x, rows, context, tree=tree, cancellation=cancellation)
         if not model.has_head:
             return out
-        asked = -launch.num_outputs or num_rows  # the first row that asked for a prediction
-        following = [position + 1 for position in launch.positions[asked:]]
-        return predict(self.sampling.perturbed(out[0, asked:], launch.request, following))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.runner.model.parameters()).dtype
+        first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
+        following = [position + 1 for position in launch.positions[first:]]
+        return predict(self.sampling.perturbed(out[0, first:], launch.request, following))
 
     def _cut(self, lane: int, length: int) -> None:
         """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;
         then this one is cancelled too, and nobody reads what it computes."""
         cache = self.runner.cache
-        held = cache.lengths[lane]
-        if held > length:
+        if cache.lengths[lane] > length:
             cache.truncate([lane], [length])
-        elif held < length:
-            cache.advance([lane], length - held)
+        elif cache.lengths[lane] < length:
+            cache.advance([lane], length - cache.lengths[lane])
 
 
 def is_appended(launch: Launch) -> bool:
@@ -211,17 +176,17 @@ def is_appended(launch: Launch) -> bool:
 
 
 def tree_of(launch: Launch, device: torch.device) -> DraftTree:
-    numbers = [launch.positions[0]], [launch.parents], [launch.cells]
-    return DraftTree(*(upload(each, device) for each in numbers))
+    first, parents = upload([launch.positions[0]], device), upload([launch.parents], device)
+    return DraftTree(first, parents, upload([launch.cells], device))
 
 
 def predict(logits: Tensor) -> Predictions:
-    """From logits [rows, V], with noise or without."""
+    """The predictions by logits [rows, V], with noise or without."""
     best = logits.argmax(dim=-1)
     largest = logits.double().topk(2, dim=-1).values
     # A token is exact in float64, so that one copy to the host brings both.
-    found = torch.stack([best.double(), largest[:, 0] - largest[:, 1]]).cpu()
-    return Predictions(found[0].long().tolist(), found[1])
+    both = torch.stack([best.double(), largest[:, 0] - largest[:, 1]]).cpu()
+    return Predictions(both[0].long().tolist(), both[1])
 
 
 class EmulatedPart:
@@ -238,12 +203,11 @@ class EmulatedPart:
         self, launch: Launch, message: Message, cancellation: Cancellation
     ) -> Tensor | Predictions:
         begin_s = time.perf_counter()
-        for layer in range(self.num_layers):
-            check(cancellation, layer)
-            due_s = begin_s + self.seconds * (layer + 1) / self.num_layers
-            time.sleep(max(0.0, due_s - time.perf_counter()))
-        shown = launch.positions[launch.num_rows - launch.num_outputs :]
+        for layer in range(1, self.num_layers + 1):
+            check(cancellation, layer - 1)
+            sleep_until(begin_s + self.seconds * layer / self.num_layers)
         if not self.is_last:
             return torch.zeros(0)
-        margins = torch.full((len(shown),), torch.inf, dtype=torch.float64)
-        return Predictions([p + 1 for p in shown], margins)
+        positions = launch.positions[launch.num_rows - launch.num_outputs :]
+        margins = torch.full((len(positions),), torch.inf, dtype=torch.float64)
+        return Predictions([p + 1 for p in positions], margins)

@@ -1,11 +1,10 @@
 """What the head of a pipeline tells the stages, the drafter and the user. Every action is plain
 integers, so that it can be sent as a typed message of fixed words.
-
-Must not know who schedules, nor how a message travels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Ranges = tuple[tuple[int, int], ...]
@@ -38,15 +37,15 @@ class Launch:
     def num_rows(self) -> int:
         return len(self.tokens)
 
-    def to_words(self) -> list[int]:
+    def to_words(self) -> tuple[int, ...]:
         """The run as int64 words: nine words of a header, then the rows and the pairs."""
         header = (self.run, self.request, self.lane, self.parent, int(self.is_speculative))
         sizes = (self.num_outputs, self.num_rows, len(self.context), len(self.moves))
         pairs = [cell for pair in (*self.context, *self.moves) for cell in pair]
-        return [*header, *sizes, *self.tokens, *self.positions, *self.cells, *self.parents, *pairs]
+        return (*header, *sizes, *self.tokens, *self.positions, *self.cells, *self.parents, *pairs)
 
     @classmethod
-    def from_words(cls, words: list[int]) -> Launch:
+    def from_words(cls, words: Sequence[int]) -> Launch:
         run, request, lane, parent, is_speculative, num_outputs, rows, ranges, moves = words[:9]
         assert len(words) == 9 + 4 * rows + 2 * (ranges + moves), "the header names the size"
         columns = [tuple(words[9 + i * rows : 9 + (i + 1) * rows]) for i in range(4)]
@@ -94,3 +93,14 @@ class Stop:
 Action = Launch | Cancel | Commit | Draft | Stop
 Candidates = tuple[tuple[int, float], ...]
 """(token, probability) of a path's next token, the most probable first, at most 8."""
+
+
+def to_ranges(prefix: int, cells: Iterable[int]) -> Ranges:
+    """The cells below `prefix` and `cells`, as ascending (first, end) pairs."""
+    ranges = [[0, prefix]] if prefix else []
+    for cell in sorted(cells):
+        if ranges and ranges[-1][1] == cell:
+            ranges[-1][1] = cell + 1
+        else:
+            ranges.append([cell, cell + 1])
+    return tuple((first, end) for first, end in ranges)

@@ -8,8 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from magicdec.config.sections import DecodingSection
+from magicdec.config.setting import check_values, same, setting
+
 MODES = ("iterative", "sync", "async")
 RECOVERIES = ("acceptance", "attempt")
+PROBABILITY = {"least": 0, "most": 1}
 NUM_CANDIDATES = 8  # of which a draft step can choose at one place
 
 
@@ -18,32 +22,47 @@ class Options:
     """How to speculate. The names are those of the original's flags, but `gamma` is its `draft`."""
 
     mode: str = "async"
-    pa: float = 0.5  # a branch stops when its best candidate is less probable
-    ps: float = 0.1  # another candidate opens a branch when it is more probable
-    pr: float = 0.0  # both rise by this for each microbatch since the last commit
-    pd: float = 0.0  # both fall by this for each attempt that drafted nothing
-    gamma: int = 4  # most draft tokens in the depth of a microbatch, and about its most rows
-    np: int = 1  # most branches of a microbatch
-    recovery: str = "acceptance"  # when `pr` starts anew: README of the original; its code: attempt
-    relaunch: bool = False  # start anew from the newest token after each commit, as the original
-    max_in_flight: int | None = None  # runs of a request; None: no limit
-    lanes: int = 1  # requests at the same time
+    pa: float = setting(
+        0.5, "A branch stops when its best candidate is less probable than this.", **PROBABILITY
+    )
+    ps: float = setting(
+        0.1,
+        "A further candidate opens a branch when it is more probable than this.",
+        **PROBABILITY,
+    )
+    pr: float = setting(
+        0.0,
+        "--pa and --ps rise by this with each microbatch since the last commit.",
+        **PROBABILITY,
+    )
+    pd: float = setting(
+        0.0,
+        "--pa and --ps fall by this with each attempt that drafted nothing.",
+        **PROBABILITY,
+    )
+    # The most draft tokens in the depth of a microbatch, and about its most rows.
+    gamma: int = same(DecodingSection, "num_draft_tokens", words=())
+    np: int = setting(1, "Most branches of a microbatch.", least=1, most=NUM_CANDIDATES)
+    # The README of the original says acceptance, its code does as attempt.
+    recovery: str = setting(
+        "acceptance",
+        "When the count of --pr starts anew: at a commit (acceptance), or also after an attempt "
+        "that drafted nothing (attempt).",
+        choices=RECOVERIES,
+    )
+    relaunch: bool = setting(
+        False,
+        "As the original: launch the newest token and draft anew after every commit, even if it is "
+        "in flight already.",
+    )
+    max_in_flight: int | None = setting(
+        None, "Most runs of a request at the same time. Default: no limit.", least=1
+    )
+    lanes: int = setting(1, "Requests at the same time; the others wait.", least=1)
 
     def __post_init__(self) -> None:
-        for name, choices in (("mode", MODES), ("recovery", RECOVERIES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} is not known; choose from {', '.join(choices)}"
-                )
-        for name in ("pa", "ps", "pr", "pd"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name):g} is not between 0 and 1")
-        for name in ("gamma", "np", "max_in_flight", "lanes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} {value} is too small; it must be at least 1")
-        if self.np > NUM_CANDIDATES:
-            raise ValueError(f"--np {self.np} is too large; it must be at most {NUM_CANDIDATES}")
+        assert self.mode in MODES
+        check_values(self)
 
     @property
     def spare_cells(self) -> int:

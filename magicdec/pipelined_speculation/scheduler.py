@@ -20,7 +20,6 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
 
 from magicdec.pipelined_speculation.messages import (
     Action,
@@ -31,20 +30,9 @@ from magicdec.pipelined_speculation.messages import (
     Launch,
     Stop,
 )
-from magicdec.pipelined_speculation.microbatch import Branch, Microbatch
 from magicdec.pipelined_speculation.options import Counts, Options
-from magicdec.pipelined_speculation.sequence import Sequence
+from magicdec.pipelined_speculation.sequence import Branch, Microbatch, Sequence
 from magicdec.pipelined_speculation.token_tree import Node, Run
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A request that has no lane yet."""
-
-    request: int
-    prompt: Tokens[int]
-    max_new_tokens: int
-    eos_ids: frozenset[int]
 
 
 class PipelinedScheduler:
@@ -54,15 +42,11 @@ class PipelinedScheduler:
         self.counts = Counts()
         self.in_flight: deque[Run] = deque()  # the oldest first
         self._sequences: dict[int, Sequence] = {}
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[Sequence] = deque()  # those that have no lane yet
         self._free_lanes = list(range(options.lanes))
         self._drafting: tuple[int, Sequence, Microbatch, list[Branch]] | None = None
         self._num_drafts = self._num_requests = 0
         self._turn: deque[int] = deque()  # requests, the next to draft for first
-
-    @property
-    def is_drafting(self) -> bool:
-        return self._drafting is not None
 
     def submit(
         self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
@@ -70,7 +54,8 @@ class PipelinedScheduler:
         """A new request. It begins at once if a lane is free. Returns its number."""
         assert len(prompt) > 0 and max_new_tokens > 0, "checked by the caller"
         request, self._num_requests = self._num_requests, self._num_requests + 1
-        self._waiting.append(Waiting(request, prompt, max_new_tokens, frozenset(eos_ids)))
+        ends = frozenset(eos_ids)
+        self._waiting.append(Sequence(request, prompt, max_new_tokens, ends, self.options))
         return request, self._admit()
 
     def result(
@@ -79,17 +64,17 @@ class PipelinedScheduler:
         """The oldest run has come home. `tokens` are the target's next tokens after each of its
         last `num_outputs` rows; None is a void result. `margins` say by how much the logit of each
         exceeds the second largest, if that is known."""
-        done = self.in_flight.popleft()
-        assert done.run == run, f"result of run {run}, but run {done.run} is the oldest"
-        done.is_home = True
-        if done.is_cancelled:
+        oldest = self.in_flight.popleft()
+        assert oldest.run == run, f"result of run {run}, but run {oldest.run} is the oldest"
+        oldest.is_home = True
+        if oldest.is_cancelled:
             return self._stop()
-        assert tokens is not None and len(tokens) == done.num_outputs, "no stage skipped it"
-        sequence = self._sequences[done.request]
+        assert tokens is not None and len(tokens) == oldest.num_outputs, "no stage skipped it"
+        sequence = self._sequences[oldest.request]
         sequence.num_in_flight -= 1
-        if done.num_outputs:
-            shown = margins or [math.inf] * len(tokens)
-            for node, token, margin in zip(done.nodes, tokens, shown, strict=True):
+        if oldest.num_outputs:
+            known = margins or [math.inf] * len(tokens)
+            for node, token, margin in zip(oldest.nodes, tokens, known, strict=True):
                 node.predicted, node.margin = token, margin
         return [*self._commit(sequence), *self._stop()]
 
@@ -208,13 +193,10 @@ class PipelinedScheduler:
         """Begin requests while lanes are free: run their prompts."""
         actions: list[Action] = []
         while self._waiting and self._free_lanes:
-            new = self._waiting.popleft()
-            lane = heapq.heappop(self._free_lanes)
-            sequence = Sequence(
-                new.request, new.prompt, new.max_new_tokens, new.eos_ids, lane, self.options
-            )
-            self._sequences[new.request] = sequence
-            self._turn.append(new.request)
+            sequence = self._waiting.popleft()
+            sequence.lane = heapq.heappop(self._free_lanes)
+            self._sequences[sequence.request] = sequence
+            self._turn.append(sequence.request)
             actions += self._prefill(sequence)
         return actions
 

@@ -1,19 +1,25 @@
 """One request in the pipeline: its token tree, the cells that its nodes hold, and what is drafted
-for it.
+for it, one microbatch at a time.
 
-Must not know other requests, nor the order of runs.
+The cells of a lane are the KV slots of one request, the same on every stage. Cell p is the home of
+position p. Cells past the last position are spare: they hold branches whose home is taken. A free
+cell is given to a later run only, and every stage runs in order, so an earlier reader has read
+before it is written again.
+
+The rules of a microbatch are those of the original (Butler et al. 2024, PipeInfer, and its code).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
 
-from magicdec.pipelined_speculation.cells import Cells, to_ranges
-from magicdec.pipelined_speculation.messages import Launch, Ranges
-from magicdec.pipelined_speculation.microbatch import Branch, Microbatch
-from magicdec.pipelined_speculation.options import Adjustment, Options
+from magicdec.pipelined_speculation.messages import Candidates, Launch, Ranges, to_ranges
+from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Adjustment, Options
 from magicdec.pipelined_speculation.token_tree import Node, Run, TokenTree
 
 Ints = tuple[int, ...]
@@ -26,10 +32,10 @@ class Sequence:
         prompt: Tokens[int],
         max_new_tokens: int,
         eos_ids: frozenset[int],
-        lane: int,
         options: Options,
     ) -> None:
-        self.request, self.lane, self.options = request, lane, options
+        self.request, self.options = request, options
+        self.lane = -1  # until a lane is free
         self.prompt, self.eos_ids, self.max_new_tokens = prompt, eos_ids, max_new_tokens
         # The last token of the output is never an input.
         self.num_positions = len(prompt) + max_new_tokens - 1
@@ -90,10 +96,10 @@ class Sequence:
 
     def _sweep(self) -> None:
         """Give back the cells of all nodes that cannot be right and that no other reads."""
-        kept = self.tree.below() | self.tree.above()
-        for node in self.nodes - kept:
+        needed = self.tree.below() | self.tree.above()
+        for node in self.nodes - needed:
             self.cells.give(node.cell)
-        self.nodes &= kept
+        self.nodes &= needed
 
     def _relaunch_tip(self) -> None:
         """As the original: a node of its own for the newest token, even if it is in flight, and
@@ -230,3 +236,85 @@ class Sequence:
             run.run, self.request, self.lane, parent, run.is_speculative, run.num_outputs,
             tokens, positions, cells, parents, context, moves,
         )  # fmt: skip
+
+
+class Cells:
+    def __init__(self, num_positions: int, num_spare: int) -> None:
+        self.num_positions = num_positions
+        self.taken: set[int] = set()  # homes
+        self.spare = list(range(num_positions, num_positions + num_spare))
+
+    def take(self, position: int) -> int | None:
+        """The home of the position, or else a spare cell; None if there is none."""
+        if position not in self.taken:
+            self.taken.add(position)
+            return position
+        return heapq.heappop(self.spare) if self.spare else None
+
+    def give(self, cell: int) -> None:
+        """The cell is free again."""
+        if cell < self.num_positions:
+            self.taken.remove(cell)
+        else:
+            heapq.heappush(self.spare, cell)
+
+
+Grow = Callable[[Node, int], Node | None]
+"""Appends a token to a node. None if there is no cell or no place for it, or it cannot be right."""
+
+
+@dataclass(eq=False)
+class Branch:
+    leaf: Node
+    is_drafting: bool = True
+
+
+@dataclass(eq=False)
+class Microbatch:
+    """A small tree of tokens that grows by one draft step at a time. Branch 0 takes the most
+    probable token at every step."""
+
+    branches: list[Branch]
+    options: Options
+    adjustment: float  # of both thresholds, when the microbatch began
+    rows: list[Node] = field(default_factory=list)
+    num_steps: int = 0
+    was_refused: bool = False  # a branch stopped at the threshold `--pa`
+
+    def extend(self, branches: Tokens[Branch], candidates: Tokens[Candidates], grow: Grow) -> None:
+        """Take the candidates of one draft step for the branches that were asked for."""
+        for branch, choices in zip(branches, candidates, strict=True):
+            choices = choices[:NUM_CANDIDATES]
+            if not choices or choices[0][1] < self.options.pa + self.adjustment:
+                branch.is_drafting, self.was_refused = False, True
+                continue
+            leaf = branch.leaf
+            targets = [branch, *self._split(leaf, choices)]
+            for target, (token, _) in zip(targets, choices, strict=False):
+                self._append(target, grow(leaf, token))
+        self.num_steps += 1
+
+    def _split(self, leaf: Node, choices: Candidates) -> list[Branch]:
+        """New branches from this place, for the second, third, ... candidate."""
+        opened: list[Branch] = []
+        for _, probability in choices[1:]:
+            is_full = len(self.branches) >= self.options.np
+            if is_full or probability <= self.options.ps + self.adjustment:
+                break
+            opened.append(Branch(leaf))
+            self.branches.append(opened[-1])
+        return opened
+
+    def _append(self, branch: Branch, node: Node | None) -> None:
+        if node is None:
+            branch.is_drafting = False
+            return
+        branch.leaf = node
+        if node.run is None:  # else it was committed and launched while it was drafted
+            self.rows.append(node)
+        if len(self.rows) > self.options.gamma:
+            branch.is_drafting = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_steps >= self.options.gamma or len(self.rows) > self.options.gamma

@@ -3,8 +3,6 @@
 A node is a token at a position with a cell of its own. The path from the prompt to a node is the
 text that the node's row reads. `tips` are the nodes of the newest committed token: everything that
 can still be right hangs below them.
-
-Must not know stages, drafts or thresholds.
 """
 
 from __future__ import annotations
@@ -82,13 +80,13 @@ class TokenTree:
 
     def below(self) -> set[Node]:
         """The tips and all that hangs on them: what can still be right."""
-        found: set[Node] = set()
+        nodes: set[Node] = set()
         waiting = list(self.tips)
         while waiting:
             node = waiting.pop()
-            found.add(node)
+            nodes.add(node)
             waiting += node.children
-        return found
+        return nodes
 
     def above(self) -> set[Node]:
         """All that the tips hang on: what rows that can still be right read."""

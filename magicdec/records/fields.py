@@ -50,25 +50,18 @@ class Recorded:
         text = self.show(value)
         return f"{text} [{self.show(ends[0])}, {self.show(ends[1])}]" if ends else text
 
-    def add_to_schema(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The JSON Schema of the field with this description."""
-        described = {"description": self.meaning}
-        if self.unit:
-            described["unit"] = self.unit
-        if self.null is not None:
-            described["null"] = self.null
-        if self.choices:
-            schema = schema | {"enum": list(self.choices)}
-        return described | schema
-
 
 def recorded(meaning: str, unit: str = "", *, default: Any = None, **more: Any) -> Any:
-    """A dataclass field with its description (`Recorded`). A field that can be null is null by
-    default."""
-    description = Recorded(meaning, unit, **more)
-    if description.null is None and default is None:
-        return field(metadata={KEY: description})
-    return field(default=default, metadata={KEY: description})
+    """A dataclass field with its description (`Recorded`), which pydantic takes over into the JSON
+    Schema. A field that can be null is null by default."""
+    about = Recorded(meaning, unit, **more)
+    extra = {"unit": about.unit, "null": about.null, "enum": list(about.choices)}
+    schema = {key: value for key, value in extra.items() if value}
+    is_required = about.null is None and default is None
+    return field(
+        default=dataclasses.MISSING if is_required else default,
+        metadata={KEY: about, "description": meaning, "json_schema_extra": schema},
+    )
 
 
 def description_of(item: dataclasses.Field[Any]) -> Recorded:

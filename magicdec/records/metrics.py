@@ -1,40 +1,32 @@
 """Computes the metrics of a record from its samples and nothing else, so that they can be computed
 again from the record. A metric that does not apply is None, never 0.
 
-Definitions: The acceptance rate is accepted tokens / draft tokens. The acceptance length is 1 +
-accepted tokens / verifications, as in vLLM; drafts that were accepted past a row's end count. The
-acceptance of position k is the share of verifications that accepted at least k drafts, as in vLLM.
-If steps draft different numbers of tokens, it is a product over the positions up to k: the share of
-the steps that accepted this position among those that drafted it and accepted all before it. TTFT
-begins when the batch is submitted. TPOT of a sequence is its decode time / the number of tokens
-after its first.
+Definitions: TTFT begins when the batch is submitted. TPOT of a sequence is its decode time / the
+number of tokens after its first. The acceptance metrics are defined in `acceptance.py`. The speedup
+of decode steps leaves out everything outside the steps. The net speedup counts all the time from
+the end of prefill to the last token: what a method does before its first step (the choice of a KV
+policy, a standalone draft's own prefill, calibration, the capture of CUDA graphs) and the time
+between steps. It leaves out the warm-up, which a server pays once and not for each batch.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from magicdec.names import BASELINE
-from magicdec.records.identities.of_samples import check_prefill, check_samples
+from magicdec.records.acceptance import acceptance_metrics
+from magicdec.records.consistency import check_run
+from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples, PrefillSamples
-from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
-from magicdec.records.statistics.uncertainty import uncertainty_of
-
-
-@dataclass(frozen=True)
-class AcceptanceMetrics:
-    """The acceptance metrics. They are None if nothing was drafted."""
-
-    rate: float | None = None
-    length: float | None = None
-    per_position: list[float] | None = None
+from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
 
 
 def run_metrics(
@@ -42,16 +34,14 @@ def run_metrics(
 ) -> dict[str, Metrics]:
     """The metrics of each pass of a run, by its name. `bandwidth` is the read bandwidth of all
     ranks, in bytes/s. `is_random`: the weights of the target or of the draft are random."""
-    found = {}
+    by_pass = {}
     for name, samples in passes.items():
         metrics = decode_metrics(samples, bandwidth, is_drafting=name != BASELINE)
         metrics = add_prefill(metrics, prefill)
-        baseline = passes.get(BASELINE) if name != BASELINE else None
-        if baseline is not None:
-            metrics = add_speedup(metrics, baseline, samples)
-        metrics = replace(metrics, **uncertainty_of(samples, prefill, baseline))
-        found[name] = without_chance(metrics) if is_random and name != BASELINE else metrics
-    return found
+        if name != BASELINE and BASELINE in passes:
+            metrics = add_speedup(metrics, passes[BASELINE], samples)
+        by_pass[name] = without_chance(metrics) if is_random and name != BASELINE else metrics
+    return by_pass
 
 
 def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) -> Metrics:
@@ -64,9 +54,11 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
     drafted = sum(map(sum, samples.num_drafted))
     read, draft_rows = sum(map(sum, samples.bytes_read)), sum(samples.draft_rows)
     tpot_ms = tpots(samples)
-    accepted = acceptance(samples.num_accepted, samples.num_drafted)
     return Metrics(
         decode_tokens_per_s=sum(samples.num_tokens) / decode_s if decode_s else None,
+        decode_tokens_per_s_interval=speed_interval(
+            samples.num_tokens, list(map(sum, samples.step_ms))
+        ),
         mean_step_ms=step_ms,
         begin_ms=mean(samples.begin_ms),
         draft_prefill_ms=mean(samples.draft_prefill_ms),
@@ -86,10 +78,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
         p50_tpot_ms=percentile(tpot_ms, 50),
         p90_tpot_ms=percentile(tpot_ms, 90),
         p99_tpot_ms=percentile(tpot_ms, 99),
-        acceptance_rate=accepted.rate,
-        acceptance_length=accepted.length,
-        mean_emitted_tokens=mean(verified_tokens(samples)),
-        acceptance_per_position=accepted.per_position,
+        **acceptance_metrics(samples),
     )
 
 
@@ -98,6 +87,7 @@ def add_prefill(metrics: Metrics, prefill: PrefillSamples) -> Metrics:
     return replace(
         metrics,
         prefill_tokens_per_s=sum(prefill.num_tokens) / seconds if seconds else None,
+        prefill_tokens_per_s_interval=speed_interval(prefill.num_tokens, prefill.prefill_ms),
         mean_ttft_ms=mean(list(chain.from_iterable(prefill.ttft_ms))),
     )
 
@@ -110,10 +100,70 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
         metrics,
         speedup=statistics.median(of_steps),
         speedup_per_batch=of_steps,
+        speedup_interval=ratio_interval(of_steps),
         net_speedup=statistics.median(net),
         net_speedup_per_batch=net,
+        net_speedup_interval=ratio_interval(net),
         break_even_gen_len=break_even_gen_len(baseline, ours),
     )
+
+
+def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
+    """The ratio of the tokens/s of decode steps to the baseline's, for each batch."""
+    return _ratios(baseline, map(sum, baseline.step_ms), ours, map(sum, ours.step_ms))
+
+
+def net_speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
+    """The same ratio, of the tokens/s from the end of prefill to the last token."""
+    return _ratios(baseline, net_ms(baseline), ours, net_ms(ours))
+
+
+def net_ms(samples: PassSamples) -> list[float]:
+    """The time from the end of prefill to the last token, by batch."""
+    ends = [max(ends, default=0.0) for ends in samples.sequence_ms]
+    return [added + end for added, end in zip(added_ms(samples), ends, strict=True)]
+
+
+def added_ms(samples: PassSamples) -> list[float]:
+    """The time between prefill and the first decode step, by batch."""
+    calibration = samples.calibration_ms or [0.0] * len(samples.begin_ms)
+    return [begin + ms for begin, ms in zip(samples.begin_ms, calibration, strict=True)]
+
+
+def break_even_gen_len(baseline: PassSamples, ours: PassSamples) -> int | None:
+    """The smallest output length, in tokens of each sequence, for which the net speedup is above 1,
+    if each further token takes as long as it took on average. The median over the batches, and the
+    larger of the two middle ones for an even number; None if the net speedup is never above 1."""
+    each = [
+        _break_even(added, base_added, (ms - added) / n, (base_ms - base_added) / base_n)
+        for added, base_added, ms, base_ms, n, base_n in zip(
+            added_ms(ours), added_ms(baseline), net_ms(ours), net_ms(baseline),
+            map(mean, ours.sequence_tokens), map(mean, baseline.sequence_tokens), strict=True,
+        )
+        if n and base_n
+    ]  # fmt: skip
+    middle = statistics.median_high(each) if each else math.inf
+    return None if math.isinf(middle) else int(middle)
+
+
+def _break_even(added: float, base_added: float, each: float, base_each: float) -> float:
+    """The smallest number of tokens, the first of which prefill emits, for which `added` and
+    `each` for every later token are less than the baseline's."""
+    if each >= base_each:
+        return math.inf
+    return max(0, math.floor((added - base_added) / (base_each - each))) + 2
+
+
+def _ratios(
+    baseline: PassSamples, base_ms: Iterable[float], ours: PassSamples, ms: Iterable[float]
+) -> list[float]:
+    return [
+        (n / time) / (base_n / base_time)
+        for n, time, base_n, base_time in zip(
+            ours.num_tokens, ms, baseline.num_tokens, base_ms, strict=True
+        )
+        if n and base_n
+    ]
 
 
 def check_metrics(record: RunRecord) -> list[str]:
@@ -127,27 +177,20 @@ def check_metrics(record: RunRecord) -> list[str]:
     passes = {name: samples.restored() for name, samples in record.samples.items()}
     is_random = record.workload is not None and record.workload.is_random
     if not is_random:  # otherwise some counts were withheld
-        check_consistency(passes, prefill)
-    found = run_metrics(passes, prefill, bandwidth, is_random)
+        try:
+            check_run(passes, prefill)
+        except AssertionError as error:
+            raise ValueError(f"its samples contradict each other: {error}") from None
+    metrics = run_metrics(passes, prefill, bandwidth, is_random)
     strategy = record.config["decoding"]["strategy"]
-    baseline = found.get(BASELINE) if strategy != BASELINE else None
+    baseline = metrics.get(BASELINE) if strategy != BASELINE else None
     names = [
         f"samples.{name}.num_tokens"
         for name, samples in record.samples.items()
         if samples.num_tokens != passes[name].num_tokens
     ]
-    names += differences("metrics", record.metrics, found.get(strategy))
+    names += differences("metrics", record.metrics, metrics.get(strategy))
     return names + differences("baseline_metrics", record.baseline_metrics, baseline)
-
-
-def check_consistency(passes: dict[str, PassSamples], prefill: PrefillSamples) -> None:
-    """Raises ValueError, naming the values, if samples of a record contradict each other."""
-    try:
-        check_prefill(prefill)
-        for name, samples in passes.items():
-            check_samples(name, samples)
-    except AssertionError as error:
-        raise ValueError(f"its samples contradict each other: {error}") from None
 
 
 def differences(name: str, one: Metrics | None, other: Metrics | None) -> list[str]:
@@ -174,63 +217,20 @@ def calibration_ms(samples: PassSamples) -> float | None:
     return sum(samples.calibration_ms) + (samples.warmup_calibration_ms or 0.0)
 
 
-def tpots(samples: PassSamples) -> list[float]:
+def tpots(samples: SamplesRecord) -> list[float]:
     """TPOT of each sequence that decoded a token after its first, in ms."""
-    return [
-        ms / tokens
-        for batch_ms, batch in zip(samples.sequence_ms, samples.sequence_tokens, strict=True)
-        for ms, tokens in zip(batch_ms, batch, strict=True)
-        if tokens
-    ]
-
-
-def verified_tokens(samples: PassSamples) -> list[int]:
-    """The number of tokens that each verification appended to the output of its row."""
-    return [
-        count
-        for batch, drafts in zip(samples.num_emitted, samples.num_drafted, strict=True)
-        for step, drafted in zip(batch, drafts, strict=True)
-        for count in step
-        if drafted
-    ]
-
-
-def acceptance(
-    num_accepted: list[list[list[int]]], num_drafted: list[list[int]]
-) -> AcceptanceMetrics:
-    """The acceptance metrics from the accepted counts by batch, step and row, and from the number
-    of draft tokens for each row, by batch and step."""
-    steps = [
-        (drafted, count)
-        for batch, drafts in zip(num_accepted, num_drafted, strict=True)
-        for step, drafted in zip(batch, drafts, strict=True)
-        for count in step
-        if drafted
-    ]
-    if not steps:
-        return AcceptanceMetrics()
-    survived: list[float] = []
-    for k in range(1, max(drafted for drafted, _ in steps) + 1):
-        judged = [count for drafted, count in steps if drafted >= k and count >= k - 1]
-        share = sum(count >= k for count in judged) / len(judged) if judged else 0.0
-        survived.append(share * (survived[-1] if survived else 1.0))
-    return AcceptanceMetrics(
-        rate=sum(c for _, c in steps) / sum(drafted for drafted, _ in steps),
-        length=1 + statistics.fmean(count for _, count in steps),
-        per_position=survived,
+    times = zip(
+        chain.from_iterable(samples.sequence_ms),
+        chain.from_iterable(samples.sequence_tokens),
+        strict=True,
     )
+    return [ms / tokens for ms, tokens in times if tokens]
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """A percentile with linear interpolation between the two nearest values, as in numpy. None if
-    there are no values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    """A percentile with linear interpolation between the two nearest values. None if there are no
+    values."""
+    return float(np.percentile(values, percent)) if values else None
 
 
 def mean(values: Sequence[float] | None) -> float | None:

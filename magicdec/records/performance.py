@@ -8,15 +8,29 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from magicdec.records.fields import description_of, recorded
-from magicdec.records.statistics.uncertainty import Uncertainty
+from magicdec.records.fields import Part, description_of, recorded
+from magicdec.records.intervals import FEWEST_BATCHES, FEWEST_PROMPTS
 
+SUFFIX = "_interval"  # of the name of a metric, for that of its interval
 NO_STEP = "if no step was needed"
 CHANCE = "; with random weights"
 NOT_DRAFTED = "if nothing was drafted" + CHANCE
 UNTIMED = "on CUDA without `--benchmark`"
 NO_TPOT = "if no sequence decoded a second token; with random weights, where drafted"
 NO_BASELINE = "in `baseline_metrics`; without a baseline" + CHANCE + "; " + NO_STEP
+
+FEW_PROMPTS = (
+    f"with fewer than {FEWEST_PROMPTS} prompts; if the number is the largest or smallest possible, "
+    "or the same for every prompt; if nothing was drafted; with random weights"
+)
+FEW_BATCHES = f"with fewer than {FEWEST_BATCHES} batches; if the number itself is null"
+
+
+def _interval(of: str, unit: str, null: str = FEW_PROMPTS, by_chance: bool = True) -> Any:
+    return recorded(
+        f"lower and upper end of the 95 % interval of `{of}`", unit, null=null,
+        by_chance=by_chance,
+    )  # fmt: skip
 
 
 def _phase(meaning: str, name: str, null: str = "if nothing is drafted; " + UNTIMED) -> Any:
@@ -28,10 +42,36 @@ def _tpot(meaning: str, label: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics(Uncertainty):
+class Metrics(Part):
     """The metrics of one pass over all measured batches, without the warm-up. A metric that does
-    not apply is None, never 0."""
+    not apply is None, never 0. The intervals of acceptance are over prompts, those of speeds over
+    batches."""
 
+    prefill_tokens_per_s_interval: list[float] | None = _interval(
+        "prefill_tokens_per_s", "tokens/s", FEW_BATCHES, by_chance=False
+    )
+    decode_tokens_per_s_interval: list[float] | None = _interval(
+        "decode_tokens_per_s", "tokens/s", FEW_BATCHES
+    )
+    speedup_interval: list[float] | None = _interval("speedup", "ratio", FEW_BATCHES)
+    net_speedup_interval: list[float] | None = _interval("net_speedup", "ratio", FEW_BATCHES)
+    acceptance_rate_interval: list[float] | None = _interval("acceptance_rate", "0 to 1")
+    acceptance_length_interval: list[float] | None = _interval("acceptance_length", "tokens")
+    mean_emitted_tokens_interval: list[float] | None = _interval("mean_emitted_tokens", "tokens")
+    acceptance_per_position_interval: list[list[float]] | None = recorded(
+        "lower and upper end of the 95 % interval of each of `acceptance_per_position`; an empty "
+        "list where there is none",
+        "0 to 1",
+        null=FEW_PROMPTS,
+        by_chance=True,
+    )
+    judged_per_position: list[int] | None = recorded(
+        "number of verifications that judged the position: they drafted it and accepted all drafts "
+        "before it",
+        "verifications",
+        null="if nothing was drafted; with random weights",
+        by_chance=True,
+    )
     prefill_tokens_per_s: float | None = recorded(
         "prompt tokens divided by the time of all prefills; both passes share one prefill",
         "tokens/s",

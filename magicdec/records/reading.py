@@ -46,15 +46,12 @@ def read_records(
     that has only these is an error. Raises ValueError, one line, for these errors, for a file
     without any record among its lines, for a file that cannot be read, and for a record of another
     schema version."""
-    unreadable, num_records, left_out = [], 0, Counter[str]()
+    unreadable, num_records, left_out = list[str](), 0, Counter[str]()
     wanted = vars(record_type)["kind"]  # the default of the field
     for number, line in _lines(path):
         try:
             kind = kind_of(line)
-            if kind != wanted:
-                left_out[kind] += 1
-                continue
-            record = parse_line(line, record_type)
+            record = parse_line(line, record_type) if kind == wanted else None
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
             if is_strict:
@@ -62,8 +59,11 @@ def read_records(
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
         else:
-            num_records += 1
-            yield record
+            if record is None:
+                left_out[kind] += 1
+            else:
+                num_records += 1
+                yield record
     if unreadable and (is_strict or not (num_records or left_out)):
         raise ValueError(f"{unreadable[0]}; give a file of records (JSON lines)")
     for problem in unreadable:
@@ -71,15 +71,12 @@ def read_records(
     if others is not None:
         others.update(left_out)
     elif left_out:
-        _say_left_out(path, left_out, bool(num_records))
-
-
-def _say_left_out(path: Path, left_out: Counter[str], has_records: bool) -> None:
-    """Raises ValueError if the file has nothing but records of other kinds."""
-    counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items())
-    if not has_records:
-        raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")
-    print(f"{path}: other records are left out, {counts}; see `magicdec table`", file=sys.stderr)
+        counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items())
+        if not num_records:
+            raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")
+        print(
+            f"{path}: other records are left out, {counts}; see `magicdec table`", file=sys.stderr
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -98,23 +95,18 @@ def kind_of(line: bytes) -> str:
     ValueError for a record of another schema version."""
     if (match := KIND.match(line)) is not None and match[1].decode() in RECORDS:
         return match[1].decode()
-    raw = decode_line(line)
+    try:
+        raw = from_json(line.decode(), allow_inf_nan=False)
+    except UnicodeDecodeError:
+        raise Unreadable("not UTF-8 text") from None
+    except ValueError as error:
+        raise Unreadable(f"not a JSON record ({error})") from None
     if not isinstance(raw, dict):
         raise Unreadable("not a record; it is not an object")
     _check_version(raw)
     if (kind := raw.get("kind")) not in RECORDS:
         raise Unreadable(f"not a record; its kind is {kind}, none of {', '.join(RECORDS)}")
     return str(kind)
-
-
-def decode_line(line: bytes) -> Any:
-    """The JSON value of a line. Raises Unreadable."""
-    try:
-        return from_json(line.decode(), allow_inf_nan=False)
-    except UnicodeDecodeError:
-        raise Unreadable("not UTF-8 text") from None
-    except ValueError as error:
-        raise Unreadable(f"not a JSON record ({error})") from None
 
 
 def parse_line(line: bytes | str, record_type: type[R]) -> R:
@@ -125,15 +117,16 @@ def parse_line(line: bytes | str, record_type: type[R]) -> R:
         return record
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False, include_context=False)
-        place = _place(first["loc"])
-    if first["type"] == "json_invalid":
-        raise Unreadable(f"not a JSON record ({first['msg']})")
+    kind, message, key = first["type"], first["msg"], _key(first["loc"])
+    if kind == "json_invalid":
+        raise Unreadable(f"not a JSON record ({message})")
     _check_version(from_json(line))
-    if first["type"] == "missing":
-        raise Unreadable(f"not a record; it has no {place}")
-    if first["type"] == "assertion_error":
-        raise Unreadable(f"not a record; {first['msg'].removeprefix('Assertion failed, ')}")
-    raise Unreadable(f"not a record; {place} has another type" if place else "not a record")
+    reasons = {
+        "missing": f"; it has no {key}",
+        "assertion_error": f"; {message.removeprefix('Assertion failed, ')}",
+    }
+    other = f"; {key} has another type" if key else ""
+    raise Unreadable(f"not a record{reasons.get(kind, other)}")
 
 
 @cache
@@ -141,7 +134,7 @@ def _adapter(record_type: Any) -> TypeAdapter[Any]:
     return TypeAdapter(record_type)
 
 
-def _place(parts: tuple[int | str, ...]) -> str:
+def _key(parts: tuple[int | str, ...]) -> str:
     """Where a value is, such as samples.speculative.step_ms[0]."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return text.removeprefix(".")

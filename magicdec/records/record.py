@@ -8,15 +8,15 @@ compared. A run that failed has a record too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from magicdec.records.consistency import unequal_threads
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.fields import Part, recorded
-from magicdec.records.identities.of_samples import unequal_threads
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PrefillSamples, SamplesRecord
 from magicdec.records.workload import WorkloadRecord
@@ -40,8 +40,9 @@ WITHOUT_METRICS = f"if `diverged` or `failed`; if {UNJUDGED}"
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Part):
-    """What every record has. A kind of record is a dataclass that derives from it, and a line of
-    `names.RECORDS`."""
+    """What every record has. A kind of record is a dataclass that derives from it, a line of
+    `names.RECORDS`, and a function that makes tables of its records (`TABLES` of
+    `cli/parsing/record_files.py`)."""
 
     kind: str
     schema_version: Literal[2] = recorded(
@@ -49,14 +50,20 @@ class Record(Part):
     )
     status: str
     config: dict[str, Any] = recorded("the resolved configuration, in which no value is `auto`")
-    environment: Environment = recorded("the machine, the software and the launch")
 
     def to_json(self) -> str:
         return to_json(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord(Record):
+class MeasuredRecord(Record):
+    """The envelope of what ran on a machine. What was only predicted has no environment."""
+
+    environment: Environment = recorded("the machine, the software and the launch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(MeasuredRecord):
     """One run: its configuration and environment, whether its tokens were correct, and how fast it
     was."""
 
@@ -151,3 +158,12 @@ def missing_key(config: Mapping[str, Any]) -> str | None:
 def append_record(path: Path, record: Record) -> None:
     """Append one line, and make sure that it is on disk."""
     append_line(path, record.to_json())
+
+
+def append_records(flag: str, path: Path, records: Iterable[Record]) -> None:
+    """Append a line for each record to the file that a flag names. Raises ValueError, naming the
+    flag, if that fails."""
+    try:
+        append_line(path, "\n".join(record.to_json() for record in records))
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None

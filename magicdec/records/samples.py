@@ -1,5 +1,5 @@
-"""The raw times and counts of a run, as a pass collects them (`PassSamples`) and as a record holds
-them (`SamplesRecord`); `metrics.py` computes every metric from them. Imports no torch.
+"""The raw times and counts of a run, from which `metrics.py` computes every metric. Imports no
+torch.
 
 Must not know how anything is measured.
 """
@@ -7,10 +7,13 @@ Must not know how anything is measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from magicdec.records.fields import Part, recorded
 from magicdec.request import Request, StepOutput
+
+UNDRAFTED = "for `autoregressive`; with random weights"
 
 
 def to_ms(seconds: float) -> float:
@@ -19,77 +22,6 @@ def to_ms(seconds: float) -> float:
 
 
 @dataclass(kw_only=True)
-class PassSamples:
-    """The raw times and counts of one pass. `SamplesRecord` describes the fields."""
-
-    begin_ms: list[float] = field(default_factory=list)
-    calibration_ms: list[float] | None = None
-    warmup_calibration_ms: float | None = None
-    draft_prefill_ms: list[float] | None = None
-    step_ms: list[list[float]] = field(default_factory=list)
-    num_drafted: list[list[int]] = field(default_factory=list)
-    num_accepted: list[list[list[int]]] = field(default_factory=list)
-    num_emitted: list[list[list[int]]] = field(default_factory=list)
-    sequence_tokens: list[list[int]] = field(default_factory=list)
-    sequence_ms: list[list[float]] = field(default_factory=list)
-    draft_ms: list[float] = field(default_factory=list)
-    verify_ms: list[float] = field(default_factory=list)
-    decode_ms: list[float] = field(default_factory=list)
-    bytes_read: list[list[int]] = field(default_factory=list)
-    draft_kv_tokens: list[int] = field(default_factory=list)
-    draft_rows: list[int] = field(default_factory=list)
-    peak_memory_bytes: list[list[int]] = field(default_factory=list)
-    threads: list[list[int]] = field(default_factory=list)
-    answer_scores: list[float] | None = None
-    output_hashes: list[str] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> list[int]:
-        """Emitted tokens after the first ones, summed over the sequences, by batch."""
-        return [sum(tokens) for tokens in self.sequence_tokens]
-
-    def begin_batch(self) -> None:
-        self.step_ms.append([])
-        self.num_drafted.append([])
-        self.num_accepted.append([])
-        self.num_emitted.append([])
-
-    def observe_begin(
-        self, seconds: float, calibration_s: float | None, is_draft_prefill: bool
-    ) -> None:
-        """A strategy prepared for a batch in `seconds`, of which calibration took
-        `calibration_s`."""
-        self.begin_ms.append(to_ms(seconds - (calibration_s or 0.0)))
-        if calibration_s is not None:
-            self.calibration_ms = [*(self.calibration_ms or ()), to_ms(calibration_s)]
-        if is_draft_prefill:
-            self.draft_prefill_ms = list(self.begin_ms)
-
-    def observe_phases(self, seconds: Mapping[str, Sequence[float]]) -> None:
-        """The times of the phases of all steps, by the name of the phase."""
-        self.draft_ms, self.verify_ms, self.decode_ms = (
-            [to_ms(s) for s in seconds.get(name, ())] for name in ("draft", "verify", "decode")
-        )
-
-    def observe(self, output: StepOutput, seconds: float) -> None:
-        """A step took that long; `output` has the tokens that were appended to the requests."""
-        self.step_ms[-1].append(to_ms(seconds))
-        self.num_drafted[-1].append(output.num_drafted)
-        self.num_accepted[-1].append(output.num_accepted or [])
-        self.num_emitted[-1].append([len(tokens) for tokens in output.token_ids])
-
-    def end_batch(self, requests: Sequence[Request], started_s: float) -> None:
-        """All `requests` of the batch have ended; their decoding started at `started_s`."""
-        ends = [r.finished_s for r in requests if r.finished_s is not None]
-        assert len(ends) == len(requests), "every request has ended"
-        self.sequence_tokens.append([len(r.output_ids) - 1 for r in requests])
-        self.sequence_ms.append([to_ms(max(0.0, end - started_s)) for end in ends])
-
-
-UNDRAFTED = "for `autoregressive`; with random weights"
-
-
-@dataclass(frozen=True, kw_only=True)
 class SamplesRecord(Part):
     """The raw times and counts of one pass, by batch."""
 
@@ -186,26 +118,78 @@ class SamplesRecord(Part):
         "equal hashes stand for equal outputs",
     )
 
-    @classmethod
-    def of(cls, samples: PassSamples, *, is_drafting: bool, is_random: bool) -> SamplesRecord:
-        """The samples as a record holds them. With random weights the counts of a pass that drafts
-        are withheld, because they have no meaning."""
-        values = {item.name: getattr(samples, item.name) for item in fields(cls)}
-        found = cls(**values)
-        if not is_drafting or is_random:
-            found = replace(found, num_drafted=None, num_accepted=None)
-        return replace(found, num_emitted=None) if is_drafting and is_random else found
-
     def restored(self) -> PassSamples:
-        """The samples of which this was made. In place of counts that were withheld, no step
+        """The samples as they were collected. In place of counts that were withheld, no step
         drafts."""
-        values = asdict(self)
-        del values["num_tokens"]
+        values = vars(self) | {"num_tokens": [sum(tokens) for tokens in self.sequence_tokens]}
         absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": []}
         for name, value in absent.items():
             if values[name] is None:
                 values[name] = [[value] * len(steps) for steps in self.step_ms]
         return PassSamples(**values)
+
+
+@dataclass(kw_only=True)
+class PassSamples(SamplesRecord):
+    """The samples as a pass collects them: no counts are withheld."""
+
+    num_drafted: list[list[int]] = field(default_factory=list)
+    num_accepted: list[list[list[int]]] = field(default_factory=list)
+    num_emitted: list[list[list[int]]] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls) -> PassSamples:
+        """Of a pass that has not begun. What can be null is null until it is observed."""
+        lists: dict[str, Any] = {f.name: [] for f in fields(cls) if f.default is MISSING}
+        return cls(**lists)
+
+    def to_record(self, *, is_drafting: bool, is_random: bool) -> SamplesRecord:
+        """The samples as a record holds them. With random weights the counts of a pass that drafts
+        are withheld, because they have no meaning."""
+        values = vars(self)
+        if not is_drafting or is_random:
+            values = values | {"num_drafted": None, "num_accepted": None}
+        if is_drafting and is_random:
+            values = values | {"num_emitted": None}
+        return SamplesRecord(**values)
+
+    def begin_batch(self) -> None:
+        self.step_ms.append([])
+        self.num_drafted.append([])
+        self.num_accepted.append([])
+        self.num_emitted.append([])
+
+    def observe_begin(
+        self, seconds: float, calibration_s: float | None, is_draft_prefill: bool
+    ) -> None:
+        """A strategy prepared for a batch in `seconds`, of which calibration took
+        `calibration_s`."""
+        self.begin_ms.append(to_ms(seconds - (calibration_s or 0.0)))
+        if calibration_s is not None:
+            self.calibration_ms = [*(self.calibration_ms or ()), to_ms(calibration_s)]
+        if is_draft_prefill:
+            self.draft_prefill_ms = list(self.begin_ms)
+
+    def observe_phases(self, seconds: Mapping[str, Sequence[float]]) -> None:
+        """The times of the phases of all steps, by the name of the phase."""
+        self.draft_ms, self.verify_ms, self.decode_ms = (
+            [to_ms(s) for s in seconds.get(name, ())] for name in ("draft", "verify", "decode")
+        )
+
+    def observe(self, output: StepOutput, seconds: float) -> None:
+        """A step took that long; `output` has the tokens that were appended to the requests."""
+        self.step_ms[-1].append(to_ms(seconds))
+        self.num_drafted[-1].append(output.num_drafted)
+        self.num_accepted[-1].append(output.num_accepted or [])
+        self.num_emitted[-1].append([len(tokens) for tokens in output.token_ids])
+
+    def end_batch(self, requests: Sequence[Request], started_s: float) -> None:
+        """All `requests` of the batch have ended; their decoding started at `started_s`."""
+        ends = [r.finished_s for r in requests if r.finished_s is not None]
+        assert len(ends) == len(requests), "every request has ended"
+        self.sequence_tokens.append([len(r.output_ids) - 1 for r in requests])
+        self.num_tokens.append(sum(self.sequence_tokens[-1]))
+        self.sequence_ms.append([to_ms(max(0.0, end - started_s)) for end in ends])
 
 
 @dataclass(frozen=True, kw_only=True)

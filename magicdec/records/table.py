@@ -1,36 +1,41 @@
-"""Prints one record as a table, with the passes of the run side by side. `report/listing.py` prints
-many records. `printed.py` has the rows."""
+"""The table of one run, with its passes side by side. `report/listing.py` lists many runs. Imports
+no torch.
+
+The rows are what the sample can carry, in numbers that agree with each other. A percentile has one
+only where the sequences are enough for it; otherwise the largest value has, with the number of
+sequences. The first speedup is the ratio of the two rates above it; the medians over batches say
+over how many.
+"""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from magicdec.console import make_console
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.environment import threads_of_ranks
-from magicdec.records.printed import table_rows
+from magicdec.records.fields import Recorded, description_of
+from magicdec.records.metrics import tpots
+from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
+from magicdec.tables import Column, Line, Table
 
 STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
 
 
 def print_record(record: RunRecord) -> None:
-    """Print one run: the result of the check, and the baseline and the strategy side by side."""
-    from rich.table import Table
+    table_of(record).print()
 
-    console = make_console()
-    console.print(_verdict(record), style=STYLES.get(record.status, "bold red"))
+
+def table_of(record: RunRecord) -> Table:
+    """One run: the result of the check, and the baseline and the strategy side by side."""
+    verdict = Line(_verdict(record), STYLES.get(record.status, "bold red"))
     if record.metrics is None:
-        return
-    table = Table(title=_title(record), title_justify="left")
-    table.add_column("")
-    if record.baseline_metrics is not None:
-        table.add_column("autoregressive", justify="right")
-    table.add_column(method(record), justify="right")
-    for label, cells in table_rows(record):
-        table.add_row(label, *cells)
-    console.print(table)
+        return Table(above=[verdict])
+    passes = [method(record)] if record.baseline_metrics is None else [BASELINE, method(record)]
+    rows = [(label, *cells) for label, cells in table_rows(record)]
+    return Table([Column("", is_text=True), *passes], rows, _title(record), above=[verdict])
 
 
 def method(record: RunRecord) -> str:
@@ -111,3 +116,77 @@ def _explained(c: Correctness) -> str:
 def _place(first: Divergence) -> str:
     margin = "it ends elsewhere" if first.margin is None else f"margin {first.margin:.2g}"
     return f"first at sequence {first.sequence}, token {first.index} ({margin})"
+
+
+# The rows in order.
+SHOWN = (
+    *("decode_tokens_per_s", "speedup", "net_speedup", "break_even_gen_len"),
+    *("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
+    *("mean_ttft_ms", "prefill_tokens_per_s", "answer_score"),
+    *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
+    *("acceptance_per_position", "mean_draft_tokens", "kv_tokens_read"),
+    *("begin_ms", "draft_prefill_ms", "calibration_ms", "warmup_calibration_ms"),
+    *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
+    *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
+)
+# The sequences that a percentile needs: with fewer, it would be the largest value or the next one.
+# With fewer than the most of these, the largest TPOT has a row.
+MANY = 100
+LEAST_SEQUENCES = {"p90_tpot_ms": 10, "p99_tpot_ms": MANY}
+MEDIANS = {"speedup": "  ", "net_speedup": "net speedup, "}
+
+
+def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
+    """(label, a cell for each pass that the record has metrics of) for each row that says
+    something."""
+    described = {item.name: description_of(item) for item in fields(Metrics)}
+    columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
+    by_pass = _tpots(record)
+    num_sequences = min(map(len, by_pass), default=MANY)
+    rows = []
+    for name in SHOWN:
+        if num_sequences < LEAST_SEQUENCES.get(name, 0):
+            continue
+        label = described[name].label
+        if name in MEDIANS:
+            each = getattr(columns[-1], f"{name}_per_batch") or ()
+            label = f"{MEDIANS[name]}median of {len(each)} batch{'' if len(each) == 1 else 'es'}"
+        rows.append((label, [cell(metrics, name, described[name]) for metrics in columns]))
+        if name == "decode_tokens_per_s":
+            rows.append(_ratio_of_rates(columns))
+        if name == "p50_tpot_ms" and 1 < num_sequences < MANY:
+            largest = [f"{max(times):.2f}" for times in by_pass]
+            rows.append((f"TPOT max of {num_sequences}, ms", largest))
+    return [(label, cells) for label, cells in rows if any(cells)]
+
+
+def cell(metrics: Metrics, name: str, description: Recorded) -> str:
+    """A metric with its interval, if it has one; empty if it is None. Each draft position has a
+    line, with the number of verifications that judged it."""
+    value, ends = getattr(metrics, name), getattr(metrics, f"{name}_interval", None)
+    if value is None:
+        return ""
+    judged = metrics.judged_per_position
+    if name != "acceptance_per_position" or judged is None:
+        return description.show_between(value, ends)
+    ends = ends or [[]] * len(value)
+    return "\n".join(
+        f"{description.show_between(share, both)}, {count} judged"
+        for share, both, count in zip(value, ends, judged, strict=True)
+    )
+
+
+def _ratio_of_rates(columns: list[Metrics]) -> tuple[str, list[str]]:
+    """The speedup over all batches together: the ratio of the two rates of decode steps."""
+    rates = [metrics.decode_tokens_per_s for metrics in columns]
+    if len(rates) < 2 or not rates[0] or rates[1] is None:
+        return "", []
+    return "speedup of decode steps", ["", f"{rates[1] / rates[0]:.2f}x"]
+
+
+def _tpots(record: RunRecord) -> list[list[float]]:
+    """TPOT of each sequence, by pass; empty if the record has no samples."""
+    names = [BASELINE] if record.baseline_metrics is not None else []
+    names.append(record.config["decoding"]["strategy"])
+    samples = record.samples or {}
+    return [tpots(samples[name].restored()) for name in names if name in samples]

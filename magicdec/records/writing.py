@@ -1,8 +1,5 @@
-"""Writes the results of the commands: one line for each run, and a file for everything else.
-Imports no torch.
-
-Every such file begins with the same two keys, `schema_version` and `kind`. NaN and infinity are
-refused. Must not know the content of a record.
+"""Writes the results of the commands: JSON lines that are appended, and whole files. NaN and
+infinity are refused. Imports no torch. Must not know the content of a record.
 """
 
 from __future__ import annotations
@@ -19,21 +16,11 @@ from typing import Any
 
 from magicdec.files import complete_file
 
-# The kinds of files other than records, and the version of the schema of each.
-VERSIONS = {"latency": 1, "plan": 1, "stage_plan": 1, "machine": 2}
-
 
 def to_json(content: Any, indent: int | None = None) -> str:
     """A dataclass or plain JSON values as JSON text. Raises ValueError for NaN and infinity."""
     is_typed = is_dataclass(content) and not isinstance(content, type)
     return json.dumps(asdict(content) if is_typed else content, allow_nan=False, indent=indent)
-
-
-def write_file(flag: str, path: Path, kind: str, content: Any) -> None:
-    """Write a dataclass as JSON, after `schema_version` and `kind`. Raises ValueError as
-    `write_text` does."""
-    envelope = {"schema_version": VERSIONS[kind], "kind": kind}
-    write_text(flag, path, to_json(envelope | asdict(content), indent=1) + "\n")
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
@@ -54,11 +41,8 @@ def check_writable(flag: str, path: Path) -> None:
     cannot be made. Changes nothing."""
     try:
         if path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.write(descriptor, b"")  # a full device says so
-            finally:
-                os.close(descriptor)
+            with path.open("ab", buffering=0) as file:
+                file.write(b"")  # a full device says so
             return
         directory = next(parent for parent in path.parents if parent.exists())
         if not directory.is_dir():
@@ -74,10 +58,10 @@ def check_directory(flag: str, path: Path) -> None:
     exist. Changes nothing."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{flag} {path} is not a directory; name one to write to")
-    place = next(each for each in (path, *path.parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    parent = next(each for each in (path, *path.parents) if each.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(
-            f"{flag} {path}: no file can be made in {place}; name a directory to write to"
+            f"{flag} {path}: no file can be made in {parent}; name a directory to write to"
         )
 
 
@@ -86,16 +70,13 @@ def append_line(path: Path, line: str) -> None:
     programs may append to it at once. If its last line has no line end because of a crash, one is
     written first. Raises OSError if not all of the line could be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
+    with path.open("ab", buffering=0) as file:  # whose end gives the lock back
         with suppress(OSError):  # a file system without locks: one write is the best there is
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
         rest = (("\n" if _is_torn(path) else "") + line + "\n").encode()
         while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)  # gives the lock back
+            rest = rest[os.write(file.fileno(), rest) :]
+        os.fsync(file.fileno())
 
 
 def append_file(flag: str, lines: Path, path: Path) -> None:

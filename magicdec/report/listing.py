@@ -7,20 +7,16 @@ Owns the choice of rows and columns and their order. Imports no torch.
 
 from __future__ import annotations
 
-import csv
-import io
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Literal
 
-from magicdec.console import make_console
 from magicdec.records.comparison.change import change_of, pair_of
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.table import method
-from magicdec.report.point import SETTINGS, Setting, metric, settings
+from magicdec.report.settings import SETTINGS, Setting, settings
+from magicdec.tables import Column, Shown, Table
 
 Row = dict[str, Setting]
 NARROW = 80  # columns of a text table that is written to a file or a pipe
@@ -58,8 +54,8 @@ class Listing:
 
     def said(self) -> str:
         """What holds for every row, in a line; empty if there is nothing to say."""
-        shown = (f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in self.constants.items())
-        return f"in every row: {', '.join(shown)}" if self.constants else ""
+        values = (f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in self.constants.items())
+        return f"in every row: {', '.join(values)}" if self.constants else ""
 
 
 def list_records(
@@ -73,19 +69,41 @@ def list_records(
     that of the records, or by `sort`: metrics from the largest and settings from the smallest,
     unless `is_ascending` is given. Rows without the value come last."""
     rows = [
-        settings(r) | {name: metric(r.metrics, name) for name in METRICS} | _halves(r.metrics)
+        settings(r)
+        | {name: getattr(r.metrics, name, None) for name in METRICS}
+        | _halves(r.metrics)
         for r in records
     ]
     for row in rows:
         row["drafter"] = row["drafter"] or "none"
     columns = tuple(key for key in LABELS if key != "runs")
     if group_by:
-        rows = _grouped(rows, group_by)
+        rows = _grouped(rows, list(group_by))
         columns = (*group_by, "runs", *DIGITS)
     if sort is not None:
         rising = sort not in METRICS if is_ascending is None else is_ascending
-        rows = _sorted(rows, sort, rising)
+        known = [row for row in rows if row[sort] is not None]
+        known.sort(key=lambda row: rank(row[sort]), reverse=not rising)
+        rows = known + [row for row in rows if row[sort] is None]
     return Listing(columns, rows, {})
+
+
+def rank(value: Setting) -> tuple[bool, float, str]:
+    """Orders text before numbers, and numbers by size."""
+    is_number = isinstance(value, int | float)
+    return is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
+
+
+def _grouped(rows: list[Row], group_by: list[str]) -> list[Row]:
+    """The number of the runs of each group, and the median of each metric."""
+    import pandas as pd
+
+    frame = pd.DataFrame(rows, dtype=object)[[*dict.fromkeys([*group_by, *METRICS])]]
+    metrics = frame[list(METRICS)].astype(float)
+    keys = [frame[key] for key in group_by]
+    groups = metrics.groupby(keys, dropna=False, sort=False)
+    medians = groups.median().assign(runs=groups.size()).reset_index().astype(object)
+    return medians.where(medians.notna(), None).to_dict("records")
 
 
 def _halves(metrics: Metrics | None) -> Row:
@@ -98,12 +116,12 @@ def without_constants(listing: Listing) -> Listing:
     """The listing without the columns that say nothing: those without a value, and settings that
     are the same in every row of several."""
     values = {key: {row[key] for row in listing.rows} for key in listing.columns}
-    kept = [key for key in listing.columns if values[key] != {None}]
-    can_go = [key for key in kept if key not in DIGITS and key != "runs"]
+    filled = [key for key in listing.columns if values[key] != {None}]
+    can_go = [key for key in filled if key not in DIGITS and key != "runs"]
     constants: dict[str, Setting] = {}
     if len(listing.rows) > 1:
         constants = {k: listing.rows[0][k] for k in can_go if len(values[k]) == 1}
-    columns = tuple(key for key in kept if key not in constants)
+    columns = tuple(key for key in filled if key not in constants)
     return Listing(columns, listing.rows, constants)
 
 
@@ -116,110 +134,42 @@ def compact(listing: Listing) -> Listing:
         rows = [row | {"draft_model": row["draft_model"] or row["drafter"]} for row in rows]
     if {"kv_policy", "budget"} <= {*columns}:
         columns = tuple(key for key in columns if key != "budget")
-        named = ("kv_policy", "budget")
+        parts = ("kv_policy", "budget")
         rows = [
-            row | {"kv_policy": " ".join(str(row[key]) for key in named if row[key] is not None)}
+            row | {"kv_policy": " ".join(str(row[key]) for key in parts if row[key] is not None)}
             for row in rows
         ]
     return Listing(columns, rows, listing.constants)
 
 
-def _grouped(rows: list[Row], group_by: Sequence[str]) -> list[Row]:
-    groups: dict[tuple[Setting, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in group_by), []).append(row)
-    return [
-        dict(zip(group_by, values, strict=True))
-        | {"runs": len(members)}
-        | {name: _median(member[name] for member in members) for name in METRICS}
-        for values, members in groups.items()
-    ]
-
-
-def _median(values: Iterable[Setting]) -> float | None:
-    found = [value for value in values if isinstance(value, int | float)]
-    return statistics.median(found) if found else None
-
-
-def _sorted(rows: list[Row], key: str, is_ascending: bool) -> list[Row]:
-    def place(row: Row) -> tuple[bool, float, str]:
-        value = row[key]
-        is_number = isinstance(value, int | float)
-        return is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
-
-    known = sorted((r for r in rows if r.get(key) is not None), key=place, reverse=not is_ascending)
-    return [*known, *(row for row in rows if row.get(key) is None)]
+def make_table(
+    listing: Listing, labels: Mapping[str, str] = LABELS, notes: Sequence[str] = ()
+) -> Table:
+    """The table of a listing, whose constants stand below it unless there are `notes`."""
+    return Table(
+        [Column(labels.get(key, key), key in TEXT_COLUMNS, key) for key in listing.columns],
+        [
+            [Shown(_cell(key, row[key], row.get(HALF + key)), row[key]) for key in listing.columns]
+            for row in listing.rows
+        ],
+        below=notes or [listing.said()] if listing.constants else notes,
+        is_framed=False,
+    )
 
 
 def print_text(listing: Listing, notes: Sequence[str] = ()) -> None:
     """Print it for people, in the width of the terminal, and notes below it. In a file or a pipe it
     is 80 columns wide. Names are folded where that is narrow; numbers are never cut."""
-    from rich.table import Table
-
-    listing, console = compact(without_constants(listing)), make_console()
-    if not console.is_terminal:
-        console.width = NARROW
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
-    for key in listing.columns:
-        label, is_text = NARROW_LABELS.get(key, key), key in TEXT_COLUMNS
-        justify: Literal["left", "right"] = "left" if is_text else "right"
-        table.add_column(label, justify=justify, overflow="fold", no_wrap=not is_text)
-    for row in listing.rows:
-        table.add_row(*(_cell(key, row[key], row.get(HALF + key)) for key in listing.columns))
-    if listing.constants:
-        console.print(listing.said(), soft_wrap=False)
-    console.print(table)
-    for note in notes:
-        console.print(note)
-
-
-def markdown(listing: Listing) -> str:
-    listing = without_constants(listing)
-    aligned = (":--" if key in TEXT_COLUMNS else "--:" for key in listing.columns)
-    lines = [_labels(listing), list(aligned), *_cells(listing)]
-    body = "\n".join("| " + " | ".join(_escape_md(c) for c in cells) + " |" for cells in lines)
-    said = listing.said()
-    return f"{body}\n" + (f"\n{said[0].upper()}{said[1:]}.\n" if said else "")
-
-
-def latex(listing: Listing) -> str:
-    """A `tabular` for the package booktabs."""
-    listing = without_constants(listing)
-    columns = "".join("l" if key in TEXT_COLUMNS else "r" for key in listing.columns)
-    lines = [" & ".join(map(_escape_latex, cells)) + r" \\" for cells in _cells(listing)]
-    head = " & ".join(map(_escape_latex, _labels(listing))) + r" \\"
-    said = [f"% {listing.said()}"] if listing.constants else []
-    begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
-    return "\n".join(
-        [*said, begin, r"\toprule", head, r"\midrule", *lines, r"\bottomrule", end, ""]
-    )
-
-
-def comma_separated(listing: Listing) -> str:
-    """Every column, with the keys as labels and the numbers unrounded, for programs."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(listing.columns)
-    writer.writerows([row[key] for key in listing.columns] for row in listing.rows)
-    return text.getvalue()
+    listing = compact(without_constants(listing))
+    table = make_table(replace(listing, constants={}), NARROW_LABELS, notes)
+    replace(table, above=[listing.said()] if listing.constants else []).print(NARROW)
 
 
 FORMATS: Mapping[str, Callable[[Listing], str]] = {
-    "md": markdown,
-    "latex": latex,
-    "csv": comma_separated,
+    "md": lambda listing: make_table(without_constants(listing)).markdown(),
+    "latex": lambda listing: make_table(without_constants(listing)).latex(),
+    "csv": lambda listing: make_table(listing).csv(),
 }
-
-
-def _labels(listing: Listing) -> list[str]:
-    return [LABELS.get(key, key) for key in listing.columns]
-
-
-def _cells(listing: Listing) -> list[list[str]]:
-    return [
-        [_cell(key, row[key], row.get(HALF + key)) for key in listing.columns]
-        for row in listing.rows
-    ]
 
 
 def _cell(key: str, value: Setting, half: Setting = None) -> str:
@@ -232,15 +182,6 @@ def _cell(key: str, value: Setting, half: Setting = None) -> str:
         return f"{value:.{digits}f}"
     digits = min(2, digits)  # no more than the interval says
     return f"{value:.{digits}f}±{half:.{digits}f}"
-
-
-def _escape_md(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
-
-
-def _escape_latex(text: str) -> str:
-    named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return "".join(named.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
 
 
 MOST_RECORDS = 100  # of a table; a longer one is for programs, and is not compared

@@ -4,91 +4,118 @@ figures as PNG and SVG and every table as CSV. `page.html` is the template."""
 from __future__ import annotations
 
 import shlex
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from magicdec.names import BASELINE
-from magicdec.report.figures.all import draw_all, save
-from magicdec.report.figures.style import Drawn, LeftOut
-from magicdec.report.point import Point
+from magicdec.report.figures.all import draw_runs, save
+from magicdec.report.figures.panels import Drawn, LeftOut
+from magicdec.report.frame import Row, frame_of
 from magicdec.report.prediction import Predictor
 from magicdec.report.tables import (
-    Table,
+    PageTable,
     commands_table,
     environments_table,
     failures_table,
     runs_table,
-    write_runs,
-    write_table,
 )
 
 PAGE, RERUN = "index.html", "rerun.sh"
+RERUN_HEAD = """#!/usr/bin/env bash
+# Runs every command of the report again, from the root of the repository.
+set -u
+"""
 HERE = Path(__file__).parent
+SECTIONS = {"serving": "Requests in flight", "pipeline": "Rings",
+            "speculation": "Pipelined speculation"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """The figures and the tables of one kind of record."""
+
+    title: str
+    summary: list[str]
+    outcomes: list[Drawn | LeftOut]
+    tables: list[PageTable]
+
+    @property
+    def figures(self) -> list[Drawn]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Drawn)]
+
+    @property
+    def left_out(self) -> list[LeftOut]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, LeftOut)]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the page shows. `svg` holds each drawn figure as an element of the page, by name."""
+    """What the page shows. `command` wrote it. `has_figure_files`: beside it, as PNG and SVG."""
 
     title: str
-    points: list[Point]
-    figures: list[Drawn]
-    left_out: list[LeftOut]
-    tables: list[Table]
-    svg: dict[str, str]
-    command: str  # that wrote this report
-    has_figure_files: bool  # beside the page, as PNG and SVG
+    command: str
+    has_figure_files: bool
+    sections: list[Section]
+    tables: list[PageTable]  # of all sections together
+    commands: list[str]  # of the records
+    revisions: list[str]  # the commits that they were made with
 
 
-def write_report(
-    out: Path,
+def make_report(
     title: str,
-    points: list[Point],
-    predictor: Predictor,
     command: Sequence[str],
-    has_figure_files: bool = True,
+    has_figure_files: bool,
+    rows: Sequence[Row],
+    predictor: Predictor,
 ) -> Report:
+    """Draw the figures and make the tables of records: rows of `run_rows` and of `served_row`."""
+    frame = frame_of(rows)
+    kinds = dict(iter(frame.groupby("kind", sort=False)))
+    sections = []
+    if "run" in kinds:
+        passes = kinds.pop("run")
+        runs = passes[passes["is_run"].astype(bool)]
+        outcomes = draw_runs(frame, predictor)
+        frame = pd.concat([runs, *kinds.values()])
+        tables = [runs_table(runs), failures_table(runs)]
+        sections.append(Section("Runs", summary(runs), outcomes, tables))
+    for kind, of in kinds.items():
+        lines = [f"{len(of):,} passes: {', '.join(of['pass'].unique())}."]
+        from magicdec.report.figures.served import draw_kind, tables_of
+
+        outcomes = draw_kind(kind, of)
+        sections.append(Section(SECTIONS[kind], lines, outcomes, tables_of(kind, of)))
+    tables = [environments_table(frame), commands_table(frame)]
+    commands = list(frame["command"].unique())
+    revisions = sorted(frame["environment.revision"].dropna().unique())
+    return Report(title, shlex.join(command), has_figure_files, sections, tables, commands,
+                  revisions)  # fmt: skip
+
+
+def write_report(out: Path, report: Report) -> None:
     """Write all files into the directory `out`, which is made if it is missing. Raises ValueError,
     naming the file, if one cannot be written."""
-    found = draw_all(points, predictor)
-    drawn = [figure for figure in found if isinstance(figure, Drawn)]
-    left_out = [figure for figure in found if isinstance(figure, LeftOut)]
-    tables = [runs_table(points), failures_table(points), environments_table(points)]
-    tables = [table for table in (*tables, commands_table(points)) if table.rows]
+    figures = [figure for section in report.sections for figure in section.figures]
+    tables = [table for section in report.sections for table in section.tables]
+    files = {f"{table.name}.csv": table.csv() for table in (*tables, *report.tables) if table.rows}
+    for figure in figures:
+        files[f"{figure.name}.csv"] = figure.table.to_csv(index=False, lineterminator="\n")
+    files[RERUN] = "\n".join([RERUN_HEAD, *report.commands, ""])
     try:
         out.mkdir(parents=True, exist_ok=True)
-        svg = {f.name: save(f, out if has_figure_files else None) for f in drawn}
-        for figure in drawn:
-            write_table(out / f"{figure.name}.csv", figure.columns, figure.rows)
-        write_tables(out, points)
-        shown = drawn, left_out, tables, svg
-        report = Report(title, points, *shown, shlex.join(command), has_figure_files)
-        (out / RERUN).write_text(rerun(points), encoding="utf-8")
-        (out / PAGE).write_text(render(report), encoding="utf-8")
+        svg = {f.name: save(f, out if report.has_figure_files else None) for f in figures}
+        for name, text in (files | {PAGE: render(report, svg)}).items():
+            (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        name = error.filename or out
-        raise ValueError(f"--out {name}: {error.strerror}; name a directory to write to") from None
-    return report
+        place = error.filename or out
+        raise ValueError(f"--out {place}: {error.strerror}; name a directory to write to") from None
 
 
-def write_tables(out: Path, points: list[Point]) -> None:
-    """The tables of the page as CSV, with the rows that the page leaves out. Raises OSError."""
-    write_runs(out / "runs.csv", points)
-    for table in (failures_table(points), environments_table(points)):
-        if table.rows:
-            rows = ([cell.text for cell in row] for row in table.rows)
-            write_table(out / f"{table.name}.csv", table.columns, rows)
-    columns = ("run", "start", "commit", "command", "file")
-    commands = (
-        (p.number, p.environment.time_utc, p.environment.revision, p.command, p.source)
-        for p in points
-    )
-    write_table(out / "commands.csv", columns, commands)
-
-
-def render(report: Report) -> str:
+def render(report: Report, svg: Mapping[str, str]) -> str:
+    """The page. `svg` holds each figure as an element of it, by name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(HERE)
@@ -96,43 +123,26 @@ def render(report: Report) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    page = engine.get_template("page.html").render(
-        report=report, summary=summary(report.points), rerun=RERUN, revisions=revisions(report),
+    return engine.get_template("page.html").render(
+        report=report, svg=svg, rerun=RERUN,
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script=(HERE / "page.js").read_text(encoding="utf-8"),
     )  # fmt: skip
-    return page
 
 
-def summary(points: Sequence[Point]) -> list[str]:
+def summary(runs: pd.DataFrame) -> list[str]:
     """What the runs are and the range of what they reached, in sentences."""
-    statuses = Counter(point.status for point in points)
-    states = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
-    models = sorted({str(p.settings["model"]) for p in points})
-    lines = [f"{len(points):,} runs ({states}) of {', '.join(models)}."]
+    states = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
+    models = sorted(map(str, runs["model"].unique()))
+    lines = [f"{len(runs):,} runs ({states}) of {', '.join(models)}."]
     kinds = {"speedup": "decode steps", "net_speedup": "all the time after prefill (net)"}
     for name, of in kinds.items():
-        known = [
-            (value, p) for p in points if (value := getattr(p.metrics, name, None)) is not None
-        ]
-        if known:
-            low, high = min(known, key=lambda k: k[0]), max(known, key=lambda k: k[0])
+        values = runs[name].dropna().astype(float)
+        if not values.empty:
+            best = runs.loc[values.idxmax()]
             lines.append(
-                f"Speedup over {BASELINE} decoding, of {of}: {low[0]:.2f}x to {high[0]:.2f}x. "
-                f"The largest is run {high[1].number}: {high[1].method}, B {high[1].settings['B']},"
-                f" prefix {high[1].settings['prefix_len']}."
+                f"Speedup over {BASELINE} decoding, of {of}: {values.min():.2f}x to "
+                f"{values.max():.2f}x. The largest is run {best['run']}: {best['method']}, "
+                f"B {best['B']}, prefix {best['prefix_len']}."
             )
     return lines
-
-
-def revisions(report: Report) -> list[str]:
-    """The commits that the runs were made with."""
-    found = {point.environment.revision for point in report.points}
-    return sorted(revision for revision in found if revision is not None)
-
-
-def rerun(points: Sequence[Point]) -> str:
-    """A script that runs every command of the report again, each once, in their order."""
-    commands = dict.fromkeys(point.command for point in points)
-    head = "#!/usr/bin/env bash\n# Runs every command of the report again, from the root of the "
-    return f"{head}repository.\nset -u\n\n" + "".join(f"{command}\n" for command in commands)

@@ -1,16 +1,20 @@
-"""The tables of a report: the runs, their environments and their commands. Imports no torch."""
+"""The tables of a report: the runs, the passes that served requests, their environments and their
+commands."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from magicdec.records.performance import Metrics
+import pandas as pd
+
+from magicdec.records.performance import SUFFIX
+from magicdec.report.frame import ENVIRONMENT
 from magicdec.report.listing import LABELS, METRICS
-from magicdec.report.panels import group
-from magicdec.report.point import SETTINGS, Point, Setting
+from magicdec.report.settings import SETTINGS
+from magicdec.tables import Shown, Table
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_SETTINGS = ("model", "draft_model", "drafter", "kv_policy", "budget", "gamma", "B",
@@ -28,164 +32,122 @@ SHOWN_METRICS = (
 )
 PER_RUN = ("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz",
            "gpu_most_sm_mhz", "gpu_slowed_by")  # fmt: skip
+MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others
+COMMANDS = {"run": "run", "environment.time_utc": "start", "environment.revision": "commit",
+            "command": "command", "file": "file"}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell of a table on the page. `order` is what it is sorted by."""
+class PageTable(Table):
+    """A table on the page. `note` is printed above it. `name` is that of its CSV file, which has
+    `frame` or, without it, what the page has."""
 
-    text: str
-    order: float | str
-    is_number: bool = False
+    name: str = ""
+    note: str = ""
+    frame: pd.DataFrame | None = None
+
+    def csv(self) -> str:
+        """All rows, also those that the page leaves out."""
+        if self.frame is None:
+            return super().csv()
+        return str(self.frame.to_csv(index=False, lineterminator="\n"))
+
+    @property
+    def cells(self) -> Iterator[list[tuple[str, object]]]:
+        """The text of each cell, and the value that it is sorted by."""
+        for texts, row in zip(self.body, self.rows, strict=True):
+            values = [cell.value if isinstance(cell, Shown) else cell for cell in row]
+            yield [(t, "" if v is None else v) for t, v in zip(texts, values, strict=True)]
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table on the page. `note` is printed above it."""
-
-    name: str
-    title: str
-    note: str
-    columns: list[str]
-    rows: list[list[Cell]]
-    numbered: bool = False  # the first column is the number of a run
-
-
-def runs_table(points: Sequence[Point]) -> Table:
+def runs_table(runs: pd.DataFrame) -> PageTable:
     """One row for each run. Settings that are the same in all runs are said in the note."""
-    values = {key: {point.settings[key] for point in points} for key in SHOWN_SETTINGS}
-    same = [key for key in SHOWN_SETTINGS if len(values[key]) == 1 and len(points) > 1]
-    keys = [key for key in SHOWN_SETTINGS if key not in same and values[key] != {None}]
-    said = [f"{LABELS.get(key, key)} {points[0].settings[key]}" for key in same
-            if points[0].settings[key] is not None]  # fmt: skip
-    known = [m for m in SHOWN_METRICS if any(_metric(p, m[0]) is not None for p in points)]
+    counts = runs[list(SHOWN_SETTINGS)].nunique(dropna=False)
+    same = [key for key in SHOWN_SETTINGS if counts[key] == 1 and len(runs) > 1]
+    keys = [key for key in SHOWN_SETTINGS if key not in same and runs[key].notna().any()]
+    first = runs.iloc[0]
+    said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
+    known = [metric for metric in SHOWN_METRICS if runs[metric[0]].notna().any()]
     rows = [
-        [number(point.number), *(cell(point.settings[key]) for key in keys),
-         *(metric_cell(point, *shown) for shown in known), cell(point.status)]
-        for point in points[:MOST_ROWS]
+        [run["run"], *(run[key] for key in keys), *(metric_cell(run, *m) for m in known),
+         run["status"]]
+        for run in runs[:MOST_ROWS].to_dict("records")
     ]  # fmt: skip
     labels = ["run", *(LABELS.get(key, key) for key in keys), *(m[1] for m in known), "status"]
-    notes = ["In brackets: 95 % intervals"] if any(has_interval(p) for p in points) else []
+    has_interval = any(runs[f"{name}_interval_low"].notna().any() for name, *_ in known
+                       if f"{name}_interval_low" in runs)  # fmt: skip
+    notes = ["In brackets: 95 % intervals"] if has_interval else []
     notes += [f"In every run: {', '.join(said)}"] if said else []
-    return Table("runs", "Runs", _note(notes, len(points)), labels, rows, numbered=True)
+    intervals = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
+    last = ["environment.time_utc", "environment.revision", "command", "error", "file"]
+    frame = runs[["run", *SETTINGS, *METRICS, *intervals, *last]]
+    frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
+    note = _note(notes, len(runs))
+    return PageTable(labels, rows, "Runs", name="runs", note=note, frame=frame)
 
 
-def failures_table(points: Sequence[Point]) -> Table:
+def failures_table(runs: pd.DataFrame) -> PageTable:
     """The runs without a result."""
-    bad = [point for point in points if point.status in ("failed", "diverged")]
-    rows = [
-        [number(p.number), cell(p.method), cell(p.status), cell(p.error or "outputs differ")]
-        for p in bad[:MOST_ROWS]
-    ]
-    columns = ["run", "method", "status", "reason"]
-    return Table("failures", "Runs without a result", _note([], len(bad)), columns, rows, True)
+    bad = runs[runs["status"].isin(("failed", "diverged"))]
+    bad = bad.assign(reason=bad["error"].fillna("outputs differ"))
+    title, frame = "Runs without a result", bad[["run", "method", "status", "reason"]]
+    rows = frame[:MOST_ROWS].to_numpy().tolist()
+    return PageTable(list(frame), rows, title, name="failures", note=_note([], len(bad)),
+                     frame=frame)  # fmt: skip
 
 
-def environments_table(points: Sequence[Point]) -> Table:
+def environments_table(every: pd.DataFrame) -> PageTable:
     """One row for each machine, software and launch."""
-    names = [field.name for field in fields(points[0].environment) if field.name not in PER_RUN]
-    found = group(points, lambda p: tuple(getattr(p.environment, name) for name in names))
+    names = [name.removeprefix(ENVIRONMENT) for name in every if name.startswith(ENVIRONMENT)]
+    names = [name for name in names if name not in PER_RUN]
+    keys = [f"{ENVIRONMENT}{name}" for name in names]
     rows = []
-    for values, of in found.items():
-        loads = [p.environment.host_load for p in of if p.environment.host_load is not None]
-        reads = [r / 1e9 for p in of if (r := p.environment.read_bandwidth_bytes_per_s)]
-        times = sorted(p.environment.time_utc for p in of)
+    for _, of in every.groupby(keys, dropna=False, sort=False):
+        load, read, times = (
+            of[f"{ENVIRONMENT}{name}"].dropna()
+            for name in ("host_load", "read_bandwidth_bytes_per_s", "time_utc")
+        )
         rows.append([
-            cell(ranges([p.number for p in of])), *map(cell, values), cell(extent(loads, 1)),
-            cell(extent(reads, 1)), cell(times[0]), cell(times[-1]),
+            ranges(of["run"].tolist()), *of.iloc[0][keys], extent(load), extent(read / 1e9),
+            times.min(), times.max(),
         ])  # fmt: skip
     labels = [name.replace("_", " ") for name in names]
     columns = ["runs", *labels, "host load", "read, GB/s", "first start", "last start"]
-    return Table("environments", "Environments", "", columns, rows)
+    frame = pd.DataFrame(rows, columns=columns)
+    return PageTable(columns, rows, "Environments", name="environments", frame=frame)
 
 
-def commands_table(points: Sequence[Point]) -> Table:
+def commands_table(every: pd.DataFrame) -> PageTable:
     """The exact command of every run, with its commit and start."""
-    rows = [
-        [number(p.number), cell(p.environment.time_utc), cell(p.environment.revision or "unknown"),
-         cell(p.command), cell(Path(p.source).name)]
-        for p in points[:MOST_ROWS]
-    ]  # fmt: skip
-    columns = ["run", "start", "commit", "command", "file"]
-    return Table("commands", "Commands", _note([], len(points)), columns, rows, numbered=True)
+    frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
+    first = frame[:MOST_ROWS].fillna({"commit": "unknown"})
+    first["file"] = first["file"].map(lambda file: Path(file).name)
+    rows, note = first.to_numpy().tolist(), _note([], len(every))
+    return PageTable(list(frame), rows, "Commands", name="commands", note=note, frame=frame)
 
 
-def write_runs(path: Path, points: Sequence[Point]) -> None:
-    """Every setting, every metric that is a number, with its interval, and the command of every
-    run. Raises OSError."""
-    intervals = [f.name for f in fields(Metrics) if f.name.endswith("_interval")
-                 and "list[list" not in str(f.type)]  # fmt: skip
-    ends = [f"{name}_{end}" for name in intervals for end in ("low", "high")]
-    head = ["run", *SETTINGS, *METRICS, *ends, "time_utc", "revision", "command", "error", "file"]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(head)
-        for p in points:
-            spans = [(getattr(p.metrics, name, None) or (None, None)) for name in intervals]
-            writer.writerow([
-                p.number, *p.settings.values(), *(_metric(p, name) for name in METRICS),
-                *(end for span in spans for end in span), p.environment.time_utc,
-                p.environment.revision, p.command, p.error, p.source,
-            ])  # fmt: skip
-
-
-def write_table(path: Path, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """Raises OSError."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
-
-
-def metric_cell(point: Point, name: str, label: str, digits: int, factor: float) -> Cell:
-    value = _metric(point, name)
+def metric_cell(run: dict[str, Any], name: str, label: str, digits: int, factor: float) -> Shown:
+    value = run[name]
     if value is None:
-        return Cell("", -1e300, is_number=True)
+        return MISSING
     text = f"{value * factor:,.{digits}f}"
-    ends = getattr(point.metrics, f"{name}_interval", None)
-    if ends:
-        low, high = (f"{end * factor:,.{digits}f}" for end in ends)
-        text = f"{text} [{low}, {high}]"
-    return Cell(text, value, is_number=True)
-
-
-def cell(value: Setting | list[str]) -> Cell:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Cell(f"{value:g}" if isinstance(value, float) else str(value), value, True)
-    text = "" if value is None else str(value)
-    return Cell(text, text)
-
-
-def number(value: int) -> Cell:
-    return Cell(str(value), value, is_number=True)
-
-
-def has_interval(point: Point) -> bool:
-    return any(getattr(point.metrics, f"{name}_interval", None) for name, *_ in SHOWN_METRICS)
+    if run.get(f"{name}_interval_low") is not None:
+        ends = (run[f"{name}_interval_{end}"] * factor for end in ("low", "high"))
+        text += " [{}, {}]".format(*(f"{end:,.{digits}f}" for end in ends))
+    return Shown(text, value)
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers in short, such as `1-3, 7`."""
-    spans: list[list[int]] = []
-    for found in sorted(numbers):
-        if spans and found == spans[-1][1] + 1:
-            spans[-1][1] = found
-        else:
-            spans.append([found, found])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    """Numbers in short, in their order, such as `1-3, 7`."""
+    ordered = pd.Series(sorted(numbers))
+    groups = ordered.groupby(ordered - ordered.index)
+    return ", ".join(f"{of.min()}-{of.max()}" if len(of) > 1 else f"{of.min()}" for _, of in groups)
 
 
-def extent(values: Sequence[float], digits: int) -> str:
+def extent(values: pd.Series) -> str:
     """The smallest and the largest value; empty without values."""
-    if not values:
-        return ""
-    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
-    return low if low == high else f"{low} to {high}"
-
-
-def _metric(point: Point, name: str) -> float | None:
-    value: float | None = getattr(point.metrics, name, None)
-    return value
+    ends = [f"{value:.1f}" for value in (values.min(), values.max())] if len(values) else []
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _note(parts: Sequence[str], total: int) -> str:

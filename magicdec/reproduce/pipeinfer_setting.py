@@ -10,24 +10,12 @@ PipeInfer at 123a824. No published speedup belongs to one pair: each is a bound 
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from magicdec.names import SEQUENTIAL
-from magicdec.reproduce.setting import DEMO, Finding, Setting
+from magicdec.reproduce.setting import DEMO, Finding, Setting, hub_name
 
-HUB = {
-    "dolphin-70b": "cognitivecomputations/dolphin-2.2-70b",
-    "tinyllama-openorca-1.1b": "jeff31415/TinyLlama-1.1B-1T-OpenOrca",
-    "orca-2-7b": "microsoft/Orca-2-7b",
-    "goliath-120b": "alpindale/goliath-120b",
-    "xwin-7b": "Xwin-LM/Xwin-LM-7B-V0.2",
-    "xwin-13b": "Xwin-LM/Xwin-LM-13B-V0.2",
-    "falcon-180b": "tiiuae/falcon-180B",
-    "falcon-7b": "tiiuae/falcon-7b",
-    "falcon-40b": "tiiuae/falcon-40b",
-}
 # Of the only launch script for speculation, which other pairs take where nothing is published.
 SHIPPED = {
     "nodes": "8", "layer_split": "0.1,0.15,0.15,0.15,0.15,0.15,0.15/1.0", "draft_tokens": "3",
@@ -41,50 +29,28 @@ DEMO_NODES, DEMO_SPLIT = "4", "0.1,0.4,0.5/1.0"
 DEMO_DRAFT, DEMO_TOKENS, DEMO_REQUESTS = "demo-draft", "64", "4"
 
 
-@dataclass(frozen=True)
 class PipeInferSetting(Setting):
     """`alignment` is how well the draft guesses the target, `well` or `poor`. `bound` says what the
     published number is a bound of. `quantity` is the speedup of a request over synchronous
-    speculation. The other fields are flags of `magicdec pipeline`."""
+    speculation. The other columns are flags of `magicdec pipeline`."""
 
-    model: str
-    draft: str
-    alignment: str
-    nodes: str
-    layer_split: str
-    draft_tokens: str
-    pa: str
-    ps: str
-    pr: str
-    np: str
-    gen_len: str
-    quantity: str
-    bound: str
+    COLUMNS = ("model", "draft", "alignment", "nodes", "layer_split", "draft_tokens", "pa", "ps",
+               "pr", "np", "gen_len", "quantity", "bound")  # fmt: skip
+    NEEDED = ("sync", "async")
 
     @property
-    def num_gpus(self) -> int:
-        return 0
+    def size(self) -> tuple[str, str]:
+        return self.shipped("nodes"), "nodes"
 
-    @property
-    def num_hosts(self) -> int:
-        return 1 if self.model == DEMO else int(self.shipped("nodes"))
-
-    @property
-    def needs(self) -> str:
-        return "a run" if self.model == DEMO else f"{self.shipped('nodes')} nodes"
-
-    def shipped(self, field: str) -> str:
-        """The published value of a field, or that of the launch script."""
-        value: str = getattr(self, field)
-        return value or SHIPPED[field]
+    def shipped(self, column: str) -> str:
+        """The published value of a column, or that of the launch script."""
+        return self.to_dict()[column] or SHIPPED[column]
 
     def command(self) -> list[str]:
-        is_demo, drafter = self.model == DEMO, self.draft
-        words = ["pipeline", "--model", HUB.get(self.model, self.model), "--draft"]
-        if drafter == LOOKUP:
-            words += [drafter]
-        else:  # whose drafts read all of their context
-            words += [f"model:{HUB.get(drafter, drafter)}", "--budget", "-1"]
+        is_demo, drafter = self.is_demo, self.draft
+        words = ["pipeline", "--model", hub_name(self.model), "--draft"]
+        # A model drafts from all of its context.
+        words += [LOOKUP] if drafter == LOOKUP else [f"model:{hub_name(drafter)}", "--budget", "-1"]
         words += ["--nproc", self.shipped("nodes"), "--layer_split", self.shipped("layer_split")]
         words += ["--gamma", self.shipped("draft_tokens")]
         for name in ("pa", "ps", "pr", "np"):
@@ -92,25 +58,20 @@ class PipeInferSetting(Setting):
         words += ["--num_requests", DEMO_REQUESTS if is_demo else "1", "--prefix_len", PROMPT_LEN]
         words += ["--gen_len", self.shipped("gen_len"), "--ignore_eos"]
         # No node has room for a whole target. A core for each rank of the demo.
-        reference = [SEQUENTIAL] if is_demo else []
         words += ["--threads", "1"] if is_demo else []
-        return [*words, "--modes", *reference, *MODES]
+        return [*words, "--modes", *([SEQUENTIAL] if is_demo else []), *MODES]
 
     def at_demo_size(self) -> PipeInferSetting:
         """Four ranks, half the tokens. In place of a draft that guesses poorly but is sure of
         itself, prompt lookup."""
-        return replace(
-            self, model=DEMO, draft=LOOKUP if self.alignment == POOR else DEMO_DRAFT, alignment="",
+        return self.but(
+            model=DEMO, draft=LOOKUP if self.alignment == POOR else DEMO_DRAFT, alignment="",
             nodes=DEMO_NODES, layer_split=DEMO_SPLIT, draft_tokens="", pa="", ps="", pr="", np="",
             gen_len=DEMO_TOKENS, bound="",
         )  # fmt: skip
 
-    def read(self, records: Path) -> Finding:
-        lines = records.read_text(encoding="utf-8").splitlines()
-        found = {record["name"]: record["metrics"] for record in map(json.loads, lines)}
-        if found["sync"] is None or found["async"] is None:
-            return Finding(why_not="the tokens of its run were wrong")
-        speeds = [found[name]["request_tokens_per_s"] for name in ("async", "sync")]
+    def number(self, passes: dict[str, Any]) -> Finding:
+        speeds = [passes[name]["request_tokens_per_s"] for name in ("async", "sync")]
         return Finding(f"{speeds[0] / speeds[1]:.2f}")
 
     def predict(self, folder: Path) -> Finding:

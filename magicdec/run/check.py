@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.request import Request
@@ -36,25 +37,32 @@ from magicdec.runner import ModelRunner
 WIDER = {"float32": "float64", "bfloat16": "float32"}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first position at which two outputs of one prompt differ."""
-
-    sequence: int
-    index: int
-    expected: int | None
-    found: int | None
-
-
 def first_difference(
     sequence: int, expected: Sequence[int], found: Sequence[int]
-) -> Difference | None:
-    for i in range(max(len(expected), len(found))):
-        a = expected[i] if i < len(expected) else None
-        b = found[i] if i < len(found) else None
+) -> Divergence | None:
+    """Where two outputs of one prompt differ first, without its margin; None if they are equal."""
+    for index, (a, b) in enumerate(zip_longest(expected, found)):
         if a != b:
-            return Difference(sequence, i, a, b)
+            return Divergence(sequence, index, a, b)
     return None
+
+
+def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[Divergence]:
+    """The first differences of all sequences that differ."""
+    pairs = enumerate(zip(expected, found, strict=True))
+    firsts = [first_difference(i, a.output_ids, b.output_ids) for i, (a, b) in pairs]
+    return [first for first in firsts if first is not None]
+
+
+def uncompared(requests: Sequence[Request]) -> Correctness:
+    """The result for outputs that were compared with nothing."""
+    return Correctness(num_tokens=sum(len(r.output_ids) for r in requests))
+
+
+def identical(reference: str, requests: Sequence[Request]) -> Correctness:
+    """The result for outputs that are all equal to those of the reference."""
+    result = uncompared(requests)
+    return replace(result, reference=reference, identical=True, num_excused=0, num_diverged=0)
 
 
 @dataclass(frozen=True)
@@ -78,18 +86,13 @@ def check_outputs(
     (`view_of`). If more sequences differ than rounding explains, only the first is replayed there.
     A few other sequences are replayed too if the errors would be measured over few tokens.
     """
-    differences = [
-        d
-        for i, (a, b) in enumerate(zip(expected, found, strict=True))
-        if (d := first_difference(i, a.output_ids, b.output_ids)) is not None
-    ]
-    num_tokens = sum(len(r.output_ids) for r in found)
-    if not differences:
-        return Correctness(reference, True, num_tokens, None, 0, 0)
+    differing = differences(expected, found)
+    if not differing:
+        return identical(reference, found)
     gaps = measure_gaps(replays.runner, expected, replays.num_drafts, replays.prefill_chunk)
     chances = chances_to_differ(gaps)
     most = most_by_chance(chances)
-    judged = differences if len(differences) <= most else differences[:1]
+    judged = differing if len(differing) <= most else differing[:1]
     wider, chunk = replays.make_wider(), replays.prefill_chunk
     measured = sequences_to_measure([d.sequence for d in judged], expected)
     known = [view_of(wider, expected[i], chunk, gaps[i].pairs) for i in measured]
@@ -102,20 +105,16 @@ def check_outputs(
     ]
     num_short = [sum(int((v.shortfalls > 0).sum()) for v in side) for side in (known, views)]
     diverged = [i for i, value in enumerate(margins) if not value <= bound]
-    num_diverged = len(diverged)
-    if len(differences) > most or not is_by_chance(*num_short):
-        num_diverged = len(differences)
-    at = diverged[0] if diverged else 0
-    d, value = judged[at], margins[at]
-    shown = Divergence(
-        d.sequence, d.index, d.expected, d.found, None if math.isinf(value) else value
-    )
-    return Correctness(
-        reference,
+    is_excusable = len(differing) <= most and is_by_chance(*num_short)
+    num_diverged = len(diverged) if is_excusable else len(differing)
+    worst = diverged[0] if diverged else 0
+    value = margins[worst]
+    return replace(
+        uncompared(found),
+        reference=reference,
         identical=False,
-        num_tokens=num_tokens,
-        first_divergence=shown,
-        num_excused=len(differences) - num_diverged,
+        first_divergence=replace(judged[worst], margin=None if math.isinf(value) else value),
+        num_excused=len(differing) - num_diverged,
         num_diverged=num_diverged,
         margin_bound=bound,
         expected_differing=sum(chances),

@@ -1,31 +1,34 @@
-"""Outcome: what a run ends with, also when Ctrl-C has ended it: the batches that were done by then
-make a record.
+"""Outcome: what a run ends with. Its record has metrics only if the check of the tokens passed, and
+of a run that Ctrl-C has ended it has the batches that were done by then.
 
-Owns what of an interrupted run is kept. Nothing here needs the other ranks, which may have ended.
+Owns what of a run goes into its record. Must not measure anything; `records/metrics.py` computes.
+Nothing here needs the other ranks, which may have ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
-from magicdec.hardware.timing import PhaseTimer
-from magicdec.memory.sampler import NOT_MEASURED, describe_memory
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.memory.sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.names import BASELINE
+from magicdec.records.consistency import check_run
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
+from magicdec.records.metrics import run_metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.request import Request
-from magicdec.run.check import first_difference
-from magicdec.run.run_record import Measured, make_record
+from magicdec.run.check import differences, identical, uncompared
 from magicdec.setup.prepare import Prepared
+from magicdec.workload.answers import answer_scores
 
 BY_BATCH = (
     *("begin_ms", "calibration_ms", "draft_prefill_ms", "step_ms", "num_drafted", "num_accepted"),
-    *("num_emitted", "sequence_tokens", "sequence_ms", "bytes_read", "draft_kv_tokens"),
-    *("draft_rows", "peak_memory_bytes", "threads"),
+    *("num_tokens", "num_emitted", "sequence_tokens", "sequence_ms", "bytes_read"),
+    *("draft_kv_tokens", "draft_rows", "peak_memory_bytes", "threads"),
 )
 
 
@@ -45,78 +48,110 @@ class Interrupted(KeyboardInterrupt):
         self.outcome = outcome
 
 
-class Passes(Protocol):
-    """The part of `run.run.Run` that this module uses."""
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of a run, for all ranks together. The last pass is the requested strategy.
+    If the baseline was decoded too, it comes before that."""
 
-    prepared: Prepared
+    samples: dict[str, PassSamples]  # for each pass
+    finished: dict[str, list[Request]]  # for each pass, the requests in the order of the prompts
     prefill: PrefillSamples
-    samples: dict[str, PassSamples]
-    finished: dict[str, list[Request]]
-    timers: dict[str, PhaseTimer]
+    memory: MemoryTaken
 
     @property
-    def is_compared(self) -> bool: ...
+    def strategy(self) -> str:
+        return list(self.samples)[-1]
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that the requested strategy has finished."""
+        return self.finished[self.strategy]
 
 
-def outcome_of_done(run: Passes, environment: Environment) -> Outcome | None:
-    """The outcome of the batches that every pass has decoded; None if there is none. Its record has
-    metrics if all tokens are identical or nothing is compared. Differences are not judged, because
-    that takes as long as the run."""
-    prepared, w = run.prepared, run.prepared.config.workload
-    num_done = min(len(samples.peak_memory_bytes) for samples in run.samples.values())
-    if num_done == 0:
-        return None
-    finished = {name: done[: num_done * w.batch_size] for name, done in run.finished.items()}
-    samples = {
-        name: first_batches(samples, num_done, run.timers[name].seconds)
-        for name, samples in run.samples.items()
-    }
-    measured = Measured(samples, finished, first_prefills(run.prefill, num_done), NOT_MEASURED)
-    asked = finished[measured.asked]
-    error = f"interrupted after {num_done} of {w.num_batches} batches"
-    correctness = compare_done(finished[BASELINE], asked) if run.is_compared else uncompared(asked)
-    if correctness is None:
+def make_record(
+    prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
+) -> RunRecord:
+    """The record of a run. It has metrics only if the check of the tokens passed. Raises
+    AssertionError if measurements contradict each other."""
+    strategy, passed, is_random = measured.strategy, correctness.passed, prepared.is_random
+    bandwidth = environment.read_bandwidth_bytes_per_s
+    assert bandwidth is not None, "measured in every run"
+    # The answers of a target with random weights would say nothing.
+    answers = None if prepared.source.is_random else prepared.workload.answers
+    for name, samples in measured.samples.items():
+        requests = measured.finished[name]
+        samples.answer_scores = answer_scores(answers, requests, prepared.tokenizer)
+        samples.output_hashes = [hash_output(r.output_ids) for r in requests]
+    check_run(measured.samples, measured.prefill)
+    metrics = run_metrics(measured.samples, measured.prefill, bandwidth, is_random)
+    return RunRecord(
+        status=correctness.status,
+        config=prepared.config.to_dict(),
+        environment=environment,
+        workload=prepared.describe_workload(),
+        correctness=correctness,
+        metrics=metrics[strategy] if passed else None,
+        baseline_metrics=metrics.get(BASELINE) if passed and strategy != BASELINE else None,
+        samples={
+            name: samples.to_record(is_drafting=name != BASELINE, is_random=is_random)
+            for name, samples in measured.samples.items()
+        },
+        prefill_samples=measured.prefill,
+        memory=describe_memory(
+            prepared.plan, prepared.free, measured.memory if passed else NOT_MEASURED
+        ),
+    )
+
+
+def unfinished_record(
+    config: ResolvedConfig,
+    prepared: Prepared | None,
+    environment: Environment,
+    error: str,
+    status: str = "failed",
+) -> RunRecord:
+    """The record of a run of which nothing was measured that counts. `prepared` is None if it was
+    refused before."""
+    return RunRecord(
+        status=status,
+        config=config.to_dict(),
+        environment=environment,
+        error=error,
+        workload=None if prepared is None else prepared.describe_workload(),
+        memory=None if prepared is None else describe_memory(prepared.plan, prepared.free),
+    )
+
+
+def hash_output(token_ids: Sequence[int]) -> str:
+    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
+
+
+def outcome_of_done(
+    prepared: Prepared, measured: Measured, is_compared: bool, environment: Environment
+) -> Outcome:
+    """The outcome of the batches that every pass has decoded. Its record has metrics if all tokens
+    are identical or nothing is compared. Differences are not judged, because that takes as long as
+    the run."""
+    num_done, num_batches = len(measured.prefill.num_tokens), prepared.config.workload.num_batches
+    requests, error = measured.requests, f"interrupted after {num_done} of {num_batches} batches"
+    if is_compared and differences(measured.finished[BASELINE], requests):
         error += "; some of their outputs differ from the baseline's, and were not judged"
-        config, workload = prepared.config.to_dict(), prepared.describe_workload()
-        memory = describe_memory(prepared.plan, prepared.free)
-        interrupted = RunRecord(
-            status="interrupted", config=config, environment=environment, error=error,
-            workload=workload, memory=memory,
-        )  # fmt: skip
-        return Outcome(interrupted, asked)
+        record = unfinished_record(prepared.config, prepared, environment, error, "interrupted")
+        return Outcome(record, requests)
+    correctness = identical(BASELINE, requests) if is_compared else uncompared(requests)
     record = make_record(prepared, measured, correctness, environment)
-    return Outcome(replace(record, status="interrupted", error=error), asked)
-
-
-def uncompared(asked: list[Request]) -> Correctness:
-    return Correctness(None, num_tokens=sum(len(r.output_ids) for r in asked))
-
-
-def compare_done(expected: list[Request], found: list[Request]) -> Correctness | None:
-    """The comparison if all outputs are equal, else None."""
-    pairs = zip(expected, found, strict=True)
-    if any(first_difference(0, a.output_ids, b.output_ids) for a, b in pairs):
-        return None
-    return replace(uncompared(found), reference=BASELINE, identical=True, num_excused=0,
-                   num_diverged=0)  # fmt: skip
+    return Outcome(replace(record, status="interrupted", error=error), requests)
 
 
 def first_batches(
     samples: PassSamples, count: int, seconds: Mapping[str, list[float]]
 ) -> PassSamples:
     """The samples of the first `count` batches, with their part of the `seconds` of the phases."""
-    values: dict[str, Any] = {name: getattr(samples, name) for name in BY_BATCH}
-    first = replace(samples, **{k: v and v[:count] for k, v in values.items()})
+    values = {name: getattr(samples, name) for name in BY_BATCH}
+    first = replace(samples, **{name: v and v[:count] for name, v in values.items()})
     drafted = [number for batch in first.num_drafted for number in batch]
     drafting = sum(number > 0 for number in drafted)
     ends = {"draft": drafting, "verify": drafting, "decode": len(drafted) - drafting}
     first.observe_phases({name: seconds.get(name, [])[:end] for name, end in ends.items()})
     return first
-
-
-def first_prefills(prefill: PrefillSamples, count: int) -> PrefillSamples:
-    return PrefillSamples(
-        prefill_ms=prefill.prefill_ms[:count],
-        ttft_ms=prefill.ttft_ms[:count],
-        num_tokens=prefill.num_tokens[:count],
-    )

@@ -1,11 +1,15 @@
-"""What a rank keeps in memory from one run of a study to the next: loaded models, and prompts in
-the cache.
+"""What a rank keeps in memory from one run of a study to the next: loaded models, and the prompts
+of a run in KV caches, from which every pass starts.
 
-Owns when it is dropped. A run outside a study has a `Resident` of its own, which ends with it.
+Owns which caches there are (one that the batches take in turn, or one for each batch, so that the
+runs of a study which share their prompts prefill them once) and when models and caches are dropped.
+A run outside a study has a `Resident` of its own, which ends with it. Must not know how tokens are
+decoded.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +20,81 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.console import Progress
 from magicdec.drafting.policies.policy import keep_queries, make_policy
-from magicdec.memory.working_memory import max_tokens
-from magicdec.run.prompts import Prompts
+from magicdec.engine import Engine
+from magicdec.memory.plan import max_tokens
+from magicdec.request import Request, SamplingParams
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
 from magicdec.setup.loading import LoadedModels
+from magicdec.setup.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A batch whose prompts are in the cache of the engine's runner. Every pass rewinds the engine
+    to `snapshots`."""
+
+    engine: Engine
+    snapshots: list[Request]
+    seconds: float  # of the prefill
+
+
+class Prompts:
+    """Prefills batches on request. If they are kept, each has a runner of its own."""
+
+    def __init__(
+        self, make_runner: Callable[[], ModelRunner], chunk: int, progress: Progress, is_kept: bool
+    ) -> None:
+        self.make_runner, self.chunk = make_runner, chunk
+        self.progress, self.is_kept = progress, is_kept
+        self.engine = Engine(make_runner(), chunk)
+        self._batches: dict[int, Prefilled] = {}
+
+    def batch(self, index: int, prepared: Prepared) -> Prefilled:
+        """The batch of that number, prefilled now unless it was kept."""
+        if index in self._batches:
+            return self._batches[index]
+        if self.is_kept and index:
+            self.engine = Engine(self.make_runner(), self.chunk)
+        batch = self._prefill(index, prepared)
+        if self.is_kept:
+            self._batches[index] = batch
+        return batch
+
+    def forget(self) -> None:
+        """The caches no longer hold the prompts."""
+        self._batches.clear()
+
+    def _prefill(self, index: int, prepared: Prepared) -> Prefilled:
+        w, engine = prepared.config.workload, self.engine
+        if index == 0 and engine.runner.device.type == "cuda":
+            warm_up_prefill(engine, prepared.workload.prompts[0], self.chunk)
+        requests = make_requests(prepared, index)
+        started = time.perf_counter()
+        name = f"prefill, batch {index + 1} of {w.num_batches}"
+        with self.progress.task(name, w.batch_size * w.prefix_len) as advance:
+            snapshots = engine.prefill(requests, advance)
+        return Prefilled(engine, snapshots, time.perf_counter() - started)
+
+
+def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
+    """Prefill one full chunk of a prompt and one chunk as short as its last, so that kernels that
+    are built at their first call exist before a prefill is timed. The request ends with its first
+    token, so the engine is free again afterwards."""
+    beginning = tuple(prompt[: min(len(prompt), chunk + len(prompt) % chunk)])
+    engine.prefill([Request(-1, beginning, SamplingParams(max_new_tokens=1))])
+
+
+def make_requests(prepared: Prepared, batch: int) -> list[Request]:
+    """The requests of a batch, numbered through all batches."""
+    config, w = prepared.config, prepared.config.workload
+    eos = () if config.decoding.ignore_eos else prepared.source.config.eos_token_ids
+    first = batch * w.batch_size
+    prompts = prepared.workload.prompts[first : first + w.batch_size]
+    return [
+        Request(first + i, prompt, make_params(config.sampling, w.num_new_tokens, eos, first + i))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 @dataclass(frozen=True)
@@ -77,7 +152,7 @@ class Resident:
         `make_runner` gets the tokens of a row."""
         key = prefill_key(config), room
         if self._prompts is None or key != self._key:
-            self.drop_prompts()
+            self._prompts = None  # before others take their memory
 
             def make() -> ModelRunner:
                 runner = make_runner(room.max_tokens)
@@ -89,6 +164,3 @@ class Resident:
             self._prompts = Prompts(make, chunk, self.progress, room.is_kept)
             self._key = key
         return self._prompts
-
-    def drop_prompts(self) -> None:
-        self._prompts, self._key = None, None

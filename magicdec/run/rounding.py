@@ -59,7 +59,7 @@ def measure_gaps(
     each `num_drafts` + 1 of them: about as much as the prefill and the baseline's pass of the run.
     Every rank of the group must call this with the same requests.
     """
-    found = []
+    gaps = []
     for first in range(0, len(requests), runner.num_rows):
         batch = [
             replace(r, row=row) for row, r in enumerate(requests[first : first + runner.num_rows])
@@ -74,10 +74,10 @@ def measure_gaps(
         pairs, decode = _replay(runner, ids, 1)
         runner.truncate(range(len(batch)), [len(r.prompt_ids) for r in batch])
         _, verify = _replay(runner, ids, num_drafts + 1, pairs)
-        found += [
+        gaps += [
             Gaps(pairs[i, :n], decode[i, :n], verify[i, :n]) for i, n in enumerate(map(len, inputs))
         ]
-    return found
+    return gaps
 
 
 def _replay(

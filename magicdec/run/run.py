@@ -9,19 +9,21 @@ strategy decodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from magicdec.autotune.fastest_backend import settle
+import torch
+
+from magicdec.autotune import settle
 from magicdec.console import Progress, make_progress
 from magicdec.cost_model.roofline import bytes_read
-from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
-from magicdec.hardware.gpu_state import watch_gpu
+from magicdec.hardware.environment import watch_gpu
 from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.hardware.timing import (
     PhaseTimer,
@@ -31,17 +33,22 @@ from magicdec.hardware.timing import (
     synchronize,
 )
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.memory.sampler import MemoryTaken, MemoryWatch
-from magicdec.memory.working_memory import max_tokens
+from magicdec.memory.plan import max_tokens
+from magicdec.memory.sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request
-from magicdec.run.check import WIDER, Replays, check_outputs
-from magicdec.run.outcome import Interrupted, Outcome, outcome_of_done
+from magicdec.run.check import WIDER, Replays, check_outputs, uncompared
+from magicdec.run.outcome import (
+    Interrupted,
+    Measured,
+    Outcome,
+    first_batches,
+    make_record,
+    outcome_of_done,
+)
 from magicdec.run.resident import Resident, Room
-from magicdec.run.run_record import Measured, make_record
-from magicdec.run.unmeasured import profile, warm_up
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import Kinds, load_model, make_backend, make_draft, make_target
 from magicdec.setup.prepare import Prepared
@@ -74,13 +81,13 @@ class Run:
         self.engine = self.prompts.engine
         self.draft = make_draft(prepared, self.groups, self.max_tokens, self.resident.models)
         self.draft_length = make_draft_length(d, group, self.device, prepared.step_estimate)
-        self.passes = [BASELINE] if d.strategy == BASELINE else [d.strategy]
-        if d.baseline and d.strategy != BASELINE:
-            self.passes.insert(0, BASELINE)
+        has_baseline = d.baseline and d.strategy != BASELINE
+        self.passes = [BASELINE, d.strategy] if has_baseline else [d.strategy]
         self.prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
-        self.samples = {name: PassSamples() for name in self.passes}
+        self.samples = {name: PassSamples.empty() for name in self.passes}
         self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
-        self.timers = {name: PhaseTimer(self.device, self._times_phases()) for name in self.passes}
+        is_timed = self.device.type == "cpu" or self.config.output.benchmark
+        self.timers = {name: PhaseTimer(self.device, is_timed) for name in self.passes}
 
     @property
     def runner(self) -> ModelRunner:
@@ -89,23 +96,23 @@ class Run:
 
     def make_runner(self, max_tokens: int) -> ModelRunner:
         """A runner for the batches of this run."""
-        place = self.groups.target, self.resident.models
-        return make_target(self.config, self.prepared.source, *place, max_tokens)
+        return make_target(
+            self.config, self.prepared.source, self.groups.target, self.resident.models, max_tokens
+        )
 
     def make_reference(self) -> ModelRunner:
         """A runner with the same weights in a wider dtype, which uses only torch's operators."""
         dtype = WIDER[self.config.model.dtype]
         weights = "int8" if self.config.model.target_dtype == "int8" else dtype
-        place = self.prepared.source, self.groups.target, Kinds(dtype, weights)
-        model = load_model(*place, self.device, self.progress)
-        backend = make_backend(REFERENCE_BACKEND)
-        return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
+        group, kinds = self.groups.target, Kinds(dtype, weights)
+        model = load_model(self.prepared.source, group, kinds, self.device, self.progress)
+        return ModelRunner(model, make_backend(REFERENCE_BACKEND), group, 1, self.max_tokens)
 
     def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
         captures = self.config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(self.device) if captures else Eager()
         setup = Setup(
-            self.runner, self.config.decoding, self.config.kv, timer, self.draft,
+            self.runner, self.config.decoding, self.config.kv, self.draft, timer,
             self.draft_length, recorder,
         )  # fmt: skip
         return make_strategy(name, setup)
@@ -113,11 +120,8 @@ class Run:
     def runners(self) -> list[ModelRunner]:
         """The runners of this rank: the target's, and the draft's if this rank has a shard of
         it."""
-        drafts = [] if self.draft is None else [self.draft.runner]
-        return [self.runner, *(runner for runner in drafts if runner is not None)]
-
-    def _times_phases(self) -> bool:
-        return self.device.type == "cpu" or self.config.output.benchmark
+        draft = None if self.draft is None else self.draft.runner
+        return [self.runner] if draft is None else [self.runner, draft]
 
     def measure(self) -> None:
         """Measure every batch: every pass starts from the state after its prefill."""
@@ -126,10 +130,10 @@ class Run:
             self.engine, snapshots = prefilled.engine, prefilled.snapshots
             self.prefill.observe(snapshots, prefilled.seconds)
             if batch == 0:
-                warm_up(self, snapshots)
+                self.warm_up(snapshots)
                 warmup_s = self.draft_length.calibration_s
-                asked = self.samples[self.passes[-1]]
-                asked.warmup_calibration_ms = None if warmup_s is None else to_ms(warmup_s)
+                if warmup_s is not None:
+                    self.samples[self.passes[-1]].warmup_calibration_ms = to_ms(warmup_s)
                 # So that calibration is part of the first measured batch and its net speedup.
                 self.draft_length.forget_times()
             # The passes take turns at going first, so that a drift in the machine's speed favours
@@ -137,7 +141,36 @@ class Run:
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
                 self.measure_pass(name, snapshots)
         if self.config.output.profile is not None:
-            profile(self, snapshots, Path(self.config.output.profile))
+            self.profile(snapshots, Path(self.config.output.profile))
+
+    def warm_up(self, snapshots: list[Request]) -> None:
+        """Decode the first batch with every strategy, as often as the config says."""
+        rounds = self.config.workload.warmup_batches
+        with self.progress.task("warm-up", rounds * len(self.passes)) as advance:
+            for name in self.passes * rounds:
+                self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))
+                advance()
+
+    def profile(self, snapshots: list[Request], directory: Path) -> None:
+        """Trace every strategy once, on the last measured batch. Writes one file in Chrome's trace
+        format for each strategy and rank, in which the phases are ranges. Raises OSError if a file
+        cannot be written."""
+        directory.mkdir(parents=True, exist_ok=True)
+        kinds, rank = torch.profiler.ProfilerActivity, self.groups.rank
+        activities = [kinds.CPU, kinds.CUDA] if self.device.type == "cuda" else [kinds.CPU]
+        for name in self.passes:
+            timer = PhaseTimer(self.device, enabled=False, mark=mark_phase)
+            with torch.profiler.profile(activities=activities) as profiler:
+                self.decode_unmeasured(name, snapshots, timer)
+            profiler.export_chrome_trace(str(directory / f"{name}.rank{rank}.json"))
+
+    def decode_unmeasured(self, name: str, snapshots: list[Request], timer: PhaseTimer) -> None:
+        """A pass that changes no number in the record. Like the measured ones, it starts from the
+        state after prefill."""
+        self.engine.rewind(snapshots)
+        strategy = self.make_strategy(name, timer)
+        self.engine.begin(strategy)
+        self.engine.decode(strategy)
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w, threads = self.samples[name], self.config.workload, ThreadCount()
@@ -209,6 +242,22 @@ class Run:
             samples.observe_phases(self.timers[name].seconds)
         return Measured(self.samples, self.finished, self.prefill, memory)
 
+    def measured_batches(self) -> Measured | None:
+        """The measurements of the batches that every pass has decoded; None if there is none."""
+        count = min(len(samples.peak_memory_bytes) for samples in self.samples.values())
+        if count == 0:
+            return None
+        num_requests = count * self.config.workload.batch_size
+        return Measured(
+            {
+                name: first_batches(samples, count, self.timers[name].seconds)
+                for name, samples in self.samples.items()
+            },
+            {name: requests[:num_requests] for name, requests in self.finished.items()},
+            PrefillSamples(**{key: values[:count] for key, values in vars(self.prefill).items()}),
+            NOT_MEASURED,
+        )
+
     @property
     def is_compared(self) -> bool:
         """Whether the outputs are compared with the baseline's. Sampled tokens differ between
@@ -218,16 +267,27 @@ class Run:
 
     def check(self) -> Correctness:
         """Compare the tokens of the requested strategy with those of the baseline of this run."""
-        asked = self.passes[-1]
+        requests = self.finished[self.passes[-1]]
         if not self.is_compared:
-            num_tokens = sum(len(r.output_ids) for r in self.finished[asked])
-            return Correctness(None, num_tokens=num_tokens)
-        most, chunk = self.config.decoding.most_draft_tokens, self.config.attention.prefill_chunk
-        replays = Replays(self.runner, self.make_reference, most, chunk)
-        found = check_outputs(BASELINE, self.finished[BASELINE], self.finished[asked], replays)
-        if not found.identical:
+            return uncompared(requests)
+        replays = Replays(
+            self.runner, self.make_reference, self.config.decoding.most_draft_tokens,
+            self.config.attention.prefill_chunk,
+        )  # fmt: skip
+        correctness = check_outputs(BASELINE, self.finished[BASELINE], requests, replays)
+        if not correctness.identical:
             self.prompts.forget()  # the replays have taken the place of a batch
-        return found
+        return correctness
+
+
+@contextmanager
+def mark_phase(name: str) -> Iterator[None]:
+    """Mark a phase as a range in the profiler's trace and, on CUDA, as an NVTX range, which Nsight
+    Systems shows."""
+    has_cuda = torch.cuda.is_available()
+    nvtx: Any = torch.cuda.nvtx.range(name) if has_cuda else nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
@@ -255,7 +315,10 @@ def execute_in(
         run.measure()
     except KeyboardInterrupt:
         environment = session.describe_environment(bandwidth)
-        raise Interrupted(outcome_of_done(run, environment)) from None
+        done, outcome = run.measured_batches(), None
+        if done is not None:
+            outcome = outcome_of_done(run.prepared, done, run.is_compared, environment)
+        raise Interrupted(outcome) from None
     # The larger of two measurements counts, because a busy host rarely slows down both.
     bandwidth = max(bandwidth, read_bandwidth(group, device))
     taken = run.memory.measured(group)
@@ -263,4 +326,4 @@ def execute_in(
     correctness = run.check()
     environment = run.gpu.add_to(session.describe_environment(bandwidth))
     record = make_record(run.prepared, measured, correctness, environment)
-    return Outcome(record, run.finished[measured.asked])
+    return Outcome(record, measured.requests)

@@ -67,7 +67,7 @@ class CoupledSampling:
         if most * FEW > probs.shape[-1]:
             return perturb(probs, seeds, places, params.temperature)[0]
         # Noise for the tokens that were filtered out would take longer than all else.
-        kept = probs.topk(most)
-        noise = exponentials_of(seeds.unsqueeze(1), places, kept.indices)
-        found = noise.reciprocal_().mul_(kept.values).log_().mul_(params.temperature)
-        return torch.full_like(probs, -torch.inf).scatter_(-1, kept.indices, found)[0]
+        best = probs.topk(most)
+        noise = exponentials_of(seeds.unsqueeze(1), places, best.indices)
+        scores = noise.reciprocal_().mul_(best.values).log_().mul_(params.temperature)
+        return torch.full_like(probs, -torch.inf).scatter_(-1, best.indices, scores)[0]

@@ -2,7 +2,7 @@
 sampling parameters, the seeds, and which tokens the rows have emitted so far.
 
 The host makes it from the requests and decides then which parts exist (seeds, penalties). After
-each step it is updated on the device. Must not know how tokens are sampled (`sampling`).
+each step it is updated on the device.
 
 Shapes: B rows, R of them with penalties, T tokens, V vocabulary.
 """
@@ -75,8 +75,8 @@ class Draws:
     def branching_ahead(self, count: int, branches: int, purpose: Purpose, skip: int = 0) -> Tensor:
         """Several random numbers for each of the next positions, float64 [B, count, branches]; see
         `branching_uniforms_ahead`."""
-        args = (self.seeds, self.emitted, count, branches, purpose, skip)
-        return branching_uniforms_ahead(*args)
+        seeds, emitted = self.seeds, self.emitted
+        return branching_uniforms_ahead(seeds, emitted, count, branches, purpose, skip)
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,11 @@ class SamplingMetadata:
             emitted = self.draws.emitted
             emitted.copy_(upload([len(ids) for ids in outputs], emitted.device))
         if self.penalties is not None:
-            seen, chosen = self.penalties.in_output, [outputs[i] for i in self.penalties.places]
-            seen.copy_(_seen(chosen, seen.shape[1], seen.device))
+            in_output, ids_of_rows = (
+                self.penalties.in_output,
+                [outputs[i] for i in self.penalties.places],
+            )
+            in_output.copy_(_seen(ids_of_rows, in_output.shape[1], in_output.device))
 
 
 def _per_row(
@@ -179,7 +182,7 @@ def _per_row(
 def _seen(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
     """Which tokens occur in each row: bool [R, V]. Tokens that the smaller vocabulary of a draft
     model does not have are left out."""
-    seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
+    is_seen = torch.zeros(len(token_ids), vocab_size, dtype=torch.bool, device=device)
     for row, ids in enumerate(token_ids):
-        seen[row, upload([i for i in ids if i < vocab_size], device)] = True
-    return seen
+        is_seen[row, upload([i for i in ids if i < vocab_size], device)] = True
+    return is_seen

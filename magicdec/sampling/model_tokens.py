@@ -20,13 +20,14 @@ from magicdec.sampling.coupled import perturb
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.randomness import Purpose
 from magicdec.sampling.sampling import probabilities, process, sample
-from magicdec.sampling.tree_verification import (
+from magicdec.sampling.verification import (
     TreeVerdict,
     ancestor_mask,
+    count_accepted,
     longest_path,
+    verify,
     verify_tree,
 )
-from magicdec.sampling.verification import count_accepted, verify
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,11 @@
 """Sampling as pure functions of whole logits: penalties, filters, and the draw of a token. Random
 numbers are arguments; `randomness` makes them.
 
+The filters top_k and top_p are one operator (`keep_top`). How much of the vocabulary it looks at
+depends on the scores, which on a CPU saves sorting all of it; an operator hides that from what
+records or replays the operators of a step. On CUDA, where the host must not wait for a value,
+everything is sorted.
+
 Sources of the filters: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p); of the repetition
 penalty: Keskar et al. 2019, section 4.1.
 """
@@ -14,9 +19,68 @@ from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
 from magicdec.request import SamplingParams
-from magicdec.sampling.keep_top import keep_top
 from magicdec.sampling.metadata import Filters, Penalties
 from magicdec.sampling.randomness import derive_seed
+
+# Tokens that are looked at first, and how many times more then: often they have all that is kept.
+FIRST, GROWTH = 256, 16
+
+
+def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The scores, float64 [B, T, V], with -inf for the tokens that top_k and then top_p drop; both
+    are [B, 1, 1]. The largest score of each position must be 0. top_k is off if it is V or more,
+    top_p if it is 1."""
+    filtered: Tensor = torch.ops.magicdec.keep_top(scores, top_k, top_p)
+    return filtered
+
+
+def by_selection(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Looks at the likeliest tokens, and at more of them until these have all that is kept."""
+    vocab_size, weights = scores.shape[-1], scores.exp()
+    has_top_k, has_top_p = top_k < vocab_size, top_p < 1
+    count = FIRST
+    while True:
+        is_all = GROWTH * count > vocab_size
+        count = vocab_size if is_all else count
+        best = scores.sort(dim=-1, descending=True).values if is_all else scores.topk(count).values
+        last_kept = (top_k.clamp(max=count) - 1).expand(*scores.shape[:2], 1)
+        floor = torch.where(has_top_k, best.gather(-1, last_kept), -torch.inf)
+        total = torch.where(scores < floor, 0.0, weights).sum(dim=-1, keepdim=True)
+        shares = torch.where(best < floor, 0.0, best.exp() / total)
+        cumulative = shares.cumsum(dim=-1)
+        is_enough = (~has_top_k | (top_k <= count)) & (~has_top_p | (cumulative[..., -1:] >= top_p))
+        if is_all or bool(is_enough.all()):
+            break
+        count *= GROWTH
+    # A token is kept if those that are likelier have less than top_p together.
+    num_kept = (cumulative - shares < top_p).sum(dim=-1, keepdim=True)
+    of_top_p = torch.where(has_top_p, best.gather(-1, num_kept - 1), -torch.inf)
+    return torch.where(scores < torch.maximum(floor, of_top_p), -torch.inf, scores)
+
+
+def by_sorting(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Sorts all scores, so that the host decides nothing."""
+    vocab_size = scores.shape[-1]
+    ascending = scores.sort(dim=-1).values
+    first = vocab_size - top_k.clamp(max=vocab_size)
+    floor = ascending.gather(-1, first.expand(*scores.shape[:2], 1))
+    ascending = torch.where(ascending < floor, -torch.inf, ascending)
+    # A token is dropped if it and all less likely tokens together have at most 1 - top_p.
+    cumulative = ascending.softmax(dim=-1).cumsum(dim=-1)
+    num_dropped = (cumulative <= 1 - top_p).sum(-1, keepdim=True)
+    floor = ascending.gather(-1, num_dropped.clamp(max=vocab_size - 1))
+    return torch.where(scores < floor, -torch.inf, scores)
+
+
+_library = torch.library.Library("magicdec", "FRAGMENT")
+_library.define("keep_top(Tensor scores, Tensor top_k, Tensor top_p) -> Tensor")
+_library.impl("keep_top", by_selection, "CPU")
+_library.impl("keep_top", by_sorting, "CUDA")
+
+
+@torch.library.register_fake("magicdec::keep_top")
+def _fake(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    return torch.empty_like(scores)
 
 
 def process(

@@ -1,7 +1,6 @@
 """Plan: what one step does, and the limits within which it is decided.
 
-Owns the numbers that a plan is sent as, so that every rank does the same. Must not know why a
-request was chosen (`scheduler`). Imports no torch.
+Owns the numbers that a plan is sent as, so that every rank does the same. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class Limits:
         """Raise ValueError if the request can never be served, however long it waits."""
         prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
         # The newest token is never cached. Before the last step it is the last but one.
-        needed = prompt + max(new, 2) - 2 + self.step_tokens
+        num_tokens = prompt + max(new, 2) - 2 + self.step_tokens
         text = (
-            f"request {request.request_id} needs {needed} tokens of KV cache ({prompt} of its "
+            f"request {request.request_id} needs {num_tokens} tokens of KV cache ({prompt} of its "
             f"prompt, {new} new ones, and room for a step of {self.step_tokens})"
         )
-        if self.max_tokens is not None and needed > self.max_tokens:
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
             raise ValueError(f"{text}; a row holds at most {self.max_tokens}")
-        if self.num_blocks is not None and self.num_blocks_of(needed) > self.num_blocks:
+        if self.num_blocks is not None and self.num_blocks_of(num_tokens) > self.num_blocks:
             size = self.block_size
             raise ValueError(f"{text}; the cache holds {self.num_blocks} blocks of {size}")
 
@@ -111,8 +110,8 @@ class Plan:
     ) -> Plan:
         """The plan that another rank has sent. `find` gives a request by its id; `in_rows` are the
         requests that have the rows so far. Raises RuntimeError if this rank's state is another."""
-        sent, theirs, *table = numbers
-        if sent != hash_of(numbers[1:]) or theirs != digest:
+        checksum, theirs, *table = numbers
+        if checksum != hash_of(numbers[1:]) or theirs != digest:
             raise RuntimeError(
                 f"the ranks disagree about the running batch: the plan of a step was made from "
                 f"state {theirs:x}, and this rank is in state {digest:x}"

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.scheduling.plan import Limits, Part, Plan, hash_of
-from magicdec.scheduling.row_blocks import RowBlocks
+from magicdec.scheduling.rows import RowBlocks
 from magicdec.scheduling.waiting import Order, WaitingQueue, fcfs
 
 
@@ -115,13 +115,13 @@ class Scheduler:
         Returns the output with the tokens that were appended."""
         appended, times = [], output.emitted_s or [now] * len(batch.requests)
         for request, tokens, time in zip(batch.requests, output.token_ids, times, strict=True):
-            kept = request.append(tokens, time)
-            appended.append(kept)
+            new_tokens = request.append(tokens, time)
+            appended.append(new_tokens)
             if request.row is None:
                 continue
             if request.status is Status.FINISHED:
                 self._leave(request.row)
-            elif kept:
+            elif new_tokens:
                 self.blocks.grow(request.row, request.num_cached)
         return replace(output, token_ids=appended)
 
@@ -164,13 +164,13 @@ class Scheduler:
         running = self.running
         cancelled = [r for r in running if r in self._cancelled] if self._cancelled else []
         preempted, reserved = self._grow(cancelled)
-        dropped = cancelled + preempted
+        leaving = cancelled + preempted
         # A request that was just preempted would come back at once.
-        admitted = [] if preempted else self._admit(dropped, reserved)
-        decoding = tuple(r for r in running if r not in self._prefilled and r not in dropped)
+        admitted = [] if preempted else self._admit(leaving, reserved)
+        decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
         return Plan(
             Batch(decoding) if decoding else None, _with_rows(preempted), _with_rows(cancelled),
-            tuple(admitted), tuple(sorted(reserved.items())), self._prefill(dropped, admitted),
+            tuple(admitted), tuple(sorted(reserved.items())), self._prefill(leaving, admitted),
         )  # fmt: skip
 
     def _grow(self, cancelled: Sequence[Request]) -> tuple[list[Request], dict[int, int]]:
@@ -180,25 +180,25 @@ class Scheduler:
         if not blocks.short:
             return preempted, reserved
         free = blocks.free(_rows_of(cancelled))
-        staying = sorted(
+        survivors = sorted(
             (r for r in self.running if r not in cancelled),
             key=lambda r: (r.arrived_s, r.request_id),
         )
-        for request in staying.copy():  # the oldest first
+        for request in survivors.copy():  # the oldest first
             assert request.row is not None, "what runs has a row"
             if request in preempted or request.row not in blocks.short:
                 continue
             num_tokens = blocks.short[request.row]
             lacking = blocks.lacking(request.row, num_tokens)
             while lacking > free and request not in preempted:
-                preempted.append(staying.pop())
+                preempted.append(survivors.pop())
                 free += sum(blocks.held[row] for row in _rows_of(preempted[-1:]))
             if request not in preempted:
                 reserved[request.row], free = num_tokens, free - lacking
         return preempted, reserved
 
     def _admit(
-        self, dropped: Sequence[Request], reserved: dict[int, int]
+        self, leaving: Sequence[Request], reserved: dict[int, int]
     ) -> list[tuple[Request, int]]:
         """The requests that get a row in the next step, in the order of admission; none overtakes
         one that has no room yet. A request needs blocks for its text so far and for one step, which
@@ -206,10 +206,10 @@ class Scheduler:
         limits, blocks, admitted = self.limits, self.blocks, list[tuple[Request, int]]()
         if not self.waiting:
             return admitted
-        free_rows = [r for r, one in enumerate(self.rows) if one is None or one in dropped]
+        free_rows = [r for r, one in enumerate(self.rows) if one is None or one in leaving]
         free = 0
         if blocks.is_limited:
-            free = blocks.free(_rows_of(dropped))
+            free = blocks.free(_rows_of(leaving))
             free -= sum(blocks.lacking(row, num_tokens) for row, num_tokens in reserved.items())
         for request, row in zip(self.waiting.first(len(free_rows)), free_rows, strict=False):
             tokens = request.num_cached + limits.step_tokens
@@ -222,18 +222,20 @@ class Scheduler:
         return admitted
 
     def _prefill(
-        self, dropped: Sequence[Request], admitted: Sequence[tuple[Request, int]]
+        self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
     ) -> tuple[Part, ...]:
         """The parts of texts that the next step prefills, as many tokens as a step may: first those
         of the requests that were admitted first."""
-        left, parts = self.limits.prefill_tokens, []
-        begun = [(r, r.row, done) for r, done in self._prefilled.items() if r not in dropped]
-        for request, row, done in [*begun, *((r, row, 0) for r, row in admitted)]:
+        room, parts = self.limits.prefill_tokens, []
+        unfinished = [
+            (r, r.row, num_done) for r, num_done in self._prefilled.items() if r not in leaving
+        ]
+        for request, row, num_done in [*unfinished, *((r, row, 0) for r, row in admitted)]:
             assert row is not None, "what is prefilled has a row"
-            stop = request.num_cached if left is None else min(request.num_cached, done + left)
-            if stop > done:
-                parts.append(Part(request, row, done, stop))
-                left = None if left is None else left - (stop - done)
+            stop = request.num_cached if room is None else min(request.num_cached, num_done + room)
+            if stop > num_done:
+                parts.append(Part(request, row, num_done, stop))
+                room = None if room is None else room - (stop - num_done)
         return tuple(sorted(parts, key=lambda part: part.row))
 
 

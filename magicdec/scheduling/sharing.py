@@ -1,8 +1,7 @@
 """PlanSharing: the first rank of a group decides what each step does, and the others follow.
 
 Owns how a plan is sent: as one tensor of a fixed size, with a hash of it and of the state of the
-running batch. Ranks that disagree stop at the next step with an error. Must not know how a plan is
-made.
+running batch. Ranks that disagree stop at the next step with an error.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class PlanSharing:
         numbers = [END] + [0] * (1 + NUMBERS_PER_ROW * self.scheduler.num_rows)
         if self.group.index == 0 and (plan := decide()) is not None:
             numbers = plan.to_numbers(self.scheduler.num_rows, digest)
-        sent = self.group.broadcast(upload(numbers, self.device), 0).tolist()
-        if self.group.index and sent[0] != END:
-            plan = Plan.from_numbers(sent, digest, self.by_id.__getitem__, self.scheduler.rows)
+        received = self.group.broadcast(upload(numbers, self.device), 0).tolist()
+        if self.group.index and received[0] != END:
+            plan = Plan.from_numbers(received, digest, self.by_id.__getitem__, self.scheduler.rows)
             self.scheduler.apply(plan)
         return plan

@@ -3,8 +3,7 @@
 
 An order is a function of a request that begins to wait; the request with the smallest value is
 admitted first. The value does not depend on the time, so that the queue stays sorted. Adding and
-removing a request takes the logarithm of the queue's length. Must not know whether a request has
-room. Imports no torch.
+removing a request takes the logarithm of the queue's length. Imports no torch.
 """
 
 from __future__ import annotations

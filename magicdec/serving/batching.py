@@ -2,8 +2,8 @@
 `names.BATCHINGS`.
 
 Owns which requests are given to the engine together, and when. In every batching the engine, its
-limits and its steps are the same, and a request that has ended leaves the batch at once. Must not
-know how requests are served. Imports no torch.
+limits and its steps are the same, and a request that has ended leaves the batch at once. Imports no
+torch.
 
 A batching is a function of the function that serves requests until all have ended, the requests in
 the order of arrival, the clock, the number of rows, and the time window in seconds.

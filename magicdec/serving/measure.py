@@ -1,29 +1,58 @@
-"""Serves the requests of a command in each of its passes, on this rank, and makes a record of each.
+"""Serves the requests of a command in each of its passes, and makes a record of each: for every
+command that serves requests (`measure_passes`), and for `magicdec inflight`.
 
 Owns the order: models are loaded once, and each pass is warmed up where it is the first of its
-kind. Must not know the flags, nor where records are kept.
+kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from magicdec.console import Progress, Silent, make_progress
 from magicdec.hardware.threads import ThreadCount, check_threads
+from magicdec.names import BASELINE
 from magicdec.request import StepOutput
-from magicdec.serving.group_clock import of_first_rank
+from magicdec.serving.live_view import Display
+from magicdec.serving.metrics import Served, serving_metrics
 from magicdec.serving.options import Pass, ServingOptions
 from magicdec.serving.prepare import make_server
-from magicdec.serving.record import ServingRecord
-from magicdec.serving.recording import make_record
+from magicdec.serving.record import ServingRecord, describe_pass, name_of
 from magicdec.serving.saturation import END, is_sustained, next_rate
-from magicdec.serving.server import Served
-from magicdec.serving.showing.view import Display
+from magicdec.serving.server import of_first_rank
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 
 Keep = Callable[[ServingRecord], None]
+Case = TypeVar("Case")
+Outcome = TypeVar("Outcome", bound=Served)
+Record = TypeVar("Record")
+
+
+def measure_passes(
+    cases: Iterable[Case],
+    num_tokens: int,
+    progress: Progress,
+    serve: Callable[[Case, Callable[[int], None]], Outcome | None],
+    record: Callable[[Case, Outcome, tuple[Case, Outcome]], Record],
+    keep: Callable[[Record, Outcome], None],
+) -> list[Record]:
+    """Serve each case, whose text is shown meanwhile, and make its record. The first case is the
+    reference of all. `serve` gets what it calls with the number of new tokens, of which there will
+    be `num_tokens`; it gives None on a rank without records. `keep` gets each record as soon as its
+    pass is done, so that what ends a later pass costs only that one."""
+    records: list[Record] = []
+    reference: tuple[Case, Outcome] | None = None
+    for case in cases:
+        with progress.task(str(case), num_tokens) as advance:
+            outcome = serve(case, advance)
+        if outcome is not None:
+            reference = reference or (case, outcome)
+            records.append(record(case, outcome, reference))
+            keep(records[-1], outcome)
+    return records
 
 
 def measure(
@@ -33,19 +62,19 @@ def measure(
     display: Display,
     keep: Keep,
 ) -> list[ServingRecord]:
-    """`keep` gets each record as soon as its pass is done, so that an interruption costs only the
-    pass that runs. All ranks serve together and make the same records but for the times; those of
-    the first rank count."""
-    records: list[ServingRecord] = []
+    """`keep` gets each record as soon as its pass is done. All ranks serve together and make the
+    same records but for the times; those of the first rank count."""
     with session_of(prepared) as session:
         one = Measuring(prepared, options, passes, session, display)
         one.server.warm_up(passes[0])
-        for each in passes:
-            if each.is_drafting:
-                one.server.warm_up(each)
-            records.append(one.measure(each, each.name, passes[0], options))
-            keep(records[-1])
-    return records
+
+        def cases() -> Iterator[ServingCase]:
+            for each in passes:
+                if each.is_drafting:
+                    one.server.warm_up(each)
+                yield ServingCase(each, options, each.name)
+
+        return one.measure(cases(), keep)
 
 
 def measure_rates(
@@ -59,20 +88,22 @@ def measure_rates(
     """Serve the requests in the pass `each` at one rate of arrivals after the other: at `rates` or,
     if there are none, at those that find the saturation rate. The tokens at the first rate are the
     reference of the others."""
-    records: list[ServingRecord] = []
     with session_of(prepared) as session:
         one = Measuring(prepared, options, [each], session, display)
         one.server.warm_up(each)
-        one.lone_s = one.server.lone_s(each)
-        start, place = 1.0 / one.lone_s, (session.groups.target, session.device)
-        measured: list[tuple[float, bool]] = []
-        while rate := of_first_rank(choose(rates, measured, start), *place):
-            records.append(one.measure(each, f"{rate:.3g} requests/s", each, options.at_rate(rate)))
-            keep(records[-1])
-            if (metrics := records[-1].metrics) is None:
-                break
-            measured.append((rate, is_sustained(metrics)))
-    return records
+        one.lone_s = lone_s = one.server.lone_s(each)
+        group, device = session.groups.target, session.device
+
+        def cases() -> Iterator[ServingCase]:
+            measured: list[tuple[float, bool]] = []
+            while rate := of_first_rank(choose(rates, measured, 1.0 / lone_s), group, device):
+                yield ServingCase(each, options.at_rate(rate), f"{rate:.3g} requests/s")
+                assert one.newest is not None, "that case has a record"
+                if (metrics := one.newest.metrics) is None:
+                    return
+                measured.append((rate, is_sustained(metrics)))
+
+        return one.measure(cases(), keep)
 
 
 def choose(rates: Sequence[float], measured: Sequence[tuple[float, bool]], start: float) -> float:
@@ -82,8 +113,20 @@ def choose(rates: Sequence[float], measured: Sequence[tuple[float, bool]], start
     return rates[len(measured)] if len(measured) < len(rates) else END
 
 
+@dataclass(frozen=True)
+class ServingCase:
+    """A pass with the requests of `options`; `name` is shown while it is served."""
+
+    each: Pass
+    options: ServingOptions
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Measuring:
-    """The loaded models of one command. What is served first is the reference of the rest."""
+    """The loaded models of one command."""
 
     def __init__(
         self,
@@ -98,28 +141,56 @@ class Measuring:
         self.prepared, self.server = make_server(prepared, options, session, progress, compactions)
         self.session, self.display = session, display
         self.progress: Progress = Silent() if display.is_shown else progress
-        self.reference: Served | None = None
         self.lone_s: float | None = None  # the time of one request alone, if it was measured
+        self.newest: ServingRecord | None = None
 
-    def measure(self, each: Pass, name: str, first: Pass, options: ServingOptions) -> ServingRecord:
-        """Serve the requests of `options` in one pass; `name` is shown meanwhile. Raises
-        AssertionError if a rank has computed with other threads than its config says."""
-        count = ThreadCount()
-        num_tokens = sum(shape.output_len - 1 for shape in options.shapes)
-        server = replace(self.server, shapes=options.shapes)
-        with (
-            self.progress.task(name, num_tokens) as advance,
-            self.display.view(name, options.max_concurrency) as view,
-            count.during(),
-        ):
+    def measure(self, cases: Iterable[ServingCase], keep: Keep) -> list[ServingRecord]:
+        num_tokens = sum(shape.output_len - 1 for shape in self.server.shapes)
+        return measure_passes(
+            cases, num_tokens, self.progress, self.serve, self.record,
+            lambda record, served: keep(record),
+        )  # fmt: skip
 
-            def observe(output: StepOutput, seconds: float) -> None:
-                advance(sum(map(len, output.token_ids)))
+    def serve(self, case: ServingCase, advance: Callable[[int], None]) -> Served:
+        """Raises AssertionError if a rank has computed with other threads than its config says."""
+        count, server = ThreadCount(), replace(self.server, shapes=case.options.shapes)
 
-            served = server.serve(each, observe, view)
+        def observe(output: StepOutput, seconds: float) -> None:
+            advance(sum(map(len, output.token_ids)))
+
+        view = self.display.view(case.name, case.options.max_concurrency)
+        with view as shown, count.during():
+            served = server.serve(case.each, observe, shown)
         rank, group = self.session.launch.rank, self.session.groups.target
         ours = count.of_rank(rank, self.prepared.config.parallel.threads_of(rank))
-        served = replace(served, threads=check_threads(name, group.all_gather_object(ours)))
-        self.reference = self.reference or served
-        place = self.prepared, options, self.session.describe_environment()
-        return make_record(*place, each, served, first, self.reference, self.lone_s)
+        threads = check_threads(case.name, group.all_gather_object(ours))
+        return replace(served, threads=threads)
+
+    def record(
+        self, case: ServingCase, served: Served, reference: tuple[ServingCase, Served]
+    ) -> ServingRecord:
+        (first, of_first), each, options = reference, case.each, case.options
+        resolved = self.prepared.config
+        is_sampled = resolved.sampling.temperature > 0
+        if not each.is_drafting:
+            decoding = replace(resolved.decoding, strategy=BASELINE, drafter=None)
+            resolved = replace(resolved, decoding=decoding, draft=None)
+        settings = {"batching": each.mode, "compaction": each.compaction}
+        self.newest = ServingRecord(
+            name=name_of(each.mode, resolved.decoding.drafter, each.compaction),
+            **describe_pass(
+                self.prepared,
+                self.session.describe_environment(),
+                served,
+                (first.each.mode, of_first),
+                resolved.to_dict(),
+                settings | options.describe(),
+                lambda: serving_metrics(
+                    served.requests, served.counts, options.goodput or {}, served.peak_memory_bytes,
+                    self.lone_s,
+                ),
+                has_drafts=each.is_drafting,
+                is_comparable=not is_sampled or each.is_drafting == first.each.is_drafting,
+            ),
+        )  # fmt: skip
+        return self.newest

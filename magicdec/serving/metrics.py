@@ -2,7 +2,7 @@
 of the requests and from what was counted meanwhile (`StepCounts`). The names are those of serving
 benchmarks such as vLLM's.
 
-Owns the definition of every metric. Must not know how requests were batched. Imports no torch.
+Owns the definition of every metric. Imports no torch.
 """
 
 from __future__ import annotations
@@ -53,6 +53,18 @@ class StepCounts:
             self.moves[request.request_id].preempted_s.append(now)
         for request, _ in plan.admitted:
             self.moves[request.request_id].joined_s.append(now)
+
+
+@dataclass(frozen=True)
+class Served:
+    """All requests of a pass, finished, in the order of arrival, and what was counted meanwhile.
+    The first request arrived at `begin_s` on the clock."""
+
+    requests: list[Request]
+    counts: StepCounts
+    begin_s: float
+    peak_memory_bytes: int | None = None  # of all ranks together
+    threads: Sequence[int] = ()  # of each rank, as in a record
 
 
 ONE_TOKEN = "if every request has a single output token"
@@ -228,25 +240,6 @@ def summary(name: str, values: Sequence[float]) -> dict[str, Any]:
     """The mean and the percentiles of `values` as fields of `ServingMetrics`."""
     percentiles = {f"p{p}_{name}_ms": percentile(values, p) for p in (50, 90, 99)}
     return {f"mean_{name}_ms": mean(values), **percentiles}
-
-
-def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """The bounds of `--goodput`, such as ttft:200. Raises ValueError, naming the flag."""
-    bounds: dict[str, float] = {}
-    for word in words:
-        name, _, most = word.partition(":")
-        if name not in GOODPUT_OF:
-            forms = ", ".join(f"{name}:MS" for name in GOODPUT_OF)
-            raise ValueError(f"--goodput {word} is not known; choose from {forms}")
-        if name in bounds:
-            raise ValueError(f"--goodput names {name} twice; name each bound once")
-        try:
-            bounds[name] = float(most)
-        except ValueError:
-            bounds[name] = 0.0
-        if not 0 < bounds[name] < float("inf"):
-            raise ValueError(f"--goodput {word}: {most!r} is no time in ms larger than 0")
-    return bounds
 
 
 def _finished_s(request: Request) -> float:

@@ -12,40 +12,119 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from magicdec.config.sections import DEFAULT_GEN_LEN, WorkloadSection
+from magicdec.config.setting import same, setting
 from magicdec.names import BATCHINGS, COMPACTION, COMPACTIONS
-from magicdec.workload.request_shapes import ShapedOptions
-from magicdec.workload.trace import RequestShape
+from magicdec.serving.metrics import GOODPUT_OF
+from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
+from magicdec.workload.request_shapes import ShapedOptions, make_shapes
 
+WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the batching that has a time window
 
 
+def parse_goodput(words: Sequence[str]) -> dict[str, float]:
+    """The bounds in ms by their metrics, such as ttft:200. Raises ValueError."""
+    bounds: dict[str, float] = {}
+    for word in words:
+        name, _, most = word.partition(":")
+        if name not in GOODPUT_OF:
+            forms = ", ".join(f"{name}:MS" for name in GOODPUT_OF)
+            raise ValueError(f"{word} is not known; choose from {forms}")
+        if name in bounds:
+            raise ValueError(f"names {name} twice; name each bound once")
+        try:
+            bounds[name] = float(most)
+        except ValueError:
+            bounds[name] = 0.0
+        if not 0 < bounds[name] < math.inf:
+            raise ValueError(f"{word}: {most!r} is no time in ms larger than 0")
+    return bounds
+
+
 @dataclass(frozen=True)
 class ServingOptions(ShapedOptions):
-    """`shapes` are all requests in the order of arrival. The other fields are the flags of the same
-    names; None stands for no limit."""
+    """The options of `magicdec inflight`. `gen_len` is None if a trace has the lengths, `window_ms`
+    without dynamic batching."""
 
-    arrival: str
-    gen_len: str | None  # None if a trace has the lengths
-    max_concurrency: int
-    prefill_tokens: int
-    window_ms: float | None  # None without dynamic batching
-    block_tokens: int
-    cache_tokens: int | None
-    goodput: dict[str, float]
-    shapes: tuple[RequestShape, ...]
+    arrival: str = setting(
+        "poisson:100",
+        f"When requests arrive: {FORMS}. MS is the mean time between two arrivals. A line of a "
+        f"{TRACE} is a JSON object with arrival_ms, prompt_len and output_len.",
+        metavar="PROCESS",
+    )
+    modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=tuple(BATCHINGS))
+    sweep_rate: tuple[float, ...] | None = setting(
+        None,
+        "Serve the requests in flight at each of these rates, as Poisson arrivals a second. "
+        "Without a rate, find the largest one that is sustained.",
+        metavar="RATE",
+        above=0,
+        can_be_empty=True,
+    )
+    max_concurrency: int = same(WorkloadSection, "batch_size")
+    prefill_tokens: int | None = setting(
+        None,
+        "Prompt tokens that a step prefills at most, beside its decoding. Default: 512; in a ring, "
+        "--prefill_chunk for each stage.",
+        least=1,
+    )
+    compaction: tuple[str, ...] = setting(
+        (COMPACTION,),
+        "How the rows of the running batch stay dense: by an index of the rows (gather), by moving "
+        "the fewest rows into a contiguous window (window), or not at all, so that rows that have "
+        "ended are computed for nothing (none). Requests in flight are served under each that is "
+        "named; all else takes the first.",
+        choices=tuple(COMPACTIONS),
+    )
+    window_ms: float | None = setting(
+        None,
+        f"How long the first request of a batch waits for others in {WINDOWED} batching. Default: "
+        f"{WINDOW_MS:.0f}.",
+        metavar="MS",
+        least=0,
+    )
+    block_tokens: int = setting(
+        256, "Tokens of a block of the KV cache, which a request takes as it grows.", least=1
+    )
+    cache_tokens: int | None = setting(
+        None,
+        "Tokens that the KV cache holds of all requests together. If it runs out, the youngest "
+        "request is preempted. Default: enough for every request to its end.",
+        least=1,
+    )
+    goodput: dict[str, float] | None = setting(
+        None,
+        "Count the requests a second that keep all of these bounds, such as ttft:500 tpot:50; of "
+        f"{', '.join(GOODPUT_OF)}.",
+        metavar="METRIC:MS",
+        parse=parse_goodput,
+    )
 
-    def __post_init__(self) -> None:
-        for flag, value in (
-            ("--B", self.max_concurrency),
-            ("--prefill_tokens", self.prefill_tokens),
-            ("--block_tokens", self.block_tokens),
-            ("--cache_tokens", self.cache_tokens),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} {value} is too small; it must be at least 1")
-        if self.window_ms is not None and not 0 <= self.window_ms < math.inf:
-            raise ValueError(f"--window_ms {self.window_ms} is out of range; it must be at least 0")
+    @property
+    def batchings(self) -> tuple[str, ...]:
+        """The batchings that are compared."""
+        return tuple(BATCHINGS) if self.modes is None else self.modes
+
+    def with_shapes(self, seed: int) -> ServingOptions:
+        """These options with their requests, and with every default. Raises ValueError for flags
+        that exclude each other, and for a malformed trace."""
+        if self.window_ms is not None and WINDOWED not in self.batchings:
+            raise ValueError(
+                f"--window_ms {self.window_ms} does nothing: --modes has no {WINDOWED}"
+            )
+        arrival = parse_arrival(self.arrival)
+        shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
+        window_ms = WINDOW_MS if self.window_ms is None else self.window_ms
+        return replace(
+            self,
+            gen_len=None if arrival.trace else self.gen_len or str(DEFAULT_GEN_LEN),
+            prefill_tokens=self.prefill_tokens or PREFILL_TOKENS,
+            window_ms=window_ms if WINDOWED in self.batchings else None,
+            goodput=self.goodput or {},
+            shapes=tuple(shapes),
+        )
 
     def check_lengths(self, most: int, model: str) -> None:
         """Raises ValueError for a request that is longer than the `most` tokens of the model. It
@@ -88,17 +167,11 @@ class ServingOptions(ShapedOptions):
         """These options as the record's `config.workload` has them; the shapes are among its
         requests."""
         values = asdict(self)
-        del values["shapes"]
+        for name in ("shapes", "modes", "compaction", "sweep_rate"):
+            del values[name]
+        if self.gen_len is None:  # a trace has the lengths
+            values["prefix_len"] = None
         return values | {"num_requests": len(self.shapes)}
-
-
-def check_modes(modes: Sequence[str]) -> None:
-    """Raises ValueError for a batching that is not known or named twice."""
-    for mode in modes:
-        if mode not in BATCHINGS:
-            raise ValueError(f"--modes {mode} is not known; choose from {', '.join(BATCHINGS)}")
-        if modes.count(mode) > 1:
-            raise ValueError(f"--modes names {mode} twice; name each once")
 
 
 DRAFTED = "inflight"  # the batching that a drafter is measured under
@@ -134,14 +207,7 @@ def make_passes(
 
 
 def check_compactions(names: Sequence[str], modes: Sequence[str]) -> None:
-    """Raises ValueError for a compaction that is not known, named twice or of no effect."""
-    for name in names:
-        if name not in COMPACTIONS:
-            raise ValueError(
-                f"--compaction {name} is not known; choose from {', '.join(COMPACTIONS)}"
-            )
-        if names.count(name) > 1:
-            raise ValueError(f"--compaction names {name} twice; name each once")
+    """Raises ValueError for several compactions without the batching under which they differ."""
     if len(names) > 1 and DRAFTED not in modes:
         raise ValueError(
             f"--compaction {' '.join(names)}: several are compared under {DRAFTED}, which --modes "

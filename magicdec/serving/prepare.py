@@ -1,7 +1,6 @@
 """Prepares what `magicdec inflight` serves: checks everything before memory is allocated, and makes
-the server.
-
-Must not know the flags, nor what is measured.
+the server. Its memory differs from a run's: the KV cache holds what its blocks hold, and not every
+row at full length.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
-from magicdec.autotune.fastest_backend import settle
+from magicdec.attention.backend import backend_class
+from magicdec.autotune import settle
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.console import Progress
-from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch
 from magicdec.drafting.policies.policy import keep_queries
-from magicdec.memory.working_memory import max_tokens
+from magicdec.memory.check import Room, describe_place, largest, needed
+from magicdec.memory.plan import MemoryPlan, Models, max_tokens
 from magicdec.model.config import ModelConfig
 from magicdec.names import BASELINE
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.memory import check_memory
 from magicdec.serving.options import Pass, ServingOptions
 from magicdec.serving.server import Server
 from magicdec.setup.loading import LoadedModels, make_draft, make_target
@@ -31,7 +31,7 @@ from magicdec.setup.session import RankSession
 
 
 def prepare(
-    asked: RunConfig,
+    run_config: RunConfig,
     options: ServingOptions,
     launch: Launch,
     check_model: Callable[[ModelConfig], None] = lambda model: None,
@@ -39,15 +39,15 @@ def prepare(
     """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
     naming the flag or the line of a file, for errors that a user can correct. `check_model` raises
     it for a model that was not meant."""
-    check_threads_equal(launch, asked)
-    workload = options.batch_of(asked.workload, options.max_concurrency)
-    known, asked = Known(), replace(asked, workload=workload)
-    found = find(asked, launch, known)
-    check_model(found.source.config)
-    options.check_lengths(found.source.config.max_length, f"--model {asked.model.model}")
-    options.check_cache(max_tokens(found.config))
+    check_threads_equal(launch, run_config)
+    workload = options.batch_of(run_config.workload, options.max_concurrency)
+    known = Known()
+    models = find(replace(run_config, workload=workload), launch, known)
+    check_model(models.source.config)
+    options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
+    options.check_cache(max_tokens(models.config))
     count = len(options.shapes), options.counted_by
-    return complete(found, known, num_prompts=count, check=partial(check_memory, options))
+    return complete(models, known, num_prompts=count, check=partial(check_memory, options))
 
 
 def make_server(
@@ -64,12 +64,15 @@ def make_server(
     config = settle(prepared.config, source.config, draft_model, groups.target, device)
     prepared = replace(prepared, config=config)
     tokens, models = max_tokens(config), LoadedModels(device, progress)
-    sizes, spare_blocks = (tokens, options.block_tokens, options.cache_tokens), 0
+    spare_blocks = 0
     if "none" in compactions:
         if config.decoding.cuda_graphs == "on":
             raise ValueError("--compaction none: a step is not captured; choose --cuda_graphs off")
         spare_blocks = 1
-    runner = make_target(config, source, groups.target, models, *sizes, spare_blocks)
+    runner = make_target(
+        config, source, groups.target, models, tokens, options.block_tokens, options.cache_tokens,
+        spare_blocks,
+    )  # fmt: skip
     draft = make_draft(prepared, groups, tokens, models)
     shape = runner.cache.shape
     num_blocks = shape.num_blocks - spare_blocks
@@ -87,10 +90,60 @@ def make_server(
         )  # fmt: skip
         return make_strategy(config.decoding.strategy if each.is_drafting else BASELINE, setup)
 
-    prompts, chunk = prepared.workload.prompts, config.attention.prefill_chunk
-    window_s = (options.window_ms or 0.0) / 1e3
-    drafts = tokens - options.longest
-    server = Server(
-        runner, limits, chunk, strategy, prompts, options.shapes, window_s, drafts, config.sampling
+    return prepared, Server(
+        runner,
+        limits,
+        config.attention.prefill_chunk,
+        strategy,
+        prepared.workload.prompts,
+        options.shapes,
+        window_s=(options.window_ms or 0.0) / 1e3,
+        num_draft_tokens=tokens - options.longest,
+        sampling=config.sampling,
     )
-    return prepared, server
+
+
+def check_memory(
+    options: ServingOptions,
+    config: ResolvedConfig,
+    models: Models,
+    launch: Launch,
+    free: int | None,
+) -> str:
+    """The line to print. `free` as in `memory.check`. Raises ValueError, with the numbers and what
+    would fit, if the plan needs more than is free."""
+    plan = plan_of(options, config, models, launch)
+    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    if (refusal := room.refusal(plan)) is None:
+        return room.describe(plan)
+
+    def fits(cache_tokens: int) -> bool:
+        smaller = replace(options, cache_tokens=cache_tokens)
+        return room.refusal(plan_of(smaller, config, models, launch)) is None
+
+    most = largest(fits, stored_tokens(options, config))
+    advice = f"--cache_tokens {most} would fit"
+    if most < max_tokens(config):
+        advice = "choose a smaller --B, shorter requests or a smaller model"
+    raise ValueError(
+        f"--B {options.max_concurrency} with requests of up to {options.longest} "
+        f"tokens needs {refusal}; {advice}"
+    )
+
+
+def plan_of(
+    options: ServingOptions, config: ResolvedConfig, models: Models, launch: Launch
+) -> MemoryPlan:
+    """The plan of a run of whole rows, with the KV cache that these blocks are."""
+    plan, tokens = needed(config, models, launch), max_tokens(config)
+    block = backend_class(config.attention.backend)().block_size(tokens)
+    in_plan = config.workload.batch_size * -(-tokens // block) * block
+    return replace(plan, kv=plan.kv // in_plan * stored_tokens(options, config))
+
+
+def stored_tokens(options: ServingOptions, config: ResolvedConfig) -> int:
+    """Tokens that the KV cache has room for, in whole blocks (`ModelRunner.storage`)."""
+    block = backend_class(config.attention.backend)().block_size(options.block_tokens)
+    if options.cache_tokens is not None:
+        return -(-options.cache_tokens // block) * block
+    return options.max_concurrency * -(-max_tokens(config) // block) * block

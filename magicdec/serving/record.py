@@ -8,17 +8,23 @@ their arrivals. Like that one, it has metrics only if its tokens are not known t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from magicdec.names import COMPACTION
 from magicdec.records.fields import Part, recorded
-from magicdec.records.record import Record
+from magicdec.records.record import MeasuredRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.request import Request
-from magicdec.serving.metrics import Moves, ServingMetrics
+from magicdec.serving.metrics import Moves, Served, ServingMetrics
 
+if TYPE_CHECKING:
+    from magicdec.records.environment import Environment
+    from magicdec.setup.prepare import Prepared
+
+PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
+OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
 UNCHECKED = "unchecked"
 STATUSES = ("ok", "differs", "diverged", UNCHECKED)
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
@@ -43,7 +49,7 @@ class RequestRecord(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassRecord(Record):
+class PassRecord(MeasuredRecord):
     """The requests of one command, served in one pass, and how their tokens compare with those of
     the command's first pass."""
 
@@ -101,6 +107,46 @@ def status_of(num_differing: int | None, dtype: str) -> str:
     if num_differing == 0:
         return "ok"
     return "diverged" if dtype == EXACT_DTYPE else "differs"
+
+
+def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[int]:
+    """The ids of the requests whose output tokens are not the same."""
+    pairs = zip(expected, others, strict=True)
+    return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
+
+
+def describe_pass(
+    run: Prepared,
+    environment: Environment,
+    served: Served,
+    reference: tuple[str, Served] | None,
+    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    metrics: Callable[[], Any],
+    has_drafts: bool = False,
+    is_comparable: bool = True,
+) -> dict[str, Any]:
+    """The fields of the `PassRecord` of what was served, but its name and what only its kind has.
+    `reference` is the pass whose tokens it should have, None if the command has no other;
+    `is_comparable` is false where drafts were sampled. `settings` are those of the command.
+    `metrics` is called only if the tokens are not known to be wrong."""
+    num_differing: int | None = None
+    if reference is not None and is_comparable:
+        num_differing = len(differing(reference[1].requests, served.requests))
+    status = status_of(num_differing, config["model"]["dtype"])
+    parts = (*PARTS, *OF_DRAFTS) if has_drafts else PARTS
+    settings = {"dataset": run.config.workload.dataset, "seed": run.workload.seed, **settings}
+    return {
+        "status": status,
+        "config": {name: config[name] for name in parts} | {"workload": settings},
+        "environment": environment,
+        "threads": list(served.threads),
+        "workload": run.describe_workload(),
+        "reference": None if reference is None else reference[0],
+        "num_differing": num_differing,
+        "metrics": None if status == "diverged" else metrics(),
+        "requests": describe_requests(served.requests, served.counts.moves, served.begin_s),
+    }
 
 
 def describe_requests(

@@ -4,8 +4,7 @@ whether earlier ones have ended or not (open loop).
 Owns which rate is measured next, and what sustained means. With bounds (`--goodput`), a rate is
 sustained if 90 % of the requests keep all of them, as in DistServe (Zhong et al. 2024, section 2).
 Without bounds, it is sustained if requests are served at 90 % of the rate at which they arrive:
-faster arrivals make the queue grow as long as requests arrive. Must not know how a rate is
-measured. Imports no torch.
+faster arrivals make the queue grow as long as requests arrive. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Server: serves the requests of a workload under one batching after the other, by one model and
 one KV cache.
 
-Owns the requests, their arrival on the clock, and the counting of steps. Must not know what is
-computed from the time stamps.
+Owns the requests, their arrival on the clock, the counting of steps, and the clocks: that of the
+first rank of a group, for decisions that all ranks take alike (`GroupClock`), and one that stands
+still while something is drawn, so that drawing is in no measured time (`DrawingClock`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from magicdec.config.sections import SamplingSection
 from magicdec.decoding.strategy import DecodingStrategy
+from magicdec.distributed.groups import Group
 from magicdec.engine import Engine, Observer
 from magicdec.hardware.timing import Clock, RealClock, peak_memory_bytes, reset_peak_memory
 from magicdec.names import BATCHINGS, load_named
@@ -20,25 +24,13 @@ from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits, Plan
 from magicdec.serving.batching import Batching
-from magicdec.serving.group_clock import DrawingClock, GroupClock
-from magicdec.serving.metrics import StepCounts
+from magicdec.serving.live_view import View
+from magicdec.serving.metrics import Served, StepCounts
 from magicdec.serving.options import Pass
-from magicdec.serving.showing.view import View
-from magicdec.workload.trace import RequestShape
+from magicdec.workload.request_shapes import RequestShape
 
 WARM_UP_TOKENS = 3
 LONE_TIMES = 3
-
-
-@dataclass(frozen=True)
-class Served:
-    """All requests, finished, in the order of arrival, and what was counted meanwhile."""
-
-    requests: list[Request]
-    counts: StepCounts
-    begin_s: float  # when the first request arrived, on the clock
-    peak_memory_bytes: int | None = None  # of all ranks together
-    threads: Sequence[int] = ()  # of each rank
 
 
 @dataclass(frozen=True)
@@ -111,13 +103,9 @@ class Server:
         not pay for what happens once."""
         limits = self.limits_of(each.is_drafting)
         engine = Engine(self.runner, self.prefill_chunk, limits, compaction=each.compaction)
-        most = self.prefill_chunk
-        short = [
-            RequestShape(0.0, min(most, s.prompt_len), min(WARM_UP_TOKENS, s.output_len))
-            for s in self.shapes[: self.runner.num_rows]
-        ]
-        place = self.prompts[: len(short)], short, engine.clock.now(), self.sampling
-        engine.serve(self.make_strategy(each), make_requests(*place))
+        short = shortened(self.shapes[: self.runner.num_rows], self.prefill_chunk)
+        requests = make_requests(self.prompts, short, engine.clock.now(), self.sampling)
+        engine.serve(self.make_strategy(each), requests)
 
     def limits_of(self, is_drafting: bool) -> Limits:
         drafts = self.num_draft_tokens if is_drafting else 0
@@ -129,25 +117,91 @@ def load_batching(name: str) -> Batching:
     return batching
 
 
+def shortened(shapes: Sequence[RequestShape], chunk: int) -> list[RequestShape]:
+    """The shapes of requests that warm up: at most `chunk` tokens of each prompt, and few more."""
+    return [
+        RequestShape(0.0, min(chunk, shape.prompt_len), min(WARM_UP_TOKENS, shape.output_len))
+        for shape in shapes
+    ]
+
+
 def make_requests(
     prompts: Sequence[tuple[int, ...]],
     shapes: Sequence[RequestShape],
     begin_s: float,
     sampling: SamplingSection,
+    end_ids: tuple[int, ...] = (),
+    is_coupled: bool = False,
 ) -> list[Request]:
     """The requests, of which the first arrives at `begin_s`. Each takes as much of its prompt as
-    its shape says, and ends only at its output length. Its random numbers follow from its place in
-    the order of arrival, so that they are the same in every pass."""
+    its shape says, and ends at its output length or with a token of `end_ids`. Its random numbers
+    follow from its place in the order of arrival, so that they are the same in every pass;
+    `sampling.coupled` explains `is_coupled`."""
     requests = []
-    for i, (prompt, shape) in enumerate(zip(prompts, shapes, strict=True)):
-        params = make_params(sampling, shape.output_len, (), i)
+    for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
+        params = make_params(sampling, shape.output_len, end_ids, i, is_coupled)
         request = Request(i, prompt[: shape.prompt_len], params)
         request.arrived_s = begin_s + shape.arrival_ms / 1e3
         requests.append(request)
     return requests
 
 
-def differing(expected: Sequence[Request], found: Sequence[Request]) -> list[int]:
-    """The ids of the requests whose output tokens are not the same."""
-    pairs = zip(expected, found, strict=True)
-    return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
+@dataclass(frozen=True)
+class GroupClock:
+    """`clock` is that of this rank. All ranks of the group must call `now` equally often."""
+
+    clock: Clock
+    group: Group
+    device: torch.device
+
+    def now(self) -> float:
+        return of_first_rank(self.clock.now(), self.group, self.device)
+
+    def wait_until(self, at: float) -> None:
+        """Only the first rank waits. The others wait for it when they need its time or its plan."""
+        if self.group.index == 0:
+            self.clock.wait_until(at)
+
+    def after_step(self) -> None:
+        self.clock.after_step()
+
+
+def of_first_rank(value: float, group: Group, device: torch.device) -> float:
+    """The `value` of the group's first rank, on every rank. All must call it."""
+    if group.size == 1:
+        return value
+    sent = torch.tensor([value], dtype=torch.float64, device=device)
+    return float(group.broadcast(sent, 0).item())
+
+
+EVERY_S = 0.25
+
+
+class DrawingClock:
+    """The time of `clock` without the time that `draw` took. `draw` gets this time."""
+
+    def __init__(
+        self, clock: Clock, draw: Callable[[float], None], every_s: float = EVERY_S
+    ) -> None:
+        self.clock, self.draw, self.every_s = clock, draw, every_s
+        self.drawn_s = 0.0  # the time that drawing took so far
+        self._last_s = -every_s
+
+    def now(self) -> float:
+        return self.clock.now() - self.drawn_s
+
+    def wait_until(self, at: float) -> None:
+        self._draw_if_due()
+        self.clock.wait_until(at + self.drawn_s)
+
+    def after_step(self) -> None:
+        self.clock.after_step()
+        self._draw_if_due()
+
+    def _draw_if_due(self) -> None:
+        begun_s = self.clock.now()
+        now = begun_s - self.drawn_s
+        if now - self._last_s >= self.every_s:
+            self.draw(now)
+            self._last_s = now
+            self.drawn_s += self.clock.now() - begun_s

@@ -1,6 +1,6 @@
 """Makes this rank's runners from checked models: loads the weights and allocates the caches.
 
-Owns the choice of the runner for a model. Must not know what is measured with it.
+Owns the choice of the runner for a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.executor.executor import Executor
-from magicdec.memory.working_memory import max_following
+from magicdec.memory.plan import max_following
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
@@ -77,8 +77,10 @@ def load_kind(
     part: StagePart | None = None,
 ) -> Transformer:
     layers, has_ends = (None, None) if part is None else (part.layers, part.has_ends)
-    place = (shard, layers, getattr(torch, kinds.dtype), device, kinds.weights == "int8", has_ends)
-    model = load_transformer(source.config, source.weights, *place)
+    dtype, is_int8 = getattr(torch, kinds.dtype), kinds.weights == "int8"
+    model = load_transformer(
+        source.config, source.weights, shard, layers, dtype, device, is_int8, has_ends
+    )
     if kinds.linear == "packed":
         model.pack()
     model.use(load_named(ELEMENTWISE, kinds.elementwise)())
@@ -110,8 +112,8 @@ class LoadedModels:
 
     def drop_others(self, *sources: ModelSource | None) -> None:
         """Drop every model but these."""
-        kept = [id(source) for source in sources]
-        self._models = {key: value for key, value in self._models.items() if key[0] in kept}
+        identities = [id(source) for source in sources]
+        self._models = {key: value for key, value in self._models.items() if key[0] in identities}
 
 
 def make_backend(name: str) -> AttentionBackend:
@@ -138,17 +140,22 @@ def make_target(
     each rounded up; by default, every row has room for `max_tokens`. `spare_blocks` come on top."""
     kinds = kinds_of(config.model, config.model.target_dtype)
     model, backend = models.get(source, group, kinds), make_backend(config.attention.backend)
-    place = model, backend, group, config.workload.batch_size, max_tokens
-    executor = make_executor(kinds, model, group)
+    num_rows = config.workload.batch_size
     size = backend.block_size(block_tokens or max_tokens)
-    num_blocks = config.workload.batch_size * -(-max_tokens // size)
+    num_blocks = num_rows * -(-max_tokens // size)
     if cache_tokens is not None:
         num_blocks = -(-cache_tokens // size)
-    num_blocks += spare_blocks
     return ModelRunner(
-        *place, executor=executor, block_tokens=block_tokens, num_blocks=num_blocks,
+        model,
+        backend,
+        group,
+        num_rows,
+        max_tokens,
+        executor=make_executor(kinds, model, group),
+        block_tokens=block_tokens,
+        num_blocks=num_blocks + spare_blocks,
         max_following=max_following(config, max_tokens),
-    )  # fmt: skip
+    )
 
 
 def make_draft(
@@ -167,20 +174,21 @@ def make_draft(
         kinds = kinds_of(config.model, config.draft.draft_dtype)
         kinds = replace(kinds, native_steps=config.draft.native_steps)
         model = models.get(source, groups.draft, kinds)
-        place = (model, make_backend(config.draft.backend), groups.draft)
-        executor = make_executor(kinds, model, groups.draft)
-        num_rows = config.workload.batch_size
-        kv_dtype = standalone_kv_dtype(config.kv)
+        backend, num_rows = make_backend(config.draft.backend), config.workload.batch_size
+        executor, kv_dtype = (
+            make_executor(kinds, model, groups.draft),
+            standalone_kv_dtype(config.kv),
+        )
         if policy.can_roll:
             tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
             runner = RollingRunner(
-                *place, num_rows, max_tokens, policy.rolling_rule(), kv_dtype, executor,
-                max_tail=tail,
+                model, backend, groups.draft, num_rows, max_tokens, policy.rolling_rule(),
+                kv_dtype, executor, max_tail=tail,
             )  # fmt: skip
         else:
             runner = ModelRunner(
-                *place, num_rows, max_tokens, kv_dtype=kv_dtype, executor=executor,
-                max_following=max_following(config, max_tokens),
+                model, backend, groups.draft, num_rows, max_tokens, kv_dtype=kv_dtype,
+                executor=executor, max_following=max_following(config, max_tokens),
             )  # fmt: skip
         keep_queries(runner, config.kv)
     first = groups.target.ranks.index(config.draft.rank_group[0])

@@ -1,21 +1,129 @@
-"""Checks of a resolved run against its model: lengths, the tokenizer's ids, and what the attention
-backend supports. Every check raises ValueError, one line naming the flag.
-
-Must not know in which order a run is prepared.
+"""Checks of a resolved run against its model and its draft: lengths, the tokenizer's ids, what the
+attention backend supports, and what a draft must have to serve its target. Every check raises
+ValueError, one line naming the flags, before any process group starts.
 """
 
 from __future__ import annotations
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.capabilities import capabilities_of, list_backends
+from magicdec.config.checks import list_policies, policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.working_memory import max_tokens
+from magicdec.memory.plan import max_tokens
 from magicdec.model.checkpoint.source import ModelSource
-from magicdec.model.tokenizer import Tokenizer
+from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
-from magicdec.setup.draft_checks import check_choice
+
+
+def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource) -> None:
+    """Check the draft of a resolved run that names both models."""
+    assert config.draft is not None and config.run_config.draft is not None, (
+        "a draft was found for it"
+    )
+    draft_flag = flag_of(config.run_config.draft, "model")
+    label = f"{draft_flag} {draft.name}"
+    check_vocabularies(
+        label, draft, f"{flag_of(config.run_config.model, 'model')} {target.name}", target
+    )
+    check_rolling(config, label, draft)
+    check_reach(config, label, draft)
+    check_choice(config, draft_flag, draft)
+    check_shards(config, label, draft)
+    check_backend(config, config.draft.backend_choice.settled, draft_flag, draft)
+
+
+def check_vocabularies(
+    label: str, draft: ModelSource, target_label: str, target: ModelSource
+) -> None:
+    """One id must mean one piece of text to both. Random weights have no tokenizer: there the
+    number of ids decides."""
+    if draft.tokenizer_directory is None or target.tokenizer_directory is None:
+        ours, theirs = draft.config.vocab_size, target.config.vocab_size
+        if ours != theirs:
+            raise ValueError(
+                f"{label} has a vocabulary of {ours} ids, {target_label} of {theirs}; "
+                "a draft needs its target's vocabulary"
+            )
+        return
+    hashes = [
+        load_tokenizer(directory).vocabulary_hash()
+        for directory in (draft.tokenizer_directory, target.tokenizer_directory)
+    ]
+    if hashes[0] != hashes[1]:
+        raise ValueError(
+            f"the tokenizers of {label} and {target_label} have different vocabularies; "
+            "a draft needs its target's"
+        )
+
+
+def check_rolling(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
+    """Under StreamingLLM a draft's positions are those within its cache (`rolling_runner`)."""
+    positions = draft.config.positions
+    if policy_called(config.kv.policy).can_roll and positions != "rope":
+        fitting = list_policies(lambda p: not (p.can_roll or p.needs_verification))
+        what = {"learned": "learned positions", "alibi": "ALiBi"}[positions]
+        raise ValueError(
+            f"--kv_policy {config.kv.policy} moves a draft's cached keys by rotation, but {label} "
+            f"has {what}; choose from {fitting}"
+        )
+
+
+def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
+    """The draft must have learnt the distances that it will see: those of the whole text, or under
+    a rolling cache those of the budget and what stands after it."""
+    model, w, kv = draft.config, config.workload, config.kv
+    reach = model.max_length
+    if is_rolling(config):  # its positions are no longer those of the text: no window is moved
+        reach = min(reach, model.sliding_window or reach)
+    length = w.prefix_len + w.num_new_tokens
+    if length <= reach:
+        return
+    if not is_rolling(config):
+        rolling = list_policies(lambda p: p.can_roll)
+        rolls = f"; --kv_policy {rolling} would serve" if model.positions == "rope" else ""
+        raise ValueError(
+            f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length} exceeds "
+            f"the {reach} positions of the draft {label} under --kv_policy {kv.policy}{rolls}"
+        )
+    tail = max(min(config.attention.prefill_chunk, w.prefix_len), config.decoding.most_draft_tokens)
+    if kv.budget + tail > reach:
+        raise ValueError(
+            f"--budget {kv.budget} and the --prefill_chunk "
+            f"{config.attention.prefill_chunk} or --gamma {config.decoding.num_draft_tokens} after "
+            f"it exceed the {reach} positions of the draft {label}; make them smaller"
+        )
+
+
+def is_rolling(config: ResolvedConfig) -> bool:
+    """Whether a standalone draft keeps a rolling cache (`rolling_runner`)."""
+    return config.draft is not None and policy_called(config.kv.policy).can_roll
+
+
+def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None:
+    """What a policy chooses once must stay in the model's sliding window, if it has one."""
+    window, kv = source.config.sliding_window, config.kv
+    after = config.workload.num_new_tokens + config.decoding.most_draft_tokens
+    is_once = policy_called(kv.policy).is_copied and not kv.reselect_every
+    if is_once and window is not None and after >= window:
+        again = "" if config.draft is not None else " or --reselect_every"
+        raise ValueError(
+            f"--kv_policy {kv.policy} chooses once after prefill, and nothing of that is left in "
+            f"the sliding window of {flag} {source.name} ({window}) after {after} generated "
+            f"and draft tokens; choose a smaller --gen_len{again}"
+        )
+
+
+def check_shards(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
+    """The draft's heads must be divisible over its ranks."""
+    assert config.draft is not None, "a draft was found for it"
+    ranks = config.draft.rank_group
+    try:
+        Shard(0, len(ranks)).heads(draft.config.num_heads, draft.config.num_kv_heads)
+    except ValueError as error:
+        rank_list = " ".join(map(str, ranks))
+        raise ValueError(f"--draft_ranks {rank_list}, draft {label}: {error}") from error
 
 
 def check_interpreter(config: ResolvedConfig) -> None:
@@ -26,7 +134,7 @@ def check_interpreter(config: ResolvedConfig) -> None:
         backend_class(name).load(config.parallel.device)
 
 
-def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
+def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
     """Raise ValueError if the BOS token of the model is not a valid id of its tokenizer."""
     bos = source.config.bos_token_id
     size = source.config.vocab_size
@@ -34,7 +142,7 @@ def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
         size = min(size, tokenizer.vocab_size)
     if bos is not None and not 0 <= bos < size:
         raise ValueError(
-            f"{named}: its bos_token_id {bos} is not one of its tokenizer's {size} ids; "
+            f"{label}: its bos_token_id {bos} is not one of its tokenizer's {size} ids; "
             "correct it in config.json or generation_config.json, or set it to null for no BOS"
         )
 
@@ -42,16 +150,22 @@ def check_bos(named: str, source: ModelSource, tokenizer: Tokenizer) -> None:
 def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
     """Raise ValueError if the run is longer than the model's maximum length, if the attention
     backend does not support the model, or if its heads cannot be divided among the ranks."""
-    w, flag = config.workload, flag_of(config.asked.model, "model")
+    w, flag = config.workload, flag_of(config.run_config.model, "model")
     length = w.prefix_len + w.num_new_tokens
-    asked = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
-    check_length(asked, length, flag, source)
-    backend = config.attention.backend_choice.settled
-    check_scores(backend, config.model.dtype, flag, source)
-    check_window(backend, max_tokens(config), flag, source)
+    flags_text = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
+    check_length(flags_text, length, flag, source)
+    check_backend(config, config.attention.backend_choice.settled, flag, source)
     if config.decoding.drafter == "self":
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
+
+
+def check_backend(
+    config: ResolvedConfig, backend: str | None, flag: str, source: ModelSource
+) -> None:
+    """Raise ValueError if the backend does not compute the model's attention as it must be."""
+    check_scores(backend, config.model.dtype, flag, source)
+    check_window(backend, max_tokens(config), flag, source)
 
 
 def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
@@ -60,8 +174,8 @@ def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource
     if backend is None or (source.config.positions, dtype) != ("alibi", "bfloat16"):
         return
     if capabilities_of(backend).rounds_scores:
-        known = (*AUTO_BACKENDS, REFERENCE_BACKEND)
-        fitting = [name for name in known if not capabilities_of(name).rounds_scores]
+        backends = (*AUTO_BACKENDS, REFERENCE_BACKEND)
+        fitting = [name for name in backends if not capabilities_of(name).rounds_scores]
         raise ValueError(
             f"--attention {backend} rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
             f"{source.name}; choose {', '.join(fitting)}, or --dtype float32"
@@ -82,13 +196,13 @@ def check_window(backend: str | None, length: int, flag: str, source: ModelSourc
         )
 
 
-def check_length(asked: str, length: int, flag: str, source: ModelSource) -> None:
-    """Raise ValueError if `length` exceeds the model's maximum length. `asked` names the flags and
-    values from which the length follows."""
+def check_length(flags_text: str, length: int, flag: str, source: ModelSource) -> None:
+    """Raise ValueError if `length` exceeds the model's maximum length. `flags_text` names the flags
+    and values from which the length follows."""
     model = source.config
     if length > model.max_length:
         dynamic = model.positions == "rope" and model.rope.rope_type == "dynamic"
         why = "; dynamic RoPE scaling beyond them would change cached keys" if dynamic else ""
         raise ValueError(
-            f"{asked} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
+            f"{flags_text} exceeds the {model.max_length} positions of {flag} {source.name}{why}"
         )

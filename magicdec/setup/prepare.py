@@ -5,36 +5,85 @@ Owns the order of the checks. Every rank prepares on its own, and all ranks reac
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, flag_of
-from magicdec.config.threads import agreed_threads
+from magicdec.config.threads import agreed_threads, describe_threads
+from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.cost_model.speculation import StepEstimate
 from magicdec.distributed.groups import Launch, check_equal
 from magicdec.executor.descriptions import layer_obstacle
-from magicdec.hardware.environment import probe_machine
-from magicdec.memory.check import check_memory, check_together, planned
-from magicdec.memory.free_memory import free_device_memory
+from magicdec.hardware.ceiling_file import MachineFile, load_machine
+from magicdec.hardware.environment import describe_environment, probe_machine
+from magicdec.memory.check import check_memory, check_together, free_device_memory, planned
 from magicdec.memory.plan import MemoryPlan, Models
-from magicdec.memory.working_memory import max_tokens
 from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
+from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
+from magicdec.names import FULL_KV_POLICY
 from magicdec.records.workload import ModelRecord, WorkloadRecord
-from magicdec.setup.draft_checks import check_draft
 from magicdec.setup.model_checks import (
     check_bos,
+    check_draft,
     check_fits,
     check_interpreter,
-    check_scores,
-    check_window,
 )
-from magicdec.setup.step_estimate import estimate_steps
 from magicdec.workload.workload import Workload, build_workload
+
+
+def estimate_steps(
+    config: ResolvedConfig, target: ModelConfig, draft: ModelConfig | None, launch: Launch
+) -> StepEstimate | None:
+    """The estimate from the file that `--machine` names; None without that flag. Raises ValueError,
+    naming the flag, for a file that cannot be used here."""
+    if config.decoding.machine is None:
+        return None
+    path, dtype = Path(config.decoding.machine), config.model.dtype
+    machine = load_machine(path)
+    check_machine(path, machine, config, launch)
+    hardware, local = machine.hardware(dtype), launch.local_world_size
+
+    def deployment(model: ModelConfig, ranks: int, weights: str) -> Deployment:
+        nodes = -(-ranks // local)
+        return Deployment(model, hardware, DTYPE_BYTES[dtype], ranks, nodes, weights == "int8")
+
+    of_target = deployment(target, launch.world_size, config.model.target_dtype)
+    drafting = of_target if config.decoding.drafter == "self" else None
+    if draft is not None and config.draft is not None:
+        section = config.draft
+        drafting = deployment(draft, len(section.rank_group), section.draft_dtype)
+    budget = None if config.kv.policy == FULL_KV_POLICY else config.kv.budget
+    return StepEstimate(of_target, drafting, budget, config.decoding.most_draft_tokens)
+
+
+def check_machine(path: Path, machine: MachineFile, config: ResolvedConfig, launch: Launch) -> None:
+    """Raise ValueError if the file was measured on another machine or with other ranks. All ranks
+    of a file have the same number of threads."""
+    threads = config.parallel.threads
+    if not isinstance(threads, int):
+        raise ValueError(
+            f"--machine {path} is for ranks of one number of threads, not for --threads "
+            f"{describe_threads(threads)}; give --threads one number, or leave --machine out"
+        )
+    now = datetime.datetime.now(datetime.timezone.utc)
+    here = describe_environment(launch, config.parallel.device, now)
+    conditions = {"cpu": here.cpu, "gpu": here.gpu, "world_size": here.world_size}
+    conditions["threads"] = threads
+    for key, value in conditions.items():
+        recorded = machine.description.get(key)
+        if recorded != value:
+            raise ValueError(
+                f"--machine {path} was measured with {key} {recorded}, this run has {value}; "
+                "`magicdec probe` writes a file for it"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,8 +146,8 @@ class Known:
     def get(self, key: tuple[Any, ...], find: Callable[[], T]) -> T:
         if key not in self._found:
             self._found[key] = find()
-        found: T = self._found[key]
-        return found
+        result: T = self._found[key]
+        return result
 
 
 @dataclass(frozen=True)
@@ -116,33 +165,33 @@ class Found:
         return Models(self.source.config, None if self.draft is None else self.draft.config)
 
 
-def prepare(asked: RunConfig, launch: Launch) -> Prepared:
+def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
     """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
     errors that a user can correct."""
-    check_threads_equal(launch, asked)
-    known = Known()
-    return complete(find(asked, launch, known), known)
+    check_threads_equal(launch, run_config)
+    cache = Known()
+    return complete(find(run_config, launch, cache), cache)
 
 
-def check_threads_equal(launch: Launch, asked: RunConfig) -> None:
+def check_threads_equal(launch: Launch, run_config: RunConfig) -> None:
     """Raises ValueError, on every rank, if ranks were given different lists of `--threads`."""
-    check_equal(launch, {"--threads": agreed_threads(asked.parallel.threads)}, "threads")
+    check_equal(launch, {"--threads": agreed_threads(run_config.parallel.threads)}, "threads")
 
 
-def find(asked: RunConfig, launch: Launch, known: Known, is_part: bool = False) -> Found:
+def find(run_config: RunConfig, launch: Launch, cache: Known, is_part: bool = False) -> Found:
     """Find the models and resolve the config. Raises ValueError as `prepare` does. `is_part`:
     this rank is a stage of a pipeline, as in `find_model` and `resolve`."""
-    asked.check(launch.world_size)
+    run_config.check(launch.world_size)
 
-    def named(section: ModelSection | DraftSection) -> ModelSource:
+    def find_source(section: ModelSection | DraftSection) -> ModelSource:
         name, flag = section.model, flag_of(section, "model")
-        return known.get(("model", name), lambda: find_model(flag, name, is_part))
+        return cache.get(("model", name), lambda: find_model(flag, name, is_part))
 
-    source = named(asked.model)
-    draft = None if asked.draft is None else named(asked.draft)
+    source = find_source(run_config.model)
+    draft = None if run_config.draft is None else find_source(run_config.draft)
     config = resolve(
-        as_stored(asked, source, draft),
-        known.get(("machine",), lambda: probe_machine(launch)),
+        as_stored(run_config, source, draft),
+        cache.get(("machine",), lambda: probe_machine(launch)),
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
         (layer_obstacle(source.config), None if draft is None else layer_obstacle(draft.config)),
@@ -152,8 +201,8 @@ def find(asked: RunConfig, launch: Launch, known: Known, is_part: bool = False) 
 
 
 def complete(
-    found: Found,
-    known: Known,
+    run: Found,
+    cache: Known,
     agree: Callable[[Launch, Callable[[], str]], str] = check_together,
     num_prompts: tuple[int, str] | None = None,
     check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
@@ -162,18 +211,13 @@ def complete(
     `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
     prompts and the flag that says it, where these are not whole batches. `check` makes the line
     about memory."""
-    config, launch, source, draft = found.config, found.launch, found.source, found.draft
-    flag = flag_of(config.asked.model, "model")
+    config, launch, source, draft = run.config, run.launch, run.source, run.draft
+    flag = flag_of(config.run_config.model, "model")
     check_interpreter(config)
     check_fits(config, source, len(config.parallel.rank_group))
     if draft is not None:
         check_draft(config, source, draft)
-        assert config.draft is not None and config.asked.draft is not None, "a draft was found"
-        draft_flag = flag_of(config.asked.draft, "model")
-        backend = config.draft.backend_choice.settled
-        check_scores(backend, config.model.dtype, draft_flag, draft)
-        check_window(backend, max_tokens(config), draft_flag, draft)
-    described, tokenizer = find_tokenizer(source, known)
+    tokenizer_source, tokenizer = find_tokenizer(source, cache)
     if tokenizer.vocab_size > source.config.vocab_size:
         raise ValueError(
             f"{flag} {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
@@ -182,30 +226,41 @@ def complete(
     bos, w = source.config.bos_token_id, config.workload
     check_bos(f"{flag} {config.model.model}", source, tokenizer)
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
-    sizes = w.prefix_len, count, w.seed
-    workload = known.get(
-        ("workload", described.name, w.dataset, bos, *sizes, w.num_new_tokens),
+    name, gen_len = tokenizer_source.name, w.num_new_tokens
+    workload = cache.get(
+        ("workload", name, w.dataset, bos, w.prefix_len, count, w.seed, gen_len),
         lambda: build_workload(
-            w.dataset, tokenizer, bos, *sizes, gen_len=w.num_new_tokens, counted_by=counted_by
+            w.dataset, tokenizer, bos, w.prefix_len, count, w.seed,
+            gen_len=gen_len, counted_by=counted_by,
         ),
-    )
-    device, models = config.parallel.device, found.models
-    free = known.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
+    )  # fmt: skip
+    device, models = config.parallel.device, run.models
+    free = cache.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
     memory = agree(launch, lambda: check(config, models, launch, free))
-    plan, parts = planned(config, models), (tokenizer, described.name, workload, draft)
-    estimate = estimate_steps(config, models.target, models.draft, launch)
-    return Prepared(config, launch, source, *parts, memory, plan, free, estimate)
+    return Prepared(
+        config,
+        launch,
+        source,
+        tokenizer,
+        tokenizer_name=name,
+        workload=workload,
+        draft_source=draft,
+        memory=memory,
+        plan=planned(config, models),
+        free=free,
+        step_estimate=estimate_steps(config, models.target, models.draft, launch),
+    )
 
 
-def find_tokenizer(source: ModelSource, known: Known) -> tuple[ModelSource, Tokenizer]:
+def find_tokenizer(source: ModelSource, cache: Known) -> tuple[ModelSource, Tokenizer]:
     """The model whose tokenizer makes the prompts, and that tokenizer. Random weights have none, so
     the demo's is used. Its ids are valid in any vocabulary that is at least as large."""
-    described = source
+    tokenizer_source = source
     if source.tokenizer_directory is None:
-        described = known.get(("model", "demo"), lambda: find_model("--model", "demo"))
-    directory = described.tokenizer_directory
+        tokenizer_source = cache.get(("model", "demo"), lambda: find_model("--model", "demo"))
+    directory = tokenizer_source.tokenizer_directory
     assert directory is not None
-    return described, known.get(("tokenizer", directory), lambda: load_tokenizer(directory))
+    return tokenizer_source, cache.get(("tokenizer", directory), lambda: load_tokenizer(directory))
 
 
 def as_stored(
@@ -213,20 +268,20 @@ def as_stored(
 ) -> RunConfig:
     """`config` with int8 as the weight dtype of each model that is stored in int8. Raises
     ValueError if another dtype was requested, because the original weights are not stored."""
-    model, section = config.model, config.draft
     if source.is_int8:
-        named = f"{flag_of(model, 'model')} {model.model}"
-        check_int8("--target_dtype", model.target_dtype, named)
-        model = replace(model, target_dtype="int8")
+        check_int8("--target_dtype", config.model.target_dtype, config.model)
+        config = replace(config, model=replace(config.model, target_dtype="int8"))
     if draft is not None and draft.is_int8:
-        assert section is not None, "a draft was found for it"
-        named = f"{flag_of(section, 'model')} {section.model}"
-        check_int8("--draft_dtype", section.draft_dtype, named)
-        section = replace(section, draft_dtype="int8")
-    return replace(config, model=model, draft=section)
+        assert config.draft is not None, "a draft was found for it"
+        check_int8("--draft_dtype", config.draft.draft_dtype, config.draft)
+        config = replace(config, draft=replace(config.draft, draft_dtype="int8"))
+    return config
 
 
-def check_int8(flag: str, asked: str, named: str) -> None:
+def check_int8(flag: str, dtype: str, section: ModelSection | DraftSection) -> None:
     """Raise ValueError if a model that is stored in int8 should have another weight dtype."""
-    if asked not in ("auto", "int8"):
-        raise ValueError(f"{flag} {asked}: {named} holds int8 weights; choose from auto, int8")
+    if dtype not in ("auto", "int8"):
+        raise ValueError(
+            f"{flag} {dtype}: {flag_of(section, 'model')} {section.model} holds int8 weights; "
+            "choose from auto, int8"
+        )

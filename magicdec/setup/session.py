@@ -1,7 +1,7 @@
 """RankSession: one rank of a launched command, from its start-up to its clean-up.
 
 Owns what every measurement on ranks needs: the number of threads, the device, the process groups
-and the description of the machine. Must not know what is measured.
+and the description of the machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankSession:
         torch.set_num_threads(self.parallel.threads_of(self.launch.rank))
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, *place: object
+        self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
     ) -> None:
         """Close the process groups, but not after an error: closing waits for the other ranks, and
         these may have ended already. Raises PeerLost if that is why the error came."""
@@ -74,5 +74,5 @@ class RankSession:
     def describe_environment(self, bandwidth: float | None = None) -> Environment:
         """The `environment` of a record. `bandwidth` is the read bandwidth of all ranks together,
         None if it was not measured."""
-        found = describe_environment(self.launch, self.parallel.device, self.started)
-        return replace(found, read_bandwidth_bytes_per_s=bandwidth)
+        environment = describe_environment(self.launch, self.parallel.device, self.started)
+        return replace(environment, read_bandwidth_bytes_per_s=bandwidth)

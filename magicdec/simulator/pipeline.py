@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Machine
@@ -40,7 +41,7 @@ class Pipeline:
         self.output_bytes = machine.row_bytes if returns_hidden_states else RESULT_BYTES
         self.in_flight: deque[Flight] = deque()
         self._last_home: Flight | None = None
-        self._fixed = [_Times(machine, stage) for stage in range(machine.num_stages)]
+        self._busy_s = cache(machine.busy_s)  # runs of as many rows repeat
 
     @property
     def next_s(self) -> float:
@@ -80,7 +81,7 @@ class Pipeline:
             if is_void or (cancelled_s is not None and cancelled_s[stage] <= start):
                 end, layers, is_void = start, 0, True
             else:
-                busy = self._fixed[stage].busy(rows, flight.is_prompt)
+                busy = self._busy_s(stage, rows, flight.is_prompt)
                 end = start + busy
                 if cancelled_s is not None and cancelled_s[stage] < end:
                     each = busy / layers
@@ -98,17 +99,3 @@ class Pipeline:
             flight.sent_s.append(sent)
             flight.layers.append(layers)
         flight.home_s, flight.is_void = at, is_void
-
-
-class _Times:
-    """The busy time of a stage by the number of rows, which repeats."""
-
-    def __init__(self, machine: Machine, stage: int) -> None:
-        self.machine, self.stage = machine, stage
-        self.known: dict[tuple[int, bool], float] = {}
-
-    def busy(self, num_rows: int, is_prompt: bool) -> float:
-        key = num_rows, is_prompt
-        if key not in self.known:
-            self.known[key] = self.machine.busy_s(self.stage, num_rows, is_prompt)
-        return self.known[key]

@@ -28,8 +28,8 @@ class Text:
     def predict(self, launch: Launch) -> tuple[int, ...]:
         """The target's next tokens after the last rows, as if each stood on the target's text. What
         stands elsewhere is never committed."""
-        shown = launch.positions[launch.num_rows - launch.num_outputs :]
-        return tuple((position + 1) * SPACING for position in shown)
+        outputs = launch.positions[launch.num_rows - launch.num_outputs :]
+        return tuple((position + 1) * SPACING for position in outputs)
 
     def propose(self, newest: int, path: Sequence[int]) -> Candidates:
         """The draft's candidates after a path that follows the committed position `newest`."""

@@ -7,8 +7,7 @@ records. Every rank makes the same cells.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.groups import Launch
-from magicdec.memory.working_memory import max_tokens
+from magicdec.memory.plan import max_tokens
 from magicdec.names import BASELINE
 from magicdec.records.reading import read_records
 from magicdec.records.record import RunRecord
@@ -47,15 +46,9 @@ class Cell:
     @property
     def model_key(self) -> object:
         """Equal for cells whose target is loaded once."""
-        config = self.found.config
-        linear = config.model.linear, config.model.elementwise
-        kind = config.model.dtype, config.model.target_dtype, *linear
-        return config.model.model, kind, config.parallel.rank_group, config.parallel.threads
-
-    @property
-    def num_passes(self) -> int:
-        d = self.found.config.decoding
-        return 2 if d.baseline and d.strategy != BASELINE else 1
+        model, parallel = self.found.config.model, self.found.config.parallel
+        kind = model.dtype, model.target_dtype, model.linear, model.elementwise
+        return model.model, kind, parallel.rank_group, parallel.threads
 
     @property
     def work(self) -> float:
@@ -63,8 +56,9 @@ class Cell:
         prefill. 0 if it was refused."""
         if self.prepared is None:
             return 0.0
-        plan, w = self.prepared.plan, self.found.config.workload
-        steps = self.num_passes * w.gen_len * (w.num_batches + w.warmup_batches)
+        plan, w, d = self.prepared.plan, self.found.config.workload, self.found.config.decoding
+        num_passes = 2 if d.baseline and d.strategy != BASELINE else 1
+        steps = num_passes * w.gen_len * (w.num_batches + w.warmup_batches)
         prefill = w.batch_size * w.num_batches * w.prefix_len / 16
         return (plan.weights + plan.kv) * steps + plan.weights * prefill
 
@@ -78,43 +72,38 @@ def config_key(config: dict[str, Any]) -> str:
         if name == "output" or section is None:
             continue
         values = {k: v for k, v in section.items() if not k.endswith("_reason") and v is not None}
-        reason = str(section.get("backend_reason"))
-        if "backend" in values and reason.startswith("auto") and is_cuda(config):
+        is_measured = str(section.get("backend_reason")).startswith("auto")
+        if "backend" in values and is_measured and config["parallel"]["device"] == "cuda":
             values["backend"] = "auto"
         sections[name] = values
     return json.dumps(sections, sort_keys=True)
 
 
-def is_cuda(config: dict[str, Any]) -> bool:
-    return bool(config["parallel"]["device"] == "cuda")
-
-
-def make_cells(asked: Iterable[RunConfig], launch: Launch) -> list[Cell]:
+def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
     """The cells, each once. Raises ValueError for what keeps a cell from having a resolved config,
     such as a model that does not exist."""
     known, cells = Known(), dict[str, Cell]()
-    for config in asked:
+    for config in configs:
         cell = make_cell(config, launch, known)
         cells.setdefault(cell.key, cell)
     return list(cells.values())
 
 
-def make_cell(asked: RunConfig, launch: Launch, known: Known) -> Cell:
-    def alone(launch: Launch, check: Callable[[], str]) -> str:
-        return check()  # the ranks of a study agree on all refusals at once
-
-    found = find(asked, launch, known)
+def make_cell(config: RunConfig, launch: Launch, known: Known) -> Cell:
+    """The cell of a config, or its refusal."""
+    found = find(config, launch, known)
     try:
-        return Cell(found, complete(found, known, alone))
+        # Each rank checks alone: the ranks of a study agree on all refusals at once.
+        return Cell(found, complete(found, known, lambda launch, check: check()))
     except ValueError as error:
         return Cell(found, refusal=" ".join(str(error).split()))
 
 
-def baseline_of(asked: RunConfig) -> RunConfig:
+def baseline_of(config: RunConfig) -> RunConfig:
     """Autoregressive decoding with the same target and prompts."""
-    d = asked.decoding
+    d = config.decoding
     plain = DecodingSection(BASELINE, ignore_eos=d.ignore_eos, cuda_graphs=d.cuda_graphs)
-    return replace(asked, draft=None, kv=KVSection(), decoding=plain)
+    return replace(config, draft=None, kv=KVSection(), decoding=plain)
 
 
 def records_of(path: Path, cells: Sequence[Cell]) -> list[RunRecord]:
@@ -124,10 +113,3 @@ def records_of(path: Path, cells: Sequence[Cell]) -> list[RunRecord]:
         return []
     keys = {cell.key for cell in cells}
     return [record for record in read_records(path, RunRecord) if config_key(record.config) in keys]
-
-
-def count_done(records: Sequence[RunRecord], retries_failed: bool) -> Counter[str]:
-    """How often each cell has run to its end. A failure is an end, unless it is to be tried
-    again."""
-    unended = {"interrupted", "failed"} if retries_failed else {"interrupted"}
-    return Counter(config_key(r.config) for r in records if r.status not in unended)

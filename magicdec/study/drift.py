@@ -7,7 +7,7 @@ baselines. The step times of one setting should be equal whenever they were meas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -58,24 +58,22 @@ def measure_drift(records: Sequence[RunRecord]) -> Drift | None:
         step_ms = baseline_step_ms(record)
         if step_ms is not None:
             settings[setting_of(record)].append((number, step_ms))
-    repeated = [measured for measured in settings.values() if len(measured) > 1]
-    if not repeated:
+    ratios, num_settings = list[tuple[int, float]](), 0
+    for steps in settings.values():
+        if len(steps) > 1:
+            middle = median(ms for _, ms in steps)
+            ratios += [(number, ms / middle) for number, ms in steps]
+            num_settings += 1
+    if not ratios:
         return None
-    ratios = sorted(ratio for measured in repeated for ratio in over_median(measured))
-    values = [value for _, value in ratios]
+    values = [ratio for _, ratio in sorted(ratios)]
     third, trend = len(values) // 3, None
     if len(values) >= LEAST_FOR_TREND:
         trend = median(values[-third:]) / median(values[:third]) - 1
     read = [r.environment.read_bandwidth_bytes_per_s for r in records]
     rates = [rate for rate in read if rate is not None]
     bandwidth = (min(rates), max(rates)) if rates else None
-    return Drift(len(values), len(repeated), min(values) - 1, max(values) - 1, trend, bandwidth)
-
-
-def over_median(measured: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    numbered = list(measured)
-    middle = median(value for _, value in numbered)
-    return [(number, value / middle) for number, value in numbered]
+    return Drift(len(values), num_settings, min(values) - 1, max(values) - 1, trend, bandwidth)
 
 
 def baseline_step_ms(record: RunRecord) -> float | None:

@@ -1,14 +1,21 @@
 """StudyPlan: which cells of a study run, in which order, and what stays in memory between them. All
 ranks agree on it before anything is loaded.
 
+Cells with one target run one after the other, so that it is loaded once; among these, cells with
+the same prompts, so that they are prefilled once. The order of targets, of prompts, and of the
+cells with the same prompts is random, from the study's seed: no setting is always measured early or
+late. The cheapest baseline of each target is the first and the last of its cells, and runs again
+in between.
+
 Owns the agreement. The leading rank alone reads the results file.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,17 +24,17 @@ from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.memory.check import needed
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.names import BASELINE
+from magicdec.records.record import RunRecord
 from magicdec.run.resident import Room
 from magicdec.setup.prepare import Known
 from magicdec.study.cells import (
     Cell,
     baseline_of,
-    count_done,
+    config_key,
     make_cell,
     make_cells,
     records_of,
 )
-from magicdec.study.order import cheapest, grouped, in_order
 from magicdec.study.study import Settings
 
 
@@ -48,66 +55,111 @@ class StudyPlan:
     todo: list[int]
     stays: dict[str, Stay]  # by the key of the cell
 
-    @property
-    def cells(self) -> list[Cell]:
-        return list({cell.key: cell for cell in self.order}.values())
-
 
 def make_plan(
-    asked: Iterable[RunConfig], settings: Settings, launch: Launch, retries_failed: bool
+    configs: Iterable[RunConfig], settings: Settings, launch: Launch, retries_failed: bool
 ) -> StudyPlan:
     """Raises ValueError as `make_cells` does, and for a results file that cannot be read."""
-    cells = make_cells(asked, launch)
-    references = make_references(cells, launch)
-    every, seed = settings.baseline_every, settings.order_seed
-    order = in_order(cells, references, seed, settings.repeats, every)
+    order = in_order(make_cells(configs, launch), launch, settings)
     known = list({cell.key: cell for cell in order}.values())
     stays = make_stays(known)
     todo: list[int] = []
     if launch.rank == 0:
-        records = records_of(Path(settings.out), known)
-        todo = left(order, count_done(records, retries_failed))
+        todo = left(order, records_of(Path(settings.out), known), retries_failed)
     mine = {
         "refusals": {cell.key: cell.refusal for cell in known},
         "kept": [key for key, stay in stays.items() if stay.room.is_kept],
         "todo": todo,
     }
-    said = [json.loads(text) for text in exchange_texts(launch, json.dumps(mine))]
+    facts = [json.loads(text) for text in exchange_texts(launch, json.dumps(mine))]
     agreed = {}
     for cell in known:
-        refusal = next(filter(None, (s["refusals"][cell.key] for s in said)), "")
-        agreed[cell.key] = replace(
-            cell, prepared=None if refusal else cell.prepared, refusal=refusal
-        )
-    kept = set.intersection(*(set(s["kept"]) for s in said))
+        refusal = next(filter(None, (of_rank["refusals"][cell.key] for of_rank in facts)), "")
+        agreed[cell.key] = replace(cell, prepared=None, refusal=refusal) if refusal else cell
+    kept_keys = set.intersection(*(set(of_rank["kept"]) for of_rank in facts))
     stays = {
-        key: replace(stay, room=replace(stay.room, is_kept=key in kept))
+        key: replace(stay, room=replace(stay.room, is_kept=key in kept_keys))
         for key, stay in stays.items()
     }
-    return StudyPlan([agreed[cell.key] for cell in order], said[0]["todo"], stays)
+    return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], stays)
+
+
+def in_order(cells: Sequence[Cell], launch: Launch, settings: Settings) -> list[Cell]:
+    """Every cell as often as it is to be repeated, in as many rounds. Baselines are repeated in
+    between, whether they are among the cells or not."""
+    references = make_references(cells, launch)
+    rng, order = random.Random(settings.order_seed), list[Cell]()
+    for _ in range(settings.repeats):
+        models = grouped(cells, lambda c: c.model_key)
+        rng.shuffle(models)
+        for of_model in models:
+            groups = grouped(of_model, lambda c: c.prompts_key)
+            rng.shuffle(groups)
+            for group in groups:
+                rng.shuffle(group)
+            order += with_reference(groups, cheapest(references, of_model[0]), settings)
+    return order
+
+
+def cheapest(references: Sequence[Cell], cell: Cell) -> Cell | None:
+    """The baseline with the least work that has the same target as `cell`."""
+    fitting = [r for r in references if r.model_key == cell.model_key and r.prepared is not None]
+    return min(fitting, key=lambda r: r.work, default=None)
+
+
+def with_reference(
+    groups: Sequence[Sequence[Cell]], reference: Cell | None, settings: Settings
+) -> list[Cell]:
+    """The cells of the groups with the reference, if there is one, at the beginning, at the end,
+    and after at least `baseline_every` cells (0: never): between groups, or within a group that has
+    its prompts."""
+    every = settings.baseline_every
+    if reference is None or not every:
+        return [cell for group in groups for cell in group]
+    order, since = [reference], 0
+    for group in groups:
+        others = [cell for cell in group if cell.key != reference.key]
+        for number, cell in enumerate(others):
+            if since >= every and (not number or cell.prompts_key == reference.prompts_key):
+                order.append(reference)
+                since = 0
+            order.append(cell)
+            since += 1
+    return [*order, reference] if since else order
+
+
+def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[Cell]]:
+    groups: dict[Hashable, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(repr(key(cell)), []).append(cell)
+    return list(groups.values())
 
 
 def make_references(cells: Sequence[Cell], launch: Launch) -> list[Cell]:
     """The baselines of the study; for a target without any, that of its cheapest cell."""
     known = Known()
-    found = [c for c in cells if c.found.config.decoding.strategy == BASELINE]
+    baselines = [c for c in cells if c.found.config.decoding.strategy == BASELINE]
     for of_model in grouped(cells, lambda c: c.model_key):
-        if cheapest(found, of_model[0]) is None:
+        if cheapest(baselines, of_model[0]) is None:
             cell = cheapest(of_model, of_model[0])
             if cell is not None:
-                found.append(make_cell(baseline_of(cell.found.config.asked), launch, known))
-    return found
+                baselines.append(
+                    make_cell(baseline_of(cell.found.config.run_config), launch, known)
+                )
+    return baselines
 
 
-def left(order: Sequence[Cell], done: Counter[str]) -> list[int]:
-    """The numbers of the runs that are not done. Of equal ones, the first count as done."""
-    remaining, found = done.copy(), []
+def left(order: Sequence[Cell], records: Sequence[RunRecord], retries_failed: bool) -> list[int]:
+    """The numbers of the runs that have not run to their end. Of equal ones, the first count as
+    done. A failure is an end, unless it is to be tried again."""
+    unended = {"interrupted", "failed"} if retries_failed else {"interrupted"}
+    done = Counter(config_key(r.config) for r in records if r.status not in unended)
+    numbers = []
     for number, cell in enumerate(order):
-        if remaining[cell.key] > 0:
-            remaining[cell.key] -= 1
-        else:
-            found.append(number)
-    return found
+        done[cell.key] -= 1
+        if done[cell.key] < 0:
+            numbers.append(number)
+    return numbers
 
 
 def make_stays(cells: Sequence[Cell]) -> dict[str, Stay]:

@@ -59,8 +59,7 @@ class StudyProgress:
         self.label = f"{self.name}{shown_left(remaining)}; "
 
     def end(self, record: RunRecord, remaining: Remaining) -> None:
-        text = f"{self.name}: {shown(record)}{shown_left(remaining)}"
-        print(text, file=sys.stderr, flush=True)
+        say(f"{self.name}: {shown(record)}{shown_left(remaining)}")
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
@@ -93,5 +92,20 @@ def shown_left(remaining: Remaining) -> str:
     seconds = remaining.seconds
     if seconds is None or remaining.work_left <= 0:
         return ""
-    minutes = seconds / 60
-    return f", about {minutes:.0f} min left" if minutes >= 1 else f", about {seconds:.0f} s left"
+    return (
+        f", about {seconds / 60:.0f} min left" if seconds >= 60 else f", about {seconds:.0f} s left"
+    )
+
+
+def print_order(plan: StudyPlan) -> None:
+    """Every run in its order, with what keeps it from running."""
+    todo = set(plan.todo)
+    for number, cell in enumerate(plan.order):
+        state = "" if number in todo else " (done)"
+        refusal = f" (cannot run: {cell.refusal})" if cell.refusal else ""
+        print(f"{number + 1}/{len(plan.order)} {describe(cell)}{state}{refusal}")
+
+
+def say(line: str) -> None:
+    """Tell the user of the study's progress."""
+    print(line, file=sys.stderr, flush=True)

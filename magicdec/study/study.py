@@ -6,19 +6,17 @@ Owns what a study file may hold. Must not know any flag of a driver.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import itertools
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from magicdec.config.sections import OutputSection
+from magicdec.config.setting import declared, same, setting
+from magicdec.config.toml_file import TomlFile
 
 MOST_CELLS = 10_000  # unless the user confirms more
 
@@ -27,19 +25,22 @@ MOST_CELLS = 10_000  # unless the user confirms more
 class Grid:
     """Every combination of the values of some flags, under one driver. `where` names it in
     messages. `axes` has the values of each flag, by its name without dashes. `shared` flags are
-    those of all grids, and need not do anything in this one."""
+    those of all grids, and need not do anything in this one. `places` are the lines of a file that
+    the flags stand in."""
 
     where: str
     driver: str
     axes: dict[str, list[Any]]
     shared: frozenset[str] = frozenset()
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def place_of(self, key: str) -> str:
+        """Where a flag stands, for messages."""
+        return self.places.get(key, self.where)
 
     @property
     def num_cells(self) -> int:
-        number = 1
-        for values in self.axes.values():
-            number *= len(values)
-        return number
+        return math.prod(map(len, self.axes.values()))
 
     def combinations(self) -> Iterator[dict[str, Any]]:
         for values in itertools.product(*self.axes.values()):
@@ -50,20 +51,26 @@ class Grid:
 class Settings:
     """How a study is worked through."""
 
-    out: str = "results/runs.jsonl"
-    order_seed: int = 0
-    repeats: int = 1
-    baseline_every: int = 10
-    time_budget: float | None = None  # minutes
-
-    def check(self) -> None:
-        """Raise ValueError, one line naming the flag, for a value out of its range."""
-        for name, least in (("order_seed", 0), ("repeats", 1), ("baseline_every", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"--{name} {value} is too small; it must be at least {least}")
-        if self.time_budget is not None and not self.time_budget > 0:
-            raise ValueError(f"--time_budget {self.time_budget} must be more than 0 minutes")
+    out: str = same(OutputSection, "results")
+    order_seed: int = setting(0, "Seed of the order of the runs.", least=0)
+    repeats: int = setting(
+        1,
+        "Times that each run, or each forward, is measured.",
+        least=1,
+        other_defaults="20 in latency",
+    )
+    baseline_every: int = setting(
+        10,
+        "Runs after which a baseline of the study is measured again, to see drift of the machine. "
+        "0 never does so.",
+        least=0,
+    )
+    time_budget: float | None = setting(
+        None,
+        "Start no run that is not expected to end within so many minutes. Default: no limit.",
+        metavar="MINUTES",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -79,62 +86,69 @@ class Study:
 
 def read_study(path: Path, drivers: Iterable[str]) -> Study:
     """The study of a TOML file. Raises ValueError, one line naming the file and the key."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; name a study file (TOML)") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not TOML ({error})") from None
+    file = TomlFile("", path)
+    raw = dict(file.values)
     common, grids = raw.pop("common", {}), raw.pop("grid", [])
-    settings = _settings(path, raw)
+    settings = _settings(file, raw)
     if not isinstance(common, dict):
         raise ValueError(f"{path}: common must be a table of flags, [common]")
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
         raise ValueError(f"{path}: grid must be an array of tables, [[grid]]")
     if not grids:
         raise ValueError(f"{path}: it has no [[grid]]; give at least one, with its driver")
-    found = [
-        _grid(f"{path}: grid {number}", common, grid, tuple(drivers))
-        for number, grid in enumerate(grids, 1)
-    ]
-    return Study(tuple(found), settings)
+    return Study(
+        tuple(
+            _grid(file, number, common, grid, tuple(drivers))
+            for number, grid in enumerate(grids, 1)
+        ),
+        settings,
+    )
 
 
-def _settings(path: Path, raw: dict[str, Any]) -> Settings:
-    kinds: dict[str, type | tuple[type, ...]] = {"out": str, "time_budget": (int, float)}
-    names = [each.name for each in dataclasses.fields(Settings)]
+def _settings(file: TomlFile, raw: dict[str, Any]) -> Settings:
+    settings, values = declared(Settings), {}
     for key, value in raw.items():
-        if key not in names:
-            raise ValueError(f"{path}: {unknown('key', key, [*names, 'common', 'grid'])}")
-        if not isinstance(value, kinds.get(key, int)) or isinstance(value, bool):
-            raise ValueError(f"{path}: {key} = {value!r} has another type")
-    settings = Settings(**raw)
-    try:
-        settings.check()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return settings
+        if key not in settings:
+            names = [*settings, "common", "grid"]
+            raise ValueError(f"{file.place_of(key)}: {unknown('key', key, names)}")
+        try:
+            values[key] = settings[key].read(value)
+        except ValueError as error:
+            raise ValueError(f"{file.place_of(key)}: {error}") from None
+    return Settings(**values)
 
 
 def _grid(
-    where: str, common: dict[str, Any], own: dict[str, Any], drivers: tuple[str, ...]
+    file: TomlFile,
+    number: int,
+    common: dict[str, Any],
+    own: dict[str, Any],
+    drivers: tuple[str, ...],
 ) -> Grid:
+    where = f"{file.name}: grid {number}"
     axes = common | own
     driver = axes.pop("driver", None)
     if driver not in drivers:
         raise ValueError(f"{where}: driver = {driver!r}; choose from {', '.join(drivers)}")
     values = {key: value if isinstance(value, list) else [value] for key, value in axes.items()}
-    return checked(Grid(where, driver, values, frozenset(common.keys() - own.keys())))
+    shared = frozenset(common.keys() - own.keys())
+    places = {
+        key: f"{file.place_of(key, None if key in shared else number)}: grid {number}"
+        for key in values
+    }
+    return checked(Grid(where, driver, values, shared, places))
 
 
 def checked(grid: Grid) -> Grid:
     """Raises ValueError for a grid without cells, or with a value twice."""
     for key, values in grid.axes.items():
         if not values:
-            raise ValueError(f"{grid.where}: {key} is empty; give at least one value")
+            raise ValueError(f"{grid.place_of(key)}: {key} is empty; give at least one value")
         twice = next((v for n, v in enumerate(values) if v in values[:n]), None)
         if twice is not None:
-            raise ValueError(f"{grid.where}: {key} names {twice} twice; name each value once")
+            raise ValueError(
+                f"{grid.place_of(key)}: {key} names {twice} twice; name each value once"
+            )
     return grid
 
 

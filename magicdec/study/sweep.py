@@ -1,4 +1,5 @@
-"""Runs the cells of a study, one record each: every rank executes this together.
+"""Runs the cells of a study, one record each: every rank executes this together. At the end it says
+what has become of the study.
 
 Owns what happens between cells: what is dropped, when to stop, and what a failure leaves behind.
 Must not know what a cell measures.
@@ -10,17 +11,21 @@ import datetime
 import time
 from pathlib import Path
 
+from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.start import close_groups
+from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.sampler import describe_memory
 from magicdec.records.record import RunRecord, append_record
+from magicdec.run.outcome import unfinished_record
 from magicdec.run.resident import Resident
 from magicdec.run.run import execute_in
 from magicdec.setup.session import RankSession, session_of
-from magicdec.study.cells import Cell
+from magicdec.study.cells import Cell, records_of
+from magicdec.study.drift import measure_drift
 from magicdec.study.plan import StudyPlan
-from magicdec.study.progress import Remaining, StudyProgress
+from magicdec.study.progress import Remaining, StudyProgress, say
+from magicdec.study.study import Settings
 
 
 class Sweep:
@@ -47,7 +52,10 @@ class Sweep:
                 break
             self.progress.begin(number, cell, remaining)
             started = time.monotonic()
-            record = self.refused(cell) if session is None else self.run_cell(cell, session)
+            if session is None:
+                record = self.failed(cell, cell.refusal)
+            else:
+                record = self.run_cell(cell, session)
             remaining.ran(cell, time.monotonic() - started)
             if self.is_leader:
                 append_record(self.results, record)
@@ -92,17 +100,44 @@ class Sweep:
                 raise
             return record
 
-    def refused(self, cell: Cell) -> RunRecord:
-        return self.failed(cell, cell.refusal)
-
     def failed(self, cell: Cell, error: str) -> RunRecord:
         """The record of a cell that did not run to its end."""
-        config, prepared = cell.found.config, cell.prepared
+        config = cell.found.config
         now = datetime.datetime.now(datetime.timezone.utc)
         environment = describe_environment(self.launch, config.parallel.device, now)
-        workload = None if prepared is None else prepared.describe_workload()
-        memory = None if prepared is None else describe_memory(prepared.plan, prepared.free)
-        return RunRecord(
-            status="failed", config=config.to_dict(), environment=environment, error=error,
-            workload=workload, memory=memory,
-        )  # fmt: skip
+        return unfinished_record(config, cell.prepared, environment, error)
+
+
+def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
+    """Run what is left, report it, and return the exit code: 0 if nothing failed, 1 if something
+    did, 130 on Ctrl-C."""
+    is_leader, path = launch.rank == 0, Path(settings.out)
+    progress = StudyProgress(make_progress(is_leader), len(plan.order))
+    sweep = Sweep(plan, launch, path, progress)
+    if is_leader:
+        say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")
+    budget, is_interrupted = settings.time_budget, False
+    try:
+        sweep.run(None if budget is None else 60 * budget)
+    except KeyboardInterrupt:
+        stop_watching()
+        is_interrupted = True
+    except OSError as error:
+        if is_leader:
+            say(f"--out {path}: {error.strerror}; the record of the last run is lost")
+        return 1
+    if is_leader:
+        say_end(plan, sweep, path)
+    return 130 if is_interrupted else int(not all(record.passed for record in sweep.records))
+
+
+def say_end(plan: StudyPlan, sweep: Sweep, path: Path) -> None:
+    """How much is done, and how steady the machine was."""
+    num_left = len(plan.todo) - len(sweep.records)
+    bad = [record for record in sweep.records if not record.passed]
+    end = f"; {num_left} left, which the same command runs" if num_left else ""
+    failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
+    say(f"{len(plan.order) - num_left} of {len(plan.order)} runs done{failed}{end}: {path}")
+    drift = measure_drift(records_of(path, plan.order))
+    if drift is not None:
+        say(drift.describe())

@@ -1,11 +1,11 @@
-"""Known answers: the expected output of a prompt, and the score of an actual output.
-
-Owns the two kinds of answers and their scores, between 0 and 1. Must not know how prompts are made
-or decoded.
-"""
+"""Known answers: the expected output of a prompt, and the score of an actual output, between 0 and
+1; and prefixes with a known answer: recall. Such a prefix ends with a cue, the repeated beginning
+of a passage far back in the prefix. The expected continuation is that passage, so the model must
+attend to distant tokens."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,7 +44,7 @@ class Continuation:
 
     def score(self, output_ids: Sequence[int], tokenizer: Tokenizer) -> float:
         pairs = zip(self.token_ids, output_ids, strict=False)
-        return sum(expected == found for expected, found in pairs) / len(self.token_ids)
+        return sum(expected == actual for expected, actual in pairs) / len(self.token_ids)
 
 
 def answer_scores(
@@ -55,3 +55,39 @@ def answer_scores(
     if answers is None:
         return None
     return [answers[r.request_id].score(r.output_ids, tokenizer) for r in finished]
+
+
+CUE = 64  # tokens of the passage repeated at the end of the prefix
+NEAREST, FURTHEST = 2000, 12000  # tokens between the passage and its repetition
+LEAST_PREFIX = 64  # tokens; a shorter prefix has no room for a passage
+
+
+def recall_prompts(
+    prefixes: Sequence[tuple[int, ...]], gen_len: int, seed: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Continuation, ...]]:
+    """Each prefix with its last tokens replaced by a cue, and the expected continuations. Raises
+    ValueError if the prefixes are shorter than LEAST_PREFIX."""
+    if len(prefixes[0]) < LEAST_PREFIX:
+        raise ValueError(
+            f"--prefix_len {len(prefixes[0])} is too short for --dataset recall; "
+            f"it must be at least {LEAST_PREFIX}"
+        )
+    repeats = [
+        repeat_passage(prefix, gen_len, random.Random(f"{seed}:recall:{i}"))
+        for i, prefix in enumerate(prefixes)
+    ]
+    return tuple(prompt for prompt, _ in repeats), tuple(answer for _, answer in repeats)
+
+
+def repeat_passage(
+    prefix: tuple[int, ...], gen_len: int, rng: random.Random
+) -> tuple[tuple[int, ...], Continuation]:
+    """The cue repeats the beginning of a passage NEAREST to FURTHEST tokens back. In a short prefix
+    the distance is limited: at least a third of the prefix, and never back to the BOS token. The
+    continuation is the rest of the passage: `gen_len` tokens, or fewer if the cue comes first."""
+    num_cue = min(CUE, len(prefix) // 8)
+    body = prefix[:-num_cue]
+    distance = rng.randint(min(NEAREST, len(body) // 3), min(FURTHEST, len(body) - 1))
+    start = len(body) - distance
+    after = start + num_cue
+    return body + body[start:after], Continuation(body[after : after + gen_len])

@@ -53,7 +53,7 @@ class Arrival:
     trace: Path | None = None
 
     def times_ms(self, count: int, random: Random) -> list[float]:
-        """When each request arrives. Only for a process."""
+        """The time at which each request arrives, for a process and not for a trace."""
         times: list[float] = load_named(ARRIVALS, self.process)(self.mean_ms, count, random)
         return times
 

@@ -1,7 +1,6 @@
 """Books: the texts of a named dataset or of a user's file.
 
-Owns the sources of books and the errors for faulty files. Must not know of tokens, nor how the text
-is used.
+Owns the sources of books and the errors for faulty files.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def read_books(dataset: str, max_books: int) -> list[str]:
     without text, and a hub that cannot be reached.
     """
     check_positive(("max_books", max_books))
-    read = _reader_of(dataset)
+    read_file = _reader_of(dataset)
     try:
-        books = read(max_books)
+        books = read_file(max_books)
     except UnicodeDecodeError as error:
         raise ValueError(f"--dataset {dataset}: is not UTF-8 text ({error.reason})") from error
     except OSError as error:

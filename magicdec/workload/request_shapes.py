@@ -1,28 +1,79 @@
 """The shapes of all requests of a serving workload: arrival, prompt length and output length, by a
 process and a distribution or from a trace, and what follows from them (`ShapedOptions`). Imports no
 torch.
-
-Must not know the text of the prompts, nor how requests are served.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
-from magicdec.config.sections import WorkloadSection
+from magicdec.config.sections import DEFAULT_GEN_LEN, WorkloadSection
+from magicdec.config.setting import same, setting
 from magicdec.workload.arrivals import Arrival
-from magicdec.workload.trace import RequestShape, read_trace
 
-DEFAULT_NUM_REQUESTS, DEFAULT_PROMPT_LEN, DEFAULT_GEN_LEN = 16, "512", "32"
+DEFAULT_NUM_REQUESTS = 8
 UNIFORM = "uniform"
-FORMS = f"a number, or {UNIFORM}:LOW:HIGH"
+KEYS = ("arrival_ms", "prompt_len", "output_len")  # of a line of a trace
+
+
+@dataclass(frozen=True)
+class RequestShape:
+    """When a request arrives, and its lengths in tokens: the keys of a line. `place` names the line
+    that it is from, empty without a file."""
+
+    arrival_ms: float
+    prompt_len: int
+    output_len: int
+    place: str = ""
+
+
+def read_trace(flag: str, path: Path) -> list[RequestShape]:
+    """The requests of the file in the order of arrival. Other keys of a line are ignored. Raises
+    ValueError, naming the flag, the file, the line and the key, for what is malformed."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"{flag}: {path}: {reason}") from None
+    shapes = [
+        _shape(f"{flag}: {path}, line {number}", line)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not shapes:
+        raise ValueError(f"{flag}: {path} has no requests")
+    return sorted(shapes, key=lambda shape: shape.arrival_ms)
+
+
+def _shape(place: str, line: str) -> RequestShape:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{place} is not a JSON object")
+    for key in KEYS:
+        if key not in values:
+            raise ValueError(f"{place}: {key} is missing")
+    arrival, prompt, output = (values[key] for key in KEYS)
+    if type(arrival) not in (int, float) or not 0 <= arrival < math.inf:
+        raise ValueError(f"{place}: arrival_ms is {arrival!r}; it must be 0 or larger")
+    for key, value in (("prompt_len", prompt), ("output_len", output)):
+        if type(value) is not int or value < 1:
+            raise ValueError(
+                f"{place}: {key} is {value!r}; it must be a whole number of at least 1"
+            )
+    return RequestShape(float(arrival), prompt, output, place)
 
 
 def make_shapes(
     arrival: Arrival,
     num_requests: int | None,
-    prompt_len: str | None,
+    prompt_len: str,
     gen_len: str | None,
     seed: int,
 ) -> list[RequestShape]:
@@ -30,16 +81,11 @@ def make_shapes(
     Of its requests, the first `num_requests` count. None stands for the default, or for the whole
     trace. Arrivals and lengths are drawn from separate generators with the same `seed`, so that
     each stays the same when the other changes. Raises ValueError, naming the flag."""
-    if num_requests is not None and num_requests < 1:
-        raise ValueError(f"--num_requests {num_requests} is too small; it must be at least 1")
     if arrival.trace is not None:
-        for flag, given in (("--prefix_len", prompt_len), ("--gen_len", gen_len)):
-            if given is not None:
-                raise ValueError(f"{flag} {given} does nothing: the trace has the lengths")
         return _first(arrival, num_requests)
     count = num_requests or DEFAULT_NUM_REQUESTS
-    prompts = parse_lengths("--prefix_len", prompt_len or DEFAULT_PROMPT_LEN)
-    outputs = parse_lengths("--gen_len", gen_len or DEFAULT_GEN_LEN)
+    prompts = parse_lengths("--prefix_len", prompt_len)
+    outputs = parse_lengths("--gen_len", gen_len or str(DEFAULT_GEN_LEN))
     of_prompts, of_outputs = Random(f"prefix_len {seed}"), Random(f"output_len {seed}")
     return [
         RequestShape(at_ms, of_prompts.randint(*prompts), of_outputs.randint(*outputs))
@@ -65,24 +111,36 @@ def parse_lengths(flag: str, text: str) -> tuple[int, int]:
     low, middle, high = ends.partition(":")
     try:
         if name == UNIFORM and middle:
-            found = int(low), int(high)
+            lengths = int(low), int(high)
         elif not colon:
-            found = int(text), int(text)
+            lengths = int(text), int(text)
         else:
             raise ValueError
     except ValueError:
         raise ValueError(
             f"{flag} {text} is not known; choose a whole number, or {UNIFORM}:LOW:HIGH"
         ) from None
-    if not 1 <= found[0] <= found[1]:
+    if not 1 <= lengths[0] <= lengths[1]:
         raise ValueError(f"{flag} {text}: lengths are at least 1, and LOW is at most HIGH")
-    return found
+    return lengths
 
 
+@dataclass(frozen=True)
 class ShapedOptions:
-    """A base of the options of commands that serve requests of several shapes."""
+    """A base of the options of commands that serve requests: how many requests there are and how
+    long they are, and the `shapes` that follow, which are all requests in the order of arrival."""
 
-    shapes: tuple[RequestShape, ...]
+    num_requests: int | None = setting(
+        None, "Requests to serve. Default: 8, or all of a trace.", least=1
+    )
+    prefix_len: str = same(WorkloadSection, "prefix_len", str(WorkloadSection.prefix_len))
+    gen_len: str | None = same(WorkloadSection, "gen_len")
+    modes: tuple[str, ...] | None = setting(
+        None,
+        "Ways to serve the requests, or to decode, that are compared. The tokens of the first are "
+        "the reference of the others. Default: all that these ranks can run.",
+    )
+    shapes: tuple[RequestShape, ...] = ()
 
     @property
     def longest_prompt(self) -> int:
@@ -99,14 +157,14 @@ class ShapedOptions:
         total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
         return total // len(self.shapes)
 
-    def batch_of(self, asked: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
-        """`asked` with one batch of so many rows. A row has room for the longest request, which
+    def batch_of(self, workload: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
+        """`workload` with one batch of so many rows. A row has room for the longest request, which
         need not have the longest prompt, and for `spare` tokens. The longest output may be that of
         another request."""
         prompt = self.longest_prompt
         new = self.longest - prompt
         extra = max(shape.output_len for shape in self.shapes) - new
         return replace(
-            asked, batch_size=rows, prefix_len=prompt, gen_len=new + spare, num_batches=1,
+            workload, batch_size=rows, prefix_len=prompt, gen_len=new + spare, num_batches=1,
             extra_new_tokens=extra,
         )  # fmt: skip

@@ -1,7 +1,6 @@
 """Workload: the token prefixes that a benchmark run decodes from, with their known answers, if any.
 
 Owns the choice and order of prefixes, and the hash that shows whether two runs used the same ones.
-Must not know of models, devices or ranks, nor how the prefixes are used.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from magicdec.model.tokenizer import Tokenizer
-from magicdec.workload import recall, ruler
-from magicdec.workload.answers import Answer
+from magicdec.workload import ruler
+from magicdec.workload.answers import Answer, recall_prompts
 from magicdec.workload.books import check_positive, read_books
 
 SKIP_TOKENS = 8000  # tokens skipped in each book: title page, contents, preface
@@ -67,11 +66,22 @@ def build_workload(
         )
         digest = _hash_prompts(prompts)
         return Workload(dataset, prompts, None, None, None, seed, digest, answers)
-    sizes = prefix_len, num_prompts, seed, max_books
+    books = dataset
+    if kind == "recall":
+        books = name if colon else "demo"
+    workload = _draw(
+        books, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books, counted_by
+    )
     if kind != "recall":
-        return _draw(dataset, tokenizer, bos_token_id, *sizes, counted_by)
-    books = name if colon else "demo"
-    return _with_cues(_draw(books, tokenizer, bos_token_id, *sizes, counted_by), gen_len)
+        return workload
+    prompts, passages = recall_prompts(workload.prompts, gen_len, seed)
+    return replace(
+        workload,
+        dataset=f"recall:{workload.dataset}",
+        prompts=prompts,
+        sha256=_hash_prompts(prompts),
+        answers=passages,
+    )
 
 
 def _draw(
@@ -90,30 +100,15 @@ def _draw(
     books = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(dataset, max_books)]
     sources = [(b, c) for b, book in enumerate(books) for c in range(len(book) // prefix_len)]
     name = Path(dataset).name
-    _check_enough(name, len(sources), prefix_len, num_prompts, counted_by)
-    random.Random(seed).shuffle(sources)
-    chosen = tuple(sources[:num_prompts])
-    prompts = tuple(_prefix(books[b], c, prefix_len, bos) for b, c in chosen)
-    return Workload(name, prompts, chosen, len(sources), skip, seed, _hash_prompts(prompts))
-
-
-def _with_cues(drawn: Workload, gen_len: int) -> Workload:
-    prompts, answers = recall.make_prompts(drawn.prompts, gen_len, drawn.seed)
-    return replace(
-        drawn,
-        dataset=f"recall:{drawn.dataset}",
-        prompts=prompts,
-        sha256=_hash_prompts(prompts),
-        answers=answers,
-    )
-
-
-def _check_enough(name: str, available: int, prefix_len: int, needed: int, counted_by: str) -> None:
-    if available < needed:
+    if len(sources) < num_prompts:
         raise ValueError(
-            f"--dataset {name} holds {available} prefixes of --prefix_len {prefix_len} tokens; "
-            f"{needed} are needed ({counted_by})"
+            f"--dataset {name} holds {len(sources)} prefixes of --prefix_len {prefix_len} tokens; "
+            f"{num_prompts} are needed ({counted_by})"
         )
+    random.Random(seed).shuffle(sources)
+    prompt_sources = tuple(sources[:num_prompts])
+    prompts = tuple(_prefix(books[b], c, prefix_len, bos) for b, c in prompt_sources)
+    return Workload(name, prompts, prompt_sources, len(sources), skip, seed, _hash_prompts(prompts))
 
 
 def _prefix(book: array[int], chunk: int, prefix_len: int, bos: int | None) -> tuple[int, ...]:

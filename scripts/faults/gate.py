@@ -45,7 +45,7 @@ PROPERTIES = (
         "A worker gives a result of each of its cases.",
         f"{COVERAGE}test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error",
         (
-            Fault("an unexpected error ends the worker", "gate/sharing.py",
+            Fault("an unexpected error ends the worker", "gate/measuring.py",
                   "except Exception as error:  # such as", "except KeyError as error:  # such as"),
         ),
     ),
@@ -65,7 +65,7 @@ PROPERTIES = (
         (
             Fault("a record may have unequal passes", "records/record.py",
                   "return unequal_threads(record.samples or {})", "return None"),
-            Fault("only the first batch is compared", "records/identities/of_samples.py",
+            Fault("only the first batch is compared", "records/consistency.py",
                   "for batch, threads in enumerate(samples.threads):",
                   "for batch, threads in enumerate(samples.threads[:1]):"),
         ),
@@ -74,7 +74,7 @@ PROPERTIES = (
         "One process computes with the threads of all ranks of its host.",
         f"{THREADS}test_each_rank_has_its_own_and_one_process_those_of_its_host",
         (
-            Fault("one process expected to have a rank's threads", "pipeline/pass_memory.py",
+            Fault("one process expected to have a rank's threads", "pipeline/prepare.py",
                   "return parallel.threads_on(launch.local_ranks) if launch.rank == 0 else 0",
                   "return parallel.threads_of(launch.rank) if launch.rank == 0 else 0"),
         ),

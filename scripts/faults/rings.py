@@ -13,11 +13,12 @@ PROPERTIES = (
         f"{STAGES}test_another_stage_waits_from_its_first_message_on",
         (
             Fault("waits of a stage before its first decoded token left out", "pipeline/stage.py",
-                  "                spent.waiting_s += arrived - asked",
-                  "                spent.waiting_s += (arrived - asked) * bool(spent.decodes_s)"),
+                  "                occupancy.waiting_s += arrived - begin_s",
+                  "                occupancy.waiting_s += (arrived - begin_s) * "
+                  "bool(occupancy.decodes_s)"),
             Fault("a stage's time from its first decoded token on", "pipeline/stage.py",
-                  "            if started is None:",
-                  "            if started is None or not spent.decodes_s:"),
+                  "            if first_s is None:",
+                  "            if first_s is None or not occupancy.decodes_s:"),
             Fault("prompts timed as decoded tokens", "pipeline/stage.py",
                   "is_newest = message.status == WANTED and message.payload.shape[1] == 1",
                   "is_newest = message.status == WANTED"),
@@ -28,11 +29,12 @@ PROPERTIES = (
         f"{STAGES}test_the_first_stage_waits_for_prompts_too",
         (
             Fault("waits of the first stage before it decodes left out", "pipeline/recurrent.py",
-                  "            spent.waiting_s += arrived - asked",
-                  "            spent.waiting_s += (arrived - asked) * bool(spent.decodes_s)"),
+                  "            occupancy.waiting_s += arrived - begin_s",
+                  "            occupancy.waiting_s += (arrived - begin_s) * "
+                  "bool(occupancy.decodes_s)"),
             Fault("the first stage's time from its first message home on", "pipeline/recurrent.py",
                   "            self._begin(lane, watch)\n        while",
-                  "            self._begin(lane, watch)\n        started = time.perf_counter()\n"
+                  "            self._begin(lane, watch)\n        first_s = time.perf_counter()\n"
                   "        while"),
             Fault("prompts of the next step timed as decoded tokens", "pipeline/recurrent.py",
                   "if flight.is_decode and not prefills:", "if flight.is_decode:"),
@@ -43,13 +45,15 @@ PROPERTIES = (
         f"{STAGES}test_the_spans_of_the_first_stage_are_its_work_alone",
         (
             Fault("a span from the end of the one before", "pipeline/tracing.py",
-                  "        self._begin_s = now_s\n",
-                  "        self._begin_s = self.spans[-1] if self.spans else now_s\n"),
+                  "            self.traffic.begins_s[What.STAGE] = now_s\n",
+                  "            spans = self.traffic.spans.intervals(What.STAGE)[-1:]\n"
+                  "            self.traffic.begins_s[What.STAGE] = spans[0][1] if spans "
+                  "else now_s\n"),
             Fault("the head's span until the next message comes", "pipeline/tracing.py",
-                  "            trace.end_head(time.perf_counter())\n"
-                  "        message = self.receiver.receive()",
-                  "            pass\n        message = self.receiver.receive()\n"
-                  "        if trace is not None:\n            trace.end_head(time.perf_counter())"),
+                  "        self._end(What.HEAD, time.perf_counter())\n"
+                  "        message = self.inbound.receive()\n",
+                  "        message = self.inbound.receive()\n"
+                  "        self._end(What.HEAD, time.perf_counter())\n"),
         ),
     ),
     Property(
@@ -58,10 +62,10 @@ PROPERTIES = (
         (
             Fault("the time on the link is not in the queue", "pipeline/tracing.py",
                   "        traffic.sent_s += now_s\n"
-                  "        if traffic.trace is not None and message.kind in COMPUTED:\n"
-                  "            traffic.trace.end(now_s)\n        self.sender.send(message)",
-                  "        if traffic.trace is not None and message.kind in COMPUTED:\n"
-                  "            traffic.trace.end(now_s)\n        self.sender.send(message)\n"
+                  "        if message.kind in COMPUTED:\n"
+                  "            self._end(What.STAGE, now_s)\n        self.outbound.send(message)",
+                  "        if message.kind in COMPUTED:\n"
+                  "            self._end(What.STAGE, now_s)\n        self.outbound.send(message)\n"
                   "        traffic.sent_s += time.perf_counter()"),
         ),
     ),
@@ -72,7 +76,7 @@ PROPERTIES = (
             Fault("the difference of two clocks counted twice", "pipeline/tracing.py",
                   "taken_s - sent_s - taken * between_s", "taken_s - sent_s + taken * between_s"),
             Fault("what a stage sent taken by itself", "pipeline/tracing.py",
-                  "found[stage - 1][5]", "found[stage][5]"),
+                  "numbers[stage - 1][5]", "numbers[stage][5]"),
         ),
     ),
     Property(
@@ -80,10 +84,10 @@ PROPERTIES = (
         f"{TRACES}test_a_clock_is_compared_by_the_fastest_round_trip",
         (
             Fault("the slowest round trip", "pipeline/tracing.py",
-                  "return min(found, key=", "return max(found, key="),
+                  "return min(comparisons, key=", "return max(comparisons, key="),
             Fault("an answer taken for the begin of its round trip", "pipeline/tracing.py",
-                  "Ahead(answer.item() - asked_s - error_s, error_s)",
-                  "Ahead(answer.item() - asked_s, error_s)"),
+                  "Ahead(answer.item() - begin_s - error_s, error_s)",
+                  "Ahead(answer.item() - begin_s, error_s)"),
         ),
     ),
     Property(
@@ -146,36 +150,35 @@ PROPERTIES = (
         "A pass of requests is counted and timed from after its warm-up.",
         f"{WARM_UP}test_a_pass_is_counted_and_timed_from_after_it",
         (
-            Fault("steps of the warm-up counted", "pipeline/measured_pass.py",
-                  "    serve(shortened, StepCounts(), lambda num_tokens: None)\n"
+            Fault("steps of the warm-up counted", "pipeline/passes.py",
+                  "    serve(arrived(short), StepCounts(), lambda num_tokens: None)\n"
                   "    after_warm_up()\n"
-                  "    requests, counts = make_requests(run, shapes, False, is_coupled), "
-                  "StepCounts()",
+                  "    requests, counts = arrived(shapes), StepCounts()",
                   "    counts = StepCounts()\n"
-                  "    serve(shortened, counts, lambda num_tokens: None)\n    after_warm_up()\n"
-                  "    requests = make_requests(run, shapes, False, is_coupled)"),
-            Fault("tokens of the warm-up counted", "pipeline/measured_pass.py",
-                  "serve(shortened, StepCounts(), lambda num_tokens: None)",
-                  "serve(shortened, StepCounts(), observe)"),
-            Fault("requests that arrive with those of the warm-up", "pipeline/measured_pass.py",
-                  "    begin_s = requests[0].arrived_s\n",
-                  "    for request in requests:\n"
-                  "        request.arrived_s = shortened[0].arrived_s\n"
-                  "    begin_s = requests[0].arrived_s\n"),
+                  "    serve(arrived(short), counts, lambda num_tokens: None)\n"
+                  "    after_warm_up()\n    requests = arrived(shapes)"),
+            Fault("tokens of the warm-up counted", "pipeline/passes.py",
+                  "serve(arrived(short), StepCounts(), lambda num_tokens: None)",
+                  "serve(arrived(short), StepCounts(), observe)"),
+            Fault("requests that arrive with those of the warm-up", "pipeline/passes.py",
+                  "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"
+                  "        begin_s = time.perf_counter()\n",
+                  "    begin_s = time.perf_counter()\n\n"
+                  "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"),
         ),
     ),
     Property(
         "A ring counts, times and shows what comes after its warm-up.",
         f"{WARM_UP}test_a_ring_counts_what_comes_after_it",
         (
-            Fault("a ring's counts not begun anew", "pipeline/ring_pass.py",
+            Fault("a ring's counts not begun anew", "pipeline/passes.py",
                   "            self._restart(stage, counting)\n            pipeline.on_send",
                   "            counting.restart(True)\n            pipeline.on_send"),
             Fault("messages of the warm-up counted", "pipeline/tracing.py",
-                  "        self.traffic = Traffic(bytes_before=self.ends.outbound.num_bytes, "
-                  "trace=trace)",
-                  "        self.traffic.trace = trace"),
-            Fault("drafts of a ring's warm-up counted", "pipeline/ring_pass.py",
+                  "        self.traffic = Traffic(bytes_before=self.num_bytes, spans=Spans() if "
+                  "has_spans else None)",
+                  "        self.traffic.spans = Spans() if has_spans else None"),
+            Fault("drafts of a ring's warm-up counted", "pipeline/passes.py",
                   "                speculation.counts = DraftCounts()", "                pass"),
         ),
     ),

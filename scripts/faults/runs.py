@@ -99,7 +99,7 @@ PROPERTIES = (
         "The net speedup begins at the end of prefill, with all that a strategy prepares.",
         f"{RUN}test_the_net_speedup_begins_at_the_end_of_prefill",
         (
-            Fault("net speedup without what comes before the first step", "records/speedup.py",
+            Fault("net speedup without what comes before the first step", "records/metrics.py",
                   "[added + end for", "[end for"),
             Fault("a strategy's preparation timed until it is launched", "run/run.py",
                   "        synchronize(self.device)\n        self.groups", "        self.groups"),
@@ -140,12 +140,11 @@ PROPERTIES = (
         (
             Fault("the baseline always first", "run/run.py",
                   "self.passes if batch % 2 == 0 else reversed(self.passes)", "self.passes"),
-            Fault("the baseline not warmed up", "run/unmeasured.py",
-                  "for name in run.passes * rounds:", "for name in run.passes[1:] * rounds:"),
-            Fault("phases of the warm-up timed", "run/unmeasured.py",
-                  "_decode(run, name, snapshots, PhaseTimer(run.device, enabled=False))\n"
-                  "            advance()",
-                  "_decode(run, name, snapshots, run.timers[name])\n            advance()"),
+            Fault("the baseline not warmed up", "run/run.py",
+                  "for name in self.passes * rounds:", "for name in self.passes[1:] * rounds:"),
+            Fault("phases of the warm-up timed", "run/run.py",
+                  "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))",
+                  "self.decode_unmeasured(name, snapshots, self.timers[name])"),
         ),
     ),
 )  # fmt: skip

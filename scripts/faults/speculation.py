@@ -17,23 +17,21 @@ PROPERTIES = (
                   "[[s for s in each if s.counts_from(first_run, first_draft)] for each in "
                   "by_rank]",
                   "by_rank"),
-            Fault("drafts of the warm-up included", "pipelined_run/passes.py",
-                  "            first_run, first_draft = head.first_run, head.first_draft",
-                  "            first_run = head.first_run"),
-            Fault("tokens of the warm-up told", "pipelined_run/passes.py",
-                  "chunk), warm_up)", "chunk), warm_up, observe)"),
-            Fault("requests that arrive before the warm-up", "pipelined_run/passes.py",
-                  "            head.serve(PipelinedScheduler(options.of_mode(mode), chunk), "
-                  "warm_up)\n"
-                  "            first_run, first_draft = head.first_run, head.first_draft\n"
-                  "            scheduler = PipelinedScheduler(options.of_mode(mode), chunk)\n"
-                  "            requests = make_requests(run, options.shapes)\n",
-                  "            requests = make_requests(run, options.shapes)\n"
-                  "            head.serve(PipelinedScheduler(options.of_mode(mode), chunk), "
-                  "warm_up)\n"
-                  "            first_run, first_draft = head.first_run, head.first_draft\n"
-                  "            scheduler = PipelinedScheduler(options.of_mode(mode), chunk)\n"),
-            Fault("the first run left out", "pipelined_run/spans.py",
+            Fault("drafts of the warm-up included", "pipelined_run/head.py",
+                  "self.counts, self.served_from = scheduler.counts, (self.first_run, "
+                  "self.first_draft)",
+                  "self.counts, self.served_from = scheduler.counts, (self.first_run, 0)"),
+            Fault("tokens of the warm-up told", "pipeline/passes.py",
+                  "serve(arrived(short), StepCounts(), lambda num_tokens: None)",
+                  "serve(arrived(short), StepCounts(), observe)"),
+            Fault("requests that arrive before the warm-up", "pipeline/passes.py",
+                  "    serve(arrived(short), StepCounts(), lambda num_tokens: None)\n"
+                  "    after_warm_up()\n"
+                  "    requests, counts = arrived(shapes), StepCounts()\n",
+                  "    requests, counts = arrived(shapes), StepCounts()\n"
+                  "    serve(arrived(short), StepCounts(), lambda num_tokens: None)\n"
+                  "    after_warm_up()\n"),
+            Fault("the first run left out", "pipeline/tracing.py",
                   "return self.run >= (", "return self.run > ("),
         ),
     ),
@@ -44,9 +42,9 @@ PROPERTIES = (
             Fault("a run's span until it is launched", "pipelined_run/stage.py",
                   "                wait_for_stream(out.device)\n", "                pass\n"),
             Fault("a run's span with the wait for it", "pipelined_run/stage.py",
-                  "        begin_s = time.perf_counter()\n        numbers",
-                  "        ends = [span.end_s for span in self.spans.found[-1:]]\n"
-                  "        begin_s = (ends or [time.perf_counter()])[0]\n        numbers"),
+                  "        begin_s, run = time.perf_counter(), message.run\n",
+                  "        ends = [span.end_s for span in self.spans[-1:]]\n"
+                  "        begin_s, run = (ends or [time.perf_counter()])[0], message.run\n"),
         ),
     ),
     Property(
@@ -62,7 +60,7 @@ PROPERTIES = (
             Fault("time until the last request's last token", "pipelined_run/measured/measure.py",
                   "end_s = max(request.token_times_s[-1] for request in outcome.requests)",
                   "end_s = outcome.requests[-1].token_times_s[-1]"),
-            Fault("work after the last token counted", "pipelined_run/measured/use.py",
+            Fault("work after the last token counted", "pipelined_run/measured/metrics.py",
                   "max(span.begin_s, until), min(span.end_s, self.end_s)",
                   "max(span.begin_s, until), span.end_s"),
         ),
@@ -71,15 +69,16 @@ PROPERTIES = (
         "The use of ranks follows from their spans.",
         f"{COMMAND}test_metrics_follow_from_the_spans",
         (
-            Fault("prompts in the mean time of a stage", "pipelined_run/measured/use.py",
+            Fault("prompts in the mean time of a stage", "pipelined_run/measured/metrics.py",
                   "if span.run in rows and span.value == layers:\n"
-                  "            found.setdefault(rows[span.run], [])",
+                  "            times.setdefault(rows[span.run], [])",
                   "if span.value == layers:\n"
-                  "            found.setdefault(rows.get(span.run, 1), [])"),
-            Fault("runs skipped inside counted as skipped before", "pipelined_run/measured/use.py",
+                  "            times.setdefault(rows.get(span.run, 1), [])"),
+            Fault("runs skipped inside counted as skipped before",
+                  "pipelined_run/measured/metrics.py",
                   "before += span.value == 0",
                   "before += span.value < len(observed.layout.layers[rank])"),
-            Fault("overlapping work counted twice", "pipelined_run/measured/use.py",
+            Fault("overlapping work counted twice", "pipelined_run/measured/metrics.py",
                   "until = total + max(0.0, end - begin), max(until, end)",
                   "until = total + max(0.0, end - begin), self.begin_s"),
         ),
@@ -88,11 +87,12 @@ PROPERTIES = (
         "Means are of whole runs, and of links to idle stages.",
         f"{COMMAND}test_means_are_of_whole_runs_and_of_links_to_idle_stages",
         (
-            Fault("stopped runs in the mean time of a stage", "pipelined_run/measured/use.py",
+            Fault("stopped runs in the mean time of a stage", "pipelined_run/measured/metrics.py",
                   "if span.run in rows and span.value == layers:", "if span.run in rows:"),
-            Fault("a link's time with the wait for a busy stage", "pipelined_run/measured/use.py",
+            Fault("a link's time with the wait for a busy stage",
+                  "pipelined_run/measured/metrics.py",
                   "if free_s < ends[span.run] and span.run in rows:", "if span.run in rows:"),
-            Fault("prompts not in flight", "pipelined_run/measured/use.py",
+            Fault("prompts not in flight", "pipelined_run/measured/metrics.py",
                   "(*observed.of(0, What.PROMPT), *observed.of(0, What.LAUNCH))",
                   "observed.of(0, What.LAUNCH)"),
         ),
@@ -119,15 +119,15 @@ PROPERTIES = (
         f"{PARTS}test_a_head_serves_again_with_new_numbers",
         (
             Fault("what was drafted in the warm-up kept", "pipelined_run/head.py",
-                  "        self.drafted, self.moves = [], {}\n        serving",
-                  "        self.moves = {}\n        serving"),
+                  "        self.drafted, self.moves = [], {}\n        self.counts",
+                  "        self.moves = {}\n        self.counts"),
         ),
     ),
     Property(
         "The simulator gets the times that were measured.",
         f"{COMMAND}test_the_simulator_gets_what_was_measured",
         (
-            Fault("a cancellation without its link", "pipelined_run/measured/prediction.py",
+            Fault("a cancellation without its link", "pipelined_run/measured/measure.py",
                   "cancel_s=link_s if delay_s is None else delay_s", "cancel_s=delay_s or 0.0"),
         ),
     ),
@@ -135,9 +135,9 @@ PROPERTIES = (
         "Further rows and a draft on another rank take longer in the simulator.",
         f"{COMMAND}test_further_rows_and_a_draft_elsewhere_take_longer",
         (
-            Fault("a draft elsewhere without its links", "pipelined_run/measured/prediction.py",
+            Fault("a draft elsewhere without its links", "pipelined_run/measured/measure.py",
                   "+ (2 * link_s if is_apart else 0.0)", "+ (link_s if is_apart else 0.0)"),
-            Fault("the cost of all further rows for each", "pipelined_run/measured/prediction.py",
+            Fault("the cost of all further rows for each", "pipelined_run/measured/measure.py",
                   "(several / one - 1) / (num_rows - 1)", "several / one - 1"),
         ),
     ),
@@ -145,10 +145,10 @@ PROPERTIES = (
         "What was drafted is replayed at its place.",
         f"{COMMAND}test_what_was_drafted_is_replayed_at_its_place",
         (
-            Fault("drafts after wrong tokens replayed", "pipelined_run/measured/prediction.py",
+            Fault("drafts after wrong tokens replayed", "pipelined_run/measured/measure.py",
                   "if each.request == index and is_right and place",
                   "if each.request == index and place"),
-            Fault("drafts of other requests replayed", "pipelined_run/measured/prediction.py",
+            Fault("drafts of other requests replayed", "pipelined_run/measured/measure.py",
                   "if each.request == index and is_right and place", "if is_right and place"),
         ),
     ),
@@ -156,8 +156,9 @@ PROPERTIES = (
         "Spans of other hosts are by the first rank's clock.",
         f"{TRACES}test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank",
         (
-            Fault("a clock's lead added", "pipelined_run/spans.py",
-                  "begin_s - ahead_s, end_s - ahead_s", "begin_s + ahead_s, end_s + ahead_s"),
+            Fault("a clock's lead added", "pipeline/tracing.py",
+                  "begin_s=span.begin_s - clock.ahead_s, end_s=span.end_s - clock.ahead_s",
+                  "begin_s=span.begin_s + clock.ahead_s, end_s=span.end_s + clock.ahead_s"),
         ),
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
-from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.recorder import CudaGraphs
 from magicdec.drafting.policies.full import FullKV
 from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import KVCache

@@ -58,7 +58,7 @@ def run_selfspec(suite: Suite, dtype: str, backend: str) -> dict[str, Any]:
             *("--model", "demo", "--dataset", "demo", "--device", suite.device.type),
             *("--dtype", dtype, "--attention", backend, "--B", 2, "--num_batches", 1),
             *("--prefix_len", suite.scale.demo_prefix, "--gen_len", 8 if suite.is_tiny else 64),
-            *("--gamma", 3, "--draft_budget", 65, "--results", path),
+            *("--gamma", 3, "--draft_budget", 65, "--out", path),
         ]
         refusal = run_recorded("selfspec", flags, suite)
         record = load_records(path)[-1]

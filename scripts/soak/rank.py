@@ -27,8 +27,8 @@ from magicdec.cli.serving.pipeline import main
 from magicdec.distributed import shared_memory
 from magicdec.distributed.ranks import end_with_launcher
 from magicdec.names import SEQUENTIAL
+from magicdec.pipelined_run.head import Wires
 from magicdec.pipelined_run.passes import Outcome, Passes
-from magicdec.pipelined_run.rank import Wires
 from magicdec.pipelined_run.stage import ModelPart
 
 DIRECTORY, PASSES, IS_MEASURED = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
@@ -56,7 +56,8 @@ def repeat(self: Passes, name: str, observe: Callable[[int], None]) -> Outcome |
 
 def tokens_of(outcome: Outcome | None) -> dict[str, Any]:
     outputs = [] if outcome is None else [request.output_ids for request in outcome.requests]
-    runs = 0 if outcome is None or outcome.counts is None else outcome.counts.runs
+    scheduled = None if outcome is None else outcome.scheduled
+    runs = 0 if scheduled is None else scheduled.runs
     return {"outputs": outputs, "runs": runs}
 
 
@@ -111,7 +112,7 @@ def plant(name: str) -> None:
 
     def leak(self: ModelPart, *args: Any) -> Any:
         if name == "payload":
-            kept.append(args[1].payload)
+            kept.append(args[1])
         elif name == "thread":
             kept.append(Thread(target=Event().wait, daemon=True))
             kept[-1].start()

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-from magicdec.cli.commands import selfspec
+from magicdec.cli.drivers import selfspec
 from magicdec.decoding.speculative import Speculative
 
 decode_step = Speculative.step

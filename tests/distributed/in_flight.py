@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_draft, make_requests, random_prompts
+from fake_clock import VirtualClock
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
@@ -22,7 +23,6 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.draft_length import AutoLength
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.hardware.timing import VirtualClock
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits

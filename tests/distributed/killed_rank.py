@@ -13,16 +13,16 @@ COMMANDS = {"run": "magicdec.cli.front.run", "latency": "magicdec.cli.latency"}
 # others go on meanwhile; in the phases before, they have the time to wait for the rank.
 PHASES = {
     "preparing": ("magicdec.memory.check", "first_refusal", 1),
-    "timing": ("magicdec.pipeline.auto_split.measure", "time_passing", 3),
-    "timing runs": ("magicdec.pipelined_run.auto_split", "time_part", 1),
+    "timing": ("magicdec.pipeline.auto_split", "time_passing", 3),
+    "timing runs": ("magicdec.pipelined_run.prepare", "time_part", 1),
     "starting": ("torch.distributed", "init_process_group", 1),
     "grouping": ("torch.distributed", "new_group", 1),
     "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
-    "connecting": ("magicdec.distributed.channels.shared_ring", "agree_on_path", 2),
+    "connecting": ("magicdec.distributed.channels.shared_ring", "map_segment", 2),
     "connecting through gloo": ("torch.distributed", "new_group", 2),
     "serving": ("magicdec.pipeline.stage", "Stage.forward", 40),
     "serving runs": ("magicdec.pipelined_run.stage", "ModelPart.compute", 20),
-    "serving drafts": ("magicdec.pipelined_run.draft_model", "ModelDrafter.propose", 8),
+    "serving drafts": ("magicdec.pipelined_run.drafter", "ModelDrafter.propose", 8),
     "closing": ("magicdec.distributed.start", "leave_ranks", 1),
 }
 WAIT_S = 1.0

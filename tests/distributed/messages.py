@@ -13,12 +13,13 @@ import torch
 
 from magicdec.distributed import shared_memory
 from magicdec.distributed.channels.connect import (
+    DevicePayloads,
     RingEnds,
+    SplitSender,
     connect_ring,
     through_host,
     time_round,
 )
-from magicdec.distributed.channels.device import DevicePayloads, SplitSender
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.stages import StageGrid
@@ -64,13 +65,13 @@ def check(ends: RingEnds, is_first: bool, rounds: int = 40) -> None:
 def check_apart(place: tuple[Any, ...], is_first: bool) -> None:
     """Payloads go by process groups of their own; a message without one sends its header alone."""
     grid, launch, form, depth, *rest = place
-    payloads = DevicePayloads(CPU, "gloo")
+    payloads = DevicePayloads(CPU, "gloo", form.width, form.dtype)
     ends = connect_ring(grid, launch, payloads.header_form(form), depth, *rest, payloads)
     check(ends, is_first, rounds=10)
     assert isinstance(ends.outbound, SplitSender)
     payload_bytes = sum(m.payload.numel() * 2 for m in messages() if m.payload is not None)
     assert ends.outbound.tensors.num_bytes == 10 * payload_bytes
-    header_bytes = 8 * len(payloads.header_form(form).empty_header()) * len(messages())
+    header_bytes = payloads.header_form(form).num_bytes(0) * len(messages())
     assert ends.outbound.num_bytes == 10 * (payload_bytes + header_bytes)
     ends.outbound.close()
 

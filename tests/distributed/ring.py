@@ -14,8 +14,7 @@ from conftest import make_draft, make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.distributed.channels.connect import connect_ring
-from magicdec.distributed.channels.device import DevicePayloads
+from magicdec.distributed.channels.connect import DevicePayloads, connect_ring
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.layer_split import split_layers
@@ -97,7 +96,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     limits = Limits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
     depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
     form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
-    payloads = DevicePayloads(device, "gloo") if case.goes_apart else None
+    payloads = DevicePayloads(device, "gloo", form.width, form.dtype) if case.goes_apart else None
     form = form if payloads is None else payloads.header_form(form)
     ends = connect_ring(grid, launch, form, depth, 1 << 16, case.collectives, payloads)
     requests = requests_of(case)

@@ -4,8 +4,9 @@ scarce.py selfspec|latency FLAGS."""
 import os
 import sys
 
-from magicdec.cli.commands import COMMANDS, selfspec
-from magicdec.memory import free_memory
+from magicdec.cli.commands import COMMANDS
+from magicdec.cli.drivers import selfspec
+from magicdec.memory import check as free_memory
 from magicdec.names import load_named
 from magicdec.setup import prepare
 

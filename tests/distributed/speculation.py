@@ -15,7 +15,7 @@ from conftest import make_draft, make_requests, random_prompts
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.device import DevicePayloads
+from magicdec.distributed.channels.connect import DevicePayloads
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
@@ -23,11 +23,10 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.threads import ThreadCount
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
-from magicdec.pipelined_run.draft_model import ModelDrafter
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter
-from magicdec.pipelined_run.head import Head
+from magicdec.pipelined_run.channels import Connections
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter
+from magicdec.pipelined_run.head import Head, PipelineRank
 from magicdec.pipelined_run.layout import make_layout
-from magicdec.pipelined_run.rank import Connections, HiddenForm, PipelineRank
 from magicdec.pipelined_run.stage import ModelPart
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
@@ -126,11 +125,11 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
         part = ModelPart(runner, sampling)
     if group is not None:
         drafter = make_drafter(case, target, draft, group)
-    hidden = None
+    payloads = None
     if case.goes_apart:
         width = find_model("--model", target).config.hidden_size
-        hidden = HiddenForm(DevicePayloads(torch.device("cpu"), "gloo"), width, torch.float32)
-    connections = Connections(layout, launch, case.collectives, None, hidden)
+        payloads = DevicePayloads(torch.device("cpu"), "gloo", width, torch.float32)
+    connections = Connections(layout, launch, case.collectives, None, payloads)
     member = PipelineRank(launch.rank, connections.connect(has_drafter=True), part, drafter)
     found: dict[str, Any] = {"tokens": [], "drafted": []}
     for mode in MODES:

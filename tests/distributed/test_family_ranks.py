@@ -15,7 +15,7 @@ from tiny_families import MODELS, make_model
 FLAGS = (
     *("--B", 2, "--prefix_len", 80, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
     *("--threads", 1, "--dtype", "float32", "--gamma", 3, "--streamingllm_budget", 24),
-    *("--num_sink_tokens", 4, "--ignore_eos", "--results", "r.jsonl"),
+    *("--num_sink_tokens", 4, "--ignore_eos", "--out", "r.jsonl"),
 )
 UNEVEN: dict[str, dict[str, Any]] = {
     "gpt2": {"n_head": 5, "n_embd": 40},

@@ -15,7 +15,7 @@ from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantize
 FLAGS = (
     *("--B", 2, "--prefix_len", 120, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
     *("--threads", 1, "--gamma", 3, "--streamingllm_budget", 40, "--prefill_chunk", 64),
-    *("--results", "r.jsonl", "--save_tokens", "t.jsonl"),
+    *("--out", "r.jsonl", "--save_tokens", "t.jsonl"),
 )
 FLOAT32 = ("--dtype", "float32")
 
@@ -96,7 +96,7 @@ REFUSED = {
         ["--model", "demo", *FLOAT32, "--target_dtype", "bfloat16"],
         "--target_dtype bfloat16: weights that are not int8 have the --dtype of the run, float32",
     ),
-    "unknown": (["--target_dtype", "int4"], "argument --target_dtype: invalid choice: 'int4'"),
+    "unknown": (["--target_dtype", "int4"], "--target_dtype int4 is not known; choose from"),
     "a draft's": (["--draft_dtype", "int8"], "unknown argument --draft_dtype"),
 }
 

@@ -15,7 +15,7 @@ from conftest import ROOT, TINY, Launch
 
 CONTEXTS, ROWS, BUDGETS = (30, 100), (1, 3), (24, 40)
 GRID = (
-    *("--B", *ROWS, "--context", *CONTEXTS, "--T", 1, 2, 5, "--repeats", 3, "--warmup", 1),
+    *("--B", *ROWS, "--prefix_len", *CONTEXTS, "--T", 1, 2, 5, "--repeats", 3, "--warmup", 1),
     *("--kv_policy", "streaming_llm", "snapkv", "verified", "full", "--budget", *BUDGETS),
     *("--num_sink_tokens", 4, "--window_size", 8, "--recent_window", 8),
 )
@@ -70,7 +70,7 @@ def test_rows_cover_the_grid_and_say_what_was_read(
 ) -> None:
     done = launch(
         "latency_benchmark.py", "--model", tiny_checkpoint, *GRID, "--dtype", "float32",
-        "--threads", 1, "--json", "new/l.json", "--csv", "l.csv",
+        "--threads", 1, "--out", "new/l.json", "--csv", "l.csv",
         num_ranks=num_ranks,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -102,14 +102,14 @@ def test_what_the_model_cannot_do_is_refused_in_one_line(
     model = ("--model", tiny_checkpoint)
     for flags, num_ranks, message in (
         (
-            ("--context", 64, 1020, "--T", 1, 5),
+            ("--prefix_len", 64, 1020, "--T", 1, 5),
             2,
             "--prefix_len 1020 + --T 5 = 1025 exceeds the 1024",
         ),
-        (("--kv_policy", "h2o"), 1, "invalid choice: 'h2o'"),
-        (("--context", 64, "--repeats", 0), 1, "--repeats 0 is too small"),
-        (("--context", 64, "--num_sink_tokens", -1), 1, "--num_sink_tokens -1 is too small"),
-        (("--context", 64, "--rank_group", 0, 1), 1, "--rank_group 0 1 names rank 1, which"),
+        (("--kv_policy", "h2o"), 1, "--kv_policy h2o is not known; choose from"),
+        (("--prefix_len", 64, "--repeats", 0), 1, "--repeats 0 is too small"),
+        (("--prefix_len", 64, "--num_sink_tokens", -1), 1, "--num_sink_tokens -1 is too small"),
+        (("--prefix_len", 64, "--rank_group", 0, 1), 1, "--rank_group 0 1 names rank 1, which"),
     ):
         done = launch("latency_benchmark.py", *model, *flags, num_ranks=num_ranks)
         assert done.stdout == "" and done.returncode == 2

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Launch, save_checkpoint, tiny_transformer
+from conftest import TINY, Launch, num_parameters, save_checkpoint, tiny_transformer
+from identities import check_record
 from several_ranks import answer_of, read_records
 
 from magicdec.records.metrics import check_metrics
@@ -16,7 +17,7 @@ from magicdec.records.reading import load_records
 
 FLAGS = (
     *("--B", 2, "--prefix_len", 300, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
-    *("--threads", 1, "--dtype", "float32", "--prefill_chunk", 64, "--results", "r.jsonl"),
+    *("--threads", 1, "--dtype", "float32", "--prefill_chunk", 64, "--out", "r.jsonl"),
 )
 DEMO = ("--target", "demo", "--model", "demo-draft", "--dataset", "demo")
 WINDOW = ("--gamma", 3, "--streamingllm_budget", 100)
@@ -99,7 +100,9 @@ def test_the_driver_on_two_ranks(
     assert metrics["draft_prefill_ms"] == metrics["begin_ms"]
     assert record["baseline_metrics"]["begin_ms"] > 0
     assert record["baseline_metrics"]["draft_prefill_ms"] is None
-    assert check_metrics(load_records(tmp_path / "r.jsonl")[0]) == []
+    measured = load_records(tmp_path / "r.jsonl")[0]
+    assert check_metrics(measured) == []
+    check_record(measured)
     assert "standalone draft" in done.stdout
 
 
@@ -128,7 +131,7 @@ def parameters(name: str) -> tuple[Any, int]:
 
     config = find_model("--model", name).config
     assert config.tie_word_embeddings, "the embedding is the head, read once"
-    return config, 4 * config.num_parameters()
+    return config, 4 * num_parameters(config)
 
 
 BAD_INPUT = {

@@ -14,7 +14,7 @@ FLAGS = (
     *("--streamingllm_budget", 24, "--num_sink_tokens", 4),
 )
 PLACE = ("--dtype", "float32", "--threads", 1, "--linear", "torch")
-GRID = ("--B", 1, 2, "--context", 40, 80, "--budget", 24, "--num_sink_tokens", 4)
+GRID = ("--B", 1, 2, "--prefix_len", 40, 80, "--budget", 24, "--num_sink_tokens", 4)
 
 
 @pytest.mark.narrow("values")
@@ -38,7 +38,7 @@ def test_a_record_has_the_plan_beside_what_was_taken(
     launch: Launch, text_file: Path, tmp_path: Path
 ) -> None:
     for num_ranks in (1, 2):
-        flags = (*FLAGS, "--dataset", text_file, *PLACE, "--results", "r.jsonl")
+        flags = (*FLAGS, "--dataset", text_file, *PLACE, "--out", "r.jsonl")
         done = launch("selfspec_benchmark.py", *flags, num_ranks=num_ranks)
         assert done.returncode == 0, done.stderr
     one, two = (json.loads(s)["memory"] for s in (tmp_path / "r.jsonl").read_text().splitlines())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Launch
+from identities import check_record
 from several_ranks import read_records
 
 from magicdec.records.metrics import check_metrics
@@ -48,7 +49,7 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     group = ranks.split()
     done = launch(
         "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        *SPECULATION, "--rank_group", *group, "--results", "r.jsonl", "--save_tokens", "t.jsonl",
+        *SPECULATION, "--rank_group", *group, "--out", "r.jsonl", "--save_tokens", "t.jsonl",
         "--collectives", collectives,
         num_ranks=len(group), torchrun=ranks == "1 0",
     )  # fmt: skip
@@ -75,7 +76,7 @@ def test_the_draft_length_that_pays(
     end apart."""
     done = launch(
         "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        *SPECULATION, "--gamma", "auto", "--warmup_batches", 1, "--results", "r.jsonl",
+        *SPECULATION, "--gamma", "auto", "--warmup_batches", 1, "--out", "r.jsonl",
         num_ranks=num_ranks,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -93,7 +94,9 @@ def test_the_draft_length_that_pays(
     in_warm_up, in_batches = samples["warmup_calibration_ms"], samples["calibration_ms"]
     assert in_warm_up == metrics["warmup_calibration_ms"] > 0 and len(in_batches) == 2
     assert metrics["calibration_ms"] == in_warm_up + sum(in_batches)
-    assert check_metrics(load_records(tmp_path / "r.jsonl")[0]) == []
+    measured = load_records(tmp_path / "r.jsonl")[0]
+    assert check_metrics(measured) == []
+    check_record(measured)
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 3])
@@ -103,7 +106,7 @@ def test_bfloat16_agrees_with_its_own_baseline(
     """With whatever kernels `auto` takes here; three ranks have shards of an odd width."""
     done = launch(
         "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        *SPECULATION, "--dtype", "bfloat16", "--ignore_eos", "--results", "r.jsonl",
+        *SPECULATION, "--dtype", "bfloat16", "--ignore_eos", "--out", "r.jsonl",
         num_ranks=num_ranks,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -121,7 +124,7 @@ def test_without_a_compiler_auto_says_what_it_takes(
     monkeypatch.setenv("PATH", str(tmp_path))
     done = launch(
         "baseline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        "--results", "r.jsonl",
+        "--out", "r.jsonl",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("--attention auto: grouped; native needs a C++ compiler") == 1

@@ -20,8 +20,7 @@ from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.view import WEIGHTS_BLOCK, KVView, make_view
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 
 WITHOUT_WEIGHTS = list_backends(lambda c: not c.returns_weights)
 LENGTHS, COMMITTED = [37, 3, 70, 0], [35, 3, 66, 0]

@@ -40,8 +40,7 @@ from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.view import KVView, make_view
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import KVView, Visible, make_view
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
 LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3", "flashinfer"]

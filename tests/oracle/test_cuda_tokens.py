@@ -13,7 +13,7 @@ from recorder import Recorder
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
 from magicdec.console import make_progress
-from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.recorder import CudaGraphs
 from magicdec.decoding.recorder import Recorder as AnyRecorder
 from magicdec.distributed.groups import Group
 from magicdec.model.checkpoint.source import find_model

@@ -20,7 +20,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.visible import SinksAndWindow
+from magicdec.kv.view import SinksAndWindow
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.runner import ModelRunner

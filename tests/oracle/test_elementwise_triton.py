@@ -190,7 +190,7 @@ def test_a_run_says_what_it_took(
     """Speculation with the interpreted kernels, and the fields of its record."""
     monkeypatch.delenv("TRITON_INTERPRET")
     asked = "--elementwise triton --device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 3"
-    few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18 --results r.jsonl"
+    few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18 --out r.jsonl"
     place = ("--model", tiny_checkpoint, "--dataset", text_file)
     done = launch("selfspec_benchmark.py", *asked.split(), *few.split(), *place)
     assert done.returncode == 0, done.stderr

@@ -19,8 +19,7 @@ from magicdec.config.sections import (
 )
 from magicdec.distributed.groups import Launch
 from magicdec.gate.cases import config_of
-from magicdec.gate.measuring import with_threads
-from magicdec.gate.sharing import run_cases
+from magicdec.gate.measuring import run_cases, with_threads
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import load_records

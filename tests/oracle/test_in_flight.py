@@ -21,6 +21,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from fake_clock import VirtualClock
 from recorder import Recorder
 
 from magicdec.attention.backend import AttentionBackend
@@ -33,7 +34,6 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.drafting.draft_length import Measure
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.hardware.timing import VirtualClock
 from magicdec.names import ADMISSION_ORDERS, COMPACTIONS, load_named
 from magicdec.request import Batch, Request, Status
 from magicdec.runner import ModelRunner

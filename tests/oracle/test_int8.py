@@ -26,12 +26,12 @@ from magicdec.config.sections import KVSection, ModelSection, ParallelSection, W
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import weight_bytes
 from magicdec.distributed.groups import Launch
-from magicdec.model.checkpoint.quantization import channel_scales, quantize, untie_head
+from magicdec.model.checkpoint.quantization import channel_scales, quantize
+from magicdec.model.checkpoint.weight_map import untie_head
 from magicdec.model.config import ModelConfig
-from magicdec.model.linear import int8 as int8_linear
-from magicdec.model.linear.int8 import Int8Linear, PackedInt8Linear
-from magicdec.model.linear.kinds import PartialLinear
-from magicdec.model.linear.packed import library
+from magicdec.model.linear import packed as packed_linear
+from magicdec.model.linear.packed import Int8Linear, Linear, PackedLinear, PartialLinear, library
+from magicdec.model.linear.packed import pack as pack_layer
 from magicdec.model.transformer import Transformer
 from magicdec.run.run import Run
 from magicdec.setup.prepare import prepare
@@ -70,7 +70,7 @@ def exact(linear: Int8Linear, x: torch.Tensor, bias: torch.Tensor | None = None)
 def test_the_plain_layer(
     shape: tuple[int, int], dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8_linear, "CONVERTED", 1 << 15)  # several parts
+    monkeypatch.setattr(packed_linear, "CONVERTED", 1 << 15)  # several parts
     torch.manual_seed(0)
     weight, bias = torch.randn(shape), torch.randn(shape[0]).to(dtype)
     x = torch.randn(2, 3, shape[1]).to(dtype)
@@ -91,16 +91,16 @@ def test_the_kernel_and_a_row_keeps_its_bits(shape: tuple[int, int], rows: int) 
     x = torch.randn(rows, shape[1]).to(BF16)
     for b in (None, bias):
         plain = layer(weight, b)
-        packed = PackedInt8Linear(plain)
+        packed = pack_layer(plain)
         out, expected = packed(x), exact(plain, x, b)
         assert (out.double() - expected).abs().max() <= expected.abs().max() * 2**-7
         assert torch.equal(packed(x[-1:])[0], out[-1])
         assert torch.equal(packed(x[rows // 2 :]), out[rows // 2 :])
-    assert torch.equal(PackedInt8Linear(layer(weight, bias, partial=True))(x), packed_of(weight)(x))
+    assert torch.equal(pack_layer(layer(weight, bias, partial=True))(x), packed_of(weight)(x))
 
 
-def packed_of(weight: torch.Tensor) -> PackedInt8Linear:
-    return PackedInt8Linear(layer(weight))
+def packed_of(weight: torch.Tensor) -> Linear:
+    return pack_layer(layer(weight))
 
 
 def every_weight(rows: int = 130) -> Int8Linear:
@@ -116,24 +116,24 @@ def test_every_weight_is_widened_exactly() -> None:
     """With one nonzero input the result is the weight itself, which bfloat16 represents exactly."""
     linear = every_weight()
     linear.scale.fill_(1.0)
-    out = PackedInt8Linear(linear)(torch.eye(510).to(BF16))
+    out = pack_layer(linear)(torch.eye(510).to(BF16))
     assert torch.equal(out.T.float(), linear.weight.float())
 
 
 @needs_kernel
 def test_without_byte_permutations_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPUs with bfloat16 dot products but no AVX512-VBMI convert with other instructions."""
-    x, packed = torch.randn(20, 510).to(BF16), PackedInt8Linear(every_weight())
+    x, packed = torch.randn(20, 510).to(BF16), pack_layer(every_weight())
     expected = [packed(x), packed(x[:3])]
     other = library("-mno-avx512vbmi")
     assert other._name != library()._name
-    monkeypatch.setattr(int8_linear, "library", lambda: other)
+    monkeypatch.setattr(packed_linear, "library", lambda: other)
     assert all(torch.equal(packed(x[: len(e)]), e) for e in expected)
 
 
 @needs_kernel
 def test_the_kernel_traces() -> None:
-    linear, x = PackedInt8Linear(layer(torch.randn(96, 64))), torch.randn(3, 64).to(BF16)
+    linear, x = pack_layer(layer(torch.randn(96, 64))), torch.randn(3, 64).to(BF16)
     traced = torch.compile(lambda t: linear(t) * 2, fullgraph=True, backend="eager")
     assert torch.equal(traced(x), linear(x) * 2)
 
@@ -179,7 +179,7 @@ def test_logits_are_those_of_the_dequantised_weights(config: ModelConfig) -> Non
     if has_bfloat16_path():
         narrow, wide = int8_twins(config, BF16)
         pack(narrow)
-        assert any(isinstance(m, PackedInt8Linear) for m in narrow.modules())
+        assert any(isinstance(m, PackedLinear) and m.scale is not None for m in narrow.modules())
         expected = logits(wide)
         assert (logits(narrow) - expected).norm() < 0.05 * expected.norm()
 

@@ -24,8 +24,7 @@ from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
-from magicdec.kv.int8_layout import INT8_TILED
-from magicdec.kv.layout import PLAIN, TILED, Layout
+from magicdec.kv.layout import INT8_TILED, PLAIN, TILED, Layout
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 

@@ -12,7 +12,7 @@ from conftest import Launch
 from magicdec.model.tokenizer import load_tokenizer
 from magicdec.request import Request, SamplingParams
 from magicdec.workload.answers import answer_scores
-from magicdec.workload.ruler_tasks import TASKS
+from magicdec.workload.ruler import TASKS
 from magicdec.workload.workload import build_workload
 
 FLAGS = ("--B", 2, "--prefix_len", 1024, "--gen_len", 16, "--num_batches", 1, "--threads", 1)
@@ -23,7 +23,7 @@ FLAGS = ("--B", 2, "--prefix_len", 1024, "--gen_len", 16, "--num_batches", 1, "-
 )
 def test_a_run_scores_both_passes(dataset: str, launch: Launch, tmp_path: Path) -> None:
     done = launch(
-        "selfspec_benchmark.py", "--dataset", dataset, *FLAGS, "--results", "r.jsonl",
+        "selfspec_benchmark.py", "--dataset", dataset, *FLAGS, "--out", "r.jsonl",
         "--save_tokens", "t.jsonl", "--warmup_batches", 0,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -27,9 +27,8 @@ from magicdec.model.checkpoint.source import ModelSource, find_model, load_trans
 from magicdec.model.config import RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.families.hf_config import ROPE_FIELDS
-from magicdec.model.linear.kinds import Reduce
-from magicdec.model.positions import rotate
-from magicdec.model.rope import rope_table
+from magicdec.model.linear.packed import Reduce
+from magicdec.model.positions import rope_table, rotate
 from magicdec.model.transformer import Transformer
 
 CPU = torch.device("cpu")

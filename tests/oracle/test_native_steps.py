@@ -23,11 +23,10 @@ from magicdec.executor.descriptions import layer_obstacle
 from magicdec.executor.executor import Cancelled, Executor
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.view import FULL
-from magicdec.kv.visible import SinksAndWindow, Visible
+from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.linear.packed import PackedLinear
-from magicdec.pipelined_run.board import CancelBoard, RunCancellation
+from magicdec.pipelined_run.channels import CancelBoard, RunCancellation
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 

@@ -16,9 +16,8 @@ from magicdec.cli import gate
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
 from magicdec.gate.cases import Subject
-from magicdec.gate.measuring import with_threads
-from magicdec.gate.sharing import run_cases
-from magicdec.kv.visible import SinksAndWindow
+from magicdec.gate.measuring import run_cases, with_threads
+from magicdec.kv.view import SinksAndWindow
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord

@@ -25,8 +25,7 @@ from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.cuda_graphs import CudaGraphs
-from magicdec.decoding.recorder import Eager
+from magicdec.decoding.recorder import CudaGraphs, Eager
 from magicdec.decoding.recorder import Recorder as AnyRecorder
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.drafting.draft_length import DraftLength

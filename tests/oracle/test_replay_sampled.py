@@ -25,7 +25,7 @@ from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.decoding.cuda_graphs import CudaGraphs
+from magicdec.decoding.recorder import CudaGraphs
 from magicdec.drafting.draft_length import Measure
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine

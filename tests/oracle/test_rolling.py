@@ -22,7 +22,7 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
-from magicdec.model.rope import rope_table
+from magicdec.model.positions import rope_table
 from magicdec.model.transformer import Transformer
 
 VOCAB, MAX_TOKENS, TAIL = TINY.vocab_size, 600, 40

@@ -17,7 +17,7 @@ from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.observation import newest_queries, received_weights
 from magicdec.drafting.policies.snapkv import SnapKV
 from magicdec.engine import Engine
-from magicdec.executor.received import received
+from magicdec.executor.executor import Executor
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.request import Batch
@@ -74,7 +74,7 @@ def test_scores_in_the_tiles_of_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     build = native.kernel
-    monkeypatch.setattr("magicdec.executor.received.kernel", lambda size: build(size, *flags))
+    monkeypatch.setattr("magicdec.executor.executor.kernel", lambda size: build(size, *flags))
     model = tiny_transformer(replace(TINY, num_heads=2, num_kv_heads=2, head_dim=64))
     runner = ModelRunner(model.to(dtype), NativeBackend(), Group((0,), 0), 3, 200)
     for row in (2, 0, 1):
@@ -84,7 +84,7 @@ def test_scores_in_the_tiles_of_the_cache(
     for first, length in ((0, 199), (70, 128), (3, 40)):
         keys = runner.cache.first_keys(1, rows, length)[:, :, first:]
         wanted = received_weights(runner, queries.float(), keys.float())
-        found = received(runner.cache, 1, rows, queries, first, length)
+        found = Executor.received(runner.cache, 1, rows, queries, first, length)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -17,8 +17,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.view import FULL, Visible, make_view
-from magicdec.kv.visible import SinksAndWindow
+from magicdec.kv.view import FULL, SinksAndWindow, Visible, make_view
 
 needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no bfloat16 dot products")
 # (query heads, KV heads, head size); with three heads a KV head and more, in tile registers.

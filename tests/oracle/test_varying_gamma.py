@@ -161,7 +161,7 @@ def test_calibration_is_not_timed_as_a_phase_of_a_step() -> None:
 
     engine.prefill(make_requests(random_prompts([5, 70], 97), 30))
     section, kv = DecodingSection("speculative", "self", MOST), KVSection("streaming_llm", 40, 4)
-    setup = Setup(runner, section, kv, phase, draft_length=Scripted(COUNTS))
+    setup = Setup(runner, section, kv, phase=phase, draft_length=Scripted(COUNTS))
     decode(engine, "speculative", setup, lambda out, s: drafted.append(out.num_drafted))
     expected = [["draft", "verify"] if count else ["decode"] for count in drafted]
     assert phases == [name for step in expected for name in step]

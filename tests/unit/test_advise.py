@@ -68,7 +68,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         and r.config["decoding"]["num_draft_tokens"] == 4
     }
     words = ["--machine", str(tmp_path / "machine.json"), "--budget", *map(str, found)]
-    args = command.build_parser().parse_args([*words, "--prefix_len", "4096", "--B", "4"])
+    args = command.read([*words, "--prefix_len", "4096", "--B", "4"])
     sentence = command.find_advice(
         args, {f"--draft self --budget {b}": record for b, record in found.items()}
     )
@@ -80,7 +80,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
     assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram"]
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
-            command.make_commands(command.build_parser().parse_args(["--draft", draft]))
+            command.make_commands(command.read(["--draft", draft]))
 
 
 def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,8 @@ def test_the_config_command_chooses_a_record(
         with pytest.raises(SystemExit) as ended:
             config_of.main()
         assert ended.value.code == 0
-        assert capsys.readouterr().out == config_of.to_toml(config_of.flags_of(expected))
+        flags = config_of.to_toml(config_of.flags_of(expected))
+        assert capsys.readouterr().out == f"# magicdec run --config FILE\n{flags}"
     for index in ("0", "3", "-3"):
         monkeypatch.setattr("sys.argv", ["magicdec config", str(file), "--record", index])
         with pytest.raises(SystemExit) as ended:

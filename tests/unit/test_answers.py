@@ -10,9 +10,13 @@ import pytest
 from test_workload import BOS, Characters
 
 from magicdec.request import Request, SamplingParams
-from magicdec.workload import recall
-from magicdec.workload.answers import Continuation, Strings, answer_scores
-from magicdec.workload.recall import repeat_passage
+from magicdec.workload.answers import (
+    LEAST_PREFIX,
+    Continuation,
+    Strings,
+    answer_scores,
+    repeat_passage,
+)
 from magicdec.workload.workload import SKIP_TOKENS, Workload, build_workload
 
 
@@ -122,7 +126,7 @@ def test_recall_takes_the_demo_text_unless_told_otherwise() -> None:
 
 
 def test_recall_refuses_what_it_cannot_use(tmp_path: Path) -> None:
-    least = recall.LEAST_PREFIX
+    least = LEAST_PREFIX
     message = f"--prefix_len {least - 1} is too short for --dataset recall; .* at least {least}$"
     with pytest.raises(ValueError, match=message):
         build("recall", length=least - 1)

@@ -10,18 +10,24 @@ from recorder import Recorder
 from test_fastest_backend import BASELINE, BFLOAT16, CPU, GPU, MODEL, STANDALONE
 from torch import Tensor
 
+from magicdec import autotune
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.autotune import backend_timing
-from magicdec.autotune.attention_step import Read, Step, draft_step, target_step
-from magicdec.autotune.backend_timing import measure, measure_read
-from magicdec.autotune.fastest_backend import list_candidates
+from magicdec.autotune import (
+    Read,
+    Step,
+    draft_step,
+    list_candidates,
+    measure,
+    measure_read,
+    target_step,
+)
 from magicdec.config.resolve import resolve
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.kv.view import FULL, KVView
 from magicdec.latency.forwards import largest_step
-from magicdec.latency.rows import Grid
+from magicdec.latency.record import Grid
 from magicdec.model.config import ModelConfig
 
 
@@ -87,7 +93,7 @@ def test_latency_is_measured_by_the_largest_step_of_its_grid() -> None:
     drafted, verification = target_step(config, MODEL).reads
     assert (drafted.times, drafted.policy.num_visible(1000) <= 129) == (3, True)
     assert verification.returns_weights and "flashinfer" not in list_candidates(config, MODEL)[0]
-    graphs = resolve(replace(BASELINE.asked, decoding=DecodingSection(cuda_graphs="on")), GPU)
+    graphs = resolve(replace(BASELINE.run_config, decoding=DecodingSection(cuda_graphs="on")), GPU)
     assert largest_step(graphs, grid).decoding.cuda_graphs == "on"
     decode = largest_step(BASELINE, replace(grid, new_tokens=(1,)))
     assert target_step(decode, MODEL).name == "a decode forward"
@@ -109,7 +115,7 @@ def test_backends_agree_on_what_is_measured(name: str, monkeypatch: pytest.Monke
     if name == "triton":
         pytest.importorskip("triton")
     for times in ("WARMUPS", "REPEATS"):
-        monkeypatch.setattr(backend_timing, times, 1)
+        monkeypatch.setattr(autotune, times, 1)
     step = Step("a step", tuple(READS), 2, 4, 2, 32, torch.float32, 1, 20)
     device = torch.device("cuda" if torch.cuda.is_available() and name != "native" else "cpu")
     found, reference = measure(name, step, device), measure("sdpa", step, device)
@@ -127,7 +133,7 @@ def test_a_recorded_run_is_measured_by_replays() -> None:
     recorder, eager = Recorder(), measure("sdpa", step, CPU)
     replayed = measure("sdpa", step, CPU, recorder)
     assert recorder.recorded == len(READS)
-    assert recorder.replayed == len(READS) * backend_timing.REPEATS
+    assert recorder.replayed == len(READS) * autotune.REPEATS
     for ours, theirs in zip(replayed.outputs, eager.outputs, strict=True):
         assert (ours - theirs).abs().max() < 1e-6
     measure("grouped", step, CPU, recorder)
@@ -148,7 +154,7 @@ def test_a_recorded_view_is_as_long_as_rows_may_become() -> None:
     longest = 256  # whole blocks of 64 that hold 150 + 100
     draft = ((longest - 1,) * 2, (20 + 5,) * 2, False)  # the budget, and what a step may draft
     whole = ((longest - 3,) * 2, (longest - 3,) * 2, True)
-    calls = backend_timing.WARMUPS + 1
+    calls = autotune.WARMUPS + 1
     assert lengths == [draft] * calls + [whole] * calls
 
 
@@ -170,7 +176,7 @@ def test_what_is_measured_is_what_is_read() -> None:
     for read in READS:
         seen.clear()
         measure_read(Watched(), read, step, CPU)
-        calls = backend_timing.WARMUPS + backend_timing.REPEATS
+        calls = autotune.WARMUPS + autotune.REPEATS
         assert len(seen) == calls * (1 + 3), "a plan and three layers each"
         view, policy = seen[0], read.policy
         assert (view.num_new, view.window, view.lengths) == (read.num_new, read.window, (150, 150))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from conftest import HANG
 from synthetic_records import ENVIRONMENT, IDENTICAL, WORKLOAD, parse_record
+from synthetic_samples import pass_samples
 
 from magicdec.cli import compare as command
 from magicdec.cli import table as table_command
@@ -24,7 +25,6 @@ from magicdec.records import table
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.record import STATUSES, RunRecord
-from magicdec.records.samples import PassSamples
 
 Record = dict[str, Any]
 RATE = 0.8
@@ -33,7 +33,7 @@ RATE = 0.8
 def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
     decoding = DecodingSection("speculative", "self")
     config = resolve(RunConfig(kv=KVSection(budget=budget), decoding=decoding), Machine(2))
-    metrics = decode_metrics(PassSamples(step_ms=[[100.0]]), 1e9, False)
+    metrics = decode_metrics(pass_samples(step_ms=[[100.0]], sequence_tokens=[[]]), 1e9, False)
     record = RunRecord(
         status="ok",
         config=config.to_dict(),

@@ -3,15 +3,21 @@ is held inside."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_config import DRIVER, LONGSPEC
 
+from magicdec.cli.front import config_of
+from magicdec.cli.serving import inflight, pipeline, recurrent, steps
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
+from magicdec.config.toml_file import to_toml
+from magicdec.distributed.groups import Launch
 
 MACHINE = Machine(
     8, 2, 2,
@@ -129,3 +135,44 @@ def test_every_key_and_value_stays(config: RunConfig, expected: dict[str, Any]) 
 def test_one_rank_has_no_collectives() -> None:
     parallel = resolve(RunConfig(), Machine(1)).to_dict()["parallel"]
     assert (parallel["collectives"], parallel["collectives_reason"]) == (None, None)
+
+
+EXPERIMENTS: dict[str, tuple[Any, str]] = {
+    "inflight": (
+        inflight,
+        "--modes inflight --arrival constant:5 --B 3 --goodput ttft:500 --compaction window "
+        "--cache_tokens 200 --temperature 0.5 --top_k 9",
+    ),
+    "inflight with drafts": (inflight, "--modes inflight --draft self --gamma 2 --budget 33"),
+    "recurrent": (recurrent, "--draft ngram --gamma 3 --modes sequential ring --n_samples 2"),
+    "pipeline": (
+        pipeline,
+        "--draft self --budget 33 --pa 0.3 --np 2 --layer_split 1.0/head --modes sequential sync",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_file_of_a_record_makes_its_command_again(
+    name: str, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """The last record is that of the pass with drafts, where there is one."""
+    module, flags = EXPERIMENTS[name]
+    out, alone = tmp_path / "r.jsonl", Launch(0, 1, 0, 1)
+    sizes = "--num_requests 2 --prefix_len 40 --gen_len uniform:3:6 --dtype float32 --threads 1"
+    place = ["--model", str(tiny_checkpoint), "--dataset", str(text_file), "--out", str(out)]
+    words = [*place, *sizes.split(), *flags.split()]
+    experiment = module.parse(words, alone)
+    assert steps.serve(experiment, words, alone) == 0
+    kind = json.loads(out.read_text().splitlines()[0])["kind"]
+    record = config_of.find_record(config_of.RecordSection(records=out, kind=kind))
+    file = tmp_path / "again.toml"
+    file.write_text(to_toml(config_of.flags_of(record)))
+    again = module.parse(["--config", str(file), "--out", str(out)], alone)
+    for each in dataclasses.fields(experiment.options):
+        if each.name not in ("modes", "n_samples"):  # resolved in the record
+            values = [getattr(e.options, each.name) for e in (experiment, again)]
+            assert values[0] == values[1], each.name
+    for part in ("sampling", "kv", "workload"):
+        assert getattr(again.config, part) == getattr(experiment.config, part)
+    assert again.config.model.model == experiment.config.model.model

@@ -28,7 +28,7 @@ from checkpoint_files import (
 from conftest import HANG
 from safetensors.torch import load_file
 
-from magicdec.cli.checkpoints import convert as command
+from magicdec.cli.front import checkpoints
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import manifest
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
@@ -278,7 +278,7 @@ def test_damage_elsewhere_than_in_values(tmp_path: Path) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     monkeypatch.setattr(sys, "argv", ["magicdec convert", *map(str, args)])
     with pytest.raises(SystemExit) as ended:
-        command.main()
+        checkpoints.convert()
     code = ended.value.code
     assert isinstance(code, int)
     return code
@@ -329,7 +329,10 @@ def test_the_command_quantises(
         (("--verify", "x", "--dtype", "float32"), "--verify writes nothing; leave out --out"),
         (("--verify", "x", "--quantize", "int8"), "--verify writes nothing; leave out --out"),
         (("--checkpoint_dir", "x", "--out", "y.bin"), "must end in one of .safetensors, .pth"),
-        (("--checkpoint_dir", "x", "--quantize", "int4"), "invalid choice: 'int4' (choose from"),
+        (
+            ("--checkpoint_dir", "x", "--quantize", "int4"),
+            "--quantize int4 is not known; choose from int8",
+        ),
         (("--checkpoint_dir", "nowhere"), "--checkpoint_dir nowhere is not a directory"),
         (("--verify", "nowhere.pth"), "nowhere.pth.manifest.json: No such file"),
     ],

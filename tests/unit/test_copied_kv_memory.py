@@ -22,9 +22,8 @@ from conftest import (
 from several_ranks import generate_alone
 from threaded_pipeline import divide, serve
 
-from magicdec.cli.serving import flags, pipeline
-from magicdec.cli.serving.inflight import measure
-from magicdec.cli.serving.steps import Kept
+from magicdec.cli.serving import inflight, pipeline
+from magicdec.cli.serving.steps import RecordFile
 from magicdec.config.sections import KVSection
 from magicdec.console import Silent
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
@@ -33,16 +32,14 @@ from magicdec.drafting.policies.policy import make_draft_kv, make_policy
 from magicdec.engine import Engine
 from magicdec.kv.cache import KVCache
 from magicdec.memory.check import add_up
-from magicdec.memory.plan import MemoryPlan, Models
-from magicdec.memory.working_memory import max_tokens
-from magicdec.pipelined_run.draft_model import ModelDrafter
-from magicdec.pipelined_run.parcel import DraftRequest
+from magicdec.memory.plan import MemoryPlan, Models, max_tokens
+from magicdec.pipelined_run.channels import DraftRequest
+from magicdec.pipelined_run.drafter import ModelDrafter
 from magicdec.pipelined_run.prepare import prepare as prepare_pipeline
 from magicdec.pipelined_run.prepare import stage_plans
 from magicdec.pipelined_run.stage import ModelPart
 from magicdec.pipelined_speculation.options import Options
-from magicdec.serving.memory import plan_of
-from magicdec.serving.prepare import prepare
+from magicdec.serving.prepare import plan_of, prepare
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_draft as load_draft
 from magicdec.setup.prepare import Prepared
@@ -70,8 +67,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def query_bytes(prepared: Prepared) -> int:
     """What the plan of the draft's KV has beside caches: the newest queries of prompts."""
     w, policy = prepared.config.workload, make_policy(prepared.config.kv)
-    kept = w.batch_size * min(policy.observed_tokens, w.prefix_len)
-    return 4 * kept * TINY.num_layers * TINY.num_heads * TINY.head_dim
+    record_file = w.batch_size * min(policy.observed_tokens, w.prefix_len)
+    return 4 * record_file * TINY.num_layers * TINY.num_heads * TINY.head_dim
 
 
 def mixed_lengths(random: Random) -> list[tuple[int, int]]:
@@ -95,7 +92,7 @@ def test_what_is_copied_in_flight_is_what_was_planned(
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     draft = "self" if drafter == "self" else f"model:{tiny_checkpoint}"
-    asked = flags.parse([
+    asked = inflight.parse([
         *("--model", str(tiny_checkpoint), *FLAGS, "--arrival", f"trace:{trace}"),
         *("--B", str(random.randint(1, 3)), "--modes", "inflight"),
         *("--draft", draft, *COPIED, "--gamma", str(random.randint(1, 4))),
@@ -104,7 +101,7 @@ def test_what_is_copied_in_flight_is_what_was_planned(
     prepared = prepare(asked.config, asked.options, ALONE)
     plan = plan_of(asked.options, prepared.config, models_of(prepared), ALONE)
     assert made == []
-    records = measure(prepared, asked, Kept(asked.out))
+    records = asked.measure(prepared, RecordFile(tmp_path / "out.jsonl"))
     assert [record.num_differing for record in records] == [0, 0]
     target, *drafts = made
     whole = drafts[:1] if drafter == "model" else []  # the context, of which entries are copied

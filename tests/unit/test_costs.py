@@ -24,7 +24,7 @@ from magicdec.cost_model.speculation import (
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
 from magicdec.hardware.ceiling_file import Hardware, Link
-from magicdec.model.checkpoint.quantization import untie_head
+from magicdec.model.checkpoint.weight_map import untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.model.transformer import Transformer

@@ -13,8 +13,7 @@ from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.kv.cache import BatchRows, Lengths
-from magicdec.kv.view import WEIGHTS_BLOCK, KVView, make_view
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import WEIGHTS_BLOCK, KVView, Visible, make_view
 
 CAPACITY, MOST_TAIL = 128, 5
 

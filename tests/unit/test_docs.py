@@ -10,6 +10,8 @@ import pytest
 from conftest import ROOT
 
 from magicdec.cli.commands import COMMANDS, KNOWN, start
+from magicdec.cli.drivers import DRIVERS as SUITE
+from magicdec.cli.front.checkpoints import build_old_convert_parser, build_old_download_parser
 
 PAGES = sorted(
     str(page.relative_to(ROOT))
@@ -105,10 +107,15 @@ def test_commands_have_their_flags(page: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import flags_page
 
+    parsers = flags_page.parsers() | {n: driver.build_parser() for n, driver in SUITE.items()}
+    parsers |= {"download": build_old_download_parser(), "convert": build_old_convert_parser()}
     for name, flags in commands(page):
-        known = flags_page.options(flags_page.parser_of(name))
-        if name == "sweep":  # takes the flags of the runs too
-            known |= flags_page.options(flags_page.parser_of("run"))
+        names = [name, *(action for action in parsers if action.startswith(f"{name} "))]
+        names += ["run"] if name == "sweep" else []  # takes the flags of the runs too
+        known = {"--help", "--help_all"}
+        for each in names:
+            settings = parsers[each].settings.values() if each in parsers else ()
+            known |= {flag for setting in settings for flag in setting.flags}
         assert set(flags) <= known, f"{name} in {page}"
 
 

@@ -19,7 +19,7 @@ from magicdec.drafting.draft_length import (
     FixedLength,
     make_draft_length,
 )
-from magicdec.drafting.step_times import StepTimes
+from magicdec.drafting.forecast import StepTimes
 from magicdec.request import Batch, Request, SamplingParams
 
 CPU, MOST = torch.device("cpu"), 8

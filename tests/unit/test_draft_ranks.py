@@ -13,8 +13,7 @@ import torch
 from magicdec.cli.serving.pipeline import parse
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
-from magicdec.memory.plan import Models
-from magicdec.memory.working_memory import max_tokens
+from magicdec.memory.plan import Models, max_tokens
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipelined_run.layout import make_layout
@@ -57,7 +56,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank prepares without what the ranks tell each other."""
     monkeypatch.setattr("magicdec.memory.check.first_refusal", lambda launch, said, topic: said)
     monkeypatch.setattr("magicdec.pipelined_run.prepare.check_agreement", lambda *of: None)
-    exchange = "magicdec.pipeline.auto_split.choose.exchange_texts"
+    exchange = "magicdec.pipeline.auto_split.exchange_texts"
     monkeypatch.setattr(exchange, lambda launch, text, topic: [text] * launch.world_size)
 
 

@@ -16,8 +16,14 @@ from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import ModelSource, expected_shapes, find_model
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.setup.draft_checks import check_choice, check_reach, check_rolling
-from magicdec.setup.model_checks import check_length, check_scores, check_window
+from magicdec.setup.model_checks import (
+    check_choice,
+    check_length,
+    check_reach,
+    check_rolling,
+    check_scores,
+    check_window,
+)
 
 PLAIN = ModelConfig("plain", 96, 2, 32, 48, 4, 4, 8, 128)
 LONGSPEC = resolve(

@@ -11,12 +11,17 @@ import torch
 from conftest import TINY
 from torch import Tensor
 
+from magicdec import autotune as module
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.autotune import backend_timing
-from magicdec.autotune import fastest_backend as module
-from magicdec.autotune.attention_step import Step, target_step
-from magicdec.autotune.backend_timing import Measured, measure
-from magicdec.autotune.fastest_backend import choose_fastest, list_candidates, settle
+from magicdec.autotune import (
+    Measured,
+    Step,
+    choose_fastest,
+    list_candidates,
+    measure,
+    settle,
+    target_step,
+)
 from magicdec.config.choices.choice import How
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -168,8 +173,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """`flash_attn` is fast on full views and slow on others, `triton` in between on all."""
     clock = [0.0]
     speeds = {"sdpa": (50.0, 50.0), "flash_attn": (1.0, 3.0), "triton": (2.0, 2.0)}
-    monkeypatch.setattr(backend_timing, "make_backend", lambda name: Slow(clock, *speeds[name]))
-    monkeypatch.setattr(backend_timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(module, "make_backend", lambda name: Slow(clock, *speeds[name]))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ key. No model is loaded."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY
 
-from magicdec.cli.serving.flags import parse
 from magicdec.cli.serving.flover_ini import read_flover_ini
+from magicdec.cli.serving.inflight import parse
 from magicdec.distributed.groups import Launch
 
 TEXT = """
@@ -58,12 +59,12 @@ model_dir=models/tiny
 [other_13b]
 head_num=40
 """
-WORDS = (
-    "--model models/tiny --B 32 --num_requests 32 --nproc 2 --dtype bfloat16 "
-    "--dtype bfloat16 --prefix_len 8 --gen_len uniform:120:500 --compaction window "
-    "--arrival constant:500 --seed 7 --temperature 0.9 --top_p 0.5 --sampling_seed 7 "
-    "--repetition_penalty=2 --presence_penalty=-0.5"
-)
+VALUES = {
+    **{"model": "models/tiny", "B": 32, "num_requests": 32, "nproc": 2, "dtype": "bfloat16"},
+    **{"prefix_len": 8, "gen_len": "uniform:120:500", "compaction": "window"},
+    **{"arrival": "constant:500", "seed": 7, "temperature": 0.9, "top_p": 0.5},
+    **{"sampling_seed": 7, "repetition_penalty": 2.0, "presence_penalty": -0.5},
+}
 
 
 def write(tmp_path: Path, *changes: tuple[str, str]) -> Path:
@@ -76,32 +77,35 @@ def write(tmp_path: Path, *changes: tuple[str, str]) -> Path:
     return path
 
 
-def words(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
-    return list(read_flover_ini(write(tmp_path, *changes), lambda flag: False).words)
+def values(tmp_path: Path, *changes: tuple[str, str]) -> dict[str, Any]:
+    return read_flover_ini(write(tmp_path, *changes), ()).values
 
 
 def test_every_key_is_a_flag(tmp_path: Path) -> None:
-    assert " ".join(words(tmp_path)) == WORDS
+    assert values(tmp_path) == VALUES
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "flags"),
+    ("old", "new", "changed"),
     [
-        ("use_mem_shuffle=1", "use_mem_shuffle=0", "--gen_len 500 --compaction none"),
-        ("use_mem_shuffle=1", "", "--gen_len 500 --arrival"),
-        ("request_output_len=500", "", "--gen_len uniform:120:504"),
-        ("interval=500", "interval=0", "--arrival burst"),
-        ("model_dir=models/tiny", "", "--model tiny_7b"),
-        ("top_k=0", "top_k=5", "--temperature 0.9 --top_k 5 --top_p 0.5"),
+        ("use_mem_shuffle=1", "use_mem_shuffle=0", {"gen_len": "500", "compaction": "none"}),
+        ("use_mem_shuffle=1", "", {"gen_len": 500, "compaction": None}),
+        ("request_output_len=500", "", {"gen_len": "uniform:120:504"}),
+        ("interval=500", "interval=0", {"arrival": "burst"}),
+        ("model_dir=models/tiny", "", {"model": "tiny_7b"}),
+        ("top_k=0", "top_k=5", {"top_k": 5}),
     ],
 )
-def test_a_changed_key_changes_its_flag(tmp_path: Path, old: str, new: str, flags: str) -> None:
-    assert flags in " ".join(words(tmp_path, (old, new)))
+def test_a_changed_key_changes_its_flag(
+    tmp_path: Path, old: str, new: str, changed: dict[str, Any]
+) -> None:
+    expected = {key: value for key, value in (VALUES | changed).items() if value is not None}
+    assert values(tmp_path, (old, new)) == expected
 
 
 def test_top_k_1_and_no_filter_are_greedy(tmp_path: Path) -> None:
     for change in (("top_k=0", "top_k=1"), ("top_p=0.5", "top_p=0.0")):
-        assert "--temperature" not in words(tmp_path, change)
+        assert "temperature" not in values(tmp_path, change)
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
@@ -115,10 +119,10 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_the_shape_is_checked_against_the_model(tmp_path: Path) -> None:
-    read_flover_ini(write(tmp_path), lambda flag: False).check_model(TINY)
+    read_flover_ini(write(tmp_path), ()).check_model(TINY)
     path = write(tmp_path, ("head_num=6", "head_num=8"))
     with pytest.raises(ValueError) as refused:
-        read_flover_ini(path, lambda flag: False).check_model(TINY)
+        read_flover_ini(path, ()).check_model(TINY)
     assert str(refused.value) == f"--ini {path}, line 34: head_num = 8: tiny has 6"
 
 
@@ -148,7 +152,7 @@ def test_a_malformed_file_names_file_line_and_key(
     tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     with pytest.raises(ValueError) as refused:
-        words(tmp_path, (old, new))
+        values(tmp_path, (old, new))
     text = str(refused.value)
     assert text.startswith(f"--ini {tmp_path / 'flover.ini'}") and message in text
     assert "\n" not in text

@@ -19,8 +19,7 @@ from magicdec.cli import gate as command
 from magicdec.config.run_config import RunConfig
 from magicdec.gate.cases import config_of
 from magicdec.gate.coverage import not_run, results_of
-from magicdec.gate.measuring import Arrival
-from magicdec.gate.sharing import run_cases
+from magicdec.gate.measuring import Arrival, run_cases
 from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord
 
@@ -239,7 +238,7 @@ def test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error(
     def no_memory(*args: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("magicdec.gate.sharing.prepare", no_memory)
+    monkeypatch.setattr("magicdec.setup.prepare.prepare", no_memory)
     arrivals = list(run_cases(list(enumerate(map(config_of, CASES)))))
     assert arrivals == [(n, "MemoryError: no memory") for n in range(len(CASES))]
 

@@ -17,14 +17,19 @@ from synthetic_samples import draw_chances, draw_pass
 from test_compare import diverged, failed, with_ties
 
 from magicdec.cli import compare as command
+from magicdec.records.acceptance import PromptCounts, count_by_prompt
 from magicdec.records.comparison.change import Pair, change_of, pair_of
-from magicdec.records.comparison.compare import Match, compare, exit_code, level_for
+from magicdec.records.comparison.compare import (
+    Match,
+    compare,
+    contradiction_of,
+    exit_code,
+    level_for,
+)
 from magicdec.records.comparison.conditions import weight_dtypes
-from magicdec.records.comparison.judge import contradiction_of
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
-from magicdec.records.statistics.by_prompt import PromptCounts, count_by_prompt
 
 Gate = Callable[..., tuple[int, str]]
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
@@ -293,7 +298,11 @@ def test_a_run_at_another_budget_is_not_taken_for_this_one(gate: Gate) -> None:
 def test_a_record_whose_acceptance_length_is_1_does_not_pass(gate: Gate) -> None:
     baseline = OTHERS[0]
     code, out = gate([with_fields(baseline, metrics__acceptance_length=1.0)], [baseline])
-    assert code == 1 and "the new record contradicts itself: speculative: (acceptance_length" in out
+    assert (
+        code == 1
+        and "the new record contradicts itself: its samples give another metrics.acceptance_length"
+        in out
+    )
 
 
 def test_ratios_within_a_run_are_compared_where_that_is_asked_for(gate: Gate) -> None:
@@ -363,7 +372,7 @@ def test_rows_share_the_false_alarms() -> None:
 
     def matched(accepted: int, num_different: int, dtype: str) -> Match:
         record = with_fields(drawn(), config__model__dtype=dtype)
-        return Match("", "", pair([accepted] * 4, "w", num_different), record, record)
+        return Match("", pair([accepted] * 4, "w", num_different), record, record)
 
     certain = [matched(4, 0, "float32"), matched(5, 0, "bfloat16")]
     others = [matched(4, 1, "float32"), matched(4, 0, "bfloat16"), matched(4, 2, "bfloat16")]

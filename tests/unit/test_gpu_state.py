@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from magicdec.distributed.groups import Launch
-from magicdec.hardware.environment import describe_environment
-from magicdec.hardware.gpu_state import GpuState, watch_gpu
+from magicdec.hardware.environment import GpuState, describe_environment, watch_gpu
 
 NOTHING = {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
 

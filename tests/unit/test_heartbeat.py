@@ -7,8 +7,8 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from magicdec.distributed.watching import heartbeat
-from magicdec.distributed.watching.heartbeat import Heartbeat, lost_key
+from magicdec.distributed.watching import watch
+from magicdec.distributed.watching.watch import INTERVAL_S, Heartbeat, lost_key
 
 
 class Clock:
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         clock.now += seconds
         return event.is_set()
 
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(threading.Event, "wait", wait)
     return clock
 
@@ -53,7 +53,7 @@ def beat_until_lost(store: HashStore) -> list[str]:
 def test_a_rank_that_is_silent_is_named(clock: Clock) -> None:
     (line,) = beat_until_lost(Counting(beats=5))
     assert line == "rank 1 has not been heard of for 22 s"
-    assert clock.now < 5 * heartbeat.INTERVAL_S + 30
+    assert clock.now < 5 * INTERVAL_S + 30
 
 
 def test_a_rank_that_never_came_is_named(clock: Clock) -> None:
@@ -78,4 +78,4 @@ def test_the_word_of_the_rank_that_noticed_first_is_repeated(clock: Clock) -> No
     store.compare_set(lost_key(), "", "rank 3 has ended")
     store.compare_set(lost_key(), "", "rank 2 has ended")
     assert beat_until_lost(store) == ["rank 3 has ended"]
-    assert clock.now < heartbeat.INTERVAL_S
+    assert clock.now < INTERVAL_S

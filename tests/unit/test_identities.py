@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from identities import check_identities
+from synthetic_samples import pass_samples
 
-from magicdec.records.identities.of_metrics import check_identities
 from magicdec.records.metrics import run_metrics
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PassSamples, PrefillSamples
@@ -20,7 +21,7 @@ BANDWIDTH = 1e9
 def speculation() -> PassSamples:
     """Two batches of two rows. In the first, row 1 ends after a step without drafts, and row 0
     after two more tokens of three; in the second, both rows end at once."""
-    return PassSamples(
+    return pass_samples(
         begin_ms=[5.0, 7.0],
         calibration_ms=[40.0, 0.0],
         warmup_calibration_ms=60.0,
@@ -41,7 +42,7 @@ def speculation() -> PassSamples:
 
 def baseline() -> PassSamples:
     """The same tokens, one a step."""
-    return PassSamples(
+    return pass_samples(
         begin_ms=[0.0, 0.0],
         step_ms=[[15.0] * 6, [20.0] * 5],
         num_drafted=[[0] * 6, [0] * 5],
@@ -93,6 +94,7 @@ def test_they_hold_where_nothing_was_emitted_after_the_first_tokens() -> None:
         for key in ("step_ms", "num_drafted", "num_accepted", "num_emitted"):
             getattr(samples, key)[1] = []
         samples.sequence_tokens[1], samples.sequence_ms[1] = [0, 0], [0.0, 0.0]
+        samples.num_tokens[1] = 0
     for key in ("draft_ms", "verify_ms"):
         del getattr(run.ours, key)[2:]
     del run.base.decode_ms[6:]

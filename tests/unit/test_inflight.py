@@ -10,32 +10,29 @@ from typing import Any
 
 import pytest
 from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
+from fake_clock import VirtualClock
 
-from magicdec.cli.serving.flags import Asked, parse
-from magicdec.cli.serving.inflight import main, measure
-from magicdec.cli.serving.steps import Kept
+from magicdec.cli.serving.inflight import Inflight, main, parse
+from magicdec.cli.serving.steps import RecordFile
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.engine import Engine
-from magicdec.hardware.timing import VirtualClock
 from magicdec.memory.check import needed
 from magicdec.names import BASELINE, BATCHINGS, COMPACTIONS
 from magicdec.records.writing import to_json
 from magicdec.request import Request, SamplingParams, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.memory import check_memory, plan_of
-from magicdec.serving.metrics import ServingMetrics, serving_metrics
+from magicdec.serving.metrics import Served, ServingMetrics, serving_metrics
 from magicdec.serving.options import Pass
-from magicdec.serving.prepare import prepare
-from magicdec.serving.record import ServingRecord
-from magicdec.serving.server import Served, Server, differing, load_batching
-from magicdec.serving.showing.passes import rows_of, verdict
-from magicdec.serving.showing.rates import draw_rates, print_rates
-from magicdec.serving.showing.timeline import draw_timeline, spans_of
+from magicdec.serving.prepare import check_memory, plan_of, prepare
+from magicdec.serving.record import ServingRecord, differing
+from magicdec.serving.server import Server, load_batching
+from magicdec.serving.showing import draw_rates, draw_timeline, spans_of, tables, verdict
 from magicdec.setup.prepare import Known, find
-from magicdec.workload.trace import RequestShape
+from magicdec.tables import print_tables
+from magicdec.workload.request_shapes import RequestShape
 
 LENGTHS = [(5, 9), (40, 3), (1, 30), (17, 1), (33, 12), (8, 20), (24, 5)]
 ARRIVALS_MS = [0, 2, 3, 30, 31, 90, 200]  # a step of the virtual clock takes 1 ms
@@ -162,13 +159,8 @@ def test_other_tokens_are_found() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num_requests 0", "--num_requests 0 is too small; it must be at least 1"),
         ("--arrival sometimes", "--arrival sometimes is not known; choose from burst, "),
         ("--gen_len -3", "--gen_len -3: lengths are at least 1"),
-        ("--B 0", "--B 0 is too small; it must be at least 1"),
-        ("--prefill_tokens 0", "--prefill_tokens 0 is too small"),
-        ("--block_tokens 0", "--block_tokens 0 is too small"),
-        ("--cache_tokens 0", "--cache_tokens 0 is too small"),
         ("--gamma 4", "--gamma does nothing here: autoregressive decoding drafts nothing"),
         ("--draft ngram --budget 65", "--budget does nothing here: prompt lookup reads no KV"),
         ("--draft other", "--draft other is not known; choose from self, model:NAME, ngram, none"),
@@ -176,23 +168,21 @@ def test_other_tokens_are_found() -> None:
         ("--draft_dtype int8", "--draft_dtype does nothing here: autoregressive decoding drafts"),
         ("--top_k 5", "--top_k 5 does nothing at --temperature 0 (greedy)"),
         ("--rank_group 0 1", "--rank_group 0 1 names rank 1, which does not exist"),
-        ("--window_ms -1", "--window_ms -1.0 is out of range; it must be at least 0"),
         ("--window_ms 5 --modes static", "--window_ms 5.0 does nothing: --modes has no dynamic"),
-        ("--modes static fast", "--modes fast is not known; choose from sequential, static, "),
-        ("--modes static static", "--modes names static twice"),
-        ("--compaction tight", "--compaction tight is not known; choose from gather, window, none"),
-        ("--compaction none none", "--compaction names none twice; name each once"),
         (
             "--compaction gather none --modes static",
             "--compaction gather none: several are compared",
         ),
         ("--goodput speed:3", "--goodput speed:3 is not known; choose from ttft:MS, tpot:MS, "),
+        ("--arrival trace:a.jsonl --gen_len 8", "--gen_len does nothing here: the trace has the"),
         ("--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
         ("--out .", "--out .: Is a directory"),
         ("--rate 4", "unknown argument --rate"),
-        ("--sweep_rate 0", "--sweep_rate 0.0 is out of range; it must be larger than 0"),
-        ("--sweep_rate --arrival burst", "--arrival does nothing with --sweep_rate"),
-        ("--sweep_rate 3 --modes static", "--modes does nothing with --sweep_rate"),
+        (
+            "--sweep_rate --arrival burst",
+            "--arrival does nothing here: --sweep_rate serves Poisson",
+        ),
+        ("--sweep_rate 3 --modes static", "--modes does nothing here: --sweep_rate serves Poisson"),
         ("--sweep_rate --num_requests 1", "--num_requests 1 is too small for --sweep_rate"),
         ("--plot x.jpeg", "--plot x.jpeg: the name must end in .png or .svg or .pdf"),
     ],
@@ -223,8 +213,12 @@ def test_what_the_model_cannot_hold_is_refused_with_the_numbers(
     assert found.startswith(f"--arrival trace: {trace}, {text}")
     found = refusal(*place, "--num_requests", 20_000, "--prefix_len", 100, "--arrival", "burst")
     assert "20000 are needed (--num_requests)" in found
-    found = refusal(*place, "--cache_tokens", 547, "--draft", "self", "--budget", 65)
+    lengths = "--prefix_len", 512, "--gen_len", 32
+    found = refusal(*place, *lengths, "--cache_tokens", 547, "--draft", "self", "--budget", 65)
     assert "--cache_tokens 547 is too small; the longest request takes 548 tokens" in found
+
+
+SIZES = ("--prefix_len", "600", "--gen_len", "32", "--B", "8")
 
 
 def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -> None:
@@ -233,9 +227,9 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
     known, found = Known(), dict[str | None, int]()
     for cache_tokens in (None, "700"):
         limit = [] if cache_tokens is None else ["--cache_tokens", cache_tokens]
-        asked = parse([*place, "--prefix_len", "600", "--block_tokens", "64", *limit], ALONE)
+        asked = parse([*place, *SIZES, "--block_tokens", "64", *limit], ALONE)
         resolved = prepare(asked.config, asked.options, ALONE).config
-        config, options = find(resolved.asked, ALONE, known), asked.options
+        config, options = find(resolved.run_config, ALONE, known), asked.options
         plan = plan_of(options, config.config, config.models, ALONE)
         full = needed(config.config, config.models, ALONE)
         assert replace(plan, kv=0) == replace(full, kv=0)
@@ -253,10 +247,10 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
         check_memory(options, config.config, config.models, ALONE, free)
 
 
-def measured(asked: Asked) -> tuple[list[ServingRecord], int]:
-    """The records of the command, and how many were kept, without a process of its own."""
-    kept = Kept(asked.out)
-    return measure(prepare(asked.config, asked.options, ALONE), asked, kept), kept.count
+def measured(asked: Inflight) -> tuple[list[ServingRecord], int]:
+    """The records of the command, and how many were record_file, without a process of its own."""
+    record_file = RecordFile(Path(asked.config.output.results))
+    return asked.measure(asked.prepare(ALONE), record_file), record_file.count
 
 
 def test_a_trace_is_served_and_recorded(
@@ -315,7 +309,8 @@ def test_a_trace_is_served_and_recorded(
 
 
 def check_table(records: list[ServingRecord]) -> None:
-    rows = dict(rows_of(ServingMetrics, [record.metrics for record in records]))
+    (table,) = tables(records)
+    rows = {label: cells for label, *cells in table.body}
     known = len(ServingMetrics.__dataclass_fields__) - 1  # the rate served belongs to a sweep
     assert len(rows) == known and "served/s" not in rows, "labels are distinct"
     assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)
@@ -340,12 +335,13 @@ def test_rates_are_swept(
     assert second == pytest.approx([2 * at_ms for at_ms in first])
     assert first[-1] == pytest.approx(1.5), "3 requests at 2000 a second"
     assert all(record.metrics and record.metrics.served_rate for record in records)
-    print_rates(records)
+    print_tables(tables(records))
     said = capsys.readouterr().out
     assert (
         "saturation rate: 2e+03 requests/s" in said
         and "90% of the requests keep e2el 100000 ms" in said
     )
+    assert len(tables(records)[0].rows) == 2, "a row for each rate"
     draw_rates(records, tmp_path / "rates.svg")
     assert "<svg" in (tmp_path / "rates.svg").read_text()
 

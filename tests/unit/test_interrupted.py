@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from identities import check_record
 
 from magicdec.cli.report import conclude
 from magicdec.config.run_config import RunConfig
@@ -20,7 +21,6 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.distributed.groups import Launch
-from magicdec.records.identities.of_metrics import check_identities
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run.run import Run, execute
@@ -85,12 +85,7 @@ def test_the_done_batches_are_those_of_a_run_of_as_many(
     assert counts(record) == counts(expected)
     assert record.metrics is not None and expected.metrics is not None
     assert record.metrics.acceptance_rate == expected.metrics.acceptance_rate
-    assert record.samples is not None and record.prefill_samples is not None
-    samples = {name: found.restored() for name, found in record.samples.items()}
-    metrics = {"autoregressive": record.baseline_metrics, "speculative": record.metrics}
-    bandwidth = record.environment.read_bandwidth_bytes_per_s
-    assert bandwidth is not None
-    check_identities(metrics, samples, record.prefill_samples, bandwidth)  # type: ignore[arg-type]
+    check_record(record)
 
 
 def test_without_a_done_batch_there_is_no_record(

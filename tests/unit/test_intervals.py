@@ -8,14 +8,21 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from synthetic_samples import baseline_pass, draw_chances, draw_pass, prefill_of, scaled
+from identities import acceptance
+from synthetic_samples import (
+    baseline_pass,
+    draw_chances,
+    draw_pass,
+    pass_samples,
+    prefill_of,
+    scaled,
+)
 
-from magicdec.records.identities.of_samples import check_samples
-from magicdec.records.metrics import acceptance
+from magicdec.records.acceptance import acceptance_metrics, count_by_prompt, estimates_of
+from magicdec.records.consistency import check_samples
+from magicdec.records.intervals import interval, ratio_interval
+from magicdec.records.metrics import run_metrics
 from magicdec.records.samples import PassSamples
-from magicdec.records.statistics.by_prompt import count_by_prompt
-from magicdec.records.statistics.intervals import interval, ratio_interval
-from magicdec.records.statistics.uncertainty import estimates_of, uncertainty_of
 
 NUM_TRIALS = 1000
 MOST_WITHOUT = 5  # of these trials may have no interval
@@ -50,7 +57,7 @@ def test_the_intervals_of_acceptance_cover_the_truth(
     for _ in range(NUM_TRIALS):
         chances = draw_chances(rng, num_prompts, mean, spread)
         samples = draw_pass(rng, chances, gamma, num_tokens)
-        found = uncertainty_of(samples, prefill_of(samples), None)
+        found = acceptance_metrics(samples)
         for name, values in truth.items():
             ends = found[f"{name}_interval"]
             ends = ends if name == "acceptance_per_position" else [ends]
@@ -77,17 +84,18 @@ def test_the_intervals_of_speeds_cover_the_truth(num_batches: int) -> None:
         # The steps of each batch have the same time, so that only the noise is left.
         ours = scaled(draft_of(draft, num_steps), np.exp(machine + of_pass))
         base = scaled(draft_of(plain, [63] * num_batches), np.exp(machine))
-        found = uncertainty_of(ours, prefill_of(ours), base)
+        passes = {"autoregressive": base, "speculative": ours}
+        found = run_metrics(passes, prefill_of(ours), 1e9, is_random=False)["speculative"]
         truth = {"speedup": 1.0, "net_speedup": 1.0, "decode_tokens_per_s": 63 / 0.063}
         for name, value in truth.items():
-            low, high = found[f"{name}_interval"]
+            low, high = getattr(found, f"{name}_interval")
             covered[name] += low <= value <= high
     assert all(0.93 <= count / NUM_TRIALS <= 0.97 for count in covered.values()), covered
 
 
 def draft_of(samples: PassSamples, num_steps: list[int]) -> PassSamples:
     """A copy whose batches take 63 ms each."""
-    return PassSamples(
+    return pass_samples(
         begin_ms=list(samples.begin_ms),
         step_ms=[[63.0 / n] * n for n in num_steps],
         num_drafted=samples.num_drafted,
@@ -105,18 +113,17 @@ def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
     check_samples("drawn", samples)
     counts = count_by_prompt(samples)
     assert counts.emitted.tolist() == [30] * 6, "each prompt emits its own tokens"
-    whole = acceptance(samples.num_accepted, samples.num_drafted)
+    rate, length, per_position = acceptance(samples)
     found = estimates_of(counts)
-    assert whole.rate is not None and whole.length is not None
-    assert math.isclose(found.rate[0], whole.rate)
-    assert math.isclose(found.length[0], whole.length)
-    assert np.allclose(found.per_position[0], whole.per_position)
+    assert math.isclose(found.rate[0], rate)
+    assert math.isclose(found.length[0], length)
+    assert np.allclose(found.per_position[0], per_position)
     assert counts.num_prompts == 6 and len(found.rate) == 7
 
 
 def test_steps_that_draft_other_numbers_of_tokens_are_counted_by_position() -> None:
     """The first row ends in the step without drafts."""
-    samples = PassSamples(
+    samples = pass_samples(
         num_drafted=[[2, 0, 1]],
         num_accepted=[[[2, 0], [], [1]]],
         num_emitted=[[[3, 1], [1, 1], [1]]],
@@ -160,7 +167,7 @@ def test_an_interval_stays_within_its_bounds() -> None:
     rng = np.random.default_rng(2)
     for mean in (0.1, 0.9):
         samples = draw_pass(rng, draw_chances(rng, 4, mean, 0.05), 4, 40)
-        found = uncertainty_of(samples, prefill_of(samples), None)
+        found = acceptance_metrics(samples)
         low, high = found["acceptance_rate_interval"]
         assert 0 < low < high < 1
         low, high = found["acceptance_length_interval"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from magicdec.cli.serving import steps
-from magicdec.cli.serving.recurrent import serve
+from magicdec.cli.serving.recurrent import parse
 from magicdec.distributed.groups import Launch
 
 
@@ -19,9 +19,10 @@ def test_a_lost_record_still_prints_the_table(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(steps, "append_line", full)
-    words = "--modes sequential ring --num_requests 1 --prefix_len 8 --gen_len 2 --device cpu"
+    words = "--modes sequential ring --num_requests 1 --prefix_len 8 --gen_len 2"
     out = tmp_path / "pipeline.jsonl"
-    code = serve(Launch(0, 1, 0, 1), [*words.split(), "--out", str(out)])
+    launch, argv = Launch(0, 1, 0, 1), [*words.split(), "--out", str(out)]
+    code = steps.serve(parse(argv, launch), argv, launch)
     said = capsys.readouterr()
     assert code == 1 and "output tokens/s" in said.out
     lost = [line for line in said.err.splitlines() if line.endswith("the record is lost")]

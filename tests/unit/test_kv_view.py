@@ -14,8 +14,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, make_view
-from magicdec.kv.visible import SinksAndWindow
+from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, SinksAndWindow, make_view
 
 ROW_TOKENS = 80
 

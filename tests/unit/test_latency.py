@@ -22,9 +22,8 @@ from magicdec.decoding.recorder import Eager
 from magicdec.distributed.groups import Group
 from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.latency import forwards
-from magicdec.latency.forward_kinds import make_forwards
-from magicdec.latency.forwards import fill, time_once, time_place
-from magicdec.latency.rows import Cell, Grid, summarise
+from magicdec.latency.forwards import fill, make_forwards, time_once, time_place
+from magicdec.latency.record import Cell, Grid, summarise
 from magicdec.runner import Watch
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}
@@ -37,16 +36,8 @@ DRAFTS = tuple(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--B 1 0", "--B 0 is too small; it must be at least 1"),
         ("--B", "argument --B: expected at least one argument"),
-        ("--context -5", "--prefix_len -5 is too small"),
-        ("--context 64 64", "--prefix_len names 64 twice; name each value once"),
-        ("--T 0", "--T 0 is too small"),
         ("--T 32 --kv_policy verified", "--T 32 is too large for --kv_policy verified; "),
-        ("--T two", "argument --T: invalid int value: 'two'"),
-        ("--repeats 0", "--repeats 0 is too small; it must be at least 1"),
-        ("--warmup -1", "--warmup -1 is too small; it must be at least 0"),
-        ("--budget 0", "--budget 0 is too small"),
         ("--budget 65 16", "--budget 16 must be larger than --num_sink_tokens 16"),
         ("--budget 32 --kv_policy snapkv", "--budget 32 must be larger than --window_size 32"),
         (
@@ -54,11 +45,9 @@ DRAFTS = tuple(
             "--recent_window 9 does not fit --budget 20 beside --num_sink_tokens 16",
         ),
         ("--budget 65 --kv_policy full", "--budget 65 does nothing: --kv_policy full reads it all"),
-        ("--kv_policy full full", "--kv_policy names full twice"),
-        ("--kv_policy h2o", "invalid choice: 'h2o' (choose from"),
-        ("--json .", "--out .: Is a directory; name a file"),
+        ("--out .", "--out .: Is a directory; name a file"),
         ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: "),
-        ("--json a --csv ./a", "--out and --csv are both a; name two files"),
+        ("--out a --csv ./a", "--out and --csv are both a; name two files"),
         ("--gamma 4", "unknown argument --gamma"),
     ],
 )
@@ -71,7 +60,7 @@ def test_bad_flags_are_refused(flags: str, message: str) -> None:
 def test_the_grid_is_every_policy_with_every_budget_and_the_decode(tmp_path: Path) -> None:
     out = tmp_path / "new" / "l.json"
     flags = "--T 8 2 --kv_policy full verified --budget 40 33 --num_sink_tokens 4 --dtype float32"
-    asked = parse([*flags.split(), "--json", str(out)])
+    asked = parse([*flags.split(), "--out", str(out)])
     assert asked.grid.new_tokens == (1, 2, 8)
     drafts = [(kv.policy, kv.budget, kv.num_sink_tokens) for kv in asked.grid.drafts]
     assert drafts == [("full", -1, 4), ("verified", 40, 4), ("verified", 33, 4)]
@@ -82,7 +71,7 @@ def test_defaults_are_a_valid_question() -> None:
     asked = parse([])
     asked.config.check(1)
     assert [kv.budget for kv in asked.grid.drafts] == [65, 257]
-    assert (asked.json_path, asked.csv_path) == (None, None)
+    assert (asked.out, asked.csv_path) == (Path("results/runs.jsonl"), None)
 
 
 def names(cells: Sequence[Cell]) -> list[tuple[str, int, str | None]]:

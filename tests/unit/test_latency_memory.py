@@ -14,10 +14,9 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Launch
 from magicdec.kv.cache import KVCache
-from magicdec.latency.forward_kinds import make_forwards
-from magicdec.latency.forwards import fill
+from magicdec.latency.forwards import fill, make_forwards
 from magicdec.latency.memory import check_grid_memory, plan_place
-from magicdec.latency.rows import Grid
+from magicdec.latency.record import Grid
 from magicdec.memory.plan import Models
 
 ALONE, MODELS = Launch(0, 1, 0, 1), Models(TINY)

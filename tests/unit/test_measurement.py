@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_clock import Clock
+from identities import check_record
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -192,6 +193,7 @@ def measured(
         patch.setattr(run_module, "read_bandwidth", lambda group, device: next(bandwidths))
         record = execute(prepared, is_leader=False).record
     assert record.status == "ok"
+    check_record(record)
     yield Measured(script, record, weights[0])
 
 

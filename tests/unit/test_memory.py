@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, num_parameters
 
+from magicdec.cli.drivers import TargetSection
 from magicdec.config.choices.choice import asked_for
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -25,7 +26,6 @@ from magicdec.config.sections import (
     ModelSection,
     OutputSection,
     ParallelSection,
-    TargetSection,
     WorkloadSection,
 )
 from magicdec.cost_model.costs import stored_bytes
@@ -33,12 +33,10 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.kv.cache import KVCache
-from magicdec.memory.check import check_memory, largest, needed
-from magicdec.memory.free_memory import free_host_memory
+from magicdec.memory.check import check_memory, free_host_memory, largest, needed
 from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
-from magicdec.model.checkpoint.quantization import untie_head
-from magicdec.model.linear.int8 import Int8Linear
-from magicdec.model.linear.packed import PackedLinear
+from magicdec.model.checkpoint.weight_map import untie_head
+from magicdec.model.linear.packed import Int8Linear, PackedLinear
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
 from magicdec.run.run import execute
@@ -80,11 +78,12 @@ def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.Monke
     model.pack()
     assert any(isinstance(m, PackedLinear) for m in model.modules())
     assert stored_bytes(config, Shard(), 2, is_packed=True) == parameter_bytes(model)
-    monkeypatch.setattr("magicdec.model.linear.int8.library", lambda: FakeLibrary)
     model = Transformer(untie_head(config)).to(torch.bfloat16)
     model.to_int8()
     model.pack()
-    assert not any(isinstance(m, PackedLinear | Int8Linear) for m in model.modules())
+    assert not any(isinstance(m, Int8Linear) for m in model.modules())
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert packed and all(m.packed.dtype == torch.uint8 for m in packed)
     stored = stored_bytes(config, Shard(), 2, is_packed=True, is_int8=True)
     assert stored == parameter_bytes(model)
 
@@ -217,7 +216,7 @@ def test_numbers_of_a_known_model() -> None:
     plan = plan_rank(
         config_of("llama-2-7b", B=2, prefix=4000), Models(PRESETS["llama-2-7b"].config), 0
     )
-    assert plan.weights == 2 * PRESETS["llama-2-7b"].config.num_parameters()
+    assert plan.weights == 2 * num_parameters(PRESETS["llama-2-7b"].config)
     assert plan.kv == 2 * 4064 * 2 * 32 * 4096 * 2
     assert plan.draft_weights == plan.draft_kv == 0
     assert plan.total == plan.weights + plan.kv + plan.working
@@ -237,7 +236,7 @@ def test_int8_weights_are_a_byte_each() -> None:
     draft = replace(config, draft=section, model=replace(config.model, target_dtype="bfloat16"))
     both = plan_rank(draft, Models(model, model), 0)
     assert both.draft_weights == plan.weights
-    assert both.weights == 2 * model.num_parameters()
+    assert both.weights == 2 * num_parameters(model)
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:

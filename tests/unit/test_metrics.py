@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from synthetic_samples import pass_samples
 
+from magicdec.records.acceptance import acceptance_metrics
 from magicdec.records.metrics import (
-    AcceptanceMetrics,
-    acceptance,
     add_prefill,
+    break_even_gen_len,
     decode_metrics,
+    net_speedups,
     percentile,
     run_metrics,
+    speedups,
 )
 from magicdec.records.performance import Metrics
-from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
-from magicdec.records.speedup import break_even_gen_len, net_speedups, speedups
+from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.request import Request, SamplingParams, StepOutput
 
 
@@ -31,40 +33,67 @@ def finished(num_output: int, finished_s: float | None) -> Request:
     return request
 
 
+def acceptance(batches: Sequence[Sequence[list[int]]], drafted: list[list[int]]) -> Metrics:
+    """The acceptance metrics of accepted counts by batch, step and row, and of the numbers of draft
+    tokens by batch and step. Every row emits what it accepts and one token more; a step without
+    drafts emits one token of the first row."""
+    samples = pass_samples(num_drafted=drafted, num_accepted=batches)
+    emit(samples)
+    return Metrics(bytes_read=0, **acceptance_metrics(samples))
+
+
+def emit(samples: PassSamples) -> None:
+    """Fill in what the rows of each batch emit: the last rows end first."""
+    samples.num_emitted = [
+        [[count + 1 for count in step] or [1] for step in batch] for batch in samples.num_accepted
+    ]
+    samples.sequence_tokens = [
+        [sum(step[row] for step in batch if row < len(step)) for row in range(len(batch[0]))]
+        if batch
+        else []
+        for batch in samples.num_emitted
+    ]
+    samples.num_tokens = [sum(tokens) for tokens in samples.sequence_tokens]
+    samples.sequence_ms = [[1.0] * len(tokens) for tokens in samples.sequence_tokens]
+
+
 def test_acceptance_counts_survivors() -> None:
     """Ten verifications accepted 0, 0, 0, 1, 1, 3, 3, 4, 4, 4: nobody stopped at two, so as many
     got past the second draft token as past the third."""
     batches = [[[0, 1], [0, 3], [4]], [[1, 4], [0, 3], [4]]]
     result = acceptance(batches, [[4] * 3, [4] * 3])
-    assert result.per_position == [0.7, 0.5, 0.5, 0.3]
-    assert result.rate == 20 / 40
-    assert result.length == 3.0
+    assert result.acceptance_per_position == [0.7, 0.5, 0.5, 0.3]
+    assert result.acceptance_rate == 20 / 40
+    assert result.acceptance_length == 3.0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_acceptance_agrees_with_itself(counts: list[int]) -> None:
     result = acceptance([[counts]], [[5]])
-    survived = result.per_position
-    assert survived is not None and result.rate is not None and result.length is not None
+    survived, rate = result.acceptance_per_position, result.acceptance_rate
+    length = result.acceptance_length
+    assert survived is not None and rate is not None and length is not None
     assert len(survived) == 5
     assert survived == sorted(survived, reverse=True)
-    assert math.isclose(1 + sum(survived), result.length)
-    assert math.isclose(1 + 5 * result.rate, result.length)
+    assert math.isclose(1 + sum(survived), length)
+    assert math.isclose(1 + 5 * rate, length)
 
 
 def test_nothing_accepted_is_zero_and_nothing_drafted_is_none() -> None:
-    assert acceptance([[[0, 0]]], [[2]]) == AcceptanceMetrics(0.0, 1.0, [0.0, 0.0])
+    none = acceptance([[[0, 0]]], [[2]])
+    assert (none.acceptance_rate, none.acceptance_length) == (0.0, 1.0)
+    assert none.acceptance_per_position == [0.0, 0.0]
     for batches, drafted in (([], []), ([[]], [[]]), ([[[]]], [[2]]), ([[[], []]], [[0, 0]])):
-        assert acceptance(batches, drafted) == AcceptanceMetrics(None, None, None)
+        assert acceptance(batches, drafted) == Metrics(bytes_read=0)
 
 
 def test_steps_may_draft_different_numbers() -> None:
     """Of 4 rows that drafted, 3 accepted their first; of the 2 among these that drafted a second, 1
     accepted it, and not its third. Steps without drafts are no verifications."""
     result = acceptance([[[1, 0], [], [2], [1]], [[]]], [[1, 0, 3, 2], [0]])
-    assert result.per_position == [3 / 4, 3 / 4 * 1 / 2, 0.0]
-    assert result.rate == 4 / 7
-    assert result.length == 2.0
+    assert result.acceptance_per_position == [3 / 4, 3 / 4 * 1 / 2, 0.0]
+    assert result.acceptance_rate == 4 / 7
+    assert result.acceptance_length == 2.0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
@@ -81,7 +110,8 @@ def test_no_values_no_percentile() -> None:
 
 
 def test_tpot_is_decode_time_over_the_tokens_after_the_first() -> None:
-    samples = PassSamples()
+    samples = PassSamples.empty()
+    samples.begin_batch()
     requests = [finished(5, 10.4), finished(3, 10.1), finished(1, 9.0)]
     samples.end_batch(requests, started_s=10.0)
     assert samples.sequence_ms == [[400, 100, 0]] and samples.sequence_tokens == [[4, 2, 0]]
@@ -96,7 +126,7 @@ def test_tpot_is_decode_time_over_the_tokens_after_the_first() -> None:
 
 
 def observed(*batches: Sequence[tuple[float, list[int] | None]]) -> PassSamples:
-    samples = PassSamples()
+    samples = PassSamples.empty()
     for batch in batches:
         samples.begin_batch()
         for seconds, accepted in batch:
@@ -109,6 +139,7 @@ def observed(*batches: Sequence[tuple[float, list[int] | None]]) -> PassSamples:
 def test_decode_metrics_by_hand() -> None:
     samples = observed([(0.25, [1, 0]), (0.25, [2])], [(0.5, [3])])
     samples.sequence_tokens, samples.sequence_ms = [[10, 20], [20]], [[100, 500], [500]]
+    samples.num_tokens = [30, 20]
     samples.bytes_read, samples.peak_memory_bytes = [[10**9, 10**9], [2 * 10**9, 0]], [[3, 5], [7]]
     samples.observe_phases({"draft": [0.1] * 3, "verify": [0.1, 0.2, 0.3]})
     metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
@@ -131,6 +162,7 @@ def test_steps_that_draft_and_steps_that_do_not() -> None:
     samples = observed([(0.2, [1, 2]), (0.1, None)], [(0.1, None), (0.2, [3])])
     phases = {"draft": [0.05, 0.06], "verify": [0.1, 0.1], "decode": [0.09, 0.08]}
     samples.observe_phases(phases)
+    emit(samples)
     metrics = decode_metrics(samples, bandwidth=1e10, is_drafting=True)
     assert metrics.mean_draft_tokens == 1.5
     assert metrics.draft_ms == pytest.approx(55) and metrics.decode_ms == pytest.approx(85)
@@ -139,7 +171,7 @@ def test_steps_that_draft_and_steps_that_do_not() -> None:
 
 
 def test_what_was_not_measured_is_none_and_never_zero() -> None:
-    samples = observed([], [])
+    samples = observed([])
     samples.end_batch([finished(1, 1.0)], 0.0)
     metrics = decode_metrics(samples, 1e9, True)
     assert metrics.bytes_read == 0  # a count: no step ran, nothing was read
@@ -152,12 +184,15 @@ def test_what_was_not_measured_is_none_and_never_zero() -> None:
 
 def test_untimed_phases_leave_no_rest() -> None:
     samples = observed([(0.1, None)])
+    emit(samples)
     metrics = decode_metrics(samples, 1e9, False)
     assert metrics.mean_step_ms == 100.0 and metrics.other_ms is None
 
 
 def test_an_autoregressive_pass_has_no_acceptance() -> None:
-    metrics = decode_metrics(observed([(0.1, None), (0.1, None)]), 1e9, False)
+    samples = observed([(0.1, None), (0.1, None)])
+    emit(samples)
+    metrics = decode_metrics(samples, 1e9, False)
     assert metrics.acceptance_rate is metrics.acceptance_length is None
     assert metrics.acceptance_per_position is metrics.mean_draft_tokens is None
 
@@ -178,7 +213,7 @@ def timed(
     calibration: list[float] | None = None,
 ) -> PassSamples:
     """All in ms and by batch. Each sequence ends with its batch's last step."""
-    return PassSamples(
+    return pass_samples(
         begin_ms=list(begin),
         calibration_ms=calibration,
         step_ms=[list(batch) for batch in steps],
@@ -255,10 +290,12 @@ def test_the_net_speedup_is_above_1_where_the_output_is_long_enough(
 def test_drafts_accepted_past_the_end_of_a_row_were_not_emitted() -> None:
     """Both rows accept three drafts; the first row wants one more token only. The acceptance length
     is that of vLLM, 1 + accepted / verifications."""
-    samples = PassSamples()
+    samples = PassSamples.empty()
     samples.begin_batch()
     samples.observe(StepOutput([[1], [1, 1, 1, 1]], 3, [3, 3]), 0.1)
     samples.observe(StepOutput([[1]]), 0.1)
+    samples.sequence_tokens, samples.sequence_ms = [[1, 5]], [[100, 200]]
+    samples.num_tokens = [6]
     metrics = decode_metrics(samples, 1e9, True)
     assert (metrics.acceptance_length, metrics.mean_emitted_tokens) == (4.0, 2.5)
     assert samples.num_emitted == [[[1, 4], [1]]]
@@ -269,8 +306,8 @@ def test_samples_are_restored_from_a_record() -> None:
     samples.end_batch([finished(5, 10.4)], 10.0)
     samples.observe_begin(0.3, 0.1, True)
     assert samples.begin_ms == samples.draft_prefill_ms == [200] and samples.calibration_ms == [100]
-    kept = SamplesRecord.of(samples, is_drafting=True, is_random=False)
+    kept = samples.to_record(is_drafting=True, is_random=False)
     assert kept.restored() == samples
-    withheld = SamplesRecord.of(samples, is_drafting=True, is_random=True)
+    withheld = samples.to_record(is_drafting=True, is_random=True)
     assert withheld.num_drafted is withheld.num_accepted is withheld.num_emitted is None
     assert withheld.restored().num_emitted == [[[], []]]

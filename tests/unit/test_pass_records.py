@@ -13,14 +13,17 @@ import pytest
 from test_compare import make
 from test_pipeline_command import finished
 
-from magicdec.cli import table
-from magicdec.cli.parsing.record_files import KINDS, load, read_commands
+from magicdec.cli import compare, table
+from magicdec.cli.commands import console
+from magicdec.cli.parsing.record_files import TABLES, read_commands
+from magicdec.names import RECORDS, load_named
 from magicdec.pipelined_run.measured.bars import labels_of
 from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import SCHEMA_VERSION
 from magicdec.serving.metrics import Moves
-from magicdec.serving.showing.passes import verdict
+from magicdec.serving.showing import verdict
+from magicdec.tables import print_tables
 
 OF_KIND: dict[str, dict[str, Any]] = {
     "serving": {"arrival": "burst", "gen_len": 4, "max_concurrency": None, "batching": "static"},
@@ -73,7 +76,7 @@ def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -
     assert verdict(passed) == said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_KIND)
 def test_the_table_is_that_of_the_command(
     kind: str,
     tmp_path: Path,
@@ -82,11 +85,44 @@ def test_the_table_is_that_of_the_command(
 ) -> None:
     path = write(tmp_path / "passes.jsonl", record(kind, "one"), record(kind, "two"))
     (records,) = read_commands(kind, [path], is_strict=True)
-    load(KINDS[kind].show)(records)
+    print_tables(load_named(TABLES, kind)(records))
     shown = capsys.readouterr().out
     assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
     run(monkeypatch, path)
     assert capsys.readouterr().out == shown
+
+
+def test_each_kind_but_runs_has_tables() -> None:
+    assert set(TABLES) == set(RECORDS) - {"run"}
+    assert all(callable(load_named(TABLES, kind)) for kind in TABLES)
+
+
+RATES = "--bandwidth 100 --flops 10 --link 10 --link_latency_us 5 --B 1 4 --prefix_len 100"
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "count"),
+    [
+        ("plan", f"plan --acceptance 0.8 --tp 2 {RATES}", 1),
+        ("stage_plan", f"plan --stages 2 {RATES}", 1),
+        ("simulation", "simulate --gen_len 8 --modes async ring", 2),
+        ("simulation", "simulate --gen_len 8 --stages 2 4 --modes async ring", 4),
+    ],
+)
+def test_the_table_of_what_was_predicted_is_that_of_the_command(
+    kind: str, command: str, count: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "runs.jsonl"
+    monkeypatch.setattr(sys, "argv", ["magicdec", *command.split(), "--out", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        console()
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and len(path.read_text().splitlines()) == count
+    run(monkeypatch, path)
+    assert capsys.readouterr().out == shown
+    run(monkeypatch, path, "--kind", kind, "--format", "latex")
+    assert r"\begin{tabular}" in capsys.readouterr().out
 
 
 def test_each_command_has_a_table_and_a_series(
@@ -109,9 +145,8 @@ def test_each_command_has_a_table_and_a_series(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sort", "speedup"], "--sort is for records of runs"),
+        (["--sort", "speedup"], "--sort does nothing here: it is for records of runs"),
         (["--check"], "passes.jsonl: it has other records only, 1 of kind speculation; see"),
-        (["--format", "csv"], "--format is for records of runs"),
         (["--plot", "bars.txt"], "--plot bars.txt: the name must end in .png or .svg or .pdf"),
         (["--plot", "none.svg"], "--plot none.svg: no pass has metrics to draw"),
     ],
@@ -152,7 +187,44 @@ def test_a_file_may_have_records_of_several_kinds(
     places = [shown.index(text) for text in ("streaming_llm", "static", "async")]
     assert places == sorted(places)
     run(monkeypatch, path, "--format", "csv")
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 3
+    assert "left out, 1 of kind serving and 1 of kind speculation; see --kind" in printed.err
+    run(monkeypatch, path, "--format", "csv", "--kind", "serving")
+    assert capsys.readouterr().out.splitlines()[0] == "metric,static"
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        compare.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_metrics_of_passes_are_compared_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = measured("async"), measured("async", "later")
+    new["metrics"] |= {"makespan_s": 1.25 * old["metrics"]["makespan_s"]}
+    first = write(tmp_path / "old.jsonl", measured("sync"), old)
+    second = write(tmp_path / "new.jsonl", new, measured("sync", lanes=2))
+    summary = tmp_path / "summary.md"
+    assert compared(monkeypatch, second, first, "--summary", summary) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 2 passes are in both files" in shown and "async: demo" in shown
+    rows = {
+        cells[0]: cells[1:] for cells in map(cells_of, summary.read_text().splitlines()) if cells
+    }
+    assert rows["makespan, s"][2] == "+25.0 %" and rows["output tokens/s"][2] == "+0.0 %"
+    assert compared(monkeypatch, second, first, "--margin", 0.1) == 2
+    assert "--margin does nothing here: it is for records of runs" in capsys.readouterr().err
+    other = write(tmp_path / "other.jsonl", measured("async", gamma=9))
+    assert compared(monkeypatch, second, other) == 3
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")] if "|" in line else []
 
 
 def test_a_damaged_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from synthetic_records import parse_record
 from test_record import PASSED, run_record
 from test_session import PARALLEL
 
-from magicdec.cli.serving import inflight, pipeline, recurrent
+from magicdec.cli.serving import inflight, pipeline, recurrent, steps
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
@@ -39,8 +39,8 @@ from magicdec.hardware.threads import (
     use_threads,
 )
 from magicdec.pipeline import tracing
-from magicdec.pipeline.pass_memory import expected_threads
-from magicdec.pipeline.ring_pass import RingPass
+from magicdec.pipeline.passes import RingPass
+from magicdec.pipeline.prepare import expected_threads
 from magicdec.pipeline.tracing import gather_threads
 from magicdec.pipelined_run.drafter import DraftLoop
 from magicdec.pipelined_run.stage import StageLoop
@@ -126,11 +126,11 @@ def test_every_rank_learns_of_a_rank_with_other_threads(
 ) -> None:
     of_both = [RankThreads(0, 2, 2, 2), RankThreads(1, 3, 3, 3)]
 
-    def gather_rows(ours: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-        assert ours.tolist() == [list(of_both[rank])] and world_size == 2
-        return [torch.tensor([each]) for each in of_both]
+    def all_gather(ours: RankThreads, world_size: int) -> list[RankThreads]:
+        assert ours == of_both[rank] and world_size == 2
+        return of_both
 
-    monkeypatch.setattr(tracing, "gather_rows", gather_rows)
+    monkeypatch.setattr(tracing, "all_gather", all_gather)
     count = ThreadCount()
     count.measured = [of_both[rank].most] * 4
     place = count, of_both[rank].expected, Launch(rank, 2, rank, 2)
@@ -274,7 +274,8 @@ def serve(tiny_checkpoint: Path, text_file: Path, tmp_path: Path) -> Serve:
             *("--device", "cpu", "--threads", 1, "--num_requests", 2, "--prefix_len", 12),
             *("--gen_len", 4, "--out", out, *COMMANDS[command][1]),
         ]
-        assert COMMANDS[command][0].serve(ALONE, list(map(str, words))) == 0
+        argv = list(map(str, words))
+        assert steps.serve(COMMANDS[command][0].parse(argv, ALONE), argv, ALONE) == 0
         records = map(json.loads, out.read_text().splitlines())
         return {name_of(record): record["threads"] for record in records}
 

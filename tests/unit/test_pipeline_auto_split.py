@@ -18,23 +18,20 @@ from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.free_memory import Room
+from magicdec.memory.check import Room
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
-from magicdec.pipeline.auto_split.choose import RankTimes
-from magicdec.pipeline.auto_split.measure import STEPS, DecodeStep
-from magicdec.pipelined_run import auto_split
-from magicdec.pipelined_run.auto_split import (
-    TimedRuns,
+from magicdec.pipeline import auto_split
+from magicdec.pipeline.auto_split import STEPS, DecodeStep, RankTimes
+from magicdec.pipelined_run.layout import Layout, make_layout
+from magicdec.pipelined_run.prepare import (
+    PreparedPipeline,
+    RunTiming,
     check_auto,
     find_split,
-    find_times,
-    measure_times,
-    room_plans,
+    prepare,
     with_counts,
 )
-from magicdec.pipelined_run.layout import make_layout
-from magicdec.pipelined_run.prepare import PreparedPipeline, prepare
 from magicdec.pipelined_run.stage import ModelPart, Predictions
 
 FLAGS = (
@@ -74,16 +71,16 @@ def choose(
     ]
     steps = list[DecodeStep]()
 
-    def find(timed: TimedRuns, launch: Launch, machine: Path | None) -> RankTimes | None:
-        steps.append(timed.step)
+    def find(timing: RunTiming, machine: Path | None) -> RankTimes | None:
+        steps.append(timing.step)
         return times[0]
 
-    patch.setattr(auto_split, "find_times", find)
-    name = "magicdec.pipeline.auto_split.choose.exchange_texts"
+    patch.setattr(RunTiming, "find_times", find)
+    name = "magicdec.pipeline.auto_split.exchange_texts"
     patch.setattr(name, lambda launch, text, topic: [text, *others[1:]])
     options, launch = replace(found.options, layer_split=split), Launch(0, len(times), 0, 1)
     layout = make_layout(split, len(times), 6)
-    chosen = find_split(found.run, options, layout, launch)
+    chosen = find_split(replace(found.run, launch=launch), options, layout)
     kept = layout.with_layers(chosen.layers)
     assert kept.stages == layout.stages and kept.draft_ranks == layout.draft_ranks
     (step,) = steps
@@ -123,11 +120,16 @@ def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
         assert step == DecodeStep(1, 104, num_drafts)
 
 
+def timing_of(found: PreparedPipeline, layout: Layout) -> RunTiming:
+    """Runs of three rows after 50 tokens, on the first rank."""
+    return RunTiming(found.run, [(rank,) for rank in layout.stages], DecodeStep(1, 50, 2))
+
+
 def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("magicdec.pipeline.auto_split.timing.ENOUGH_S", 0.0)
-    monkeypatch.setattr("magicdec.pipeline.auto_split.timing.FEWEST_ROUNDS", 1)
+    monkeypatch.setattr("magicdec.pipeline.auto_split.ENOUGH_S", 0.0)
+    monkeypatch.setattr("magicdec.pipeline.auto_split.FEWEST_ROUNDS", 1)
     computed = list[tuple[object, ...]]()
     compute = ModelPart.compute
 
@@ -144,12 +146,13 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     monkeypatch.setattr(ModelPart, "compute", noted)
     layout, threads = make_layout("0,auto/1.0", 5, 6), torch.get_num_threads()
     torch.set_num_threads(2)
-    timed = TimedRuns(found.run, layout, DecodeStep(1, 50, 2))
+    timing = timing_of(found, layout)
     passing = {(1, False, False, 3, 50), (4, False, False, 3, 50)}
     own = {1: {(1, True, False, 3, 50)}, 2: set[Any](), 3: {(1, False, True, 3, 50)}}
     for rank, each in own.items():
         computed.clear()
-        times = measure_times(timed, Launch(rank, 5, rank, 5))
+        here = replace(found.run, launch=Launch(rank, 5, rank, 5))
+        times = replace(timing, run=here).measure()
         assert set(computed) == passing | each
         assert len(computed) % (STEPS + 1) == 0 and times.layer_s > 0
         assert (times.own_fixed_s is None) == (rank == 2)
@@ -157,9 +160,9 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     assert torch.get_num_threads() == 2, "as before"
     torch.set_num_threads(threads)
     computed.clear()
-    assert find_times(timed, Launch(0, 1, 0, 1), None) is None, "the head has no layers"
+    assert timing.find_times(None) is None, "the head has no layers"
     assert computed == []
-    plans = [*room_plans(timed, Room((0, 1, 2, 3, 4), "", None))]
+    plans = [plan for rank in range(5) for plan in timing.plans(rank)]
     first, middle, last = (plan.weights for plan in plans)
     assert first == last > middle > 0
     layer_kv = plans[0].kv / 6
@@ -177,12 +180,12 @@ def test_times_come_from_a_machine_file(found: PreparedPipeline, tmp_path: Path)
     head_s = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype] / 1e9
     for split, own in (("auto", 0.0), ("1.0/head", head_s)):  # rank 0 of two stages, and alone
         layout = make_layout(split, 2 if split == "auto" else 1, 6)
-        known = find_times(TimedRuns(found.run, layout, DecodeStep(1, 50, 2)), launch, path)
+        known = timing_of(found, layout).find_times(path)
         assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
         assert known.own_fixed_s == (pytest.approx(own, rel=0.01) if own else None)
     MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
-        find_times(TimedRuns(found.run, layout, DecodeStep(1, 50, 2)), launch, path)
+        timing_of(found, layout).find_times(path)
 
 
 def test_what_does_not_fit_and_files_with_a_split_are_refused(
@@ -192,10 +195,10 @@ def test_what_does_not_fit_and_files_with_a_split_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auto_split, "find_room", lambda *place: Room((0,), "on this host", 9))
-    timed = TimedRuns(found.run, make_layout("auto", 2, 6), DecodeStep(1, 50, 2))
+    layout = make_layout("auto", 2, 6)
     with pytest.raises(ValueError, match=r"--layer_split auto: timing a few layers needs .* free"):
-        find_times(timed, Launch(0, 1, 0, 1), None)
+        timing_of(found, layout).find_times(None)
     split_checkpoint(find_model("--model", str(tiny_checkpoint)), tmp_path, [range(1), range(1, 2)])
     options = replace(found.options, layer_split="auto/head")
     with pytest.raises(ValueError, match=r"--layer_split auto/head: .* made with --layer_split"):
-        check_auto(options, timed.layout, find_model("--model", str(tmp_path)))
+        check_auto(options, layout, find_model("--model", str(tmp_path)))

@@ -10,12 +10,18 @@ import pytest
 from conftest import make_requests
 from threaded_pipeline import FakePart, serve
 
+from magicdec.distributed.channels.connect import Loopback
 from magicdec.distributed.channels.message import Kind, Message
-from magicdec.pipelined_run.board import CancelBoard, ChannelCanceller, listen
+from magicdec.pipeline.tracing import Spans, What
+from magicdec.pipelined_run.channels import (
+    CancelBoard,
+    Canceller,
+    DraftRequest,
+    candidates_of,
+    listen,
+)
 from magicdec.pipelined_run.drafter import DraftLoop, LookupDrafter, ScriptedDrafter
-from magicdec.pipelined_run.parcel import DraftRequest, LocalChannel, candidates_of
-from magicdec.pipelined_run.rank import there
-from magicdec.pipelined_run.spans import Spans, What
+from magicdec.pipelined_run.head import there
 from magicdec.pipelined_run.stage import ContextCells, is_appended
 from magicdec.pipelined_speculation.messages import Candidates, Launch
 from magicdec.pipelined_speculation.options import Options
@@ -45,9 +51,9 @@ def test_every_stage_hears_of_every_cancellation() -> None:
     own, boards, channels = CancelBoard(), [CancelBoard() for _ in range(2)], []
     threads = []
     for board in boards:
-        channels.append(LocalChannel())
+        channels.append(Loopback())
         threads.append(listen(channels[-1], board))
-    canceller = ChannelCanceller(own, channels)
+    canceller = Canceller(own, channels)
     canceller.cancel([3, 5])
     canceller.close()
     for thread in threads:
@@ -160,7 +166,7 @@ class Kept:
 
 
 def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
-    asks, answers, passed = LocalChannel(), LocalChannel(), [Kept() for _ in range(2)]
+    asks, answers, passed = Loopback(), Loopback(), [Kept() for _ in range(2)]
     drafters, spans = [LookupDrafter() for _ in range(3)], [Spans() for _ in range(3)]
     first = DraftLoop(drafters[0], asks, answers, spans[0], passed)
     asks.send(DraftRequest(0, 1, 0, (1, 2, 3, 1, 2)).to_message(0))
@@ -171,12 +177,12 @@ def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
     assert answers.receive().kind is Kind.END
     for drafter, kept, found in zip(drafters[1:], passed, spans[1:], strict=True):
         assert len(kept.messages) == 3 and kept.is_closed
-        inbound = LocalChannel()
+        inbound = Loopback()
         for message in kept.messages:
             inbound.send(message)
         DraftLoop(drafter, inbound, None, found).serve()
         assert drafter.lookups[1].tokens == drafters[0].lookups[1].tokens == [1, 2, 3, 1, 2, 3]
-        assert [span.run for span in found.found] == [span.run for span in spans[0].found] == [4]
+        assert [span.run for span in found] == [span.run for span in spans[0]] == [4]
 
 
 def test_a_lookup_forgets_the_request_that_had_its_lane() -> None:

@@ -24,11 +24,16 @@ from threaded_pipeline import FakePart, Served, divide, serve
 
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.model.transformer import Transformer
-from magicdec.pipelined_run.board import SLOTS, BoardCanceller, CancelBoard
-from magicdec.pipelined_run.draft_model import ModelDrafter
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ScriptedDrafter
-from magicdec.pipelined_run.parcel import DraftRequest, candidates_of, numbers_of, pack_candidates
-from magicdec.pipelined_run.spans import Span, What
+from magicdec.pipeline.tracing import Span, What
+from magicdec.pipelined_run.channels import (
+    SLOTS,
+    CancelBoard,
+    Canceller,
+    DraftRequest,
+    candidates_of,
+    pack_candidates,
+)
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
 from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, is_appended
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
@@ -321,10 +326,10 @@ def test_it_is_asynchronous(mode: str, expected: bool) -> None:
 
 def test_a_board_knows_what_was_cancelled() -> None:
     board = CancelBoard()
-    BoardCanceller(board).cancel([3, 5])
+    Canceller(board).cancel([3, 5])
     assert [run for run in range(8) if board.is_cancelled(run)] == [3, 5]
     assert not board.is_cancelled(3 + SLOTS)
-    BoardCanceller(board, delay_s=1000.0).cancel([6])
+    Canceller(board, delay_s=1000.0).cancel([6])
     assert not board.is_cancelled(6), "it is still on its way"
 
 
@@ -335,7 +340,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
     assert DraftRequest.from_message(DraftRequest(0, 0, 0, (1,)).to_message(0)).paths == ()
     for candidates in ([((3, 0.5), (4, 0.25)), (), ((9, 1.0),)], [()]):
         assert candidates_of(pack_candidates(2, candidates)) == candidates
-    assert numbers_of(message)[:2] == [3, 1]
+    assert message.words[:2] == (3, 1)
 
 
 def test_an_error_in_a_thread_ends_the_head() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, num_parameters
 
 from magicdec.model.families.hf_config import parse_hf_config, to_hf_config
 from magicdec.model.presets import published
@@ -131,7 +131,7 @@ def test_published_text_gives_the_preset(name: str) -> None:
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_parameter_counts(name: str) -> None:
     preset = PRESETS[name]
-    assert preset.config.num_parameters() == preset.num_parameters
+    assert num_parameters(preset.config) == preset.num_parameters
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

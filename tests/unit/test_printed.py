@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT
 
 from magicdec.names import BASELINE
-from magicdec.records.printed import table_rows
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
+from magicdec.records.table import table_rows
 
 
 @pytest.fixture(scope="module")

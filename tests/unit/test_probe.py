@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from magicdec import probe
 from magicdec.cli import probe as command
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -18,7 +19,6 @@ from magicdec.config.sections import ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile, load_machine
 from magicdec.names import DTYPES
-from magicdec.probe import ceilings, probe
 
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},
@@ -70,14 +70,11 @@ def test_a_probe_measures_everything(
 ) -> None:
     """With one rank and few short rounds, rates are positive and there is no link."""
     for name, value in (("STRETCHES", 1), ("ROUNDS", 2), ("CONTEXT", 64)):
-        monkeypatch.setattr(ceilings, name, value)
+        monkeypatch.setattr(probe, name, value)
     threads, launch = torch.get_num_threads(), Launch(0, 1, 0, 1)
     machine, parallel = Machine(threads), ParallelSection(device="cpu", threads=threads)
     config = resolve(RunConfig(parallel=parallel), machine)
-    measured = probe.Found()
-    probe.measure(config, machine, launch, measured)
-    found = measured.machine_file()
-    assert found is not None
+    *_, found = probe.measure(config, machine, launch)
     assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0
     for rates in (found.flops_per_s, found.kv_bytes_per_s, found.attention_flops_per_s):
         assert tuple(rates) == DTYPES and all(rate > 0 for rate in rates.values())
@@ -98,8 +95,8 @@ def test_an_interrupted_probe_keeps_what_it_measured(
 ) -> None:
     """Ctrl-C during the second dtype keeps the first; before that there is nothing to write."""
     for name, value in (("STRETCHES", 1), ("ROUNDS", 1), ("CONTEXT", 64)):
-        monkeypatch.setattr(ceilings, name, value)
-    measure_hardware = ceilings.measure_hardware
+        monkeypatch.setattr(probe, name, value)
+    measure_hardware = probe.measure_hardware
     path = tmp_path / "machine.json"
     monkeypatch.setattr("sys.argv", ["magicdec probe", "--out", str(path), "--threads", "1"])
     for stop_at, kept in ((DTYPES[0], []), (DTYPES[1], [DTYPES[0]])):
@@ -109,7 +106,7 @@ def test_an_interrupted_probe_keeps_what_it_measured(
                 raise KeyboardInterrupt
             return measure_hardware(*args)
 
-        monkeypatch.setattr(ceilings, "measure_hardware", interrupted)
+        monkeypatch.setattr(probe, "measure_hardware", interrupted)
         with pytest.raises(SystemExit) as ended:
             command.main()
         assert ended.value.code == 130 and "interrupted" in capsys.readouterr().out
@@ -118,7 +115,7 @@ def test_an_interrupted_probe_keeps_what_it_measured(
 
 
 def test_a_spread_leaves_out_what_warms_up() -> None:
-    spreads = ceilings.Spreads()
+    spreads = probe.Spreads()
     spreads.note("a", [9.0, 2.0, 3.0])
     spreads.note("b", [5.0])
     assert spreads == {"a": 0.5, "b": 0.0}

@@ -22,12 +22,16 @@ from magicdec.model.checkpoint.quantization import (
     QuantizedWeights,
     channel_scales,
     holds_int8,
-    int8_shapes,
     quantize,
-    untie_head,
 )
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
-from magicdec.model.checkpoint.weight_map import SCALE, Piece, weight_map
+from magicdec.model.checkpoint.weight_map import (
+    SCALE,
+    Piece,
+    expected_shapes,
+    untie_head,
+    weight_map,
+)
 from magicdec.model.transformer import Transformer
 
 TIED = replace(CONFIG, tie_word_embeddings=True)
@@ -165,7 +169,7 @@ def test_stored_int8_is_int8_made_while_loading(
         assert made.keys() == read.keys()
         assert all(torch.equal(made[n], read[n]) for n in made)
     shapes = {n: tuple(t.shape) for n, t in load_file(out / "model.safetensors").items()}
-    assert shapes == int8_shapes(source.config) == stored.stored_shapes
+    assert shapes == expected_shapes(source.config, is_int8=True) == stored.stored_shapes
 
 
 @pytest.mark.parametrize("out", ["model.safetensors", "model.pth"])

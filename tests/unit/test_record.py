@@ -17,6 +17,8 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import TINY
+from identities import check_record
+from synthetic_samples import pass_samples
 
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -33,7 +35,7 @@ from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.request import Request, SamplingParams
-from magicdec.run.run_record import Measured, make_record
+from magicdec.run.outcome import Measured, make_record
 from magicdec.setup.prepare import Prepared
 from magicdec.workload.answers import Answer, Continuation
 from magicdec.workload.workload import Workload
@@ -52,7 +54,7 @@ def sample_pass(name: str) -> PassSamples:
     batches = {"autoregressive": [[0] * 4, [0] * 3], "speculative": [[1, 1], [2]]}[name]
     is_drafting = name == "speculative"
     num_steps = sum(map(len, batches))
-    return PassSamples(
+    return pass_samples(
         begin_ms=[1.0, 2.0],
         step_ms=[[300.0 / len(batch)] * len(batch) for batch in batches],
         num_drafted=[[4 * is_drafting for _ in batch] for batch in batches],
@@ -201,6 +203,8 @@ def test_only_correct_runs_have_performance() -> None:
         assert (record.baseline_metrics is not None) == (
             kind in ("speculative", "tie", "random", "answered")
         )
+        if is_correct and kind != "random":
+            check_record(record)
 
 
 def test_each_pass_has_the_score_of_its_own_answers() -> None:

@@ -4,10 +4,11 @@ dataclasses; real records are as the schema says; what is malformed is refused b
 from __future__ import annotations
 
 import csv
+import io
 import json
 import typing
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,17 @@ from jsonschema.exceptions import best_match
 from synthetic_records import parse_record
 from test_record import RECORDS, small
 
-from magicdec.latency.report import Latency, write_files
-from magicdec.latency.rows import Row
-from magicdec.pipeline.record import PipelineRecord
-from magicdec.pipelined_run.measured.metrics import SpeculationRecord
+from magicdec import names
+from magicdec.latency.record import LatencyRecord, Row, raw_table, tables
+from magicdec.names import load_named
 from magicdec.records.document import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from magicdec.records.fields import described_fields, description_of, without_none
 from magicdec.records.performance import Metrics
-from magicdec.records.printed import SHOWN
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
-from magicdec.serving.record import ServingRecord
+from magicdec.records.reading import load_records, read_records
+from magicdec.records.record import RunRecord, append_record
+from magicdec.records.table import SHOWN
 
-TOPS = (RunRecord, Row, ServingRecord, PipelineRecord, SpeculationRecord)
+TOPS = tuple(load_named(names.RECORDS, kind) for kind in names.RECORDS)
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 
 
@@ -173,17 +172,24 @@ def test_a_key_is_needed_unless_it_can_be_null() -> None:
             assert f"'{item.name}' is a required property" in problems(raw)[0]
 
 
-def test_latency_is_written_in_the_envelope(tmp_path: Path) -> None:
+def test_latency_is_a_record_with_a_table(tmp_path: Path) -> None:
     row = Row(
         "decode", 2, 64, 1, tokens=2, ms_median=1.0, ms_p10=0.5, ms_p90=2.0, bytes=9,
         roofline_fraction=0.5,
     )  # fmt: skip
-    found = Latency(small().environment, {"grid": {}}, [row])
-    write_files(found, tmp_path / "l.json", tmp_path / "l.csv")
-    raw = json.loads((tmp_path / "l.json").read_text())
-    assert list(raw) == ["schema_version", "kind", "environment", "config", "rows"]
-    assert (raw["schema_version"], raw["kind"]) == (1, "latency")
-    with (tmp_path / "l.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    base = small()
+    config = base.config | {"grid": {"repeats": 3}, "attention": {"backend": "native"}}
+    environment = replace(base.environment, read_bandwidth_bytes_per_s=1e9)
+    record = LatencyRecord(config=config, environment=environment, rows=[row])
+    append_record(tmp_path / "runs.jsonl", record)
+    (read,) = read_records(tmp_path / "runs.jsonl", LatencyRecord)
+    assert read.to_json() == record.to_json()
+    (table,) = tables([record])
+    assert table.body == [["2", "64", "decode", "2", "1.000", "0.500", "2.000", "1.00x", "0.0",
+                           "50.0 %"]]  # fmt: skip
+    raw = json.loads(record.to_json())
+    assert list(raw) == ["kind", "schema_version", "status", "config", "environment", "rows"]
+    assert (raw["schema_version"], raw["kind"]) == (2, "latency")
+    lines = list(csv.DictReader(io.StringIO(raw_table(record.rows).csv())))
     assert lines == [{k: "" if v is None else str(v) for k, v in raw["rows"][0].items()}]
     assert list(lines[0]) == [item.name for item in fields(Row)]

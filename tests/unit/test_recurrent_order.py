@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, tiny_transformer
+from fake_clock import VirtualClock
 
 from magicdec.distributed.channels.connect import Loopback, RingEnds
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
-from magicdec.hardware.timing import VirtualClock
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.emulation import DelayedSender, EmulatedStage, Link
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way

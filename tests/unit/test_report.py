@@ -23,23 +23,33 @@ from test_compare import failed, write
 from magicdec.cli import report_page
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.speculation import Speculation
+from magicdec.figures import styled
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.model.presets.presets import find_config
-from magicdec.report.figures.drift import relative_steps
+from magicdec.report.figures.bandwidth import relative_steps
+from magicdec.report.figures.panels import choose, make_axes, put_title, summarize
 from magicdec.report.figures.phases import drafting_share
 from magicdec.report.figures.speedup import position
-from magicdec.report.figures.style import make_axes, put_title, styled
 from magicdec.report.figures.throughput import pareto
-from magicdec.report.panels import choose, summarize
-from magicdec.report.point import Point, command_of, make_point
+from magicdec.report.frame import Row, frame_of, run_rows
 from magicdec.report.prediction import NotPredicted, Predictor
+from magicdec.report.settings import command_of
 from magicdec.report.tables import ranges
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
 FIGURES = (
-    *("speedup_map", "throughput_tpot", "acceptance_by_budget", "acceptance_by_position"),
-    *("step_phases", "bandwidth", "ttft", "tpot", "predicted_measured", "drift"),
+    *("speedup_map", "throughput_tpot", "pareto_front", "acceptance_by_budget"),
+    *(
+        "acceptance_by_position",
+        "acceptance_lengths",
+        "step_phases",
+        "bandwidth",
+        "ttft",
+        "tpot",
+        "predicted_measured",
+        "drift",
+    ),
 )
 Record = dict[str, Any]
 
@@ -67,8 +77,9 @@ def variant(number: int = 0, **changed: Any) -> Record:
     return raw
 
 
-def point(number: int = 0, **changed: Any) -> Point:
-    return make_point(1, "runs.jsonl", parse_record(variant(number, **changed)))
+def row(**changed: Any) -> Row:
+    """The row of the requested strategy of a run."""
+    return list(run_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
 
 
 def machine(**description: Any) -> MachineFile:
@@ -245,12 +256,11 @@ def test_a_command_can_be_copied(argv: list[str], ranks: int, command: str) -> N
 
 
 def test_a_prediction_is_what_the_plan_says() -> None:
-    run = point()
+    run = row()
     config, hardware = find_config("--model", "demo"), machine().hardware("float32")
-    target, m = Deployment(config, hardware, 4, 1, 1, False), run.metrics
-    assert m is not None and m.acceptance_per_position is not None
-    curve = tuple(m.acceptance_per_position)
-    way = Speculation(target, target, int(run.settings["budget"] or 0), curve)
+    target = Deployment(config, hardware, 4, 1, 1, False)
+    curve = tuple(RAW[0]["metrics"]["acceptance_per_position"])
+    way = Speculation(target, target, RAW[0]["config"]["kv"]["budget"], curve)
     expected = way.predict_step(8, 4096 + 32, len(curve))
     assert asdict(Predictor(machine()).run(run)) == asdict(expected)
 
@@ -267,7 +277,7 @@ def test_a_run_that_the_plan_cannot_predict_is_left_out(
     changed: dict[str, Any], description: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(NotPredicted, match=reason):
-        Predictor(machine(**description)).run(point(**changed))
+        Predictor(machine(**description)).run(row(**changed))
 
 
 def test_the_break_even_line_lies_between_the_prefixes() -> None:
@@ -279,9 +289,9 @@ def test_the_break_even_line_lies_between_the_prefixes() -> None:
 
 
 def test_the_front_is_what_nothing_beats() -> None:
-    any_point = point()
-    places = [(x, y, any_point) for x, y in [(1, 5), (2, 4), (2, 6), (3, 6), (3, 9), (0.5, 1)]]
-    assert [(x, y) for x, y, _ in pareto(places)] == [(0.5, 1), (1, 5), (2, 6), (3, 9)]
+    places = [(1, 5), (2, 4), (2, 6), (3, 6), (3, 9), (0.5, 1)]
+    front = pareto(frame_of({"x": x, "y": y} for x, y in places), "x", "y")
+    assert [*front.itertuples(index=False, name=None)] == [(0.5, 1), (1, 5), (2, 6), (3, 9)]
 
 
 def test_the_phases_of_a_step_make_up_the_step() -> None:
@@ -298,12 +308,17 @@ def test_the_phases_of_a_step_make_up_the_step() -> None:
 
 def test_drift_compares_only_what_was_repeated() -> None:
     step = RAW[0]["baseline_metrics"]["mean_step_ms"]
-    points = [point(), point(), point(B=1)]
-    assert relative_steps(points) == [1.0, 1.0, None]
     slow = variant()
     slow["baseline_metrics"]["mean_step_ms"] = 3 * step
-    points.append(make_point(4, "runs.jsonl", parse_record(slow)))
-    assert relative_steps(points) == pytest.approx([1.0, 1.0, None, 3.0], nan_ok=True)
+
+    def relative(*records: Record) -> list[float]:
+        rows = [row for n, raw in enumerate(records) for row in run_rows(n, "", parse_record(raw))]
+        return list(relative_steps(frame_of(rows)))
+
+    once = float("nan")
+    same = [variant(), variant(), variant(B=1)]
+    assert relative(*same) == pytest.approx([1.0, 1.0, once], nan_ok=True)
+    assert relative(*same, slow) == pytest.approx([1.0, 1.0, once, 3.0], nan_ok=True)
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -326,12 +341,13 @@ def test_no_panel_is_left_without_a_series() -> None:
 
 
 def test_repeated_runs_show_their_range_and_one_run_its_interval() -> None:
-    assert asdict(summarize([(2.0, [1.0, 4.0])])) == {
-        "middle": 2.0, "low": 1.0, "high": 4.0, "runs": 1,
-    }  # fmt: skip
-    assert asdict(summarize([(2.0, None), (3.0, [0.0, 9.0]), (7.0, None)])) == {
-        "middle": 3.0, "low": 2.0, "high": 7.0, "runs": 3,
-    }  # fmt: skip
+    runs = frame_of(
+        {"x": x, "x_interval_low": low, "x_interval_high": high}
+        for x, low, high in [(3.0, 0.0, 9.0), (2.0, None, None), (7.0, None, None)]
+    )
+    one, all_of_them = summarize(runs[:1], "x"), summarize(runs, "x")
+    assert one == {"x": 3.0, "low": 0.0, "high": 9.0, "runs": 1}
+    assert all_of_them == {"x": 3.0, "low": 2.0, "high": 7.0, "runs": 3}
 
 
 def test_numbers_of_runs_are_short() -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from magicdec.cli.front import reproduce
 from magicdec.distributed.ranks import Ended
 from magicdec.pipelined_run.layout import make_layout
 from magicdec.records.reading import load_records
-from magicdec.reproduce import measuring
-from magicdec.reproduce.magicdec_setting import MagicDecSetting
+from magicdec.reproduce import published_table
 from magicdec.reproduce.published_table import Line, PublishedTable
 from magicdec.reproduce.setting import TABLES
 
@@ -97,8 +95,8 @@ def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
 
 def test_a_command_has_the_shape_of_its_line() -> None:
     settings = [line.setting for line in published("magicdec_speedups_a100")]
-    own = next(s for s in settings if isinstance(s, MagicDecSetting) and s.draft == "self")
-    words = replace(own, batch_size="64", gamma="3", prefix_len="32000").command()
+    own = next(s for s in settings if s.draft == "self")
+    words = own.but(batch_size="64", gamma="3", prefix_len="32000").command()
     pairs = dict(zip(words[1::2], words[2::2], strict=True))
     assert pairs["--nproc"] == "8" and pairs["--B"] == "64" and pairs["--gamma"] == "3"
     assert pairs["--prefix_len"] == "32000" and pairs["--budget"] == "512"
@@ -111,13 +109,13 @@ def test_arrivals_alone_predict_what_flover_published(tmp_path: Path) -> None:
     assert len(pairs) == 4 * 5 + 2 * 14
     assert max(abs(a / b - 1) for a, b in pairs[:20]) < 0.05
     assert max(abs(a / b - 1) for a, b in pairs[20:]) < 0.26
-    own = next(x.setting for x in lines if x.setting.quantity == "makespan_s")  # type: ignore[attr-defined]
+    own = next(x.setting for x in lines if x.setting.quantity == "makespan_s")
     own.command().index("constant:500")
     (tmp_path / "records").write_text('{"metrics": {"makespan_s": 5.678}}\n')
     assert own.read(tmp_path / "records").value == "5.68"
     (tmp_path / "records").write_text('{"metrics": null}\n')
     assert own.read(tmp_path / "records").why_not == "the tokens of its run were wrong"
-    other = replace(own, quantity="speedup_over_instances")  # type: ignore[call-arg]
+    other = own.but(quantity="speedup_over_instances")
     assert "no baseline of concurrent instances" in other.read(tmp_path / "records").why_not
 
 
@@ -125,7 +123,7 @@ def test_layers_alone_predict_more_than_mdi_llm_published(tmp_path: Path) -> Non
     """The slowest of 12 layers on two boards has 7, on three 5. Without a KV cache, three samples
     of 267 tokens cost two thirds of two samples of 400."""
     lines = [x for x in published("mdi_llm_generation_time") if x.predicted]
-    speedups = [(x.published, x.predicted) for x in lines if x.setting.quantity == "speedup"]  # type: ignore[attr-defined]
+    speedups = [(x.published, x.predicted) for x in lines if x.setting.quantity == "speedup"]
     assert speedups == [("1.45", "1.71"), ("1.69", "2.40"), ("3.38", "4.15")]
     assert float(speedups[2][1]) == pytest.approx(2 * 400**2 / (3 * (800 / 3) ** 2) * 36 / 13, 0.01)
     records = [
@@ -140,7 +138,7 @@ def test_layers_alone_predict_more_than_mdi_llm_published(tmp_path: Path) -> Non
 
 def test_pairs_of_pipeinfer_take_the_settings_of_its_script(tmp_path: Path) -> None:
     settings = [line.setting for line in published("pipeinfer_speedups")]
-    assert len({(s.model, s.draft) for s in settings}) == 6  # type: ignore[attr-defined]
+    assert len({(s.model, s.draft) for s in settings}) == 6
     for setting in settings:
         flags = flags_of(setting.command())
         assert "/" in flags["--model"] and flags["--draft"].startswith("model:")
@@ -190,7 +188,7 @@ def test_what_runs_measured_is_written_beside_what_was_published(
         Path(str(words[-1])).write_text(record.to_json() + "\n")
         return Ended(0, "")
 
-    monkeypatch.setattr(measuring, "run_command", run)
+    monkeypatch.setattr(published_table, "run_command", run)
     out = tmp_path / "records.jsonl"
     for _ in range(2):
         assert start(monkeypatch, NAME, "--demo", "--tables", tables, "--out", out) == 0
@@ -217,7 +215,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(
         Path(str(words[-1])).write_text(record.to_json() + "\n")
         return Ended(0, "a warning\n")
 
-    monkeypatch.setattr(measuring, "run_command", run)
+    monkeypatch.setattr(published_table, "run_command", run)
     out = tmp_path / "records.jsonl"
     assert start(monkeypatch, NAME, "--demo", "--tables", tables, "--out", out) == 1
     demo = PublishedTable(NAME, tables).part(is_demo=True)
@@ -228,7 +226,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["magicdec_nothing"], "invalid choice: 'magicdec_nothing'"),
+        (["magicdec_nothing"], "table magicdec_nothing is not known; choose from"),
         (["--demo"], "name a table; choose from magicdec_acceptance"),
         ([NAME, "--predict", "--out", "x"], "--out does nothing here"),
         ([NAME, "--predict", "--tables", "nowhere"], "--tables nowhere: magicdec_speedups_h100"),

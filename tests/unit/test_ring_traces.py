@@ -17,34 +17,32 @@ from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock
 from test_recurrent_order import CHUNK, LIMITS, Ring
 
-from magicdec.distributed.channels.connect import RingEnds
-from magicdec.distributed.groups import Launch
+from magicdec.distributed.channels.connect import Loopback, RingEnds
+from magicdec.distributed.channels.message import Kind, Message
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.sampler import MemorySampler
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline import tracing
 from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.showing.curves import RUN_COLUMNS, Curves, append_run, by_sample, points_of
-from magicdec.pipeline.showing.gantt import (
+from magicdec.pipeline.showing import (
+    ALL_SAMPLES,
+    EACH_SAMPLE,
     HEAD,
     LEGEND,
+    MEMORY,
     PROMPT,
+    RUN_COLUMNS,
+    Curves,
+    append_run,
+    by_first,
     decoding_window,
     draw_ring,
+    memory_label,
     panels_of,
+    points_of,
 )
-from magicdec.pipeline.showing.memory import MemoryCurves, by_rank, label_of
-from magicdec.pipeline.tracing import (
-    Ahead,
-    CountingEnds,
-    RingTrace,
-    StageTrace,
-    spans_of,
-    uses_of,
-)
-from magicdec.pipelined_run import spans as spans_module
-from magicdec.pipelined_run.spans import Span, What
+from magicdec.pipeline.tracing import Ahead, CountingEnds, RingTrace, Span, What, uses_of
 from magicdec.request import Request
 
 
@@ -64,9 +62,9 @@ def served(has_spans: bool) -> tuple[CountingEnds, list[Request]]:
 
 def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
     counting, requests = served(has_spans=True)
-    trace = counting.traffic.trace
-    assert trace is not None
-    spans, heads = spans_of(trace.spans), spans_of(trace.head_spans)
+    trace = counting.traffic
+    assert trace.spans is not None
+    spans, heads = trace.spans.intervals(What.STAGE), trace.spans.intervals(What.HEAD)
     assert len(spans) == len(trace.samples) == 5 * (2 + 3)
     assert counting.traffic.num_taken == len(spans) + 1, "the last ends the ring"
     assert counting.traffic.num_sent == len(spans) + 5 + 1, "one for each sample that is freed"
@@ -80,7 +78,7 @@ def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
 
 def test_nothing_is_noted_unless_asked_for() -> None:
     counting, _ = served(has_spans=False)
-    assert counting.traffic.trace is None and counting.traffic.num_taken == 26
+    assert counting.traffic.spans is None and counting.traffic.num_taken == 26
 
 
 def test_queues_by_the_times_of_both_sides() -> None:
@@ -127,13 +125,24 @@ def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) ->
         draw_ring("--plot", path, make_trace(80), 1e9)
 
 
-def test_a_stage_between_others_has_a_span_from_taking_to_sending() -> None:
-    trace = StageTrace()
-    for begin_s, end_s in ((1.0, 2.0), (2.5, 4.0)):
-        trace.begin(begin_s)
-        trace.end(end_s)
-    assert spans_of(trace.spans, ahead_s=1.0) == [(0.0, 1.0), (1.5, 3.0)]
-    assert not trace.head_spans
+def test_a_stage_between_others_has_a_span_from_taking_to_sending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (inbound, outbound), clock = (Loopback(), Loopback()), Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    counting = CountingEnds(RingEnds(inbound, outbound), is_first=False)
+    counting.restart(has_spans=True)
+    begin_s = clock.now
+    for kind, seconds in ((Kind.HIDDEN, 1.0), (Kind.FREE, 0.5), (Kind.VOID, 1.5)):
+        inbound.send(Message(kind))
+        message = counting.receive()
+        clock.advance(seconds)
+        counting.send(message)
+    spans = counting.traffic.spans
+    assert spans is not None and not spans.intervals(What.HEAD)
+    assert spans.intervals(What.STAGE) == [
+        (begin_s, begin_s + 1.0), (begin_s + 1.5, begin_s + 3.0),
+    ]  # fmt: skip
 
 
 def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
@@ -143,18 +152,21 @@ def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
         request.token_times_s = list(times)
     assert points_of(requests, 10.0) == [(0.0, 0), (0.5, 1), (0.75, 2), (1.0, 3), (2.0, 4)]
     for num_nodes in (12, 1, 3):
-        curves.write(num_nodes, requests, 10.0)
-    replace(curves, model="other").write(2, requests, 10.0)
-    assert curves.numbers_of_nodes(curves.path) == [1, 3, 12]
-    lines = curves.path(3).read_text().splitlines()
-    assert curves.path(3).name == "tokens_time_samples_3nodes_TinyLlama-1.1B_2samples.csv"
+        curves.write(num_nodes, requests, [], 10.0)
+    replace(curves, model="other").write(2, requests, [], 10.0)
+    assert curves.numbers_of_nodes(ALL_SAMPLES) == [1, 3, 12]
+    lines = curves.path(ALL_SAMPLES, 3).read_text().splitlines()
+    assert (
+        curves.path(ALL_SAMPLES, 3).name == "tokens_time_samples_3nodes_TinyLlama-1.1B_2samples.csv"
+    )
     assert lines[:2] == ["0.000000,0", "0.500000,1"] and len(lines) == 5
-    each = [line.split(",") for line in curves.samples_path(3).read_text().splitlines()]
+    each = [line.split(",") for line in curves.path(EACH_SAMPLE, 3).read_text().splitlines()]
     assert each[0] == ["sample", "tokens", "time_s"]
-    assert list(by_sample(each[1:])) == [[(0.5, 1), (2.0, 2)], [(0.75, 1), (1.0, 2)]]
-    curves.draw()
-    assert curves.plot.read_bytes().startswith(b"\x89PNG")
-    curves.samples_path(12).unlink()
+    rows = curves.rows(curves.path(EACH_SAMPLE, 3), has_head=True)
+    assert by_first(rows) == [[(1, 0.5), (2, 2.0)], [(1, 0.75), (2, 1.0)]]
+    curves.draw_tokens()
+    assert curves.plot("time_vs_tokens").read_bytes().startswith(b"\x89PNG")
+    curves.path(EACH_SAMPLE, 12).unlink()
     with pytest.raises(ValueError, match=r"--curves .*12nodes.* cannot be read"):
         curves.draw()
 
@@ -169,20 +181,23 @@ def test_memory_of_ranks_is_sampled_and_drawn(tmp_path: Path) -> None:
     assert threading.active_count() == before, "the thread ends with the block"
     times_s, sizes = sampler.samples[::2], sampler.samples[1::2]
     assert list(times_s) == sorted(times_s) and max(sizes) - sizes[0] > 0.9 * len(held)
-    curves = MemoryCurves(Curves("--curves", tmp_path, "demo", 2))
+    curves = Curves("--curves", tmp_path, "demo", 2)
+    requests = make_requests([(5,)] * 2, 2)
+    for request in requests:
+        request.token_times_s = [11.0, 12.0]
     ranks = [torch.tensor([[9.0, 2e6], [11.0, 3.5e6]]), torch.tensor([[9.5, 1e6]])]
     for num_nodes in (1, 2):
-        curves.write(num_nodes, ranks[:num_nodes], 10.0)
-    lines = curves.path(2).read_text().splitlines()
-    assert curves.path(2).name == "memory_2nodes_demo_2samples.csv"
+        curves.write(num_nodes, requests, ranks[:num_nodes], 10.0)
+    lines = curves.path(MEMORY, 2).read_text().splitlines()
+    assert curves.path(MEMORY, 2).name == "memory_2nodes_demo_2samples.csv"
     assert lines == [
         *("rank,time_s,memory_mb", "0,-1.000,2.000", "0,1.000,3.500", "1,-0.500,1.000"),
     ]
-    found = by_rank(curves.curves.rows(curves.path(2))[1:])
+    found = by_first(curves.rows(curves.path(MEMORY, 2), has_head=True))
     assert found == [[(-1.0, 2.0), (1.0, 3.5)], [(-0.5, 1.0)]]
-    assert label_of(2, 0, found[0]) == "2 nodes, rank 0: at most 4 MB"
+    assert memory_label(2, 0, found[0]) == "2 nodes, rank 0: at most 4 MB"
     curves.draw()
-    assert curves.plot.read_bytes().startswith(b"\x89PNG")
+    assert curves.plot("memory_vs_time").read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
@@ -212,9 +227,8 @@ def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.Monke
 def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = torch.tensor([[What.STAGE, 7, 102.5, 103.0, 3], [What.DRAFT, 2, 103.0, 103.25, 0]])
-    ours, launch = [Span(What.LAUNCH, 7, 1.0, 1.0, 2)], Launch(0, 2, 0, 1)
-    monkeypatch.setattr(spans_module, "gather_rows", lambda own, world_size: [own, rows.double()])
-    monkeypatch.setattr(spans_module, "clocks_of", lambda at, ranks: [Ahead(), Ahead(100.0)])
+    theirs = [Span(What.STAGE, 7, 102.5, 103.0, 3), Span(What.DRAFT, 2, 103.0, 103.25)]
+    ours, clocks = [Span(What.LAUNCH, 7, 1.0, 1.0, 2)], [Ahead(), Ahead(100.0)]
+    monkeypatch.setattr(tracing, "all_gather", lambda own, world_size: [own, theirs])
     found = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
-    assert spans_module.gather_spans(ours, launch) == [ours, found]
+    assert tracing.gather_spans(ours, clocks) == [ours, found]

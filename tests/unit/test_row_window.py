@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from magicdec.kv.row_window import window_moves
+from magicdec.scheduling.rows import window_moves
 
 
 @given(st.lists(st.booleans(), max_size=12))

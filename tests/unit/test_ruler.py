@@ -12,8 +12,8 @@ import pytest
 from test_workload import BOS, Characters
 
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.workload import ruler_tasks
-from magicdec.workload.ruler_tasks import DOTS, TASKS
+from magicdec.workload import ruler as ruler_tasks
+from magicdec.workload.ruler import DOTS, TASKS
 from magicdec.workload.workload import Workload, build_workload
 
 DEMO = Path(ruler_tasks.__file__).parents[1] / "demo" / "target"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from magicdec.cli.flags import parse
+from magicdec.cli.front.run import read
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
 from magicdec.request import Request, SamplingParams
-from magicdec.sampling.keep_top import by_selection, by_sorting
 from magicdec.sampling.metadata import NO_TOP_K, Filters, Penalties
-from magicdec.sampling.sampling import make_params, process, sample
+from magicdec.sampling.sampling import by_selection, by_sorting, make_params, process, sample
 from magicdec.sampling.sampling import probabilities as filtered
 
 VOCAB = 50
@@ -228,34 +228,28 @@ def test_an_impossible_token_is_never_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("name", "value", "message"),
     [
-        ("--temperature -0.5", "--temperature -0.5 is out of range; it must be 0 (greedy) or"),
-        ("--temperature nan", "--temperature nan is out of range"),
-        ("--temperature inf", "--temperature inf is out of range"),
-        ("--top_k -1", "--top_k -1 is out of range; it must be 0 (off) or larger"),
-        ("--top_p 0", "--top_p 0.0 is out of range; it must be larger than 0 and at most 1 (off)"),
-        ("--top_p 1.01", "--top_p 1.01 is out of range"),
-        ("--min_p -0.1", "--min_p -0.1 is out of range; it must be between 0 (off) and 1"),
-        ("--min_p 1.5", "--min_p 1.5 is out of range"),
-        ("--repetition_penalty 0", "--repetition_penalty 0.0 is out of range; it must be larger"),
-        ("--repetition_penalty inf", "--repetition_penalty inf is out of range"),
-        ("--presence_penalty 2.1", "--presence_penalty 2.1 is out of range; it must be between -2"),
-        ("--presence_penalty nan", "--presence_penalty nan is out of range"),
-        (
-            "--temperature 1 --sampling_seed -1",
-            "--sampling_seed -1 is out of range; it must be at least 0",
-        ),
+        ("temperature", -0.1, "--temperature -0.1 is too small; it must be at least 0"),
+        ("temperature", math.nan, "--temperature nan is not a finite number"),
+        ("top_k", -1, "--top_k -1 is too small"),
+        ("top_p", 0.0, "--top_p 0.0 is too small; it must be more than 0"),
+        ("top_p", 1.1, "--top_p 1.1 is too large; it must be at most 1"),
+        ("min_p", 1.5, "--min_p 1.5 is too large"),
+        ("repetition_penalty", 0.0, "--repetition_penalty 0.0 is too small"),
+        ("repetition_penalty", math.inf, "--repetition_penalty inf is not a finite number"),
+        ("presence_penalty", 2.1, "--presence_penalty 2.1 is too large; it must be at most 2"),
+        ("seed", -1, "--sampling_seed -1 is too small"),
+        ("seed", 1 << 63, "is too large; it must be less than"),
     ],
 )
-def test_values_out_of_range_are_refused_in_one_line(flags: str, message: str) -> None:
-    section = parse(RunConfig(), flags.split(), "").sampling
-    for refused in (
-        lambda: RunConfig(sampling=section).check(1),
-        lambda: make_params(section, 9, (), 0) if section.seed >= 0 else params(seed=section.seed),
+def test_a_program_is_refused_what_a_user_is(name: str, value: Any, message: str) -> None:
+    for make in (
+        lambda: RunConfig(sampling=SamplingSection(**{name: value})).check(1),
+        lambda: params(**{name: value}),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as error:
-            refused()
+            make()
         assert "\n" not in str(error.value)
 
 
@@ -263,8 +257,8 @@ def test_values_out_of_range_are_refused_in_one_line(flags: str, message: str) -
 def test_filters_are_refused_with_greedy_decoding(flag: str) -> None:
     message = re.escape("does nothing at --temperature 0 (greedy); give a --temperature larger")
     with pytest.raises(ValueError, match=message):
-        parse(RunConfig(), flag.split(), "").check(1)
-    parse(RunConfig(), [*flag.split(), "--temperature", "0.1"], "").check(1)
+        read(flag.split()).check(1)
+    read([*flag.split(), "--temperature", "0.1"]).check(1)
 
 
 def test_a_request_gets_the_parameters_of_the_section_and_its_own_seed() -> None:

@@ -15,14 +15,13 @@ from magicdec.serving.metrics import (
     ServingMetrics,
     StepCounts,
     gaps_ms,
-    parse_goodput,
     serving_metrics,
 )
-from magicdec.serving.options import Pass
+from magicdec.serving.options import Pass, parse_goodput
 from magicdec.serving.record import RequestRecord, describe_requests
 from magicdec.serving.saturation import is_sustained, share_sustained
 from magicdec.serving.server import Served, Server
-from magicdec.workload.trace import RequestShape
+from magicdec.workload.request_shapes import RequestShape
 
 
 def finished(number: int, arrived_s: float, token_times_s: list[float]) -> Request:
@@ -156,11 +155,11 @@ def test_goodput_is_a_list_of_bounds() -> None:
     assert parse_goodput([]) == {}
     assert parse_goodput(["ttft:200", "tpot:12.5"]) == {"ttft": 200.0, "tpot": 12.5}
     for words, message in (
-        (["itl:3"], "--goodput itl:3 is not known; choose from ttft:MS, tpot:MS, e2el:MS"),
-        (["ttft"], "--goodput ttft: '' is no time in ms larger than 0"),
+        (["itl:3"], "itl:3 is not known; choose from ttft:MS, tpot:MS, e2el:MS"),
+        (["ttft"], "ttft: '' is no time in ms larger than 0"),
         (["ttft:0"], "'0' is no time"),
         (["ttft:nan"], "'nan' is no time"),
-        (["ttft:5", "ttft:6"], "--goodput names ttft twice"),
+        (["ttft:5", "ttft:6"], "names ttft twice"),
     ):
         with pytest.raises(ValueError) as refused:
             parse_goodput(words)

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_clock import VirtualClock
 
-from magicdec.hardware.timing import VirtualClock
 from magicdec.request import Request, SamplingParams
-from magicdec.serving.group_clock import DrawingClock
+from magicdec.serving.live_view import HEIGHT, WIDTH, Display, History, View
 from magicdec.serving.record import RequestRecord
 from magicdec.serving.saturation import END, PRECISION, next_rate, saturation_rate
-from magicdec.serving.showing.timeline import DECODE, PREFILL, WAITING, spans_of
-from magicdec.serving.showing.view import HEIGHT, WIDTH, Display, History, View
+from magicdec.serving.server import DrawingClock
+from magicdec.serving.showing import DECODE, PREFILL, WAITING, spans_of
 
 
 def test_the_clock_stands_still_while_it_draws() -> None:

@@ -12,14 +12,13 @@ import pytest
 from conftest import ROOT
 
 from magicdec.cli.commands import console
-from magicdec.cli.simulate_flags import build_parser, make_options
+from magicdec.cli.simulate import build_parser
 from magicdec.cost_model.curves import conditional_rate
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts, Options
 from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Cluster, Machine, divisions
-from magicdec.simulator.measured import Measured, measure
-from magicdec.simulator.modes import MODES, Work, run_mode
 from magicdec.simulator.pipeline import Pipeline
+from magicdec.simulator.run import MODES, SimulatedMetrics, Work, measure, run_mode
 from magicdec.simulator.text import draw_ranks, replay_ranks
 
 FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
@@ -33,7 +32,7 @@ def run(
     options: Options | None = None,
     gen_len: int = 200,
     ring_requests: int | None = None,
-) -> Measured:
+) -> SimulatedMetrics:
     ranks = draw_ranks([acceptance], gen_len, seed=1)
     work = Work(ranks, (1.0,), gen_len, ring_requests=ring_requests)
     return run_mode(mode, machine, options or Options(gamma=4), work)[1]
@@ -194,7 +193,7 @@ def test_one_token_has_no_time_between_tokens() -> None:
 
 
 def test_flags_have_the_defaults_of_the_settings() -> None:
-    assert make_options(build_parser().parse_args([])) == Options()
+    assert build_parser().read([])[Options] == Options()
 
 
 def test_a_cluster_divides_layers_and_nodes() -> None:
@@ -229,12 +228,13 @@ def test_the_command_prints_draws_and_records(
     assert list(rows) == list(MODES)
     assert chart.read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["mode"] for line in lines] == list(MODES)
+    assert [line["config"]["mode"] for line in lines] == list(MODES)
     for line in lines:
-        assert (line["schema_version"], line["kind"]) == (1, "simulation")
-        assert rows[line["mode"]][1] == f"{line['metrics']['tokens_per_s']:.2f}"
-    assert lines[0]["work"]["conditional_acceptance"] == [0.7, 0.2]
-    assert lines[0]["options"]["np"] == 2 and len(lines[0]["machine"]["stage_s"]) == 4
+        assert (line["schema_version"], line["kind"]) == (2, "simulation")
+        assert rows[line["config"]["mode"]][1] == f"{line['metrics']['tokens_per_s']:.2f}"
+    config = lines[0]["config"]
+    assert config["work"]["conditional_acceptance"] == [0.7, 0.2]
+    assert config["options"]["np"] == 2 and len(config["machine"]["stage_s"]) == 4
 
 
 def test_many_clusters_are_compared(
@@ -269,15 +269,11 @@ def test_a_file_of_records_is_replayed(
         (("--conditional_acceptance", "0.8", "0.3"), "--conditional_acceptance"),
         (("--conditional_acceptance", ".4", ".1", ".1", ".1"), "more than --draft_probs"),
         (("--draft_probs", "0.2", "0.5"), "--draft_probs"),
-        (("--np", "9"), "--np 9"),
-        (("--gen_len", "1"), "--gen_len 1"),
-        (("--link_ms", "-1"), "--link_ms -1"),
-        (("--link_gbit", "0"), "--link_gbit 0"),
-        (("--pa", "2"), "--pa 2"),
         (("--plot_ms", "5"), "--plot_ms does nothing"),
         (("--plot", "g.bmp"), "--plot g.bmp: the name must end in .png or .svg or .pdf"),
         (("--stages", "2", "4", "--plot", "chart.png"), "--plot is for one cluster"),
-        (("--modes", "pipeline"), "--modes"),
+        (("--acceptance", "0.5", "0.6"), "--acceptance has several values"),
+        (("--acceptance", "0.5", "--conditional_acceptance", "0.5"), "give one"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

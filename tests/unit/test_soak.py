@@ -55,4 +55,4 @@ def test_every_case_is_a_command_that_is_not_refused() -> None:
     for seed in range(100):
         num_ranks, flags = draw(random.Random(seed), is_repeated=seed % 2 == 0)
         asked = parse(flags, Launch(1, num_ranks, 1, num_ranks))
-        assert len(asked.options.modes) == (1 if seed % 2 == 0 else 3)
+        assert len(asked.options.pipelined) == (1 if seed % 2 == 0 else 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from magicdec.cli.checkpoints.split import find_num_stages
+from magicdec.cli.front.checkpoints import find_num_stages
 from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.chunks import INDEX, chunk_name

@@ -28,18 +28,17 @@ from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED
-from magicdec.pipeline.tracing import Ahead, CountingEnds, spans_of, uses_of
+from magicdec.pipeline.tracing import Ahead, CountingEnds, Span, Spans, What, uses_of
 from magicdec.pipelined_run import stage as pipelined_stage
-from magicdec.pipelined_run.board import CancelBoard
+from magicdec.pipelined_run.channels import CancelBoard
 from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_run.measured.measure import observe
-from magicdec.pipelined_run.measured.use import pipeline_use
-from magicdec.pipelined_run.parcel import pack
+from magicdec.pipelined_run.measured.metrics import pipeline_use
 from magicdec.pipelined_run.passes import Outcome
-from magicdec.pipelined_run.spans import Span, Spans, What
 from magicdec.pipelined_run.stage import Predictions, StageLoop
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts
+from magicdec.serving.metrics import StepCounts
 
 STAGE_S, LINK_S = 0.5, 0.25
 
@@ -152,12 +151,12 @@ def test_the_first_stage_waits_for_prompts_too(clock: Clock) -> None:
 
 def test_the_spans_of_the_first_stage_are_its_work_alone(clock: Clock) -> None:
     begin_s, (_, counting) = clock.now, first_stage(clock)
-    trace = counting.traffic.trace
-    assert trace is not None
-    spans = spans_of(trace.spans)
-    assert [end - begin for begin, end in spans] == [STAGE_S] * NUM_MESSAGES
-    assert spans[0][0] == begin_s
-    assert sum(end - begin for begin, end in spans_of(trace.head_spans)) == 0.0
+    spans = counting.traffic.spans
+    assert spans is not None
+    stages = spans.intervals(What.STAGE)
+    assert [end - begin for begin, end in stages] == [STAGE_S] * NUM_MESSAGES
+    assert stages[0][0] == begin_s
+    assert sum(end - begin for begin, end in spans.intervals(What.HEAD)) == 0.0
 
 
 def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: Clock) -> None:
@@ -225,7 +224,7 @@ class LaunchedPart(FakePart):
 
 def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Message]]:
     for run in range(first, first + num_runs):
-        yield wait_s, pack(Kind.HIDDEN, run, replace(CHAIN, run=run).to_words())
+        yield wait_s, Message(Kind.HIDDEN, run, words=replace(CHAIN, run=run).to_words())
 
 
 def served(clock: Clock, device: Device) -> list[Span]:
@@ -234,7 +233,7 @@ def served(clock: Clock, device: Device) -> list[Span]:
     (ends, _), spans = scripted(clock, arrivals), Spans()
     part = LaunchedPart(3, is_last=False, device=device)
     StageLoop(part, ends, ends, CancelBoard(), spans).serve()
-    return spans.found
+    return spans
 
 
 def test_a_span_is_from_the_arrival_of_a_run_until_the_device_is_done(
@@ -257,7 +256,9 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: Clock) -> None:
     second.append([1], 1000.0)
     second.append([2, 3], 1006.0)
     head = [Span(What.RESULT, run, 1019.0, 1019.0) for run in range(4)]
-    outcome = Outcome([first, second], {}, spans=[head, served(clock, Device("cpu", clock))])
+    outcome = Outcome(
+        [first, second], StepCounts(), 0.0, spans=[head, served(clock, Device("cpu", clock))]
+    )
     layout = Layout((range(0), range(3)), (0,))
     observed = observe(cast(Any, SimpleNamespace(layout=layout)), outcome)
     use = pipeline_use(observed, Counts(), has_drafts=False)

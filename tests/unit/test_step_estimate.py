@@ -26,7 +26,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
 from magicdec.hardware.environment import describe_environment, probe_machine
 from magicdec.names import DTYPES
-from magicdec.setup.step_estimate import estimate_steps
+from magicdec.setup.prepare import estimate_steps
 
 ALONE = Launch(0, 1, 0, 1)
 TARGET = Deployment(TINY, Hardware(1e9, 1e10, 1e-4), 4)

@@ -75,7 +75,9 @@ def test_a_step_and_its_phases_end_when_the_tokens_are_read(
     engine, length, steps_s = Engine(runner, 16), Learned(GAMMA), list[float]()
     engine.prefill(make_requests(random_prompts([20, 20], TINY.vocab_size), NUM_NEW))
     decoding = DecodingSection("speculative", "self", GAMMA)
-    setup = Setup(runner, decoding, KVSection("streaming_llm", 18), timer, draft_length=length)
+    setup = Setup(
+        runner, decoding, KVSection("streaming_llm", 18), phase=timer, draft_length=length
+    )
     decode(engine, name, setup, lambda output, seconds: steps_s.append(seconds))
     assert steps_s == [sum(phases_s.values())] * len(steps_s) != []
     assert timer.seconds == {phase: [s] * len(steps_s) for phase, s in phases_s.items()}

@@ -119,14 +119,14 @@ def test_flags_of_the_sweep_win_over_the_file(study: Path) -> None:
 
 
 BAD_FILES = {
-    "no TOML": ("out =", "study.toml: not TOML"),
-    "unknown key": ("sed = 1", "study.toml: unknown key sed"),
+    "no TOML": ("out =", "study.toml is not a TOML file"),
+    "unknown key": ("sed = 1", "study.toml, line 1: unknown key sed"),
     "misspelt key": (
-        "order_sed = 1", "study.toml: unknown key order_sed; did you mean order_seed?",
+        "order_sed = 1", "study.toml, line 1: unknown key order_sed; did you mean order_seed?",
     ),
-    "type": ("out = 3", "study.toml: out = 3 has another type"),
-    "switch": ("repeats = true", "study.toml: repeats = True has another type"),
-    "range": ("repeats = 0", "study.toml: --repeats 0 is too small"),
+    "type": ("out = 3", "study.toml, line 1: --out 3 is not a text"),
+    "switch": ("repeats = true", "study.toml, line 1: --repeats True: give a value"),
+    "range": ("repeats = 0", "study.toml, line 1: --repeats 0 is too small"),
     "no grid": ("out = 'x'", "study.toml: it has no [[grid]]"),
     "grid of another kind": ("grid = 3", "study.toml: grid must be an array of tables"),
     "common of another kind": ("common = 3", "study.toml: common must be a table"),
@@ -135,44 +135,45 @@ BAD_FILES = {
         "[[grid]]\ndriver = 'baseline'\n[[grid]]\ndriver = 'x'", "study.toml: grid 2: driver = 'x'",
     ),
     "empty axis": (
-        "[[grid]]\ndriver = 'baseline'\nB = []", "study.toml: grid 1: B is empty",
+        "[[grid]]\ndriver = 'baseline'\nB = []", "study.toml, line 3: grid 1: B is empty",
     ),
     "value twice": (
-        "[[grid]]\ndriver = 'baseline'\nB = [1, 1]", "study.toml: grid 1: B names 1 twice",
+        "[[grid]]\ndriver = 'baseline'\nB = [1, 1]", "study.toml, line 3: grid 1: B names 1 twice",
     ),
     "unknown flag": (
         "[[grid]]\ndriver = 'baseline'\ngama = 1",
-        "study.toml: grid 1: unknown flag gama; did you mean gamma?",
+        "study.toml, line 3: grid 1: unknown flag gama; did you mean gamma?",
     ),
     "flag of another driver": (
-        "[[grid]]\ndriver = 'selfspec'\ntarget = 'demo'", "study.toml: grid 1: unknown flag target",
+        "[[grid]]\ndriver = 'selfspec'\ntarget = 'demo'", "line 3: grid 1: unknown flag target",
     ),
     "flag of one run": (
         "[[grid]]\ndriver = 'selfspec'\nsave_tokens = 'x'",
-        "study.toml: grid 1: save_tokens is for one run",
+        "study.toml, line 3: grid 1: save_tokens is for one run",
     ),
     "two spellings": (
         "[[grid]]\ndriver = 'selfspec'\ndraft_budget = 65\nstreamingllm_budget = 70",
         "is a second spelling of another flag",
     ),
     "value of a flag": (
-        "[[grid]]\ndriver = 'selfspec'\nB = 'four'", "study.toml: grid 1: argument --B",
+        "[[grid]]\ndriver = 'selfspec'\nB = 'four'", "grid 1: --B four is not a whole number",
     ),
     "range of a flag": (
         "[[grid]]\ndriver = 'selfspec'\ngamma = [2, 0]", "study.toml: grid 1: --gamma 0",
     ),
     "flag that does nothing": (
         "[[grid]]\ndriver = 'run'\ndraft = ['none', 'ngram']\nbudget = 65",
-        "study.toml: grid 1: budget does nothing here",
+        "study.toml, line 4: grid 1: budget does nothing here",
     ),
     "unknown draft": (
         "[[grid]]\ndriver = 'run'\ndraft = 'nope'", "study.toml: grid 1: --draft nope",
     ),
     "switch with a number": (
-        "[[grid]]\ndriver = 'selfspec'\nignore_eos = 1", "--ignore_eos is true or false, not 1",
+        "[[grid]]\ndriver = 'selfspec'\nignore_eos = 1",
+        "ignore_eos is a switch; give true or false",
     ),
     "number that is a switch": (
-        "[[grid]]\ndriver = 'selfspec'\nB = true", "--B True is neither a number nor text",
+        "[[grid]]\ndriver = 'selfspec'\nB = true", "--B True: give a value",
     ),
     "too many": (
         f"[[grid]]\ndriver = 'baseline'\nseed = {list(range(10_001))}",
@@ -207,9 +208,12 @@ def test_more_than_ten_thousand_runs_need_a_yes(tmp_path: Path) -> None:
         (["study.toml", "--B", "1"], "--B belongs into study.toml"),
         (["selfspec", "--B"], "selfspec: B is empty"),
         (["selfspec", "--gama", "1"], "unknown flag gama; did you mean gamma?"),
-        (["selfspec", "--ignore_eos", "yes"], "--ignore_eos is true or false, not 'yes'"),
+        (["selfspec", "--ignore_eos", "yes"], "ignore_eos is a switch; give true or false"),
         (["selfspec", "--save_tokens", "x"], "save_tokens is for one run"),
-        (["selfspec", "--time_budget", "0"], "--time_budget 0.0 must be more than 0"),
+        (
+            ["selfspec", "--time_budget", "0"],
+            "--time_budget 0 is too small; it must be more than 0",
+        ),
         (["selfspec", "--baseline_every", "x"], "--baseline_every"),
     ],
 )

@@ -214,7 +214,7 @@ def test_caches_stay_only_where_the_memory_allows(
     asked = variants(base)[:3]
     plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
     assert all(stay.room.is_kept for stay in plan.stays.values())
-    needs = [c.prepared.plan.total for c in plan.cells if c.prepared is not None]
+    needs = [c.prepared.plan.total for c in plan.order if c.prepared is not None]
     monkeypatch.setattr(preparing, "free_device_memory", lambda *_: max(needs))
     plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
     assert not any(stay.room.is_kept for stay in plan.stays.values())

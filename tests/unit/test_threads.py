@@ -22,31 +22,32 @@ from test_step_estimate import make_config, save
 from threaded_pipeline import FakePart
 
 from magicdec.cli.front.config_of import flags_of
-from magicdec.cli.parsing.config_file import to_toml
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.threads import Threads, agreed_threads
+from magicdec.config.toml_file import to_toml
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.hardware.threads import ThreadCount
 from magicdec.kernels.build import share_openmp
+from magicdec.pipelined_run.channels import Connections
+from magicdec.pipelined_run.head import PipelineRank
 from magicdec.pipelined_run.layout import Layout
-from magicdec.pipelined_run.rank import Connections, PipelineRank
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.records.table import print_record
-from magicdec.report.point import settings
+from magicdec.report.settings import settings
 from magicdec.serving import prepare as serving
 from magicdec.setup import prepare as setup
+from magicdec.setup.prepare import check_machine
 from magicdec.setup.session import RankSession
-from magicdec.setup.step_estimate import check_machine
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("2,x", "--threads: '2,x' is not known; choose a whole number, or one for each rank, such"),
-        ("2,", "'2,' is not known"),
+        ("2,x", "--threads 2,x is not known; choose a whole number, or one for each rank, such"),
+        ("2,", "--threads 2, is not known"),
         ("0", "--threads 0 is too small; it must be at least 1"),
         ("2,0,1", "--threads 2,0,1: rank 1 has 0 threads; each must have at least 1"),
         ("2,1", "--threads 2,1 has 2 numbers, but 3 ranks were started; give one number for all"),

@@ -13,7 +13,7 @@ from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
 
 from magicdec.engine import Engine
 from magicdec.hardware.timing import PhaseTimer
-from magicdec.run.unmeasured import warm_up_prefill
+from magicdec.run.resident import warm_up_prefill
 
 
 class Event:
@@ -91,7 +91,7 @@ def test_profile_writes_a_trace_a_strategy_and_rank(
     """The traces are readable and contain the phases; the record's times come from other passes."""
     few = "--device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 6 --num_batches 1 --gamma 2"
     place = ("--model", tiny_checkpoint, "--dataset", text_file, "--profile", "traces")
-    budget = ("--draft_budget", 18, "--warmup_batches", 0, "--results", "runs.jsonl")
+    budget = ("--draft_budget", 18, "--warmup_batches", 0, "--out", "runs.jsonl")
     done = launch("selfspec_benchmark.py", *few.split(), *place, *budget, num_ranks=2)
     assert done.returncode == 0, done.stderr
     phases = {"autoregressive": {"decode"}, "speculative": {"draft", "verify"}}

@@ -24,11 +24,11 @@ from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, ParallelSection
-from magicdec.distributed.channels import tensors
-from magicdec.distributed.channels.tensors import wait_for_device
+from magicdec.distributed.channels import process_group
+from magicdec.distributed.channels.process_group import wait_for_device
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import PeerLost, Processes
-from magicdec.memory.free_memory import sharing_ranks
+from magicdec.memory.check import sharing_ranks
 
 TWO_GPUS = Machine(
     num_cpus=8, world_size=2, local_world_size=2, has_cuda=True, num_gpus=2, has_compiler=True,
@@ -165,6 +165,6 @@ def test_a_peer_that_ends_while_the_device_waits_is_named() -> None:
 def test_a_failed_or_endless_exchange_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="the connection with rank 3 is lost: NCCL error"):
         wait_for_device(DeviceWork(0, "NCCL error"), 3, Processes())
-    monkeypatch.setattr(tensors, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(process_group, "PATIENCE_S", 0.1)
     with pytest.raises(PeerLost, match=r"rank 3 has not been heard of for 0.1 s"):
         wait_for_device(DeviceWork(1e9), 3, Processes())

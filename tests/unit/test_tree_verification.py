@@ -12,16 +12,17 @@ from test_lossless_sampling import chain
 from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape, parse_expansion
-from magicdec.sampling import tree_verification
+from magicdec.sampling import verification as tree_verification
 from magicdec.sampling.randomness import Purpose, branching_uniforms_ahead, uniforms_ahead
-from magicdec.sampling.tree_verification import (
+from magicdec.sampling.verification import (
     TreeVerdict,
     child_table,
+    count_accepted,
     draw_again,
     longest_path,
+    verify,
     verify_tree,
 )
-from magicdec.sampling.verification import count_accepted, verify
 
 BELOW_ONE = 1 - 2.0**-53
 UNEVEN = TreeShape((0, 0, 0, 1, 1, 2, 4))  # nodes 3, 5, 6 and 7 have no children

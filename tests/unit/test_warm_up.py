@@ -16,15 +16,15 @@ from magicdec.config.sections import DecodingSection, SamplingSection
 from magicdec.console import Silent
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.start import make_stage_groups
-from magicdec.pipeline.measured_pass import WARM_UP_TOKENS, serve_measured
-from magicdec.pipeline.ring_pass import RingPass
+from magicdec.pipeline.passes import RingPass, serve_measured
+from magicdec.pipeline.tracing import What
 from magicdec.pipelined_run.head import Head
 from magicdec.pipelined_run.measured.measure import describe_use
 from magicdec.pipelined_run.passes import Passes
-from magicdec.pipelined_run.spans import What
 from magicdec.request import Request
 from magicdec.serving.metrics import StepCounts
-from magicdec.workload.trace import RequestShape
+from magicdec.serving.server import WARM_UP_TOKENS
+from magicdec.workload.request_shapes import RequestShape
 
 CPU, ALONE = torch.device("cpu"), Launch(0, 1, 0, 1)
 NUM_NEW, NUM_REQUESTS = 8, 2  # of the commands of `test_pipeline_command`
@@ -64,7 +64,9 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     assert use is not None and use.runs == last_run - warm_runs
     assert use.layers_computed + use.layers_skipped == 6 * use.runs
     assert {drafted.request for drafted in outcome.drafted} == set(range(NUM_REQUESTS))
-    assert sum(told) == NUM_NEW * NUM_REQUESTS and set(outcome.moves) == set(range(NUM_REQUESTS))
+    assert sum(told) == NUM_NEW * NUM_REQUESTS and set(outcome.counts.moves) == set(
+        range(NUM_REQUESTS)
+    )
     assert ends_s[0] <= min(request.arrived_s for request in outcome.requests)
 
 

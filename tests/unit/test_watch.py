@@ -13,9 +13,9 @@ from torch.distributed import HashStore, TCPStore
 
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching import watch as watch_module
-from magicdec.distributed.watching.heartbeat import INTERVAL_S
 from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.distributed.watching.watch import (
+    INTERVAL_S,
     Watch,
     end_process,
     first_word,

@@ -25,7 +25,7 @@ from magicdec.config.sections import (
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import keep_queries, make_draft_kv
 from magicdec.engine import Engine
-from magicdec.memory.working_memory import first_choice_bytes, forward_bytes, working_bytes
+from magicdec.memory.plan import first_choice_bytes, forward_bytes, working_bytes
 from magicdec.request import Batch
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {

@@ -37,10 +37,10 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: Path) -
         (Path(), "Is a directory"),
         *(((FULL, "No space left on device"),) if FULL.exists() else ()),
     ):
-        with pytest.raises(ValueError, match=f"--results .*: {reason}; name a file"):
-            check_writable("--results", path)
-    check_writable("--results", tmp_path / "new" / "runs.jsonl")
-    check_writable("--results", tmp_path / "file")
+        with pytest.raises(ValueError, match=f"--out .*: {reason}; name a file"):
+            check_writable("--out", path)
+    check_writable("--out", tmp_path / "new" / "runs.jsonl")
+    check_writable("--out", tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -49,7 +49,7 @@ def test_a_directory_without_permission_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ValueError, match="no file can be made in"):
-        check_writable("--results", tmp_path / "runs.jsonl")
+        check_writable("--out", tmp_path / "runs.jsonl")
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(
@@ -196,7 +196,7 @@ def test_a_lost_record_costs_no_tokens(
 
 def test_a_disk_that_fills_up_during_the_run_loses_no_table(launch: Launch, tmp_path: Path) -> None:
     """The run may write its tokens but not its record."""
-    done = launch("unwritable_results.py", *FEW, "--results", tmp_path / "runs.jsonl")
+    done = launch("unwritable_results.py", *FEW, "--out", tmp_path / "runs.jsonl")
     assert done.returncode == 1 and "decode, tokens/s" in done.stdout
     assert "runs.jsonl: No space left on device; the record is lost" in done.stderr
     assert "Traceback" not in done.stderr and "record appended" not in done.stderr

@@ -3,7 +3,7 @@
 // multiplies its score; the value's scale multiplies its weight before that is rounded to bfloat16. Queries and sums are
 // never quantised.
 //
-// A tile of TILE tokens of a head (Int8Tiled of kv/int8_layout.py) has TILE * HEAD_SIZE bytes, then TILE float32 scales.
+// A tile of TILE tokens of a head (Int8Tiled of kv/layout.py) has TILE * HEAD_SIZE bytes, then TILE float32 scales.
 // 64 bytes hold two pairs for each of 16 columns, which `Widen` separates: keys are stored as [four dimensions][token],
 // values as [four tokens][dimension].
 constexpr int64_t TILE_NUMBERS = TILE * HEAD_SIZE, TILE_BYTES = TILE_NUMBERS + 4 * TILE;

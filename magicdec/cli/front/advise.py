@@ -11,7 +11,6 @@ process of its own, so that advice for several ranks is the same code. The predi
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -19,13 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.checkpoints.hub_models import with_local_models
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
 from magicdec.cli.front import run
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    NGRAM,
+    NONE,
+    SELF,
+    DecodingSection,
+    DraftChoice,
+    KVSection,
+    ModelSection,
+    OutputSection,
+    ParallelSection,
+    WorkloadSection,
+)
+from magicdec.config.setting import same
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED, is_launched, run_command
 from magicdec.hardware.ceiling_file import load_machine
+from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import method
@@ -125,7 +140,7 @@ def main() -> NoReturn:
         args = read(sys.argv[1:])
         commands = make_commands(args)
         check_writable("--out", args.out)
-        check_runs(commands.values(), args.nproc)
+        check_runs(commands.values(), args.num_ranks)
         find_machine(args)
         records = {name: measure(words, args.out) for name, words in commands.items()}
         print(find_advice(args, records))
@@ -136,62 +151,61 @@ def main() -> NoReturn:
     sys.exit(0 if all(record.passed for record in records.values()) else 1)
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags. Raises ValueError for an unknown one, and under torchrun."""
-    if is_launched():
-        raise ValueError("advise starts the ranks itself; give --nproc instead of torchrun")
-    return build_parser().read(argv)[0]
+@dataclass(frozen=True)
+class AdviceSection:
+    """The runs that advice rests on, and the files."""
+
+    model: str = same(ModelSection, "model")
+    draft: tuple[str, ...] = same(DraftChoice, "draft", (SELF, NGRAM))
+    budget: tuple[int, ...] = same(KVSection, "budget", (65, 257), least=1)
+    gamma: int = same(Options, "gamma")
+    dataset: str = same(WorkloadSection, "dataset")
+    B: int = same(WorkloadSection, "batch_size", 1)
+    prefix_len: int = same(WorkloadSection, "prefix_len", 2048)
+    gen_len: int | None = same(WorkloadSection, "gen_len")
+    num_batches: int = same(WorkloadSection, "num_batches", 3)
+    nproc: int | None = same(ParallelSection, "nproc")
+    machine: Path = same(DecodingSection, "machine", Path("machine.json"))
+    out: Path = same(OutputSection, "results", Path(OutputSection.results))
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.gen_len or DEFAULT_GEN_LEN
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nproc or 1
 
 
 def build_parser() -> Parser:
-    parser = Parser(description=DESCRIPTION)
-    add = parser.add_argument
-    add("--model", default="demo", metavar="NAME",
-        help="the model, named as for `magicdec run` [demo]")  # fmt: skip
-    add("--draft", nargs="+", default=["self", "ngram"], metavar="DRAFT",
-        help=f"drafts to try: {run.SELF}, {run.MODEL_PREFIX}NAME, {run.NGRAM} "
-        "[self ngram]")  # fmt: skip
-    add("--budget", nargs="+", type=int, default=[65, 257], metavar="N",
-        help="KV entries that a draft step of self-speculation reads, each tried [65 257]",
-    )  # fmt: skip
-    add("--gamma", type=int, default=4, metavar="N", help="draft tokens in each step [4]")
-    add("--dataset", default="demo", metavar="NAME", help="the prompts, as for a run [demo]")
-    add("--B", type=int, default=1, metavar="N", help="sequences that are decoded together [1]")
-    add("--prefix_len", type=int, default=2048, metavar="N",
-        help="prompt tokens of each sequence [2048]")  # fmt: skip
-    add("--gen_len", type=int, default=64, metavar="N",
-        help="tokens to generate in each sequence [64]")  # fmt: skip
-    add("--num_batches", type=int, default=3, metavar="N",
-        help="batches of each run; at least 3 give an interval [3]")  # fmt: skip
-    add("--nproc", type=int, default=1, metavar="N",
-        help="ranks of this host that share the model [1]")  # fmt: skip
-    add("--machine", type=Path, default=Path("machine.json"), metavar="FILE",
-        help="the machine file; if it is not there, the machine is probed and it is written "
-        "[machine.json]")  # fmt: skip
-    add("--out", type=Path, default=Path("results/advice.jsonl"), metavar="FILE",
-        help="the file that the records of the runs are appended to "
-        "[results/advice.jsonl]")  # fmt: skip
-    return parser
+    return Parser(DESCRIPTION, {"advice": AdviceSection()})
 
 
-def make_commands(args: argparse.Namespace) -> dict[str, list[str]]:
+def read(words: Sequence[str]) -> AdviceSection:
+    """The flags. Raises ValueError for an unknown one, and under torchrun."""
+    if is_launched():
+        raise ValueError("advise starts the ranks itself; give --nproc instead of torchrun")
+    return build_parser().read(words)[AdviceSection]
+
+
+def make_commands(args: AdviceSection) -> dict[str, list[str]]:
     """The run of each draft, by the flags that name the draft. Models that are named as on the hub
     are fetched. Raises ValueError for what cannot run."""
-    found = {}
+    commands = {}
     for draft in args.draft:
-        if draft == run.NONE:
-            raise ValueError(f"--draft {run.NONE}: every draft is compared with it; leave it out")
-        for budget in args.budget if draft == run.SELF else [None]:
+        if draft == NONE:
+            raise ValueError(f"--draft {NONE}: every draft is compared with it; leave it out")
+        for budget in args.budget if draft == SELF else [None]:
             name = f"--draft {draft}" + ("" if budget is None else f" --budget {budget}")
             flags = [*name.split(), "--gamma", args.gamma, "--model", args.model]
             flags += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
-            flags += ["--gen_len", args.gen_len, "--num_batches", args.num_batches]
-            words = [*map(str, flags), "--nproc", str(args.nproc), "--ignore_eos"]
+            flags += ["--gen_len", args.num_new_tokens, "--num_batches", args.num_batches]
+            words = [*map(str, flags), "--nproc", str(args.num_ranks), "--ignore_eos"]
             config = run.read(words)
-            config.check(args.nproc)
+            config.check(args.num_ranks)
             with_local_models(config)
-            found[name] = ["run", *words]
-    return found
+            commands[name] = ["run", *words]
+    return commands
 
 
 def check_runs(commands: Iterable[list[str]], nproc: int) -> None:
@@ -202,26 +216,26 @@ def check_runs(commands: Iterable[list[str]], nproc: int) -> None:
     known, launch = Known(), Launch(0, nproc, 0, nproc)
     with spinner("checking the runs", True):
         for _, *words in commands:
-            found = find(with_local_models(run.read(words)), launch, known)
-            complete(found, known, agree=lambda _, check: check())
+            inputs = find(with_local_models(run.read(words)), launch, known)
+            complete(inputs, known, agree=lambda _, check: check())
 
 
-def find_machine(args: argparse.Namespace) -> None:
+def find_machine(args: AdviceSection) -> None:
     """Probe the machine if there is no machine file yet. Raises ValueError for a file of another
     number of ranks, which share the machine differently."""
     if args.machine.exists():
-        ranks = load_machine(args.machine).description.get("world_size", args.nproc)
-        if ranks != args.nproc:
+        ranks = load_machine(args.machine).description.get("world_size", args.num_ranks)
+        if ranks != args.num_ranks:
             raise ValueError(
-                f"--machine {args.machine} was probed with --nproc {ranks}, not {args.nproc}; name "
-                "another file, which need not exist"
+                f"--machine {args.machine} was probed with --nproc {ranks}, not {args.num_ranks}; "
+                "name another file, which need not exist"
             )
         print(f"machine    {args.machine}, probed before")
         return
     check_writable("--machine", args.machine)
     print("machine    probing", flush=True)
     with spinner("probing the machine", True):
-        ended = run_command(["probe", "--nproc", args.nproc, "--out", args.machine])
+        ended = run_command(["probe", "--nproc", args.num_ranks, "--out", args.machine])
     if ended.code:
         raise ValueError(ended.error)
     print(ended.stderr, end="", file=sys.stderr)
@@ -240,45 +254,45 @@ def measure(words: list[str], out: Path) -> RunRecord:
         if not file.exists():
             raise ValueError(ended.error)
         record = load_records(file)[-1]
-    found, shown = record.metrics, ""
-    if found is not None and found.net_speedup is not None:
-        ends = found.net_speedup_interval
-        shown = f", {found.net_speedup:.2f}x" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
+    metrics, shown = record.metrics, ""
+    if metrics is not None and metrics.net_speedup is not None:
+        ends = metrics.net_speedup_interval
+        between = f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else ""
+        shown = f", {metrics.net_speedup:.2f}x{between}"
     print(f"{'run':<10} {method(record)}: {record.status}{shown}", flush=True)
     return record
 
 
-def find_advice(args: argparse.Namespace, records: dict[str, RunRecord]) -> str:
+def find_advice(args: AdviceSection, records: dict[str, RunRecord]) -> str:
     """The sentence. Raises ValueError if no run has a speedup."""
     plan = make_plan(args, list(records.values()))
     measured = []
     for name, record in records.items():
-        found = record.metrics
-        if found is None or found.net_speedup is None:
+        metrics = record.metrics
+        if metrics is None or metrics.net_speedup is None:
             continue
-        ends = found.net_speedup_interval
+        ends = metrics.net_speedup_interval
         budget, predicted = record.config["kv"]["budget"], None
-        if plan is not None and name.startswith(f"--draft {run.SELF}"):
+        if plan is not None and name.startswith(f"--draft {SELF}"):
             candidate = next(c for c in plan.candidates() if c.budget == budget)
             here = candidate.predict(args.B, args.prefix_len, args.gamma)
-            predicted = here.net_speedup(args.gen_len)
+            predicted = here.net_speedup(args.num_new_tokens)
         interval = None if ends is None else (ends[0], ends[1])
         draft = f"{name} --gamma {args.gamma}"
-        measured.append(Measured(draft, found.net_speedup, interval, predicted))
+        measured.append(Measured(draft, metrics.net_speedup, interval, predicted))
     if not measured:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
     place = f"B {args.B} and {args.prefix_len} tokens of context"
     return advise(measured, place, find_outlook(args, plan))
 
 
-def make_plan(args: argparse.Namespace, records: list[RunRecord]) -> Plan | None:
+def make_plan(args: AdviceSection, records: list[RunRecord]) -> Plan | None:
     """The plan with the acceptance of these runs. None if none of them is self-speculation with
     a budget and an acceptance."""
     from magicdec.cli import plan
-    from magicdec.cli.plan_flags import build_parser as plan_parser
     from magicdec.model.presets.presets import find_config
 
-    own = [r for r in records if r.config["decoding"]["drafter"] == run.SELF and r.metrics]
+    own = [r for r in records if r.config["decoding"]["drafter"] == SELF and r.metrics]
     if not any(r.metrics and r.metrics.acceptance_per_position for r in own):
         return None
     model, dtype = own[0].config["model"]["model"], own[0].config["model"]["dtype"]
@@ -288,16 +302,24 @@ def make_plan(args: argparse.Namespace, records: list[RunRecord]) -> Plan | None
         file = Path(directory, "runs.jsonl")
         for record in own:
             append_record(file, record)
-        words = ["--model", model, "--machine", args.machine, "--acceptance", file]
-        words += ["--dtype", dtype, "--B", args.B, "--gen_len", args.gen_len, "--tp", args.nproc]
-        words += ["--prefix_len", *contexts]
-        return plan.make_plan(plan_parser().parse_args([str(word) for word in words]))
+        return plan.make_plan(
+            plan.PlanSection(
+                model=model,
+                machine=args.machine,
+                acceptance=(str(file),),
+                dtype=dtype,
+                B=(args.B,),
+                gen_len=args.gen_len,
+                tp=args.num_ranks,
+                prefix_len=tuple(contexts),
+            )
+        )
 
 
-def find_outlook(args: argparse.Namespace, plan: Plan | None) -> Outlook:
+def find_outlook(args: AdviceSection, plan: Plan | None) -> Outlook:
     if plan is None:
         return Outlook(None, args.prefix_len, 1.0, None, 0)
     context = plan.prefix_lens[-1]
     far = plan.predict(args.B, context)
-    net = far.net_speedup(args.gen_len)
+    net = far.net_speedup(args.num_new_tokens)
     return Outlook(plan.break_even(args.B), context, net, far.budget, far.gamma)

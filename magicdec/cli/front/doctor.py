@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
 from magicdec.console import labelled
 from magicdec.distributed.groups import Launch
 
@@ -45,7 +46,7 @@ class Check:
 def main() -> NoReturn:
     """`magicdec doctor`"""
     try:
-        Parser(description=DESCRIPTION).read(sys.argv[1:])
+        build_parser().read(sys.argv[1:])
     except ValueError as error:
         refuse(error, ALONE)
     checks = []
@@ -60,18 +61,27 @@ def main() -> NoReturn:
     sys.exit(1)
 
 
+def build_parser() -> Parser:
+    return Parser(DESCRIPTION, {})
+
+
 def find_checks() -> Iterator[Check]:
     """The checks, each made when it is asked for."""
     yield Check("magicdec", True, f"{version('magicdec')}, Python {platform.python_version()}")
     import torch
 
     from magicdec.hardware.environment import probe_machine
+    from magicdec.kernels.build import find_compiler
 
     machine = probe_machine(ALONE)
     capability = torch.backends.cpu.get_cpu_capability()
     yield Check("torch", True, f"{torch.__version__}, {machine.num_cpus} cores with {capability}")
-    yield check_bfloat16(machine)
-    yield check_compiler()
+    products = "the CPU has dot products for it"
+    if not machine.has_fast_bfloat16:
+        products = "the CPU has no dot products for it; runs use float32"
+    yield Check("bfloat16 on CPU", machine.has_fast_bfloat16, products)
+    missing = "none found; on Debian: apt install g++. Without it, slower kernels run"
+    yield Check("C++ compiler", find_compiler() is not None, find_compiler() or missing)
     yield check_kernels(machine)
     space = os.statvfs(SHARED_MEMORY) if machine.has_shared_memory else None
     free = "" if space is None else f", {space.f_bavail * space.f_frsize / 1e9:.1f} GB free"
@@ -80,26 +90,10 @@ def find_checks() -> Iterator[Check]:
     yield Check("CUDA", machine.has_cuda, ", ".join(names) or "no GPU that torch can use")
     has_triton = find_spec("triton") is not None
     yield Check("Triton", has_triton, version("triton") if has_triton else "not installed")
-    for name, missing in machine.missing_backends.items():
-        yield Check(f"--attention {name}", False, missing)
-    yield check_demo()
-    yield check_auto(machine)
-
-
-def check_bfloat16(machine: Machine) -> Check:
-    """Dot products of bfloat16, without which a CPU computes in float32."""
-    name = "bfloat16 on CPU"
-    if machine.has_fast_bfloat16:
-        return Check(name, True, "the CPU has dot products for it")
-    return Check(name, False, "the CPU has no dot products for it; runs use float32")
-
-
-def check_compiler() -> Check:
-    from magicdec.kernels.build import find_compiler
-
-    found = find_compiler()
-    missing = "none found; on Debian: apt install g++. Without it, slower kernels run"
-    return Check("C++ compiler", found is not None, found or missing)
+    for name, why in machine.missing_backends.items():
+        yield Check(f"--attention {name}", False, why)
+    yield needed("demo model", describe_demo)
+    yield needed("auto", lambda: describe_auto(machine))
 
 
 def check_kernels(machine: Machine) -> Check:
@@ -117,29 +111,29 @@ def check_kernels(machine: Machine) -> Check:
     return Check(name, True, f"built and loaded{tiles}")
 
 
-def check_demo() -> Check:
+def needed(name: str, describe: Callable[[], str]) -> Check:
+    """Something that every run needs, which works unless `describe` raises ValueError."""
+    try:
+        return Check(name, True, describe(), is_needed=True)
+    except ValueError as error:
+        return Check(name, False, str(error), is_needed=True)
+
+
+def describe_demo() -> str:
     """The packaged model, read and checked as a run does."""
     from magicdec.model.checkpoint.source import find_model
 
-    try:
-        found = find_model("--model", "demo")
-    except ValueError as error:
-        return Check("demo model", False, str(error), is_needed=True)
-    return Check("demo model", True, f"{found.config.num_layers} layers", is_needed=True)
+    return f"{find_model('--model', 'demo').config.num_layers} layers"
 
 
-def check_auto(machine: Machine) -> Check:
+def describe_auto(machine: Machine) -> str:
     """What `auto` means here."""
     from magicdec.config.resolve import resolve
     from magicdec.config.run_config import RunConfig
 
-    try:
-        found = resolve(RunConfig(), machine)
-    except ValueError as error:
-        return Check("auto", False, str(error), is_needed=True)
-    chosen = (
-        f"--device {found.parallel.device} --dtype {found.model.dtype} "
-        f"--attention {found.attention.backend} --linear {found.model.linear} "
-        f"--threads {found.parallel.threads}"
+    config = resolve(RunConfig(), machine)
+    return (
+        f"--device {config.parallel.device} --dtype {config.model.dtype} "
+        f"--attention {config.attention.backend} --linear {config.model.linear} "
+        f"--threads {config.parallel.threads}"
     )
-    return Check("auto", True, chosen, is_needed=True)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.setting import setting
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.nodes_file import Ring, device_of, launch_words, read_nodes
 
@@ -28,7 +31,7 @@ def main() -> NoReturn:
     words = sys.argv[1:]
     at = words.index(SPLIT) if SPLIT in words else len(words)
     try:
-        args, _ = build_parser().read(words[:at])
+        args = build_parser().read(words[:at])[NodesSection]
         ring = read_nodes(args.file)
     except ValueError as error:
         refuse(error, ALONE)
@@ -38,15 +41,19 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+@dataclass(frozen=True)
+class NodesSection:
+    file: Path = setting(..., "The file of nodes.", "file", metavar="FILE")
+
+
 def build_parser() -> Parser:
-    parser = Parser(
-        description=DESCRIPTION,
+    return Parser(
+        DESCRIPTION,
+        {"nodes": NodesSection},
         epilog="Words after -- are the command to start and its flags, [recurrent]. The starter's "
         "communication port is where the ranks meet. Its other ports are not needed: gloo and NCCL "
         "choose theirs.",
     )
-    parser.add_argument("file", type=Path, help="the file of nodes")
-    return parser
 
 
 def lines_of(ring: Ring, command: list[str]) -> list[str]:

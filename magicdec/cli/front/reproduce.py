@@ -10,13 +10,16 @@ are read.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import Parser, refuse
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.sections import OutputSection
+from magicdec.config.setting import same, setting
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED, is_launched
 from magicdec.records.writing import check_writable
@@ -45,44 +48,53 @@ def main() -> NoReturn:
         sys.exit(INTERRUPTED)
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags. Raises ValueError for what cannot be."""
-    if is_launched():
-        raise ValueError("reproduce starts the ranks itself; start it without torchrun")
-    args = build_parser().read(argv)[0]
-    if args.table is None and (args.predict or args.demo or args.commands or args.out):
-        raise ValueError(f"name a table; choose from {', '.join(TABLES)}")
-    if args.out is not None and (args.predict or args.commands):
-        raise ValueError("--out does nothing here: nothing runs; leave it out")
-    return args
+@dataclass(frozen=True)
+class TableSection:
+    """The published table, and what is done with it."""
+
+    table: str | None = setting(
+        None, "The published table.", "table", choices=tuple(TABLES), metavar="TABLE"
+    )
+    demo: bool = setting(False, "Run the same with the packaged models, on this machine.")
+    predict: bool = setting(False, "Only predict; needs no GPU.")
+    commands: bool = setting(False, "Print the commands of the published size, and run nothing.")
+    out: Path = same(OutputSection, "results", Path(OutputSection.results))
+    tables: Path = setting(
+        PUBLISHED,
+        "The folder of the published tables, whose files are rewritten.",
+        metavar="DIR",
+    )
+
+    def __post_init__(self) -> None:
+        ways = [f"--{name}" for name in ("demo", "predict", "commands") if getattr(self, name)]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} exclude each other; give one")
+        if self.table is None and ways:
+            raise ValueError(f"name a table; choose from {', '.join(TABLES)}")
 
 
 def build_parser() -> Parser:
-    parser = Parser(description=DESCRIPTION)
-    parser.add_argument(
-        "table", nargs="?", choices=tuple(TABLES), metavar="TABLE", help="the published table"
-    )
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--demo", action="store_true",
-        help="run the same with the packaged models, on this machine")  # fmt: skip
-    ways.add_argument("--predict", action="store_true", help="only predict; needs no GPU")
-    ways.add_argument("--commands", action="store_true",
-        help="print the commands of the published size, and run nothing")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE",
-        help="the file that the records of the runs are appended to; default: "
-        "results/reproduce/TABLE.jsonl")  # fmt: skip
-    parser.add_argument("--tables", type=Path, default=PUBLISHED, metavar="DIR",
-        help=f"the folder of the published tables, whose files are rewritten [{PUBLISHED}]",
-    )  # fmt: skip
-    return parser
+    return Parser(DESCRIPTION, {"table": TableSection()})
 
 
-def reproduce(args: argparse.Namespace) -> int:
+def read(words: Sequence[str]) -> TableSection:
+    """The flags. Raises ValueError for what cannot be."""
+    if is_launched():
+        raise ValueError("reproduce starts the ranks itself; start it without torchrun")
+    values = build_parser().read(words)
+    args = values[TableSection]
+    if args.table is None and "table.out" in values.given:
+        raise ValueError(f"name a table; choose from {', '.join(TABLES)}")
+    if args.predict or args.commands:
+        values.refuse_given(["table.out"], "nothing runs")
+    return args
+
+
+def reproduce(args: TableSection) -> int:
     """Do what the flags say. Returns the exit code. Raises ValueError if a file cannot be read or
     written, or if there are too few GPUs."""
-    from magicdec.reproduce.measuring import measure, shown
     from magicdec.reproduce.printed import print_table, print_tables
-    from magicdec.reproduce.published_table import PublishedTable
+    from magicdec.reproduce.published_table import PublishedTable, shown
 
     if args.table is None:
         print_tables(args.tables)
@@ -98,9 +110,8 @@ def reproduce(args: argparse.Namespace) -> int:
     if args.demo:
         table.make_demo()
     if not args.predict:
-        out = args.out or Path("results/reproduce") / f"{table.name}.jsonl"
-        check_writable("--out", out)
-        num_failed = measure(table, args.demo, out)
+        check_writable("--out", args.out)
+        num_failed = table.measure(args.demo, args.out)
     table.save()
     print_table(table)
     print(f"\nwritten to {table.path}, whose column `exists` says what is missing and why")
@@ -121,9 +132,9 @@ def check_hardware(table: PublishedTable) -> None:
         return
     import torch
 
-    found = torch.cuda.device_count()
-    if found < needed:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < needed:
         raise ValueError(
-            f"{table.name} needs {needed} CUDA devices, this machine has {found}; --predict and "
+            f"{table.name} needs {needed} CUDA devices, this machine has {num_gpus}; --predict and "
             "--demo need none"
         )

@@ -1,13 +1,15 @@
-"""Which flags a run ignores, and why. Imports no torch itself, but asking a KV policy does.
-
-`cli.flags` refuses such a flag where the user gave it. Must not know how flags are read.
-"""
+"""Which settings a run ignores, and why: such a flag is refused where the user gave it. Imports no
+torch itself, but asking a KV policy does."""
 
 from __future__ import annotations
 
-from magicdec.cli.parsing.parser import Parser
+import sys
+
+from magicdec.cli.parsing.parser import ConfigFile, Values
 from magicdec.config.checks import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import read_launch
+from magicdec.distributed.ranks import find_world_size
 from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
@@ -18,34 +20,44 @@ OF_DRAFTING = tuple(
 OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")
 
 
-def refuse_ignored(config: RunConfig, parser: Parser, given: set[str]) -> None:
-    """Raises ValueError for a flag of a section of `config` that was given and would do nothing."""
-    for dest in sorted(given):
-        reason = why_ignored(config, dest)
-        if "." in dest and reason is not None:
-            raise ValueError(f"{parser.flag_of(dest)} does nothing here: {reason}; leave it out")
+def refuse_ignored(config: RunConfig, values: Values) -> None:
+    """Raises ValueError for a flag on the command line that would do nothing in a run of `config`.
+    If it is in a file, say so."""
+    for name in sorted(values.given):
+        reason = why_ignored(config, name)
+        values.refuse_typed([] if reason is None else [name], str(reason))
+        if reason is not None and is_working_leader(config):
+            message = f"{values.flag_of(name)} does nothing here: {reason}"
+            print(f"--config {values[ConfigFile].config}: {message}", file=sys.stderr)
 
 
-def drafts_only(config: RunConfig, field: str) -> bool:
-    """Whether the command of `config` decodes autoregressively and `field` is about drafts, so that
-    no other flag can make the command use it."""
-    is_of_drafts = field.partition(".")[0] in ("kv", "draft") or field in OF_DRAFTING
+def is_working_leader(config: RunConfig) -> bool:
+    """Whether this is the first rank, and it runs itself instead of starting ranks."""
+    launch = read_launch()
+    world_size = find_world_size(config.parallel.nproc, launch)
+    return launch.rank == 0 and launch.world_size == world_size
+
+
+def drafts_only(config: RunConfig, name: str) -> bool:
+    """Whether the command of `config` decodes autoregressively and the setting is about drafts, so
+    that no other flag can make the command use it."""
+    is_of_drafts = name.partition(".")[0] in ("kv", "draft") or name in OF_DRAFTING
     return config.decoding.strategy == BASELINE and is_of_drafts
 
 
-def why_ignored(config: RunConfig, field: str) -> str | None:
-    """Why the run does not use `field`, such as `kv.window_size`; None if it does."""
-    section, _, name = field.partition(".")
+def why_ignored(config: RunConfig, setting: str) -> str | None:
+    """Why the run does not use a setting, such as `kv.window_size`; None if it does."""
+    section, _, name = setting.partition(".")
     decoding = config.decoding
-    if drafts_only(config, field):
+    if drafts_only(config, setting):
         return "autoregressive decoding drafts nothing"
-    if field == "decoding.num_draft_tokens" and decoding.tree is not None:
+    if setting == "decoding.num_draft_tokens" and decoding.tree is not None:
         return "--tree says what a step drafts"
     if section == "draft" and decoding.drafter != "model":
         return "no other model drafts"
     if section == "kv" and name != "draft_kv_dtype" and decoding.drafter == "ngram":
         return "prompt lookup reads no KV cache"
-    if field == "sampling.seed" and config.sampling.temperature == 0:
+    if setting == "sampling.seed" and config.sampling.temperature == 0:
         return "--temperature 0 is greedy"
     return _why_policy_ignores(config, name) if section == "kv" else None
 

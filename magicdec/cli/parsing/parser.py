@@ -1,34 +1,128 @@
-"""Parser: the argparse parser of every command. It raises errors instead of exiting, has help in
-two levels, and tells which flags the user gave.
+"""Parser: the argparse parser of every command, made from sections of settings. It raises errors
+instead of exiting, has help in two levels, and reads flags from a TOML file too. Imports no torch.
 
-Must not know any flag but those of the help. Imports no torch.
+`Values` is what it read: the sections with the user's values, and which settings the user gave.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
+from magicdec.config.setting import Declared, declared, setting
+from magicdec.config.toml_file import TomlFile
 from magicdec.distributed.groups import read_launch
 
-UNSET = object()  # the value of a flag that was not given, while arguments are read
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    config: Path | None = setting(
+        None,
+        "Take flags from this TOML file, whose keys are their names. Flags on the command line "
+        "win.",
+    )
+
+
+@dataclass(frozen=True)
+class Values:
+    """`sections` by name. A setting is named by its section and its field, such as `kv.budget`:
+    `typed` are those of the command line, `filed` those of the file of `--config`."""
+
+    sections: Mapping[str, Any]
+    typed: frozenset[str]
+    filed: frozenset[str]
+    settings: Mapping[str, Declared]
+
+    def __getitem__(self, kind: type[Section]) -> Section:
+        """The section of that type."""
+        return next(each for each in self.sections.values() if type(each) is kind)
+
+    @property
+    def given(self) -> frozenset[str]:
+        return self.typed | self.filed
+
+    def flag_of(self, name: str) -> str:
+        return self.settings[name].flag
+
+    def refuse_given(self, names: Iterable[str], reason: str) -> None:
+        """Raises ValueError for a setting that the user gave and that does nothing."""
+        for name in names:
+            if name in self.given:
+                raise ValueError(f"{self.flag_of(name)} does nothing here: {reason}; leave it out")
+
+    def refuse_typed(self, names: Iterable[str], reason: str) -> None:
+        """As `refuse_given`, for the settings on the command line alone."""
+        self.refuse_given([name for name in names if name in self.typed], reason)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ValueError with one line instead of exiting.
-
+    """`sections` are the sections that the flags belong to, by name, with their defaults; a section
+    with settings that have none is given as its type. `only` names the fields of a section that
+    have a flag here; without it, all have one. `aliases` are further spellings of settings.
     `everyday` names the flags that `--help` shows; `--help_all` shows them all. Without it,
-    `--help` shows them all."""
+    `--help` does."""
 
-    def __init__(self, *args: Any, everyday: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})
-        self.everyday = tuple(everyday)
+    def __init__(
+        self,
+        description: str,
+        sections: Mapping[str, Any],
+        only: Mapping[str, Sequence[str]] | None = None,
+        aliases: Mapping[str, Sequence[str]] | None = None,
+        everyday: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(description=description, allow_abbrev=False, **options)
+        self.everyday, self.sections = tuple(everyday), dict(sections)
+        self.settings: dict[str, Declared] = {}
         if everyday:
             self.add_argument(
-                "--help_all", action=_HelpAll, nargs=0, help="show every flag and exit"
+                "--help_all",
+                action=_HelpAll,
+                nargs=0,
+                default=argparse.SUPPRESS,
+                help="show every flag and exit",
             )
+        for name, section in sections.items():
+            group = self.add_argument_group(name)
+            kind = section if isinstance(section, type) else type(section)
+            for field, each in declared(kind).items():
+                if only is None or field in only.get(name, (field,)):
+                    default = getattr(section, field, MISSING)
+                    more = (aliases or {}).get(f"{name}.{field}", ())
+                    self._add_setting(group, f"{name}.{field}", each, default, more)
+
+    def _add_setting(
+        self, group: Any, name: str, each: Declared, default: Any, aliases: Sequence[str]
+    ) -> None:
+        flags = list(dict.fromkeys([*each.flags, *aliases]))
+        options: dict[str, Any] = {"default": argparse.SUPPRESS}
+        self.settings[name] = replace(
+            each, default=default, setting=replace(each.setting, flags=tuple(flags))
+        )
+        options["help"] = help_text(self.settings[name])
+        if each.flag.startswith("-"):
+            options |= {"dest": name, "required": default is MISSING}
+        elif default is not MISSING and not each.is_list:
+            options["nargs"] = "?"
+        if each.kind is bool:
+            options |= {"action": "store_const", "const": not default}
+        else:
+            options["metavar"] = each.metavar
+            if each.is_list:
+                options["nargs"] = "*" if each.setting.can_be_empty else "+"
+            if each.setting.choices:
+                options["choices"] = each.setting.choices
+                options["metavar"] = None if each.flag.startswith("-") else each.metavar
+        group.add_argument(*flags, **options)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Values are checked by their settings, which word it as the project does."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -53,52 +147,97 @@ class Parser(argparse.ArgumentParser):
         try:
             text = super().format_help()
         finally:
-            for action, kept in zip(hidden, texts, strict=True):
-                action.help = kept
+            for action, help_of_action in zip(hidden, texts, strict=True):
+                action.help = help_of_action
         return f"{text}\n--help_all shows {len(hidden)} more flags.\n"
 
     def format_help_all(self) -> str:
         return super().format_help()
 
     def hide(self, is_hidden: Callable[[str], bool]) -> None:
-        """Leave the flags whose `dest` is hidden out of every help text."""
+        """Leave the settings that are hidden out of every help text."""
         for action in self._actions:
             if is_hidden(action.dest):
                 action.help = argparse.SUPPRESS
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """As argparse's, with a hint. Raises ValueError for a flag that does not exist, with the
-        name that is most like it."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+    def read(self, words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Values:
+        """The sections with the values of the command line and of the file of `--config`. The user
+        wrote `defaults` elsewhere: values by the spellings of flags without dashes. Raises
+        ValueError, one line, for a flag that does not exist, with the name that is most like it,
+        and for a value that a setting cannot have."""
+        texts = self._parse(words)
+        typed = {name: self.settings[name].read(text) for name, text in texts.items()}
+        path = typed.get("file.config")
+        filed = {} if path is None else self.read_file(TomlFile("--config", path))
+        others = self._read_keys(defaults or {})
+        values = others | filed | typed
+        sections = {}
+        for name, section in self.sections.items():
+            own = {
+                key.partition(".")[2]: value
+                for key, value in values.items()
+                if key.partition(".")[0] == name
+            }
+            sections[name] = (
+                section(**own) if isinstance(section, type) else replace(section, **own)
+            )
+        given = frozenset(filed) | frozenset(others)
+        return Values(sections, frozenset(typed), given, self.settings)
+
+    def _parse(self, words: Sequence[str]) -> dict[str, Any]:
+        """The texts that the command line gives, by the names of settings."""
+        parsed, unknown = self.parse_known_args(words)
         if unknown:
-            known = self.options()
-            close = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"choose from {' '.join(known)}"
-            raise ValueError(f"unknown argument {unknown[0]}; {hint}")
-        return parsed
+            options = [flag for action in self._actions for flag in action.option_strings]
+            raise ValueError(f"unknown argument {unknown[0]}; {most_like(unknown[0], options)}")
+        names = {each.flag: name for name, each in self.settings.items() if "." in name}
+        return {names.get(name, name): text for name, text in vars(parsed).items()}
 
-    def options(self) -> list[str]:
-        """Every spelling of every flag, those of its actions (`gate save`) included."""
-        found = [option for action in self._actions for option in action.option_strings]
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found += [option for inner in action.choices.values() for option in inner.options()]
-        return list(dict.fromkeys(found))
+    def read_file(self, file: TomlFile) -> dict[str, Any]:
+        """The values of the file by the names of settings. Raises ValueError, naming the file, the
+        key and its line."""
+        values: dict[str, Any] = {}
+        for key, value in file.values.items():
+            try:
+                values |= self._read_keys({key: value})
+            except ValueError as error:
+                raise ValueError(f"{file.place_of(key)}: {error}") from None
+        return values
 
-    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
-        """The values of all flags, and the `dest` of those that were given. Raises ValueError for a
-        flag that does not exist, with the name that is most like it."""
-        unset = argparse.Namespace(**{a.dest: UNSET for a in self._actions if a.dest != "help"})
-        parsed = self.parse_args(words, unset)
-        given = {dest for dest, value in vars(parsed).items() if value is not UNSET}
-        for action in self._actions:
-            if action.dest in vars(parsed) and action.dest not in given:
-                setattr(parsed, action.dest, action.default)
-        return parsed, given
+    def _read_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        names = {
+            flag.lstrip("-"): name for name, each in self.settings.items() for flag in each.flags
+        }
+        result = {}
+        for key, value in values.items():
+            if key not in names or key == "config":
+                raise ValueError(f"{key!r} is not the name of a flag; {most_like(key, names)}")
+            each = self.settings[names[key]]
+            if each.kind is bool and value is not True:
+                if value is not False:
+                    raise ValueError(f"{key} is a switch; give true or false")
+                continue
+            if each.kind is bool:
+                value = not each.default
+            result[names[key]] = each.read(value)
+        return result
 
-    def flag_of(self, dest: str) -> str:
-        """The first spelling of the flag with that `dest`."""
-        return next(a.option_strings[0] for a in self._actions if a.dest == dest)
+
+def most_like(word: str, names: Sequence[str] | Mapping[str, Any]) -> str:
+    """A hint at the name that is most like the word."""
+    close = difflib.get_close_matches(word, list(names), n=1)
+    return f"did you mean {close[0]}?" if close else f"choose from {' '.join(names)}"
+
+
+def help_text(each: Declared) -> str:
+    """The meaning of a setting, with its default."""
+    default, others = each.default, each.setting.other_defaults
+    if default is None or default is MISSING or default == () or each.kind is bool:
+        shown = others
+    else:
+        text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        shown = f"{text}; {others}" if others else text
+    return f"{each.setting.help} [{shown}]".replace("%", "%%") if shown else each.setting.help
 
 
 class _HelpAll(argparse.Action):

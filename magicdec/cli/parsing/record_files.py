@@ -1,38 +1,38 @@
 """The arguments that name files of records, and the records of these files: for commands that read
-what runs left behind. A new kind of record is a line in `KINDS`. Imports no torch.
+what runs left behind. A new kind of record is a line in `TABLES`. Imports no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
+from magicdec.config.setting import setting
 from magicdec.names import RECORDS, load_named
 from magicdec.records.reading import read_records
-from magicdec.records.record import RunRecord
+from magicdec.records.record import MeasuredRecord, Record, RunRecord
 
 
-def add_record_files(parser: argparse.ArgumentParser, also: str = "") -> None:
-    """Add FILE... and --strict. `also` names another flag that implies --strict."""
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="files of records, as JSON lines"
+@dataclass(frozen=True)
+class FilesSection:
+    """The files, and what is done with lines that are no records."""
+
+    files: tuple[Path, ...] = setting(
+        ..., "Files of records, as JSON lines.", "files", metavar="FILE"
     )
-    implied = f", as {also} does" if also else ""
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help=f"refuse a file with a line that is not a record{implied}; otherwise the line is "
-        "skipped with a warning",
+    strict: bool = setting(
+        False,
+        "Refuse a file with a line that is not a record; otherwise the line is skipped with a "
+        "warning. `table --check` always does.",
     )
 
 
 def read_files(
-    args: argparse.Namespace, can_be_empty: bool = False, others: Counter[str] | None = None
+    args: FilesSection, can_be_empty: bool = False, others: Counter[str] | None = None
 ) -> Iterator[tuple[Path, RunRecord]]:
     """Each record of a run in the files with its file, one after the other. Records of other kinds
     are counted in `others`, as by `read_records`. Raises ValueError, one line, if a file cannot be
@@ -46,36 +46,55 @@ def read_files(
         raise ValueError(f"{', '.join(map(str, args.files))}: there are no records")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What prints the records of one command, and what draws those of several. They are imported
-    when they are needed."""
+def read_every_kind(
+    args: FilesSection, kinds: Sequence[str] = tuple(RECORDS)
+) -> Iterator[tuple[Path, Record]]:
+    """Each record of these kinds in the files with its file: first those of runs, then one kind
+    after the other. Raises ValueError as `read_files` does."""
+    others = Counter[str]()
+    is_empty = True
+    runs = read_files(args, can_be_empty=True, others=others)
+    passes = (
+        (path, record)
+        for kind in kinds
+        if kind in others
+        for path in args.files
+        for record in read_records(path, load_named(RECORDS, kind), args.strict, Counter())
+    )
+    for each in chain(runs, passes):
+        is_empty = False
+        yield each
+    if is_empty:
+        files = ", ".join(map(str, args.files))
+        raise ValueError(f"{files}: there are no records of kind {', '.join(kinds)}")
 
-    show: str
-    draw: str | None = None
 
-
-KINDS = {  # by the key `kind` of a record
-    "serving": Kind("magicdec.serving.showing.rates:print_records"),
-    "pipeline": Kind("magicdec.pipeline.showing.table:print_table"),
-    "speculation": Kind(
-        "magicdec.pipelined_run.measured.bars:print_table",
-        "magicdec.pipelined_run.measured.bars:draw_bars",
-    ),
+# What makes the tables of the records of one command, by the key `kind`; it is imported when it is
+# needed. Runs are listed together (`report/listing.py`).
+TABLES = {
+    "serving": "magicdec.serving.showing:tables",
+    "pipeline": "magicdec.pipeline.showing:tables",
+    "speculation": "magicdec.pipelined_run.measured.bars:tables",
+    "latency": "magicdec.latency.record:tables",
+    "plan": "magicdec.cost_model.plan:tables",
+    "stage_plan": "magicdec.cost_model.stage_plan:tables",
+    "simulation": "magicdec.simulator.showing:tables",
 }
 
 
 def read_commands(kind: str, paths: Sequence[Path], is_strict: bool) -> Iterator[list[Any]]:
     """The records of each command of this kind: those that follow each other in a file and have one
-    command line and one start. Records of other kinds are left out. Raises ValueError as
-    `read_records` does."""
+    command line and one start or, of simulations, the same options and work. Records of other kinds
+    are left out. Raises ValueError as `read_records` does."""
     others = Counter[str]()
     for path in paths:
-        records = read_records(path, load(RECORDS[kind]), is_strict, others)
-        for _, group in groupby(records, lambda r: (r.environment.time_utc, r.environment.argv)):
+        records = read_records(path, load_named(RECORDS, kind), is_strict, others)
+        for _, group in groupby(records, _command_of):
             yield list(group)
 
 
-def load(place: str) -> Any:
-    """What stands behind `module:name`."""
-    return load_named({place: place}, place)
+def _command_of(record: Any) -> tuple[object, object]:
+    """What is the same in all records of one command, and in no other's that follows it."""
+    if isinstance(record, MeasuredRecord):
+        return record.environment.time_utc, record.environment.argv
+    return record.config.get("options"), record.config.get("work")

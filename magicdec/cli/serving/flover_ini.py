@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from magicdec.model.config import ModelConfig
 
@@ -154,23 +155,23 @@ SAID_BY_MODEL = (
 
 @dataclass(frozen=True)
 class FloverIni:
-    """`words` are the file as a command line. `shape` are the entries of `SHAPE` that the model
-    must agree with."""
+    """`values` has the values of the file by the names of flags. `shape` are the entries of `SHAPE`
+    that the model must agree with."""
 
-    words: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)
     shape: tuple[Entry, ...] = ()
 
     def check_model(self, model: ModelConfig) -> None:
         """Raises ValueError, naming file, line and key, if the model has another shape."""
         for entry in self.shape:
-            found = getattr(model, SHAPE[entry.key])
-            if entry.integer(1) != found:
-                raise entry.refuse(f"{model.name} has {found}")
+            size = getattr(model, SHAPE[entry.key])
+            if entry.integer(1) != size:
+                raise entry.refuse(f"{model.name} has {size}")
 
 
-def read_flover_ini(path: Path, given: Callable[[str], bool]) -> FloverIni:
-    """`given` says whether the user wrote a flag on the command line, which wins. Raises
-    ValueError, naming file, line and key."""
+def read_flover_ini(path: Path, typed: Collection[str]) -> FloverIni:
+    """`typed` are the flags on the command line, which win. Raises ValueError, naming file, line
+    and key."""
     file = IniFile("--ini", path)
     for name in (MODEL, RUNTIME, REQUEST):
         section = file.sections.setdefault(name, {})
@@ -179,14 +180,14 @@ def read_flover_ini(path: Path, given: Callable[[str], bool]) -> FloverIni:
         if key not in file.sections[MODEL]:
             raise ValueError(f"{file.name}: [{MODEL}] has no {key}")
     own = architecture_of(file)
-    words = [
-        *model_words(file, own, given),
-        *length_words(file),
-        *arrival_words(file.sections[RUNTIME]),
-        *sampling_words(file.sections[RUNTIME]),
-    ]
-    shape = () if given("--model") else tuple(own[key] for key in SHAPE if key in own)
-    return FloverIni(tuple(words), shape)
+    values = {
+        **model_values(file, own, typed),
+        **length_values(file),
+        **arrival_values(file.sections[RUNTIME]),
+        **sampling_values(file.sections[RUNTIME]),
+    }
+    shape = () if "--model" in typed else tuple(own[key] for key in SHAPE if key in own)
+    return FloverIni(values, shape)
 
 
 def check_keys(
@@ -214,25 +215,24 @@ def architecture_of(file: IniFile) -> dict[str, Entry]:
     return own
 
 
-def model_words(file: IniFile, own: dict[str, Entry], given: Callable[[str], bool]) -> list[str]:
+def model_values(file: IniFile, own: dict[str, Entry], typed: Collection[str]) -> dict[str, Any]:
     section, runtime = file.sections[MODEL], file.sections[RUNTIME]
     model = own.get("model_dir") or section.get("model_dir") or section["model_type"]
-    words = ["--model", model.text]
-    words += ["--B", str(section["max_concurrency"].integer(1))]
-    words += ["--num_requests", str(section["max_concurrency"].integer(1))]
+    rows = section["max_concurrency"].integer(1)
+    values: dict[str, Any] = {"model": model.text, "B": rows, "num_requests": rows}
     if "tensor_para_size" in section:
-        words += ["--nproc", str(section["tensor_para_size"].integer(1))]
-    kinds = [of["data_type"] for of in (section, runtime) if "data_type" in of]
-    for kind in kinds if not given("--dtype") else ():
-        if kind.text not in DTYPES:
-            raise kind.refuse(f"choose from {', '.join(DTYPES)}, or give --dtype")
-        if kind.text != kinds[0].text:
-            raise kind.refuse(f"[{MODEL}] has {kinds[0].text}")
-        words += ["--dtype", DTYPES[kind.text]]
-    return words
+        values["nproc"] = section["tensor_para_size"].integer(1)
+    dtypes = [of["data_type"] for of in (section, runtime) if "data_type" in of]
+    for dtype in dtypes if "--dtype" not in typed else ():
+        if dtype.text not in DTYPES:
+            raise dtype.refuse(f"choose from {', '.join(DTYPES)}, or give --dtype")
+        if dtype.text != dtypes[0].text:
+            raise dtype.refuse(f"[{MODEL}] has {dtypes[0].text}")
+        values["dtype"] = DTYPES[dtype.text]
+    return values
 
 
-def length_words(file: IniFile) -> list[str]:
+def length_values(file: IniFile) -> dict[str, Any]:
     """With `use_mem_shuffle` 1, total lengths are uniform from `LEAST_RANDOM_LENGTH` on, and rows
     are moved into a window. Otherwise every request has the largest output length."""
     section, request = file.sections[MODEL], file.sections[REQUEST]
@@ -246,9 +246,8 @@ def length_words(file: IniFile) -> list[str]:
             raise entry.refuse(f"max_seq_len {total.text} has room for {most} after the prompt")
         most = entry.integer(1)
     shuffles = file.sections[RUNTIME].get("use_mem_shuffle")
-    words = ["--prefix_len", str(prompt), "--gen_len"]
     if shuffles is None:
-        return [*words, str(most)]
+        return {"prefix_len": prompt, "gen_len": most}
     length, compaction = str(most), "none"
     if is_on(shuffles):
         least = max(1, LEAST_RANDOM_LENGTH - prompt)
@@ -258,31 +257,31 @@ def length_words(file: IniFile) -> list[str]:
                 f"has {prompt + most}"
             )
         length, compaction = f"uniform:{least}:{most}", "window"
-    return [*words, length, "--compaction", compaction]
+    return {"prefix_len": prompt, "gen_len": length, "compaction": compaction}
 
 
-def arrival_words(section: dict[str, Entry]) -> list[str]:
+def arrival_values(section: dict[str, Entry]) -> dict[str, Any]:
     """`interval` ms between two requests; 0 is a burst."""
     if "interval" not in section:
-        return []
+        return {}
     interval = section["interval"].number()
-    return ["--arrival", f"constant:{interval:g}" if interval else "burst"]
+    return {"arrival": f"constant:{interval:g}" if interval else "burst"}
 
 
-def sampling_words(section: dict[str, Entry]) -> list[str]:
+def sampling_values(section: dict[str, Entry]) -> dict[str, Any]:
     """`top_k` 1, and no filter at all, are greedy, as in Flover."""
-    values = {key: section[key].number(*ends) for key, ends in SAMPLING.items() if key in section}
+    numbers = {key: section[key].number(*ends) for key, ends in SAMPLING.items() if key in section}
     top_k = section["top_k"].integer() if "top_k" in section else 1
-    top_p, temperature = values.get("top_p", 0.0), values.get("temperature", 1.0)
-    words = ["--seed", str(section["seed"].integer())] if "seed" in section else []
+    top_p, temperature = numbers.get("top_p", 0.0), numbers.get("temperature", 1.0)
+    seed = {"seed": section["seed"].integer()} if "seed" in section else {}
+    values: dict[str, Any] = dict(seed)
     if temperature and top_k != 1 and (top_k or top_p):
-        words += ["--temperature", f"{temperature:g}"]
-        words += ["--top_k", str(top_k)] if top_k else []
-        words += ["--top_p", f"{top_p:g}"] if top_p else []
-        words += ["--sampling_seed", section["seed"].text] if "seed" in section else []
-    for key in ("repetition_penalty", "presence_penalty"):
-        words += [f"--{key}={values[key]:g}"] if key in values else []
-    return words
+        values["temperature"] = temperature
+        values |= {"top_k": top_k} if top_k else {}
+        values |= {"top_p": top_p} if top_p else {}
+        values |= {"sampling_seed": seed["seed"]} if seed else {}
+    penalties = ("repetition_penalty", "presence_penalty")
+    return values | {key: numbers[key] for key in penalties if key in numbers}
 
 
 def is_on(entry: Entry) -> bool:

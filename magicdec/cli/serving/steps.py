@@ -1,29 +1,36 @@
-"""The steps that all commands that serve requests have in common, and the file that they append
-their records to, one by one as they are made.
+"""The steps that all commands that serve requests have in common: from the command line to the
+records, which are appended to their file one by one as they are made.
 
-Owns how such a command ends: with which exit code, and with which line when it fails. Must not know
-what any of them serves, nor how.
+Owns how such a command ends: with which exit code, and with which line when it fails. Heavy imports
+happen after the flags are read.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from magicdec.cli.flags import announce_backend, refuse
+from magicdec.cli.flags import announce_backend, refuse, run_on_ranks
+from magicdec.config.run_config import RunConfig
+from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import INTERRUPTED
-from magicdec.distributed.watching.watch import naming_lost
+from magicdec.distributed.watching.watch import naming_lost, watch_ranks
+from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.records.writing import append_line, to_json
 
 if TYPE_CHECKING:
-    from magicdec.serving.showing.passes import PassRecord
+    from magicdec.serving.record import PassRecord
     from magicdec.setup.prepare import Prepared
 
+FAILED = 1
 
-class Kept:
+
+class RecordFile:
     """The file, and how many records it got. A record that cannot be written is lost with a line
     that says so, and the command goes on: what it measures next may still be printed."""
 
@@ -39,16 +46,38 @@ class Kept:
             print(f"--out {self.path}: {error.strerror}; the record is lost", file=sys.stderr)
 
 
-FAILED = 1
+@dataclass(frozen=True)
+class Experiment(ABC):
+    """What the command line of a command that serves requests asks for, and how it is done. The
+    `config` is that of the engine."""
+
+    config: RunConfig
+
+    @abstractmethod
+    def check_ranks(self, nproc: int) -> None:
+        """Raises ValueError if so many ranks cannot have the model, before they start."""
+
+    @abstractmethod
+    def prepare(self, launch: Launch) -> Any:
+        """What `measure` needs: a `Prepared`, or what has one as its `run`."""
+
+    @abstractmethod
+    def measure(self, prepared: Any, record_file: RecordFile) -> list[Any]:
+        """Serve the requests in every pass. On the first rank, keep each record when it is made."""
+
+    @abstractmethod
+    def show(self, prepared: Any, records: list[Any]) -> bool:
+        """Print the tables and write the files that were asked for. Returns whether all could be
+        written."""
 
 
-def run_command(serve: Callable[[Launch, Sequence[str]], int]) -> NoReturn:
-    """Exit with what `serve`, the whole command on this rank, returns for the command line. If
-    another rank ends while this one needs it, every rank that is left names it."""
+def run_command(parse: Callable[[Sequence[str], Launch], Experiment]) -> NoReturn:
+    """Do what `parse` makes of the command line, on this rank. If another rank ends while this one
+    needs it, every rank that is left names it."""
     launch, words = read_launch(), sys.argv[1:]
     try:
         with naming_lost(launch):
-            code = serve(launch, words)
+            code = serve(parse(words, launch), words, launch)
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
@@ -56,17 +85,46 @@ def run_command(serve: Callable[[Launch, Sequence[str]], int]) -> NoReturn:
     sys.exit(code)
 
 
-def announce(prepared: Prepared) -> None:
+def serve(experiment: Experiment, words: Sequence[str], launch: Launch) -> int:
+    """The whole command on this rank. Returns its exit code."""
+    experiment = replace(experiment, config=with_local_models(experiment.config))
+    parallel, out = experiment.config.parallel, Path(experiment.config.output.results)
+    run_on_ranks(parallel.nproc, words, launch, experiment.check_ranks)
+    watch_ranks(launch)
+    with spinner("preparing", launch.rank == 0):
+        prepared = experiment.prepare(launch)
+    announce(prepared, launch)
+    record_file = RecordFile(out)
+    try:
+        records = experiment.measure(prepared, record_file)
+    except KeyboardInterrupt:
+        if launch.rank == 0:
+            print(f"interrupted; {record_file.count} records are in {out}", file=sys.stderr)
+        return INTERRUPTED
+    if launch.rank != 0:
+        return 0
+    is_written = experiment.show(prepared, records)
+    code = conclude(record_file, records)
+    return code if is_written else FAILED
+
+
+def announce(prepared: Any, launch: Launch) -> None:
     """Tell the user what was chosen, and what it needs of the memory."""
-    announce_backend(prepared.config, prepared.launch)
-    if prepared.launch.rank == 0:
-        print(f"{'memory':<10} {prepared.memory}", flush=True)
+    split, transport = (getattr(prepared, name, None) for name in ("split", "transport"))
+    if launch.rank == 0 and split:
+        print(labelled("split", split))
+    if launch.rank == 0 and transport is not None:
+        print(labelled("messages", transport.describe()))
+    run: Prepared = getattr(prepared, "run", prepared)
+    announce_backend(run.config, run.launch)
+    if launch.rank == 0:
+        print(labelled("memory", run.memory), flush=True)
 
 
-def conclude(kept: Kept, records: Sequence[PassRecord]) -> int:
+def conclude(record_file: RecordFile, records: Sequence[PassRecord]) -> int:
     """Say where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
     tokens."""
-    noun = "record" if kept.count == 1 else "records"
-    print(f"{kept.count} {noun} appended to {kept.path}", file=sys.stderr)
+    noun = "record" if record_file.count == 1 else "records"
+    print(f"{record_file.count} {noun} appended to {record_file.path}", file=sys.stderr)
     is_wrong = any(record.status == "diverged" for record in records)
-    return FAILED if is_wrong or kept.count < len(records) else 0
+    return FAILED if is_wrong or record_file.count < len(records) else 0

@@ -19,7 +19,7 @@ INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
 
 
 def choose_backend(
-    asked: str,
+    value: str,
     device: str,
     machine: Machine,
     head_dim: int,
@@ -29,24 +29,24 @@ def choose_backend(
     """The attention backend to use. Raises ValueError if the user named one that cannot serve. On
     CUDA, `auto` is the portable backend until a measurement has chosen. `needs_trees`: the run
     drafts trees."""
-    if asked == "auto" and device == "cuda":
+    if value == "auto" and device == "cuda":
         return Choice(PORTABLE_BACKEND, "auto: to be measured", How.TO_BE_MEASURED)
-    if asked == "auto":
+    if value == "auto":
         return _choose_on_cpu(device, machine, head_dim, dtype, needs_trees)
-    capabilities = capabilities_of(asked)
+    capabilities = capabilities_of(value)
     if needs_trees and not capabilities.supports_trees:
         fitting = ", ".join(list_backends(lambda c: c.supports_trees))
         raise ValueError(
-            f"--attention {asked} computes no draft trees, which --tree needs; choose from auto, "
+            f"--attention {value} computes no draft trees, which --tree needs; choose from auto, "
             f"{fitting}"
         )
     obstacle = capabilities.obstacle(machine, device, head_dim, dtype)
     if obstacle:
         raise ValueError(
-            f"--attention {asked}: {obstacle}; choose from auto, {REFERENCE_BACKEND}, "
+            f"--attention {value}: {obstacle}; choose from auto, {REFERENCE_BACKEND}, "
             f"{PORTABLE_BACKEND}"
         )
-    return asked_for(asked, capabilities.is_interpreted_on_cpu and device == "cpu")
+    return asked_for(value, capabilities.is_interpreted_on_cpu and device == "cpu")
 
 
 def unmeasured(choice: Choice) -> Choice:
@@ -74,10 +74,10 @@ def _choose_on_cpu(
     raise AssertionError("the last of AUTO_BACKENDS serves every model")
 
 
-def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head_dim: int) -> str:
+def choose_draft_kv(value: str, dtype: str, backend: str, machine: Machine, head_dim: int) -> str:
     """The dtype of a draft's own KV cache in a run of `dtype`. `backend` serves the draft. Raises
     ValueError if the user asked for an int8 cache that this backend cannot read."""
-    if asked != "int8":
+    if value != "int8":
         return dtype
     if head_dim % INT8_TILE:
         raise ValueError(
@@ -89,7 +89,7 @@ def choose_draft_kv(asked: str, dtype: str, backend: str, machine: Machine, head
         raise ValueError(
             f"--draft_kv_dtype int8: {obstacle}; choose auto, or --attention {REFERENCE_BACKEND}"
         )
-    return asked
+    return value
 
 
 def check_returns_weights(backend: str, policy: str) -> None:
@@ -104,7 +104,7 @@ def check_returns_weights(backend: str, policy: str) -> None:
 
 
 def choose_graphs(
-    asked: str, device: str, backends: Sequence[str | None], drafts_trees: bool = False
+    value: str, device: str, backends: Sequence[str | None], drafts_trees: bool = False
 ) -> Choice:
     """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; None stands for
     one that a measurement will choose. Raises ValueError if the user asked for graphs that cannot
@@ -117,10 +117,10 @@ def choose_graphs(
         "steps with a --tree are not captured": drafts_trees,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if asked == "on" and obstacle:
+    if value == "on" and obstacle:
         raise ValueError(f"--cuda_graphs on: {obstacle}; choose from auto, off")
-    if asked != "auto":
-        return asked_for(asked)
+    if value != "auto":
+        return asked_for(value)
     if obstacle:
         return Choice("off", f"auto: off, {obstacle}", How.SECOND_BEST)
     return Choice("on", "auto: on")

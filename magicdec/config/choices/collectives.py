@@ -16,7 +16,7 @@ GPU_FREE = "--device cpu --collectives gloo"  # what serves more ranks than GPUs
 
 
 def choose_collectives(
-    asked: str, device: str, machine: Machine, is_staged: bool = False
+    value: str, device: str, machine: Machine, is_staged: bool = False
 ) -> Choice | None:
     """The collectives to use; None for one rank. `is_staged`: the ranks are stages of a pipeline.
     Raises ValueError if the user named some that cannot serve on this device or between these
@@ -24,25 +24,25 @@ def choose_collectives(
     if machine.world_size == 1:
         return None
     if device != "cuda":
-        return choose_host_collectives(asked, device, machine)
+        return choose_host_collectives(value, device, machine)
     if is_staged:
-        return choose_stage_collectives(asked, machine)
-    return choose_gpu_collectives(asked, machine)
+        return choose_stage_collectives(value, machine)
+    return choose_gpu_collectives(value, machine)
 
 
-def choose_stage_collectives(asked: str, machine: Machine) -> Choice:
+def choose_stage_collectives(value: str, machine: Machine) -> Choice:
     """As `choose_collectives`, for stages on CUDA. Between stages only hidden states pass, which
     can also be copied through the memory of the host. So ranks may share a GPU."""
     ranks, gpus = machine.local_world_size, machine.num_gpus
-    if asked in GPU_COLLECTIVES or (asked == "auto" and ranks <= gpus):
-        return choose_gpu_collectives(asked, machine, "--collectives gloo")
-    choice = choose_host_collectives(asked, "cuda", machine)
-    if asked != "auto":
+    if value in GPU_COLLECTIVES or (value == "auto" and ranks <= gpus):
+        return choose_gpu_collectives(value, machine, "--collectives gloo")
+    choice = choose_host_collectives(value, "cuda", machine)
+    if value != "auto":
         return choice
     return replace(choice, why=f"auto: {ranks} ranks share {gpus} GPUs", how=How.SECOND_BEST)
 
 
-def choose_host_collectives(asked: str, device: str, machine: Machine) -> Choice:
+def choose_host_collectives(value: str, device: str, machine: Machine) -> Choice:
     """As `choose_collectives`, for what ranks exchange through the memory of hosts."""
     obstacles = {
         "several hosts": machine.local_world_size != machine.world_size,
@@ -50,40 +50,40 @@ def choose_host_collectives(asked: str, device: str, machine: Machine) -> Choice
         "no /dev/shm": not machine.has_shared_memory,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if asked == "auto":
+    if value == "auto":
         if obstacle:
             return Choice("gloo", f"auto: {obstacle}", How.SECOND_BEST)
         return Choice("shared_memory", "auto: one host")
-    if asked in GPU_COLLECTIVES:
+    if value in GPU_COLLECTIVES:
         raise ValueError(
-            f"--collectives {asked} cannot serve --device {device}; choose from gloo, shared_memory"
+            f"--collectives {value} cannot serve --device {device}; choose from gloo, shared_memory"
         )
-    if asked == "shared_memory" and obstacle:
+    if value == "shared_memory" and obstacle:
         raise ValueError(f"--collectives shared_memory: {obstacle} here; choose from auto, gloo")
-    return asked_for(asked)
+    return asked_for(value)
 
 
-def choose_gpu_collectives(asked: str, machine: Machine, otherwise: str = GPU_FREE) -> Choice:
+def choose_gpu_collectives(value: str, machine: Machine, otherwise: str = GPU_FREE) -> Choice:
     """As `choose_collectives`, for several ranks with a GPU each. `auto` is symmetric memory if
     ENABLE_INTRA_NODE_COMM=1 asks for it and it is available, otherwise NCCL. `otherwise` is what to
     choose with more ranks than GPUs."""
     ranks, gpus = machine.local_world_size, machine.num_gpus
-    if asked not in ("auto", *GPU_COLLECTIVES):
+    if value not in ("auto", *GPU_COLLECTIVES):
         fitting = ", ".join(GPU_COLLECTIVES)
-        raise ValueError(f"--collectives {asked} cannot serve --device cuda; choose from {fitting}")
+        raise ValueError(f"--collectives {value} cannot serve --device cuda; choose from {fitting}")
     if ranks > gpus:
         raise ValueError(
-            f"--collectives {asked} --device cuda: NCCL wants a GPU for each of the {ranks} ranks "
+            f"--collectives {value} --device cuda: NCCL wants a GPU for each of the {ranks} ranks "
             f"of a host, and this one has {gpus}; start at most {gpus}, or choose {otherwise}"
         )
     obstacle = machine.missing_symmetric_memory
     if machine.local_world_size != machine.world_size:
         obstacle = "several hosts"
-    if asked == "symmetric_memory" and obstacle:
+    if value == "symmetric_memory" and obstacle:
         raise ValueError(f"--collectives symmetric_memory: {obstacle}; choose from auto, nccl")
-    if asked == "auto" and machine.wants_symmetric_memory:
+    if value == "auto" and machine.wants_symmetric_memory:
         if obstacle:
             why = f"auto: ENABLE_INTRA_NODE_COMM=1, but {obstacle}"
             return Choice("nccl", why, How.SECOND_BEST)
         return Choice("symmetric_memory", "auto: ENABLE_INTRA_NODE_COMM=1")
-    return Choice("nccl", "auto: CUDA") if asked == "auto" else asked_for(asked)
+    return Choice("nccl", "auto: CUDA") if value == "auto" else asked_for(value)

@@ -22,31 +22,31 @@ from magicdec.names import (
 PACKED_DTYPES = ("bfloat16", "float32")
 
 
-def choose_dtype(asked: str, weights: str, is_fast_bfloat16: bool) -> str:
+def choose_dtype(value: str, weights: str, is_fast_bfloat16: bool) -> str:
     """The dtype of activations and KV cache. `weights` is what the user wrote for the dtype of the
     target's weights."""
-    if asked != "auto":
-        return asked
+    if value != "auto":
+        return value
     if weights not in ("auto", "int8"):
         return weights
     return "bfloat16" if is_fast_bfloat16 else "float32"
 
 
-def choose_weights(flag: str, asked: str, dtype: str) -> str:
+def choose_weights(flag: str, value: str, dtype: str) -> str:
     """The dtype of a model's matrices in a run of `dtype`. Raises ValueError if the user asked for
     another floating-point type."""
-    if asked in ("auto", dtype):
+    if value in ("auto", dtype):
         return dtype
-    if asked == "int8":
-        return asked
+    if value == "int8":
+        return value
     raise ValueError(
-        f"{flag} {asked}: weights that are not int8 have the --dtype of the run, {dtype}; "
+        f"{flag} {value}: weights that are not int8 have the --dtype of the run, {dtype}; "
         f"choose from auto, {dtype}, int8"
     )
 
 
 def choose_linear(
-    asked: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
+    value: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
 ) -> str:
     """How linear layers multiply, in a run of `dtype` whose models have matrices in `weights`.
     Raises ValueError if the user asked for `packed` and this run cannot use it."""
@@ -59,34 +59,34 @@ def choose_linear(
         "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if asked == "packed" and obstacle:
+    if value == "packed" and obstacle:
         raise ValueError(f"--linear packed: {obstacle}; choose from auto, torch")
-    if asked == "auto":
+    if value == "auto":
         return "torch" if obstacle else "packed"
-    return asked
+    return value
 
 
 def choose_elementwise(
-    asked: str, device: str, dtype: str, linear: str, machine: Machine
+    value: str, device: str, dtype: str, linear: str, machine: Machine
 ) -> Choice:
     """What computes the elementwise operations, in a model with linear layers of that kind. Raises
     ValueError if the user named one that cannot serve."""
-    if asked == "auto" and device == "cuda":
+    if value == "auto" and device == "cuda":
         missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
         if missing:
             why = f"auto: {PORTABLE_ELEMENTWISE}; {missing}"
             return Choice(PORTABLE_ELEMENTWISE, why, How.SECOND_BEST)
         return Choice(ELEMENTWISE_ON_CUDA, "auto: CUDA")
-    if asked == "auto":
+    if value == "auto":
         name = ELEMENTWISE_BESIDE_PACKED if linear == "packed" else PORTABLE_ELEMENTWISE
         return Choice(name, f"auto: --linear {linear}")
-    requirements = requirements_of(asked)
+    requirements = requirements_of(value)
     obstacle = requirements.unmet(machine, device, dtype, subject="it")
     if obstacle:
         raise ValueError(
-            f"--elementwise {asked}: {obstacle}; choose from auto, {PORTABLE_ELEMENTWISE}"
+            f"--elementwise {value}: {obstacle}; choose from auto, {PORTABLE_ELEMENTWISE}"
         )
-    return asked_for(asked, requirements.is_interpreted_on_cpu and device == "cpu")
+    return asked_for(value, requirements.is_interpreted_on_cpu and device == "cpu")
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,16 @@ class StepParts:
         return capabilities_of(self.backend.name).is_part_of_native_steps
 
 
-def choose_native_steps(asked: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
+def choose_native_steps(value: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
     """`layer_obstacle` says what in the model's layers the library does not compute. `auto` takes
     the second best only for that reason: for the others, the choice of the part says it already.
     Raises ValueError if the user asked for native steps that are not possible."""
     of_parts = parts.obstacle()
     obstacle = of_parts or layer_obstacle
-    if asked == "on" and obstacle:
+    if value == "on" and obstacle:
         raise ValueError(f"--native_steps on: not possible with {obstacle}; choose from auto, off")
-    if asked != "auto":
-        return asked_for(asked)
+    if value != "auto":
+        return asked_for(value)
     if of_parts:
         return Choice("off", f"auto: off, {of_parts}")
     if parts.avoids_native:

@@ -52,8 +52,8 @@ def choose_transport(
     if parallel.device == "cpu":
         return Transport(choice.name, IN_MESSAGES)
     if choice.name not in GPU_COLLECTIVES:
-        asked = f"--collectives {choice.name}"
-        return Transport(choice.name, HOST_COPIES, choice.why if choice.is_auto else asked)
+        flag = f"--collectives {choice.name}"
+        return Transport(choice.name, HOST_COPIES, choice.why if choice.is_auto else flag)
     headers = choose_host_collectives("auto", "cpu", machine).name
     if obstacle is not None:
         return Transport(headers, HOST_COPIES, obstacle)

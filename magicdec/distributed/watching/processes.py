@@ -1,7 +1,7 @@
 """The processes of all ranks, to name the one that has ended, and the line that a rank leaves to
 its launcher when it ends.
 
-Owns how the end of a rank is noticed. Must not know what was waited for.
+Owns how the end of a rank is noticed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def processes_of(launch: Launch) -> Processes:
     rendezvous store, so that it needs no process group; it is cached, because a rank keeps its
     process."""
     ours = processes_seen_here()
-    told = exchange_texts(launch, f"{os.getpid()} {ours}", "processes")
-    pids = [text.partition(" ") for text in told]
+    texts = exchange_texts(launch, f"{os.getpid()} {ours}", "processes")
+    pids = [text.partition(" ") for text in texts]
     return Processes(tuple(int(pid) if theirs == ours else None for pid, _, theirs in pids))
 
 

@@ -2,9 +2,13 @@
 for: for the store, for groups, for a channel that is being connected, for weights that another rank
 loads.
 
-Owns from when until when ranks watch each other. Must not know what they do. On its own host a rank
-looks at the other processes, and `heartbeat` tells of other hosts. Where the main thread notices
-itself that a rank has ended, because a collective fails for example, it has the time to say so.
+On its own host a rank looks at the other processes. Where the main thread notices itself that a
+rank has ended, because a collective fails for example, it has the time to say so.
+
+A host that is cut off closes no connection, so that a collective with it would wait until its own
+time-out, half an hour for gloo. Between hosts, each rank therefore counts up a number in the
+rendezvous store and reads those of the others (`Heartbeat`). A number that stands still for
+PATIENCE_S ends the process, and so does the line of a rank that has noticed a loss before.
 """
 
 from __future__ import annotations
@@ -13,21 +17,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.distributed.groups import Launch, rendezvous_store
-from magicdec.distributed.watching.heartbeat import (
-    INTERVAL_S,
-    PATIENCE_S,
-    Heartbeat,
-    lost_key,
-    open_store,
-    start_heartbeat,
-)
 from magicdec.distributed.watching.processes import (
     NOTICE_S,
     PeerLost,
@@ -39,6 +35,9 @@ from magicdec.distributed.watching.processes import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed import Store
+
 
 LOOK_S = 0.5  # between two looks at the processes of this host
 MOST_S = 10.0  # until all ranks have stopped to watch
@@ -104,13 +103,13 @@ def meet(launch: Launch, place: str, patience: timedelta | None = None) -> None:
 
     store = PrefixStore("meeting", rendezvous_store(launch))
     count = store.add(place, 1)
-    met = f"{place} {(count - 1) // launch.world_size}"
+    key = f"{place} {(count - 1) // launch.world_size}"
     if count % launch.world_size == 0:
-        store.set(met, "")
+        store.set(key, "")
     if patience is None:
-        store.get(met)
+        store.get(key)
     else:
-        store.wait([met], patience)
+        store.wait([key], patience)
 
 
 def stop_watching() -> None:
@@ -122,8 +121,8 @@ def stop_watching() -> None:
 
 def find_watch() -> Watch | None:
     """The watch of this rank, if it has one."""
-    found = (thread for thread in threading.enumerate() if isinstance(thread, Watch))
-    return next(found, None)
+    watches = (thread for thread in threading.enumerate() if isinstance(thread, Watch))
+    return next(watches, None)
 
 
 @contextmanager
@@ -180,3 +179,75 @@ def first_word(line: str) -> str:
         return str(open_store().compare_set(lost_key(), "", line), "utf-8")
     except RuntimeError:  # the store's host does not answer
         return line
+
+
+INTERVAL_S = 2.0
+PATIENCE_S = 20.0
+
+
+class Heartbeat(threading.Thread):
+    """`store` must not be used by another thread. `on_lost` gets one line that names what was lost;
+    it is called in this thread, while the main thread may wait for the lost rank."""
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, on_lost: Callable[[str], None]
+    ) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self.store, self.rank, self.on_lost = store, rank, on_lost
+        self._keys = {other: f"heartbeat/{other}" for other in range(world_size)}
+        self._heard = {other: (b"", time.monotonic()) for other in self._keys if other != rank}
+        self._ending = threading.Event()
+
+    def run(self) -> None:
+        count, reached = 0, time.monotonic()
+        while not self._ending.is_set():
+            try:
+                self.store.set(self._keys[self.rank], str(count))
+                lost = self._find_lost()
+                reached = time.monotonic()
+            except RuntimeError:  # the store's host does not answer
+                away = time.monotonic() - reached
+                lost = f"the host of rank 0 has not answered for {away:.0f} s"
+                lost = lost if away > PATIENCE_S else ""
+            if lost:
+                self.on_lost(lost)
+                return
+            count += 1
+            self._ending.wait(INTERVAL_S)
+
+    def stop(self) -> None:
+        self._ending.set()
+        self.join()
+
+    def _find_lost(self) -> str:
+        if self.store.check([lost_key()]):
+            return self.store.get(lost_key()).decode()
+        now = time.monotonic()
+        for other, (last, when) in self._heard.items():
+            key = self._keys[other]
+            count = self.store.get(key) if self.store.check([key]) else b""
+            if count != last:
+                self._heard[other] = count, now
+            elif now - when > PATIENCE_S:
+                return f"rank {other} has not been heard of for {now - when:.0f} s"
+        return ""
+
+
+def lost_key() -> str:
+    """The store's key for the line of the rank that noticed first that another one is lost."""
+    return f"lost in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+def start_heartbeat(launch: Launch, on_lost: Callable[[str], None]) -> None:
+    """Start the heartbeat of this rank. Needs a launcher's rendezvous. Needs torch."""
+    Heartbeat(open_store(), launch.rank, launch.world_size, on_lost).start()
+
+
+def open_store() -> Store:
+    """A new connection to the rendezvous store. Raises RuntimeError if that does not answer."""
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
+    )

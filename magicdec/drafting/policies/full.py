@@ -9,8 +9,7 @@ import torch
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy
-from magicdec.kv.view import FULL, FullView
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import FULL, FullView, Visible
 from magicdec.runner import ModelRunner
 
 

@@ -12,7 +12,7 @@ import torch
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.kv.visible import SinksAndWindow, Visible
+from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.runner import ModelRunner
 
@@ -35,7 +35,7 @@ class KVPolicy(ABC):
     @classmethod
     @abstractmethod
     def build(cls, kv: KVSection) -> KVPolicy:
-        """From the settings of a run."""
+        """The policy with the settings of a run."""
 
     @classmethod  # noqa: B027 - most policies have nothing to check
     def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:

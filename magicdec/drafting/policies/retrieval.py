@@ -99,8 +99,8 @@ class RetrievedBlocks(BlockKV):
         self, rows: BatchRows, committed: Lengths, num_blocks: int
     ) -> tuple[Tensor, Tensor]:
         complete = [length // BLOCK for length in committed.bounds]
-        found = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
-        return found, torch.arange(len(rows))
+        scores = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
+        return scores, torch.arange(len(rows))
 
     def move(self, source: int, target: int) -> int:
         super().move(source, target)
@@ -108,8 +108,8 @@ class RetrievedBlocks(BlockKV):
         self._committed[target] = self._committed[source]
         for state in (self._query, self._mean_keys):
             state[:, target] = state[:, source]
-        kept = self._query[:, target], self._mean_keys[:, target], self._committed[target]
-        return sum(each.nbytes for each in kept)
+        copies = self._query[:, target], self._mean_keys[:, target], self._committed[target]
+        return sum(each.nbytes for each in copies)
 
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """Keep the query of the last committed token that a verification showed."""
@@ -130,28 +130,28 @@ class RetrievedBlocks(BlockKV):
     def _add_means(self, requests: Sequence[Request]) -> None:
         """The mean keys of blocks that have become complete."""
         rows = [r.row for r in requests if r.row is not None]
-        known = [self._complete[row] for row in rows]
+        num_known = [self._complete[row] for row in rows]
         complete = [r.num_cached // BLOCK for r in requests]
-        count = max(new - old for new, old in zip(complete, known, strict=True))
+        count = max(new - old for new, old in zip(complete, num_known, strict=True))
         if count <= 0:
             return
         if self.runner.executor is not None:
-            add_mean_keys(self.runner.cache, rows, known, complete, self._mean_keys)
+            add_mean_keys(self.runner.cache, rows, num_known, complete, self._mean_keys)
         else:
-            self._read_means(rows, known, count)
+            self._read_means(rows, num_known, count)
         for row, number in zip(rows, complete, strict=True):
             self._complete[row] = number
 
-    def _read_means(self, rows: Sequence[int], known: Sequence[int], count: int) -> None:
-        """The mean keys of the `count` blocks of each of `rows` after the first `known`."""
+    def _read_means(self, rows: Sequence[int], num_known: Sequence[int], count: int) -> None:
+        """The mean keys of the `count` blocks of each of `rows` after the first `num_known`."""
         cache, device = self.runner.cache, self.runner.device
-        index, first = upload(rows, device), upload(known, device).unsqueeze(1)
+        index, first = upload(rows, device), upload(num_known, device).unsqueeze(1)
         # Rows with fewer new blocks add some that are not complete; these are added again later.
         blocks = (first + torch.arange(count, device=device)).clamp(max=self.num_blocks - 1)
         tokens = (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=device)).flatten(1)
         tokens = tokens.clamp(max=cache.tokens_per_row - 1)
         for layer in range(cache.shape.num_layers):  # keys [B, G, count * BLOCK, D]
-            if any(known):
+            if any(num_known):
                 keys, _ = cache.read(layer, cache.slots(index, tokens))
             else:
                 keys = cache.first_keys(layer, index, count * BLOCK)

@@ -19,8 +19,7 @@ from magicdec.config.sections import KVSection
 from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy
-from magicdec.kv.view import FULL
-from magicdec.kv.visible import Visible
+from magicdec.kv.view import FULL, Visible
 from magicdec.runner import ModelRunner
 
 KERNEL = 5  # neighbours that share a score: what is attended to is seldom a single token

@@ -14,7 +14,7 @@ import torch
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
-from magicdec.kv.visible import SinksAndWindow, Visible
+from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.runner import ModelRunner
 
 

@@ -79,10 +79,10 @@ class WeighedBlocks(BlockKV):
         if not long:
             return
         rows = BatchRows.of([r.row for r in long if r.row is not None], runner.device)
-        held = runner.cache.lengths_of(rows)
-        count = self.policy.rerun_tokens(min(held.bounds))
+        lengths = runner.cache.lengths_of(rows)
+        count = self.policy.rerun_tokens(min(lengths.bounds))
         rerun_tail(runner, rows, newest_cached(long, count, runner.device), self.watch)
-        self.commit(rows, held)
+        self.commit(rows, lengths)
 
     @property
     def state(self) -> list[Tensor]:

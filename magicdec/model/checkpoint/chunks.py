@@ -3,7 +3,7 @@
 They are safetensors files with an index, as published checkpoints in several files are. The index
 also has the shape and dtype of every tensor, so that a host can check a model without the files of
 the others, and a fingerprint of the model and its split, which every file repeats. Owns this index
-and reading; `split.py` writes. Must not know of ranks.
+and reading; `split.py` writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_files import SafetensorsWeights
+from magicdec.model.checkpoint.weight_files import SafetensorsWeights, StoredWeights
 from magicdec.model.checkpoint.weight_map import Piece
 
 INDEX = "model.safetensors.index.json"
@@ -29,15 +29,16 @@ def chunk_name(stage: int) -> str:
     return f"model_secondary{stage - 1}.safetensors" if stage else "model_starter.safetensors"
 
 
-class ChunkedWeights:
-    """The tensors of all chunks that an index names, of which some files may not be here.
+class ChunkedWeights(StoredWeights):
+    """The tensors of all chunks that an index names, of which some files may not be here. Shapes
+    and dtypes are known of absent files too.
 
     Raises ValueError naming the file when one that is here is broken or of another model or split,
     and when a tensor is read whose file is not here.
     """
 
     def __init__(self, index: Path, table: dict[str, Any]) -> None:
-        self.path = index
+        super().__init__(index)
         try:
             self.fingerprint = str(table["metadata"][CHUNKS][FINGERPRINT])
             self.model_sha256 = str(table["metadata"][CHUNKS][MODEL_SHA256])
@@ -50,18 +51,6 @@ class ChunkedWeights:
             raise ValueError(f"{index}: not an index of chunks ({error!r})") from None
         present = sorted({file for file in self._files.values() if file.is_file()})
         self._opened = {file: self._open(file) for file in present}
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every tensor, those of absent files too."""
-        return self._shapes
-
-    def dtypes(self) -> dict[str, str]:
-        """torch's name of every tensor's stored type, as "bfloat16"."""
-        return self._dtypes
-
-    def where(self, name: str) -> Path:
-        """The file that holds `name`, here or on another host."""
-        return self._files.get(name, self.path)
 
     def read(self, piece: Piece) -> Tensor:
         """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
@@ -80,8 +69,8 @@ class ChunkedWeights:
     def _open(self, file: Path) -> SafetensorsWeights:
         weights = SafetensorsWeights(file)
         with safe_open(file, framework="pt") as handle:
-            found = (handle.metadata() or {}).get(FINGERPRINT)
-        if found != self.fingerprint:
+            fingerprint = (handle.metadata() or {}).get(FINGERPRINT)
+        if fingerprint != self.fingerprint:
             raise ValueError(
                 f"{file}: a chunk of another model or of another split than {self.path.name} says"
             )

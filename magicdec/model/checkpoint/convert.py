@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,19 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicdec.files import removed
+from magicdec.files import hash_file, removed
 from magicdec.model.checkpoint.gpt_fast import GptFastWeights
 from magicdec.model.checkpoint.manifest import (
     Manifest,
     TensorEntry,
-    hash_file,
     manifest_path,
     raw_bytes,
     row_parts,
 )
 from magicdec.model.checkpoint.quantization import QuantizedWeights
-from magicdec.model.checkpoint.source import ModelSource, find_model
-from magicdec.model.checkpoint.weight_check import check_dtypes, check_weights
+from magicdec.model.checkpoint.source import ModelSource, check_weights, find_model
 from magicdec.model.checkpoint.weight_files import (
     GPT_FAST_NAME,
     TORCH_NAMES,
@@ -52,6 +50,8 @@ COMPANIONS = (
 )
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 def find_checkpoint(flag: str, directory: Path) -> ModelSource:
     """The checkpoint in `directory`: one that can be run, or a `model.pth` in the gpt-fast layout.
@@ -67,7 +67,6 @@ def find_checkpoint(flag: str, directory: Path) -> ModelSource:
     config = load_model_config(directory)
     weights = GptFastWeights(pth, config)
     check_weights(config, weights)
-    check_dtypes(config, weights)
     return ModelSource(config.name, config, weights, directory, is_random=False)
 
 
@@ -101,28 +100,22 @@ def convert(
     the disk has too little space, and OSError when writing fails; `out` is then unchanged.
     """
     shapes = source.stored_shapes
-    read = {source.weights.where(name) for name in shapes}
-    if out.exists() and any(path is not None and path.samefile(out) for path in read):
+    sources = {source.weights.where(name) for name in shapes}
+    if out.exists() and any(path is not None and path.samefile(out) for path in sources):
         raise ValueError(f"--out {out} is a file of the checkpoint to convert; name another file")
     stored = source.weights.dtypes()
-    kept = {name for name in shapes if name.endswith(SCALE) or name + SCALE in shapes}
-    dtypes = {name: stored[name] if name in kept else dtype or stored[name] for name in shapes}
+    int8_names = {name for name in shapes if name.endswith(SCALE) or name + SCALE in shapes}
+    dtypes = {n: stored[n] if n in int8_names else dtype or stored[n] for n in shapes}
     out.parent.mkdir(parents=True, exist_ok=True)
-    size = sum(prod(shape) * _dtype(dtypes[name]).itemsize for name, shape in shapes.items())
-    check_disk(out, (2 if out.suffix == ".pth" else 1) * size, out.parent)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    flat = partial.with_suffix(".tensors") if out.suffix == ".pth" else partial
-    with removed(partial, flat, out=out):
-        entries, digest, start = write_safetensors(flat, source.weights, shapes, dtypes, progress)
-        if flat != partial:
-            write_pth(partial, flat, start, entries)
-            digest = hash_file(partial)
-        manifest = Manifest(
-            out.name, partial.stat().st_size, digest, entries, "int8" if kept else None
-        )
-        publish(partial, out, manifest)
+    check_disk(out, (2 if out.suffix == ".pth" else 1) * num_bytes(shapes, dtypes), out.parent)
+    manifest = write_checkpoint(out, source.weights, shapes, dtypes, progress)
     copy_companions(source, out.parent)
     return manifest
+
+
+def num_bytes(shapes: Shapes, dtypes: Mapping[str, str]) -> int:
+    """The bytes of all values of these tensors."""
+    return sum(prod(shape) * _dtype(dtypes[name]).itemsize for name, shape in shapes.items())
 
 
 def check_disk(out: Path, size: int, directory: Path) -> None:
@@ -135,16 +128,42 @@ def check_disk(out: Path, size: int, directory: Path) -> None:
         )
 
 
-def write_safetensors(
-    path: Path,
+def write_checkpoint(
+    out: Path,
     source: WeightSource,
-    shapes: dict[str, tuple[int, ...]],
-    dtypes: dict[str, str],
+    shapes: Shapes,
+    dtypes: Mapping[str, str],
     progress: Callable[[str], None],
     metadata: dict[str, str] | None = None,
+) -> Manifest:
+    """Write the tensors of `shapes` to `out`, and the manifest beside it. `metadata` is kept in the
+    header of a safetensors file."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    flat = partial.with_suffix(".tensors") if out.suffix == ".pth" else partial
+    with removed(partial, flat, out=out):
+        entries, digest, start = _write_safetensors(
+            flat, source, shapes, dtypes, progress, metadata
+        )
+        if flat != partial:
+            _write_pth(partial, flat, start, entries)
+            digest = hash_file(partial)
+        is_int8 = any(name.endswith(SCALE) for name in shapes)
+        size = partial.stat().st_size
+        manifest = Manifest(out.name, size, digest, entries, "int8" if is_int8 else None)
+        _publish(partial, out, manifest)
+    return manifest
+
+
+def _write_safetensors(
+    path: Path,
+    source: WeightSource,
+    shapes: Shapes,
+    dtypes: Mapping[str, str],
+    progress: Callable[[str], None],
+    metadata: dict[str, str] | None,
 ) -> tuple[dict[str, TensorEntry], str, int]:
     """Returns the entries of the manifest, the sha256 of the file, and the byte offset of the first
-    tensor. `metadata` is kept in the header."""
+    tensor."""
     header = safetensors_header(shapes, dtypes, metadata)
     whole, entries = hashlib.sha256(header), {}
     with path.open("xb") as handle:
@@ -163,9 +182,7 @@ def write_safetensors(
 
 
 def safetensors_header(
-    shapes: dict[str, tuple[int, ...]],
-    dtypes: dict[str, str],
-    metadata: dict[str, str] | None = None,
+    shapes: Shapes, dtypes: Mapping[str, str], metadata: dict[str, str] | None = None
 ) -> bytes:
     """The header's length and JSON table, padded to align the tensors that follow it."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -179,7 +196,7 @@ def safetensors_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def write_pth(path: Path, flat: Path, start: int, entries: dict[str, TensorEntry]) -> None:
+def _write_pth(path: Path, flat: Path, start: int, entries: dict[str, TensorEntry]) -> None:
     """torch.save a dict of the tensors that are in the file `flat` from byte `start` on. The file
     is memory-mapped, so that the tensors are not loaded into memory."""
     tensors: dict[str, Tensor] = {}
@@ -195,18 +212,18 @@ def write_pth(path: Path, flat: Path, start: int, entries: dict[str, TensorEntry
         _sync(handle)
 
 
-def publish(partial: Path, out: Path, manifest: Manifest) -> None:
+def _publish(partial: Path, out: Path, manifest: Manifest) -> None:
     """Move the file and its manifest to their final names. After a crash between the steps the file
     may lack a manifest, but never has the manifest of another file."""
     beside = manifest_path(out)
-    written = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
-    with removed(written, out=beside):
-        with written.open("x", encoding="utf-8") as handle:
+    partial_manifest = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
+    with removed(partial_manifest, out=beside):
+        with partial_manifest.open("x", encoding="utf-8") as handle:
             handle.write(manifest.to_json())
             _sync(handle)
         beside.unlink(missing_ok=True)
         partial.replace(out)
-        written.replace(beside)
+        partial_manifest.replace(beside)
 
 
 def copy_companions(source: ModelSource, directory: Path) -> None:

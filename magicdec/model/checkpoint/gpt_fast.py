@@ -1,11 +1,10 @@
 """Checkpoints in gpt-fast's layout, as the original suite's converter writes them, read under their
 Hugging Face names.
 
-Owns the tables of names and the order of rotary rows. Must not know how a file is stored
-(`weight_files`) or how the tensors are used. Source: `convert_hf_checkpoint.py` of gpt-fast and of
-MagicDec, which write one `model.pth`. It holds q, k and v as one matrix, and the rows of each query
-and key head of size D are reordered from halves (0, 1, ..., D - 1) to pairs (0, D/2, 1, D/2 + 1,
-...).
+Owns the tables of names and the order of rotary rows. Source: `convert_hf_checkpoint.py` of
+gpt-fast and of MagicDec, which write one `model.pth`. It holds q, k and v as one matrix, and the
+rows of each query and key head of size D are reordered from halves (0, 1, ..., D - 1) to pairs (0,
+D/2, 1, D/2 + 1, ...).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_files import PthWeights
+from magicdec.model.checkpoint.weight_files import PthWeights, StoredWeights
 from magicdec.model.checkpoint.weight_map import Piece
 from magicdec.model.config import ModelConfig
 
@@ -38,11 +37,12 @@ NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 FUSED = "attention.wqkv"
 
 
-class GptFastWeights:
+class GptFastWeights(StoredWeights):
     """A `WeightSource` that reads such a file. Raises ValueError naming the file for tensors that
     are not part of the layout, and for a fused matrix that does not have the config's size."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
+        super().__init__(path)
         self.config = config
         self._file = PthWeights(path, gpt_fast=True)
         size, kv_size = config.head_dim * config.num_heads, config.head_dim * config.num_kv_heads
@@ -54,59 +54,42 @@ class GptFastWeights:
         }
         # Hugging Face name -> (stored name, key of `_parts` or None for the whole tensor).
         self._places: dict[str, tuple[str, str | None]] = {}
-        for name in self._file.shapes():
-            self._add(path, name)
+        for stored_name, (rows, *others) in self._file.shapes().items():
+            for name, part in self._names_of(stored_name, rows).items():
+                self._places[name] = stored_name, part
+                self._shapes[name] = (rows if part is None else self._parts[part][1], *others)
+                self._dtypes[name] = self._file.dtypes()[stored_name]
 
-    def _add(self, path: Path, name: str) -> None:
-        """Register the Hugging Face tensors that the stored tensor `name` holds."""
-        match = NAME.fullmatch(name)
+    def _names_of(self, name: str, rows: int) -> dict[str, str | None]:
+        """The Hugging Face tensors that the stored tensor `name` holds, with their keys of
+        `_parts`."""
         if name in TOP:
-            self._places[TOP[name]] = name, None
-            return
+            return {TOP[name]: None}
+        match = NAME.fullmatch(name)
         if match is None or (match[2] not in LAYER and match[2] != FUSED):
-            raise ValueError(f"{path}: tensor {name} is not part of the gpt-fast layout")
+            raise ValueError(f"{self.path}: tensor {name} is not part of the gpt-fast layout")
         prefix = f"model.layers.{match[1]}"
         if match[2] != FUSED:
-            self._places[f"{prefix}.{LAYER[match[2]]}.{match[3]}"] = name, None
-            return
-        rows = self._file.shapes()[name][0]
+            return {f"{prefix}.{LAYER[match[2]]}.{match[3]}": None}
         expected = sum(part[1] for part in self._parts.values())
         if rows != expected:
             raise ValueError(
-                f"{path}: tensor {name} has {rows} rows, expected {expected} for the heads of q, k "
-                "and v in config.json"
+                f"{self.path}: tensor {name} has {rows} rows, expected {expected} for the heads of "
+                "q, k and v in config.json"
             )
-        for part in self._parts:
-            self._places[f"{prefix}.self_attn.{part}.{match[3]}"] = name, part
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every tensor."""
-        stored, shapes = self._file.shapes(), {}
-        for name, (place, part) in self._places.items():
-            rows = stored[place][0] if part is None else self._parts[part][1]
-            shapes[name] = (rows, *stored[place][1:])
-        return shapes
-
-    def dtypes(self) -> dict[str, str]:
-        """torch's name of every tensor's stored type."""
-        stored = self._file.dtypes()
-        return {name: stored[place] for name, (place, _) in self._places.items()}
-
-    def where(self, name: str) -> Path:
-        """The file, which is the same for all tensors."""
-        return self._file.path
+        return {f"{prefix}.self_attn.{part}.{match[3]}": part for part in self._parts}
 
     def read(self, piece: Piece) -> Tensor:
         """The slice `piece` in the stored dtype, with rows in Hugging Face's order."""
-        place, part = self._places[piece.name]
-        stored = self._file.shapes()[place]
+        stored_name, part = self._places[piece.name]
+        stored = self._file.shapes()[stored_name]
         if part is None:
-            return self._file.read(replace(piece, name=place, full_shape=stored))
+            return self._file.read(replace(piece, name=stored_name, full_shape=stored))
         first, _, is_reordered = self._parts[part]
         rows = torch.arange(*piece.rows)
         if is_reordered:
             rows = paired_rows(rows, self.config.head_dim)
-        everything = replace(piece, name=place, rows=(0, stored[0]), full_shape=stored)
+        everything = replace(piece, name=stored_name, rows=(0, stored[0]), full_shape=stored)
         return self._file.read(everything)[first + rows]
 
 

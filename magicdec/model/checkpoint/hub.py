@@ -1,25 +1,33 @@
-"""A model's files from the Hugging Face hub: which are needed, and whether they arrived intact.
+"""A model's files from the Hugging Face hub: which are needed, and whether they arrived intact; and
+the models that a run names as on the hub, which are fetched once, into a directory of their name.
 
-Owns the choice of files, the check of their contents, and the line that is said when the hub
-refuses: the library's own message may hold a token and runs over many lines. `huggingface_hub`
-lists and transfers them, tries again when a connection is lost, and finds the token (environment,
-stored login); it compares sizes only, so the checksums are compared here. Must not know of command
-lines; never prints or raises a token.
-"""
+`huggingface_hub` lists and transfers the files, tries again when a connection is lost, and finds
+the token (environment, stored login). It compares sizes only, so the checksums are compared here.
+Its own messages may hold a token and run over many lines, so every refusal becomes a line of ours,
+which never has a token. Imports no torch."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import flag_of
+from magicdec.distributed.ranks import is_launched
+from magicdec.files import hash_file
 from magicdec.model.families.hf_config import load_model_config
+from magicdec.model.presets.presets import WEIGHT_SUFFIXES
 
+DIRECTORY = Path("checkpoints")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 AGAIN = "run the command again; files that are complete are kept"
 
 
@@ -63,8 +71,8 @@ def _reason(error: BaseException, revision: str, token: str | None) -> str:
         return ": HF_HUB_OFFLINE is set; unset it to download"
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
-        known = {401: "the token is not valid", 403: "this token may not read it"}
-        return f": the hub answered {status}; {known.get(status, AGAIN)}"
+        texts = {401: "the token is not valid", 403: "this token may not read it"}
+        return f": the hub answered {status}; {texts.get(status, AGAIN)}"
     return f": the hub cannot be reached ({type(error).__name__}); {AGAIN}"
 
 
@@ -78,7 +86,6 @@ WEIGHTS = (
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 SOURCE_FILE = "download.json"  # the repository, the commit and the checksums of the files
-READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -124,13 +131,13 @@ def choose_small(repository: Repository) -> list[RemoteFile]:
 
     Raises ValueError when the repository holds no config or no weights that can be read.
     """
-    held = repository.files
-    if "config.json" not in held:
+    files = repository.files
+    if "config.json" not in files:
         raise ValueError(f"--repo_id {repository.repo_id} holds no config.json; is it a model?")
-    names = [name for name in (*CONFIG_FILES, *TOKENIZER_EXTRAS) if name in held]
-    names += [name for name in TOKENIZER_FILES if name in held][:1]
+    names = [name for name in (*CONFIG_FILES, *TOKENIZER_EXTRAS) if name in files]
+    names += [name for name in TOKENIZER_FILES if name in files][:1]
     weights = choose_weights(repository)
-    return [held[name] for name in (*names, *([weights] if weights.endswith(".json") else []))]
+    return [files[name] for name in (*names, *([weights] if weights.endswith(".json") else []))]
 
 
 def choose_weights(repository: Repository) -> str:
@@ -139,10 +146,10 @@ def choose_weights(repository: Repository) -> str:
         for name in pair:
             if name in repository.files:
                 return name
-    shown = ", ".join(sorted({Path(name).suffix for name in repository.files} - {""}))
+    suffixes = ", ".join(sorted({Path(name).suffix for name in repository.files} - {""}))
     raise ValueError(
         f"--repo_id {repository.repo_id} holds no {' or '.join(single for single, _ in WEIGHTS)}, "
-        f"whole or in shards; its files end in {shown}"
+        f"whole or in shards; its files end in {suffixes}"
     )
 
 
@@ -227,10 +234,10 @@ def fetch(
 
 def check_space(files: Sequence[RemoteFile], directory: Path) -> None:
     """Raises ValueError when the disk has no room for `files`."""
-    needed, free = sum(file.size for file in files), shutil.disk_usage(directory).free
-    if needed > free:
+    size, free = sum(file.size for file in files), shutil.disk_usage(directory).free
+    if size > free:
         raise ValueError(
-            f"--out_dir {directory} has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are still "
+            f"--out_dir {directory} has {free / 1e9:.2f} GB free, {size / 1e9:.2f} GB are still "
             "to be downloaded; make room or name another directory"
         )
 
@@ -243,7 +250,44 @@ def is_intact(directory: Path, file: RemoteFile) -> bool:
     if file.sha256 is None and file.blob is None:
         return True
     digest = hashlib.sha256() if file.sha256 else hashlib.sha1(f"blob {file.size}\0".encode())
-    with path.open("rb") as handle:
-        while data := handle.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest() == (file.sha256 or file.blob)
+    return hash_file(path, digest) == (file.sha256 or file.blob)
+
+
+def with_local_models(config: RunConfig) -> RunConfig:
+    """`config` with a directory in place of every model that is named as on the hub. Models that
+    are not there yet are fetched. Raises ValueError, one line naming the flag, if that fails."""
+    model, draft = config.model, config.draft
+    model = replace(model, model=find_local(flag_of(model, "model"), model.model))
+    if draft is not None:
+        draft = replace(draft, model=find_local(flag_of(draft, "model"), draft.model))
+    return replace(config, model=model, draft=draft)
+
+
+def find_local(flag: str, name: str) -> str:
+    """`name` itself, or the directory of the model of that name on the hub."""
+    is_file = Path(name).suffix in WEIGHT_SUFFIXES
+    if is_file or Path(name).exists() or not HUB_NAME.fullmatch(name):
+        return name
+    directory = DIRECTORY / name
+    if (directory / SOURCE_FILE).is_file():  # written last
+        return str(directory)
+    if is_launched():
+        raise ValueError(
+            f"{flag} {name} is neither a directory nor in {DIRECTORY}; "
+            f"`magicdec model get {name}` fetches it"
+        )
+    try:
+        repository = find_repository(name, "main", None)
+        print(f"fetching {name} into {directory}", file=sys.stderr, flush=True)
+        download(repository, directory, None, announce)
+    except ValueError as error:
+        reason = str(error).replace("--repo_id ", "")
+        raise ValueError(f"{flag} {name} is no directory; on the hub: {reason}") from None
+    except OSError as error:
+        raise ValueError(f"{flag} {name}: {error.filename}: {error.strerror or error}") from None
+    return str(directory)
+
+
+def announce(file: RemoteFile) -> None:
+    """Print a line for each file, which is also useful in a log file."""
+    print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)

@@ -1,8 +1,8 @@
 """The checksums beside a converted checkpoint: FILE.manifest.json.
 
-Owns the manifest's fields and the comparison of a file with its manifest. Must not know how the
-file was written. The manifest holds the sha256 of the whole file, and for each tensor the shape,
-the dtype and the sha256 of its values (little-endian, row by row), so that damage can be located.
+Owns the manifest's fields and the comparison of a file with its manifest. The manifest holds the
+sha256 of the whole file, and for each tensor the shape, the dtype and the sha256 of its values
+(little-endian, row by row), so that damage can be located.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from magicdec.files import hash_file
 from magicdec.model.checkpoint.weight_files import open_weights
 from magicdec.model.checkpoint.weight_map import Piece
 
 VERSION = 1
 READ_ELEMENTS = 1 << 22  # elements of a tensor in memory at a time
-READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,6 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return data
 
 
-def hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as handle:
-        while data := handle.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
-
-
 def find_damage(file: Path) -> str | None:
     """One line that says how `file` differs from its manifest; None if it does not. Raises
     ValueError when there is no manifest."""
@@ -115,8 +107,8 @@ def find_damage(file: Path) -> str | None:
     shapes, dtypes = weights.shapes(), weights.dtypes()
     for name, entry in manifest.tensors.items():
         if name not in shapes or (shapes[name], dtypes[name]) != (entry.shape, entry.dtype):
-            shown = f"{entry.dtype} tensor of shape {entry.shape}"
-            return f"{file}: {name} is not the {shown} that the manifest lists"
+            description = f"{entry.dtype} tensor of shape {entry.shape}"
+            return f"{file}: {name} is not the {description} that the manifest lists"
         digest = hashlib.sha256()
         for piece in row_parts(name, shapes[name]):
             digest.update(raw_bytes(weights.read(piece)))

@@ -3,8 +3,7 @@
 Owns the arithmetic of quantization, the choice of tensors (the matrices of all layers and the head,
 but no embedding, norm or bias) and the detection of int8 checkpoints. Quantization is symmetric,
 -127 .. 127, so a GEMM needs no zero-point correction. A channel's scale is computed from its whole
-row, even if the row is sharded over ranks. Must not know of modules (`linear/int8.py`) nor how
-files are read.
+row, even if the row is sharded over ranks. `linear/packed.py` has the modules.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.weight_files import WeightSource
-from magicdec.model.checkpoint.weight_map import SCALE, Piece, weight_map
+from magicdec.model.checkpoint.weight_map import SCALE, Piece, expected_shapes, find_pieces
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 
@@ -36,21 +34,6 @@ def quantize(weights: Tensor, scales: Tensor) -> Tensor:
     """int8 of float32 weights / scales, which broadcast; rounded to nearest, ties to even."""
     # The quotient can exceed 127 where the scale is a subnormal number, hence the clamp.
     return (weights / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
-
-
-def untie_head(config: ModelConfig) -> ModelConfig:
-    """The config of the model with int8 weights. A tied head becomes a matrix of its own, because
-    the head is quantised and the embedding is not."""
-    if not config.tie_word_embeddings:
-        return config
-    return replace(config, tie_word_embeddings=False, head_bias=False)
-
-
-def int8_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an int8 checkpoint of this model. A tensor is int8 if there is a second one
-    named after it with the suffix `SCALE`; the others are floating-point."""
-    table = weight_map(untie_head(config), Shard(), range(config.num_layers), with_scales=True)
-    return {piece.name: piece.full_shape for pieces in table.values() for piece in pieces}
 
 
 def holds_int8(source: WeightSource) -> bool:
@@ -73,19 +56,17 @@ class QuantizedWeights:
     """
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
-        self._source, self._shapes = source, int8_shapes(config)
+        self._source, self._shapes = source, expected_shapes(config, is_int8=True)
         self._scales: dict[str, Tensor] = {}  # by matrix; NaN: not computed yet
         self._kept: tuple[str, tuple[int, int], Tensor] | None = None  # the rows read last
         names = find_family(config.architecture).names(config)
         tied = {f"{names.head}.weight": f"{names.embedding}.weight"}
         self._stored_as = tied if config.tie_word_embeddings else {}
-        table = weight_map(untie_head(config), Shard(), range(config.num_layers))
         # The piece that covers all of a matrix as [out, in], by name.
         self._matrices = {
-            piece.name: replace(piece, rows=(0, self._shapes[piece.name + SCALE][0]), columns=None)
-            for pieces in table.values()
-            for piece in pieces
-            if piece.name + SCALE in self._shapes
+            name: replace(piece, rows=(0, self._shapes[name + SCALE][0]), columns=None)
+            for name, piece in find_pieces(config, is_int8=True).items()
+            if name + SCALE in self._shapes
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -122,19 +103,19 @@ class QuantizedWeights:
     def _scales_of(self, matrix: Piece, span: tuple[int, int]) -> Tensor:
         """The scales of the rows `span`, each computed from its whole row; cached."""
         unknown = torch.full((matrix.rows[1],), torch.nan)
-        known = self._scales.setdefault(matrix.name, unknown)
+        of_matrix = self._scales.setdefault(matrix.name, unknown)
         step = max(READ_ELEMENTS // matrix.width, 1)
         for first in range(*span, step):
             last = min(first + step, span[1])
-            if known[first:last].isnan().any():
+            if of_matrix[first:last].isnan().any():
                 scales = channel_scales(self._rows(replace(matrix, rows=(first, last))))
                 if not scales.isfinite().all():
                     raise ValueError(
                         f"{self.where(matrix.name) or ''}: tensor {matrix.name} holds a value that "
                         "is not a finite number and cannot be quantised"
                     )
-                known[first:last] = scales
-        return known[slice(*span)]
+                of_matrix[first:last] = scales
+        return of_matrix[slice(*span)]
 
     def _rows(self, piece: Piece) -> Tensor:
         """Whole rows in float32. The last result is cached, because the scales and the weights of

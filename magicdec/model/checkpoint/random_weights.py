@@ -1,8 +1,8 @@
 """Random weights for benchmarks without a checkpoint.
 
 Owns the rule that a weight's value depends only on the tensor's name and the position in it, so
-that ranks hold shards of the same model for any number of ranks. Must not know of configs, ranks or
-devices. Values are reproducible on one kind of CPU; another kind may differ in the last bits.
+that ranks hold shards of the same model for any number of ranks. Values are reproducible on one
+kind of CPU; another kind may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILE_ROWS, TILE_COLUMNS = 256, 1024
 class RandomWeights:
     """Normally distributed weights and biases, and norm weights of one, all float32.
 
-    `shapes` has the full shape of every tensor (`weight_check.expected_shapes(config)`).
+    `shapes` has the full shape of every tensor (`weight_map.expected_shapes(config)`).
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -1,16 +1,14 @@
 """From a model's name on the command line to its loaded shard: finds, checks and loads weights.
 
-A hash (`fingerprint`) tells two models of the same shape apart without reading all their weights.
-
-Owns the model names a user may give and the loading of weights into a model. Must not know of
-process groups or caches, nor how a tensor is stored (`weight_files`, `random_weights`).
-`find_model` reports a faulty checkpoint (`weight_check`) before anything is loaded.
+A checkpoint is checked from the headers of its files, before anything is loaded: a tensor may be
+missing, have the wrong shape, not belong to the model or have an unsupported dtype. A hash
+(`fingerprint`) tells two models of the same shape apart without reading all their weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,25 +17,21 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.chunks import ChunkedWeights, open_chunks
-from magicdec.model.checkpoint.quantization import (
-    QuantizedWeights,
-    check_range,
-    holds_int8,
-    untie_head,
-)
+from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import TILE_ROWS, RandomWeights
-from magicdec.model.checkpoint.weight_check import (
-    check_dtypes,
-    check_weights,
-    expected_shapes,
-    stored_shapes,
-)
 from magicdec.model.checkpoint.weight_files import BodyWeights, WeightSource, open_weights
-from magicdec.model.checkpoint.weight_map import Piece, weight_map
+from magicdec.model.checkpoint.weight_map import (
+    SCALE,
+    Piece,
+    expected_shapes,
+    find_pieces,
+    untie_head,
+    weight_map,
+)
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
 from magicdec.model.families.hf_config import load_model_config
-from magicdec.model.linear.int8 import Int8Linear
+from magicdec.model.linear.packed import Int8Linear
 from magicdec.model.presets.presets import (
     DEMO_DIRECTORIES,
     PRESETS,
@@ -46,6 +40,81 @@ from magicdec.model.presets.presets import (
     demo_directory,
 )
 from magicdec.model.transformer import Transformer
+
+PROBLEMS_SHOWN = 3
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_weights(config: ModelConfig, source: WeightSource) -> None:
+    """Compare names, shapes and dtypes of the stored tensors with the config.
+
+    Raises ValueError naming the file and the first tensors that are missing, have the wrong shape,
+    are not part of the model or cannot be read as weights.
+    """
+    num_tensors = len(source.shapes())
+    if config.num_layers > num_tensors:  # a broken config may ask for a huge number of layers
+        raise ValueError(
+            f"{source.where('') or config.name}: the weights do not fit the config: "
+            f"{num_tensors} tensors cannot make {config.num_layers} layers"
+        )
+    expected = expected_shapes(config, holds_int8(source))
+    problems = _problems(config, source.shapes(), expected)
+    if problems:
+        file = source.where(problems[0][0]) or config.name
+        listing = "; ".join(text for _, text in problems[:PROBLEMS_SHOWN])
+        more = len(problems) - PROBLEMS_SHOWN
+        rest = f"; and {more} more" if more > 0 else ""
+        raise ValueError(f"{file}: the weights do not fit the config: {listing}{rest}")
+    _check_dtypes(source, expected)
+
+
+def _check_dtypes(source: WeightSource, expected: Collection[str]) -> None:
+    """Raises ValueError naming the first tensor of the model that is not floating-point, or that is
+    neither int8 nor float32 as int8 weights and their scales must be. Integer weights without
+    scales are refused, because their values are unknown."""
+    dtypes = source.dtypes()
+    for name in expected:
+        if name + SCALE in expected or name.endswith(SCALE):
+            kind = "float32" if name.endswith(SCALE) else "int8"
+            if dtypes[name] != kind:
+                raise ValueError(
+                    f"{source.where(name)}: tensor {name} is stored as {dtypes[name]}; "
+                    f"in a checkpoint of int8 weights it must be {kind}"
+                )
+        elif not dtypes[name].startswith(("float", "bfloat")):
+            raise ValueError(
+                f"{source.where(name)}: tensor {name} is stored as {dtypes[name]}; "
+                "choose a checkpoint of floating-point weights"
+            )
+
+
+def _problems(config: ModelConfig, stored: Shapes, expected: Shapes) -> list[tuple[str, str]]:
+    """(tensor, description of the problem) for every faulty tensor, missing ones first."""
+    missing = [
+        (name, f"{name} is missing, expected shape {shape}")
+        for name, shape in expected.items()
+        if name not in stored
+    ]
+    misshapen = [
+        (name, f"{name} has shape {stored[name]}, expected {shape}")
+        for name, shape in expected.items()
+        if name in stored and stored[name] != shape
+    ]
+    unexpected = [
+        (name, f"{name} of shape {shape} is not part of the model")
+        for name, shape in stored.items()
+        if name not in expected and not _is_redundant(name, config)
+    ]
+    return missing + misshapen + unexpected
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Whether the tensor may be ignored: rotary frequencies and masks that old checkpoints store,
+    and a stored copy of a tied head."""
+    is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    return is_tied_head or name.endswith(find_family(config.architecture).buffers)
+
 
 CHOICES = (
     "demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on the Hugging "
@@ -74,7 +143,7 @@ class ModelSource:
     @property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shape of every stored tensor that is part of the model."""
-        return stored_shapes(self.config, self.weights)
+        return expected_shapes(self.config, self.is_int8)
 
 
 def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
@@ -99,7 +168,6 @@ def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
     else:
         raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
     check_weights(source.config, source.weights)
-    check_dtypes(source.config, source.weights)
     if not is_part and isinstance(source.weights, ChunkedWeights):
         source.weights.check_present(source.stored_shapes)
     return source
@@ -109,15 +177,9 @@ def check_part(source: ModelSource, layers: range, has_ends: bool) -> None:
     """Raises ValueError naming the file if a chunk with these layers, or with the embedding, the
     norm and the head (`has_ends`), is not on this host."""
     if isinstance(source.weights, ChunkedWeights):
-        needed = tensors_of(source.config, layers, has_ends, source.is_int8)
-        source.weights.check_present(sorted(needed))
-
-
-def tensors_of(config: ModelConfig, layers: range, has_ends: bool, is_int8: bool) -> set[str]:
-    """The stored tensors that make these layers, with the ends of the model or without them."""
-    config = untie_head(config) if is_int8 else config
-    table = weight_map(config, Shard(), layers, is_int8, has_ends)
-    return {piece.name for pieces in table.values() for piece in pieces}
+        source.weights.check_present(
+            sorted(find_pieces(source.config, source.is_int8, layers, has_ends))
+        )
 
 
 def load_transformer(
@@ -149,9 +211,11 @@ def load_transformer(
     for parameter, pieces in weight_map(config, shard, layers, is_int8, has_ends).items():
         module_name, _, leaf = parameter.rpartition(".")
         module = model.get_submodule(module_name)
-        place = module.get_parameter(leaf)
-        kept = isinstance(module, Int8Linear) and leaf != "bias"
-        tensor = torch.empty(place.shape, dtype=place.dtype if kept else dtype, device=device)
+        template = module.get_parameter(leaf)
+        keeps_dtype = isinstance(module, Int8Linear) and leaf != "bias"
+        tensor = torch.empty(
+            template.shape, dtype=template.dtype if keeps_dtype else dtype, device=device
+        )
         _fill(tensor, pieces, source)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     assert not any(parameter.is_meta for parameter in model.parameters()), "a weight was not loaded"
@@ -200,8 +264,8 @@ def _packaged_model(flag: str, name: str) -> ModelSource:
             f"{flag} {name!r}: this installation lacks the packaged model {directory}; "
             "install the package again or run scripts/train_demo.py"
         )
-    found = _stored_model(directory, directory)
-    return replace(found, name=name, config=replace(found.config, name=name))
+    source = _stored_model(directory, directory)
+    return replace(source, name=name, config=replace(source.config, name=name))
 
 
 def _stored_model(directory: Path, weights: Path) -> ModelSource:

@@ -1,8 +1,8 @@
 """Weights from files: safetensors, and dicts of tensors by torch.save (`.bin`, `.pth`), in one file
 or in several with an index.
 
-Owns reading headers and slices, and the errors for broken files. Must not know of configs, ranks or
-devices. Runs no code from a file: pickles are read by torch's restricted loader.
+Owns reading headers and slices, and the errors for broken files. Runs no code from a file: pickles
+are read by torch's restricted loader.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,24 +35,15 @@ TORCH_NAMES = {
 }
 
 
-class SafetensorsWeights:
-    """Tensors of one `.safetensors` file, or of the files a `model.safetensors.index.json` names.
-
-    Files are opened for each read. A rank therefore keeps no mapped pages of slices that it has
-    copied, and the object can be pickled. Raises ValueError naming the file when one is missing or
-    truncated or lacks a tensor that the index places in it.
-    """
+class StoredWeights:
+    """Tensors in files. `path` is the file that was named, or the index that names the files; a
+    subclass fills the tables of shapes, dtypes and files, which are by tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.suffix == ".json":
-            self._files = _read_index(path)
-        else:
-            with _open(path) as handle:
-                self._files = dict.fromkeys(handle.keys(), path)
+        self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        self._read_headers()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shape of every tensor."""
@@ -66,24 +57,32 @@ class SafetensorsWeights:
         """The file that holds `name`, or the file that should have named it."""
         return self._files.get(name, self.path)
 
+
+class SafetensorsWeights(StoredWeights):
+    """Tensors of one `.safetensors` file, or of the files a `model.safetensors.index.json` names.
+
+    Files are opened for each read. A rank therefore keeps no mapped pages of slices that it has
+    copied, and the object can be pickled. Raises ValueError naming the file when one is missing or
+    truncated or lacks a tensor that the index places in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        for file, names in _names_by_file(path).items():
+            with _open(file) as handle:
+                for name in _check_placed(names, dict.fromkeys(handle.keys()), file, path):
+                    header = handle.get_slice(name)
+                    self._files[name] = file
+                    self._shapes[name] = tuple(header.get_shape())
+                    self._dtypes[name] = TORCH_NAMES.get(header.get_dtype(), header.get_dtype())
+
     def read(self, piece: Piece) -> Tensor:
         """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
         with _open(self._files[piece.name]) as handle:
             return _cut(handle.get_slice(piece.name), piece)
 
-    def _read_headers(self) -> None:
-        for file, names in _names_by_file(self._files).items():
-            with _open(file) as handle:
-                held = set(handle.keys())
-                for name in names:
-                    if name not in held:
-                        raise _misplaced(file, name, self.path)
-                    header = handle.get_slice(name)
-                    self._shapes[name] = tuple(header.get_shape())
-                    self._dtypes[name] = TORCH_NAMES.get(header.get_dtype(), header.get_dtype())
 
-
-class PthWeights:
+class PthWeights(StoredWeights):
     """Tensors of a `.pth` or `.bin` file, a dict from Hugging Face names to tensors, or of the
     files that a `pytorch_model.bin.index.json` names; memory-mapped.
 
@@ -94,35 +93,19 @@ class PthWeights:
     """
 
     def __init__(self, path: Path, gpt_fast: bool = False) -> None:
-        self.path, self.gpt_fast = path, gpt_fast
+        super().__init__(path)
+        self.gpt_fast = gpt_fast
         self._tensors: dict[str, Tensor] = {}
-        if path.suffix != ".json":
-            self._tensors = _load_tensors(path, gpt_fast)
-            self._files = dict.fromkeys(self._tensors, path)
-            return
-        self._files = _read_index(path)
-        for file, names in _names_by_file(self._files).items():
-            held = _load_tensors(file, gpt_fast)
-            for name in names:
-                if name not in held:
-                    raise _misplaced(file, name, path)
-                self._tensors[name] = held[name]
+        for file, names in _names_by_file(path).items():
+            tensors = _load_tensors(file, gpt_fast)
+            for name in _check_placed(names, tensors, file, path):
+                self._tensors[name], self._files[name] = tensors[name], file
+                self._shapes[name] = tuple(tensors[name].shape)
+                self._dtypes[name] = str(tensors[name].dtype).removeprefix("torch.")
 
     def __reduce__(self) -> tuple[type[PthWeights], tuple[Path, bool]]:
         # The other process maps the file itself; pickling the tensors would copy them.
         return PthWeights, (self.path, self.gpt_fast)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every tensor."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def dtypes(self) -> dict[str, str]:
-        """torch's name of every tensor's stored type, as "bfloat16"."""
-        return {n: str(t.dtype).removeprefix("torch.") for n, t in self._tensors.items()}
-
-    def where(self, name: str) -> Path:
-        """The file that holds `name`, or the file that should have named it."""
-        return self._files.get(name, self.path)
 
     def read(self, piece: Piece) -> Tensor:
         """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
@@ -136,10 +119,10 @@ def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
     Raises ValueError naming the path when a directory holds none of them.
     """
     if path.is_dir():
-        found = [path / name for name in WEIGHT_FILES if (path / name).exists()]
-        if not found:
+        files = [path / name for name in WEIGHT_FILES if (path / name).exists()]
+        if not files:
             raise ValueError(f"{path} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
-        path = found[0]
+        path = files[0]
     is_pickle = path.suffix in (".pth", ".bin") or path.name.endswith(".bin.index.json")
     return PthWeights(path) if is_pickle else SafetensorsWeights(path)
 
@@ -157,13 +140,18 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path}: not a complete safetensors file ({_one_line(error)})") from None
 
 
-def _read_index(path: Path) -> dict[str, Path]:
-    """Tensor name -> file, from an index. Raises ValueError if one of the files does not exist."""
+def _names_by_file(path: Path) -> dict[Path, list[str]]:
+    """The tensors that are to be read from each file: those that an index places there. An empty
+    list, for a file that is no index, stands for all of them. Raises ValueError if a file that an
+    index names does not exist."""
+    if path.suffix != ".json":
+        return {path: []}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): path.parent / file for name, file in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not an index of weight files ({_one_line(error)})") from None
+    names_of: dict[Path, list[str]] = {}
     for name, file in files.items():
         try:
             exists = file.is_file()
@@ -173,18 +161,21 @@ def _read_index(path: Path) -> dict[str, Path]:
             raise ValueError(
                 f"{file} does not exist, though {path.name} places tensor {name} there"
             )
-    return files
-
-
-def _names_by_file(files: dict[str, Path]) -> dict[Path, list[str]]:
-    names_of: dict[Path, list[str]] = defaultdict(list)
-    for name, file in files.items():
-        names_of[file].append(name)
+        names_of.setdefault(file, []).append(name)
     return names_of
 
 
-def _misplaced(file: Path, name: str, index: Path) -> ValueError:
-    return ValueError(f"{file}: tensor {name} is missing, though {index.name} places it there")
+def _check_placed(
+    names: list[str], stored: Collection[str], file: Path, index: Path
+) -> Collection[str]:
+    """The tensors to read of a file: `names`, or all that it has `stored` if there are none. Raises
+    ValueError if it lacks one of them."""
+    missing = next((name for name in names if name not in stored), None)
+    if missing is not None:
+        raise ValueError(
+            f"{file}: tensor {missing} is missing, though {index.name} places it there"
+        )
+    return names or stored
 
 
 def _load_tensors(path: Path, gpt_fast: bool = False) -> dict[str, Tensor]:
@@ -223,19 +214,15 @@ class WeightSource(Protocol):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shape of every tensor, from headers alone."""
-        ...
 
     def dtypes(self) -> dict[str, str]:
         """torch's name of every tensor's stored type, as "bfloat16", from headers alone."""
-        ...
 
     def read(self, piece: Piece) -> Tensor:
         """A slice of one tensor, on the CPU, in the stored dtype."""
-        ...
 
     def where(self, name: str) -> Path | None:
         """The file that holds or should hold `name`, for messages; None where there is no file."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ know how a tensor is stored in a file or loaded.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
@@ -85,6 +85,35 @@ def weight_map(
     return table.pieces
 
 
+def untie_head(config: ModelConfig) -> ModelConfig:
+    """The config of the model with int8 weights. A tied head becomes a matrix of its own, because
+    the head is quantised and the embedding is not."""
+    if not config.tie_word_embeddings:
+        return config
+    return replace(config, tie_word_embeddings=False, head_bias=False)
+
+
+def find_pieces(
+    config: ModelConfig,
+    is_int8: bool = False,
+    layers: range | None = None,
+    has_ends: bool | None = None,
+) -> dict[str, Piece]:
+    """The pieces that make the unsharded model, by the names of their tensors. `is_int8`: those of
+    its int8 checkpoint, which has scales and never a tied head."""
+    config = untie_head(config) if is_int8 else config
+    layers = range(config.num_layers) if layers is None else layers
+    table = weight_map(config, Shard(), layers, is_int8, has_ends)
+    return {piece.name: piece for pieces in table.values() for piece in pieces}
+
+
+def expected_shapes(config: ModelConfig, is_int8: bool = False) -> dict[str, tuple[int, ...]]:
+    """Full shape of every tensor in a checkpoint of this model, by its Hugging Face name. In an
+    int8 checkpoint a tensor is int8 if there is a second one named after it with the suffix
+    `SCALE`; the others are floating-point."""
+    return {name: piece.full_shape for name, piece in find_pieces(config, is_int8).items()}
+
+
 class _Table:
     """Collects the pieces of one model's shard."""
 
@@ -101,7 +130,7 @@ class _Table:
             for name in (n.q_norm, n.k_norm):
                 leaf = "q_norm" if name == n.q_norm else "k_norm"
                 self.vector(f"{ours}.attention.{leaf}.weight", f"{theirs}{name}.weight", c.head_dim)
-        heads = shard_heads(c, self.shard)[0]
+        heads = self.shard.heads(c.num_heads, c.num_kv_heads)[0]
         self.row_parallel(
             f"{ours}.attention.output", theirs + n.output, scale(heads, c.head_dim),
             c.num_heads * c.head_dim, c.output_bias,
@@ -164,7 +193,7 @@ class _Table:
     def _qkv(self, prefix: str) -> list[Part]:
         """The parts of q, k and v, in this order."""
         c, n = self.config, self.names
-        queries, keys = shard_heads(c, self.shard)
+        queries, keys = self.shard.heads(c.num_heads, c.num_kv_heads)
         sizes = [c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2]
         spans = [scale(queries, c.head_dim), *[scale(keys, c.head_dim)] * 2]
         if n.packing == "separate":
@@ -173,7 +202,9 @@ class _Table:
         name, full = prefix + n.qkv[0], sum(sizes)
         if n.packing == "stacked":
             starts = (0, sizes[0], sizes[0] + sizes[1])
-            return [(name, shift(s, by), full) for s, by in zip(spans, starts, strict=True)]
+            return [
+                (name, (s[0] + by, s[1] + by), full) for s, by in zip(spans, starts, strict=True)
+            ]
         return [(name, span, full) for span in grouped_rows(c, queries, keys)]
 
 
@@ -192,13 +223,5 @@ def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
     return [scale(span, size) for span in (*q, *k, *v)]
 
 
-def shard_heads(config: ModelConfig, shard: Shard) -> tuple[Span, Span]:
-    return shard.heads(config.num_heads, config.num_kv_heads)
-
-
 def scale(span: Span, by: int) -> Span:
     return span[0] * by, span[1] * by
-
-
-def shift(span: Span, by: int) -> Span:
-    return span[0] + by, span[1] + by

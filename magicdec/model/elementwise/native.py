@@ -26,15 +26,15 @@ _POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 @cache
 def library() -> ctypes.CDLL:
     share_openmp()
-    found = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
-    found.magicdec_rms_norm.argtypes = (
+    native = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
+    native.magicdec_rms_norm.argtypes = (
         _FLAG, _POINTER, _SIZE, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER,
     )  # fmt: skip
-    found.magicdec_rotate.argtypes = (
+    native.magicdec_rotate.argtypes = (
         _FLAG, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLAG,
     )  # fmt: skip
-    found.magicdec_silu_gate.argtypes = (_FLAG, _POINTER, _SIZE, _SIZE, _POINTER)
-    return found
+    native.magicdec_silu_gate.argtypes = (_FLAG, _POINTER, _SIZE, _SIZE, _POINTER)
+    return native
 
 
 def serves(x: Tensor) -> bool:

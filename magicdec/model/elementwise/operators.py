@@ -2,7 +2,7 @@
 
 Owns their interface, and the reference implementation with torch's operators for any dtype and
 device. A faster implementation is a file beside this one and a line in `names.ELEMENTWISE`. In each
-implementation the result of a row is independent of the other rows. Must not know of the model.
+implementation the result of a row is independent of the other rows.
 
 Shapes: B rows, T new tokens, D head size, R rotated dimensions of a head, F MLP units.
 """
@@ -56,7 +56,7 @@ def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
         return torch.cat([rotated, x[..., size:]], dim=-1)
     if interleaved:
         first, second = x[..., ::2], x[..., 1::2]
-        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return turned.flatten(-2)
+        rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return rotated.flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

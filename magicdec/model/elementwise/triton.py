@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.capabilities import Requirements
-from magicdec.kernels.triton_modules import load_kernels, next_power
+from magicdec.kernels.build import load_kernels, next_power
 from magicdec.model.elementwise.operators import Elementwise
 
 STORAGE = (torch.float32, torch.bfloat16)

@@ -59,7 +59,7 @@ def parse_hf_config(
     return ModelConfig(
         name=name,
         architecture=architecture,
-        bos_token_id=_first_id(ids.get("bos_token_id")),
+        bos_token_id=next(iter(_all_ids(ids.get("bos_token_id"))), None),
         eos_token_ids=_all_ids(ids.get("eos_token_id")),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         **fields,
@@ -117,8 +117,3 @@ def _all_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
-
-
-def _first_id(value: Any) -> int | None:
-    ids = _all_ids(value)
-    return ids[0] if ids else None

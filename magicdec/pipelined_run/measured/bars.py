@@ -12,30 +12,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.files import save_figure
-from magicdec.pipelined_run.measured.metrics import SpeculationMetrics, SpeculationRecord
-from magicdec.pipelined_run.measured.use import PipelineUse
-from magicdec.report.figures.style import look, styled
-from magicdec.serving.showing.passes import print_passes, rows_of
+from magicdec.figures import look, saved_figure
+from magicdec.pipelined_run.measured.metrics import (
+    PipelineUse,
+    SpeculationMetrics,
+    SpeculationRecord,
+)
+from magicdec.records.metric_tables import metric_rows
+from magicdec.serving.showing import passes_table
+from magicdec.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def print_table(records: Sequence[SpeculationRecord]) -> None:
-    """Print the records, with the comparison of the tokens above them."""
+def tables(records: Sequence[SpeculationRecord]) -> list[Table]:
+    """Of the passes of one command."""
     metrics = [record.metrics for record in records]
-    rows = rows_of(SpeculationMetrics, metrics)
-    rows += rows_of(PipelineUse, [None if m is None else m.use for m in metrics])
-    print_passes(title(records[-1]), records, rows)
-
-
-def title(record: SpeculationRecord) -> str:
-    model, w = record.config["model"], record.config["workload"]
-    return (
-        f"{model['model']} ({model['dtype']}), {record.workload.dataset}: {w['num_requests']} "
-        f"request{'s' * (w['num_requests'] != 1)}, {w['lanes']} at a time"
-    )
+    rows = metric_rows(SpeculationMetrics, metrics)
+    rows += metric_rows(PipelineUse, [None if m is None else m.use for m in metrics])
+    lanes = records[-1].config["workload"]["lanes"]
+    return [passes_table(records, f"{lanes} at a time", rows)]
 
 
 PANELS = (  # (metric, title, unit)
@@ -52,7 +49,6 @@ NAMED = {
     "emulate_acceptance": "acceptance ",
 }
 HEIGHT, LEGEND_LINE = 2.8, 0.22  # inches
-DOTS_PER_INCH = 150
 
 Records = Sequence[SpeculationRecord]
 
@@ -60,26 +56,21 @@ Records = Sequence[SpeculationRecord]
 def draw_bars(flag: str, path: Path, commands: Sequence[Records]) -> None:
     """Draw the passes that have metrics. Raises ValueError, naming the flag, if there are none, or
     if the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    shown = [[r for r in records if r.metrics is not None] for records in commands]
-    shown = [records for records in shown if records]
-    if not shown:
+    drawn = [[r for r in records if r.metrics is not None] for records in commands]
+    drawn = [records for records in drawn if records]
+    if not drawn:
         raise ValueError(f"{flag} {path}: no pass has metrics to draw")
-    labels = labels_of(shown) if len(shown) > 1 else []
-    with styled():
-        figure = Figure(figsize=(7.4, HEIGHT + LEGEND_LINE * len(labels)), layout="constrained")
-        axes = figure.subplots(1, len(PANELS))
+    labels = labels_of(drawn) if len(drawn) > 1 else []
+    size = 7.4, HEIGHT + LEGEND_LINE * len(labels)
+    with saved_figure(flag, path, size, 1, len(PANELS)) as (figure, axes):
         for ax, (metric, name, unit) in zip(axes, PANELS, strict=True):
-            draw_panel(ax, metric, shown)
-            ax.set_title(name)
-            ax.set_ylabel(unit)
+            draw_panel(ax, metric, drawn)
+            ax.set(title=name, ylabel=unit)
         if labels:
             handles = [container[0] for container in axes[0].containers]
             figure.legend(handles, labels, loc="outside lower left", ncols=1)
         else:
-            figure.suptitle(title(shown[0][-1]))
-        save_figure(flag, path, figure)
+            figure.suptitle(tables(drawn[0])[0].title)
 
 
 def draw_panel(ax: Axes, metric: str, commands: Sequence[Records]) -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from magicdec.records.acceptance import PromptCounts, count_by_prompt, estimates_of
+from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
 from magicdec.records.record import RunRecord
-from magicdec.records.statistics.by_prompt import Array, PromptCounts, count_by_prompt
-from magicdec.records.statistics.intervals import FEWEST_PROMPTS, LEVEL, jackknife_error, quantile
+from magicdec.records.samples import PassSamples
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Pair:
     before: PromptCounts
     after: PromptCounts
     prompts: Hashable  # equal for records of the same prompts
-    num_different: int | None  # outputs that differ between the records; None: not known
+    num_different: int  # outputs that differ between the records
 
     @property
     def is_equal(self) -> bool:
@@ -34,17 +35,14 @@ class Pair:
         return self.before.equals(self.after)
 
     def rates(self) -> tuple[float, float]:
-        before, after = (
-            float(c.accepted.sum() / c.drafted.sum()) for c in (self.before, self.after)
-        )
-        return before, after
+        """The acceptance rates of both records."""
+        return float(estimates_of(self.before).rate[0]), float(estimates_of(self.after).rate[0])
 
     def log_ratios(self) -> Array:
         """[1 + P] the logarithm of the ratio of the acceptance rates, over all prompts and without
         each prompt."""
-        totals = [counts.totals() for counts in (self.before, self.after)]
+        before, after = estimates_of(self.before).rate, estimates_of(self.after).rate
         with np.errstate(divide="ignore", invalid="ignore"):
-            before, after = (t.accepted_tokens() / t.drafted for t in totals)
             return np.log(after / before)
 
 
@@ -70,27 +68,22 @@ class Change:
 
 def pair_of(new: RunRecord, old: RunRecord) -> Pair:
     """Raises ValueError if a record has no samples, or none of what its drafts were."""
-    counts = [counts_of(record, name) for record, name in ((old, "baseline"), (new, "new record"))]
-    ours, theirs = (_hashes(record) for record in (new, old))
-    num_different = None
-    if ours is not None and theirs is not None:
-        num_different = sum(a != b for a, b in zip(ours, theirs, strict=True))
-    assert new.workload is not None
-    return Pair(counts[0], counts[1], new.workload.sha256, num_different)
+    before, after = samples_of(old, "baseline"), samples_of(new, "new record")
+    pairs = zip(before.output_hashes, after.output_hashes, strict=True)
+    assert new.workload is not None, "it has samples"
+    return Pair(
+        count_by_prompt(before), count_by_prompt(after), new.workload.sha256,
+        num_different=sum(one != other for one, other in pairs),
+    )  # fmt: skip
 
 
-def counts_of(record: RunRecord, name: str) -> PromptCounts:
-    """The counts of the requested strategy; `name` stands for the record in the error."""
+def samples_of(record: RunRecord, name: str) -> PassSamples:
+    """Those of the requested strategy; `name` stands for the record in the error."""
     if record.metrics is None or record.metrics.acceptance_rate is None:
         raise ValueError(f"the {name} has no acceptance_rate")
     if record.samples is None:
         raise ValueError(f"the {name} has no samples; renew it with `magicdec gate save`")
-    return count_by_prompt(record.samples[record.config["decoding"]["strategy"]].restored())
-
-
-def _hashes(record: RunRecord) -> list[str]:
-    assert record.samples is not None, "it has counts"
-    return record.samples[record.config["decoding"]["strategy"]].output_hashes
+    return record.samples[record.config["decoding"]["strategy"]].restored()
 
 
 def change_of(pairs: Sequence[Pair], level: float = LEVEL) -> Change:
@@ -102,9 +95,8 @@ def change_of(pairs: Sequence[Pair], level: float = LEVEL) -> Change:
     for pair, values in zip(pairs, ratios, strict=True):
         groups.setdefault(pair.prompts, []).append(values)
     sizes = [len(values[0]) - 1 for values in groups.values()]
-    is_known = min(sizes) >= FEWEST_PROMPTS and all(np.isfinite(v).all() for v in ratios)
     interval = None
-    if is_known:
+    if min(sizes) >= FEWEST_PROMPTS and all(np.isfinite(v).all() for v in ratios):
         errors = [
             jackknife_error(np.sum(values, axis=0) / len(pairs)) for values in groups.values()
         ]

@@ -1,14 +1,17 @@
-"""Compares new records with a baseline's, under one rule (`judge.py`), and shows the comparisons as
-JUnit XML, which CI servers show as tests, and as Markdown. Imports no torch.
+"""Compares new records with a baseline's under one rule, which docs/statistics.md states: what is
+the same, a change, a gain, a regression, or cannot be compared. Shows the comparisons as JUnit XML,
+which CI servers show as tests, and as Markdown.
+
+Times are not compared; ratios within one run are, where that is asked for. Imports no torch.
 """
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from magicdec.records.comparison.change import Pair, pair_of
+from magicdec.records.comparison.change import Change, Pair, change_of, pair_of
 from magicdec.records.comparison.conditions import (
     compared_with_nothing,
     describe,
@@ -16,26 +19,56 @@ from magicdec.records.comparison.conditions import (
     measured_thing,
     method_of,
 )
-from magicdec.records.comparison.judge import (
-    CHANGED,
-    GAIN,
-    INCOMPARABLE,
-    MISSING,
-    REGRESSION,
-    VERDICTS,
-    Comparison,
-    Rule,
-    contradiction_of,
-    judge,
-    judge_ratios,
-    judge_together,
-    other_reads,
-)
+from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL
+from magicdec.records.metrics import check_metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.statistics.intervals import LEVEL
 
+REGRESSION, INCOMPARABLE, CHANGED = "regression", "not comparable", "changed"
+GAIN, SAME, MISSING = "gain", "same", "missing"
+VERDICTS = (REGRESSION, INCOMPARABLE, CHANGED, GAIN, SAME, MISSING)  # the worst first
+DEFAULT_MARGIN = 0.02
+READS_TOLERANCE = 0.02  # of the tokens that a draft forward reads
+# The metrics that follow from counts alone.
+COUNTED = (
+    *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
+    *("acceptance_per_position", "judged_per_position"),
+)
+RATIOS = ("speedup", "net_speedup", "roofline_fraction")
 FALSE_ALARMS = 0.01
 EXIT_CODES = {REGRESSION: 1, INCOMPARABLE: 3}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the user may choose. `margin` replaces that of the baselines; `is_exact` lets no change
+    pass; `performance` is the share that a ratio within one run may lose (None: not compared)."""
+
+    margin: float | None = None
+    is_exact: bool = False
+    performance: float | None = None
+
+    def margin_of(self, baseline: RunRecord) -> float:
+        margin = baseline.margin if self.margin is None else self.margin
+        return DEFAULT_MARGIN if margin is None else margin
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found out about one record, or about several together, in one line."""
+
+    name: str
+    verdict: str
+    text: str
+    rates: tuple[float, float] | None = None  # acceptance rate: baseline, new
+    change: Change | None = None
+
+    @property
+    def severity(self) -> int:
+        """Its place among the verdicts, of which the first is the worst."""
+        return VERDICTS.index(self.verdict)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +76,6 @@ class Match:
     """A new record and a baseline of the same thing under the same conditions."""
 
     name: str
-    method: str
     pair: Pair
     new: RunRecord
     old: RunRecord
@@ -62,19 +94,18 @@ def compare(
     """What was found out about each new record, in order, then about the methods that have several
     records. A record is compared with every baseline of the same thing under the same conditions,
     and the worst counts: none of them may hide a regression from another."""
-    found = [match(record, baselines) for record in new]
-    matches = [m for each in found if not isinstance(each, Comparison) for m in each]
+    of_records = [match(record, baselines) for record in new]
+    matches = [m for each in of_records if not isinstance(each, Comparison) for m in each]
     level = level_for(matches)
     comparisons = []
-    for each in found:
+    for each in of_records:
         if isinstance(each, Comparison):
             comparisons.append(each)
             continue
-        judged = [judge_match(m, rule, level) for m in each]
-        comparisons.append(min(judged, key=lambda c: c.severity))
+        verdicts = [judge_match(m, rule, level) for m in each]
+        comparisons.append(min(verdicts, key=lambda c: c.severity))
         if rule.performance is not None:
-            m = each[-1]
-            comparisons += judge_ratios(m.name, m.new, m.old, rule.performance)
+            comparisons += judge_ratios(each[-1], rule.performance)
     comparisons += compare_methods(matches, rule, level)
     return [exactly(c) for c in comparisons] if rule.is_exact else comparisons
 
@@ -92,7 +123,7 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
         return Comparison(name, REGRESSION, f"the new record {problem}")
     try:
         alike = alike_baselines(record, baselines)
-        return [Match(name, method_of(record), pair_of(record, b), record, b) for b in alike]
+        return [Match(name, pair_of(record, b), record, b) for b in alike]
     except ValueError as error:
         return Comparison(name, INCOMPARABLE, f"not comparable: {error}")
 
@@ -116,6 +147,21 @@ def alike_baselines(record: RunRecord, baselines: Sequence[RunRecord]) -> list[R
     return alike
 
 
+def contradiction_of(record: RunRecord) -> str | None:
+    """The first contradiction within the samples of a record, or between them and what it has of
+    `COUNTED`; None if there is none, or if the record has no samples or no acceptance."""
+    metrics = record.metrics
+    if record.samples is None or metrics is None or metrics.acceptance_rate is None:
+        return None
+    try:
+        differing = check_metrics(record)
+    except ValueError as error:
+        return f"contradicts itself: {error}"
+    names = [f"metrics.{name}" for name in COUNTED if getattr(metrics, name) is not None]
+    wrong = [name for name in names if name in differing]
+    return f"contradicts itself: its samples give another {wrong[0]}" if wrong else None
+
+
 def level_for(matches: Sequence[Match]) -> float:
     """The level of the intervals of rows whose counts rounding may have changed: all of them
     together hold with 99 %, so that each has a share of the 1 % (Bonferroni)."""
@@ -136,7 +182,7 @@ def compare_methods(matches: Sequence[Match], rule: Rule, level: float) -> list[
     methods: dict[str, list[Match]] = {}
     for m in matches:
         if rule.margin_of(m.old) > 0 and all(m.pair.rates()):
-            methods.setdefault(m.method, []).append(m)
+            methods.setdefault(method_of(m.new), []).append(m)
     return [
         judge_together(
             f"{method}, all rows", [m.pair for m in of_method],
@@ -146,6 +192,68 @@ def compare_methods(matches: Sequence[Match], rule: Rule, level: float) -> list[
         for method, of_method in methods.items()
         if len(of_method) > 1 and not all(m.pair.is_equal for m in of_method)
     ]  # fmt: skip
+
+
+def other_reads(new: RunRecord, old: RunRecord) -> str | None:
+    """What a draft forward reads, if it is no longer what it was: then it is not the same policy or
+    budget, whatever the records say."""
+    assert new.metrics is not None and old.metrics is not None
+    after, before = new.metrics.kv_tokens_read, old.metrics.kv_tokens_read
+    if after is None or before is None or abs(after - before) <= READS_TOLERANCE * before:
+        return None
+    return f"regression: a draft forward reads {after:.1f} tokens of a row's KV, was {before:.1f}"
+
+
+def judge(name: str, pair: Pair, margin: float, level: float = LEVEL) -> Comparison:
+    """The verdict on the acceptance rate of one pair of records."""
+    rates = pair.rates()
+    forks = f"; {pair.num_different} outputs differ" if pair.num_different else ""
+    if pair.is_equal:
+        text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
+        return Comparison(name, SAME, text, rates, Change(0.0, None, pair.after.num_prompts))
+    change = change_of([pair], level)
+    verdict, why = decide(rates, change, margin)
+    text = f"acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {change}{forks}: {verdict}, {why}"
+    return Comparison(name, verdict, text, rates, change)
+
+
+def judge_together(name: str, pairs: list[Pair], margin: float, level: float) -> Comparison:
+    """The verdict on several pairs of one method, whose losses may be too small to see in each."""
+    change = change_of(pairs, level)
+    verdict, why = decide(None, change, margin)
+    text = f"acceptance rate of {len(pairs)} rows {change}: {verdict}, {why}"
+    return Comparison(name, verdict, text, None, change)
+
+
+def decide(rates: tuple[float, float] | None, change: Change, margin: float) -> tuple[str, str]:
+    """The verdict and its reason. `rates`: of one pair, to tell a rate that fell to 0."""
+    is_lost = rates is not None and rates[1] == 0
+    if change.relative < -margin and (margin == 0 or is_lost):
+        return REGRESSION, "any loss is one" if margin == 0 else "no draft is accepted any more"
+    if abs(change.relative) > margin and change.interval is None:
+        return INCOMPARABLE, f"{change.num_prompts} prompts; {FEWEST_PROMPTS} are needed"
+    if change.is_noise:
+        return CHANGED, "inside the noise"
+    if abs(change.relative) <= margin:
+        return CHANGED, f"within the margin of {100 * margin:g} %"
+    verdict = REGRESSION if change.relative < 0 else GAIN
+    return verdict, f"beyond the margin of {100 * margin:g} % and the noise"
+
+
+def judge_ratios(m: Match, share: float) -> Iterator[Comparison]:
+    """The verdicts on ratios within one run, such as the speedup. A loss beyond the share counts,
+    unless both records have intervals and these overlap."""
+    both = m.old.metrics, m.new.metrics
+    for metric in RATIOS:
+        before, after = (getattr(metrics, metric) for metrics in both)
+        if before is None or after is None:
+            continue
+        ends = [getattr(metrics, f"{metric}_interval", None) for metrics in both]
+        overlap = all(ends) and ends[1][1] >= ends[0][0]  # type: ignore[index]
+        is_loss = after < before * (1 - share) and not overlap
+        verdict = REGRESSION if is_loss else SAME
+        text = f"{metric} {before:.3f} -> {after:.3f}, {100 * (after / before - 1):+.1f} %"
+        yield Comparison(m.name, verdict, f"{text}{': regression' if is_loss else ''}")
 
 
 def exactly(comparison: Comparison) -> Comparison:
@@ -164,8 +272,8 @@ def case_failed(baseline: RunRecord, error: str) -> Comparison:
 
 def uncovered(new: Sequence[RunRecord], baselines: Sequence[RunRecord]) -> list[RunRecord]:
     """The baselines with which no new record can be compared."""
-    found = [match(record, baselines) for record in new]
-    covered = {id(m.old) for each in found if not isinstance(each, Comparison) for m in each}
+    matches = [match(record, baselines) for record in new]
+    covered = {id(m.old) for each in matches if not isinstance(each, Comparison) for m in each}
     return [b for b in baselines if id(b) not in covered]
 
 

@@ -6,7 +6,6 @@ judged. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from magicdec.config.checks import policy_called
@@ -24,6 +23,8 @@ SHORT_NAMES = {
     "reselect_every": "reselect_every",
     "recent_window": "recent_window",
 }
+# What the text of the prompts follows from: conditions only where their tokens are others.
+OF_TEXT = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer")
 
 
 def measured_thing(record: RunRecord) -> Key:
@@ -33,7 +34,10 @@ def measured_thing(record: RunRecord) -> Key:
     draft = None if record.workload is None else record.workload.draft
     # Prompt lookup reads no cache, whatever policy the run names.
     policy = None if decoding["drafter"] == "ngram" else kv["policy"]
-    settings = settings_of(policy)
+    # A policy that this version does not know reads all, so that it is never taken for another.
+    settings = policy_called(policy).settings if policy in KV_POLICIES else tuple(SHORT_NAMES)
+    if policy is None:
+        settings = ()
     return (
         ("strategy", decoding["strategy"]),
         ("drafter", decoding["drafter"]),
@@ -44,22 +48,16 @@ def measured_thing(record: RunRecord) -> Key:
     )
 
 
-def settings_of(policy: str | None) -> tuple[str, ...]:
-    """The fields of a record's KV section that a policy reads. A policy that this version does not
-    know reads all, so that it is never taken for another."""
-    if policy is None:
-        return ()
-    return policy_called(policy).settings if policy in KV_POLICIES else tuple(SHORT_NAMES)
-
-
 def first_difference(new: RunRecord, old: RunRecord) -> str | None:
     """The first condition in which two records of the same thing differ, such as `prefix_len 1024,
     was 4096`; None if all agree. Neither record failed."""
-    for name, value, before in _conditions(new, old):
-        if value != before:
-            return f"{name} {value}, was {before}"
     ours, theirs = new.workload, old.workload
     assert ours is not None and theirs is not None, "only a failed record may lack it"
+    before = conditions(old)
+    for name, value in conditions(new).items():
+        is_of_text = name in OF_TEXT and ours.sha256 == theirs.sha256
+        if value != before[name] and not is_of_text:
+            return f"{name} {value}, was {before[name]}"
     if ours.sha256 != theirs.sha256:
         return f"dataset {ours.dataset} has other text for the same settings"
     if ours.model_sha256 != theirs.model_sha256:
@@ -69,21 +67,18 @@ def first_difference(new: RunRecord, old: RunRecord) -> str | None:
     return None
 
 
-def _conditions(new: RunRecord, old: RunRecord) -> Iterator[tuple[str, Any, Any]]:
-    """(name, new value, old value) of each setting that must agree."""
-    ours, theirs = new.workload, old.workload
-    assert ours is not None and theirs is not None, "only a failed record may lack it"
-    yield "model", ours.model, theirs.model
-    if ours.sha256 != theirs.sha256:
-        for name in ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer"):
-            yield name, getattr(ours, name), getattr(theirs, name)
-    one, other = new.config, old.config
-    yield "gen_len", one["workload"]["gen_len"], other["workload"]["gen_len"]
-    yield "dtype", one["model"]["dtype"], other["model"]["dtype"]
-    yield "weights", weight_dtypes(one), weight_dtypes(other)
-    yield "draft KV", draft_kv_dtype(one), draft_kv_dtype(other)
-    yield "sampling", sampling(one), sampling(other)
-    yield "ignore_eos", one["decoding"]["ignore_eos"], other["decoding"]["ignore_eos"]
+def conditions(record: RunRecord) -> dict[str, Any]:
+    """Each setting that must agree, by the name that the gate prints."""
+    config, workload = record.config, record.workload
+    return {
+        **{name: getattr(workload, name) for name in ("model", *OF_TEXT)},
+        "gen_len": config["workload"]["gen_len"],
+        "dtype": config["model"]["dtype"],
+        "weights": weight_dtypes(config),
+        "draft KV": config["kv"]["draft_kv_dtype"],
+        "sampling": sampling(config),
+        "ignore_eos": config["decoding"]["ignore_eos"],
+    }
 
 
 def weight_dtypes(config: dict[str, Any]) -> str:
@@ -91,11 +86,6 @@ def weight_dtypes(config: dict[str, Any]) -> str:
     target, draft = config["model"]["target_dtype"], config["draft"]
     drafts = target if draft is None else draft["draft_dtype"]
     return str(target) if drafts == target else f"{target}, draft {drafts}"
-
-
-def draft_kv_dtype(config: dict[str, Any]) -> str:
-    """The dtype of a draft's own cache."""
-    return str(config["kv"]["draft_kv_dtype"])
 
 
 def sampling(config: dict[str, Any]) -> dict[str, Any] | str:

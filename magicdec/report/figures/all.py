@@ -2,69 +2,82 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
+from magicdec.figures import styled
 from magicdec.report.figures import (
     acceptance,
     bandwidth,
-    drift,
     latency,
     phases,
     predicted,
     speedup,
     throughput,
 )
-from magicdec.report.figures.style import Drawn, LeftOut, styled
-from magicdec.report.point import Point
+from magicdec.report.figures.panels import Drawn, LeftOut
 from magicdec.report.prediction import Predictor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 160
 MOST_MARKS = 2000  # a cloud of more marks is drawn as an image inside the SVG
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
 
 
-def draw_all(points: Sequence[Point], predictor: Predictor) -> list[Drawn | LeftOut]:
-    """Draw every figure that the points can feed."""
-    passed = [point for point in points if point.metrics is not None]
+def draw_runs(frame: pd.DataFrame, predictor: Predictor) -> list[Drawn | LeftOut]:
+    """Draw every figure that the passes of runs can feed. `frame` has the rows of all records."""
+    frame = frame[frame["has_result"].astype(bool)]
+    passes = frame[frame["kind"] == "run"]
+    runs = passes[passes["is_run"].astype(bool)]
     with styled():
         return [
-            speedup.draw(passed, predictor),
-            throughput.draw(passed),
-            acceptance.draw_by_budget(passed),
-            acceptance.draw_by_position(passed),
-            phases.draw(passed),
-            bandwidth.draw(passed),
-            latency.draw_ttft(passed),
-            latency.draw_tpot(passed),
-            predicted.draw(passed, predictor),
-            drift.draw(passed),
+            speedup.draw(runs, predictor),
+            throughput.draw(passes),
+            throughput.draw_pareto(frame[frame["kind"].isin(("run", "serving"))]),
+            acceptance.draw_by_budget(runs),
+            acceptance.draw_by_position(runs),
+            acceptance.draw_lengths(runs),
+            phases.draw(runs),
+            bandwidth.draw_roofline(passes),
+            latency.draw_ttft(passes),
+            latency.draw_tpot(passes),
+            predicted.draw(runs, predictor),
+            bandwidth.draw_drift(passes),
         ]
 
 
 def save(drawn: Drawn, directory: Path | None) -> str:
     """Write the figure as PNG and as SVG into the directory, if there is one, and return the SVG
     for a page. Raises OSError."""
-    for ax in drawn.figure.axes:
+    with TemporaryDirectory() as folder:
+        png, svg = (Path(directory or folder, f"{drawn.name}{end}") for end in (".png", ".svg"))
+        if callable(drawn.figure):
+            drawn.figure(png)
+            drawn.figure(svg)
+        else:
+            write(drawn.figure, drawn.title, png, svg)
+        return inline(svg.read_text(encoding="utf-8"), drawn.name)
+
+
+def write(figure: Figure, title: str, png: Path, svg: Path) -> None:
+    """Write both files. Large clouds of marks are images inside the SVG."""
+    for ax in figure.axes:
         for marks in ax.collections:
             if len(marks.get_offsets()) > MOST_MARKS:  # type: ignore[arg-type]
                 marks.set_rasterized(True)
         for line in ax.lines:
             line.set_rasterized(np.size(line.get_xdata()) > MOST_MARKS)
-    png, svg = io.BytesIO(), io.StringIO()
-    about = {"Title": drawn.title, "Date": None}
-    with styled(drawn.name):
-        drawn.figure.savefig(png, format="png", dpi=DOTS_PER_INCH)  # this finds the places, too
-        drawn.figure.set_layout_engine("none")
-        drawn.figure.savefig(svg, format="svg", dpi=DOTS_PER_INCH, metadata=about)
-    if directory is not None:
-        (directory / f"{drawn.name}.png").write_bytes(png.getvalue())
-        (directory / f"{drawn.name}.svg").write_text(svg.getvalue(), encoding="utf-8")
-    return inline(svg.getvalue(), drawn.name)
+    with styled(svg.stem):
+        figure.savefig(png, dpi=DOTS_PER_INCH)  # this finds the places, too
+        figure.set_layout_engine("none")
+        figure.savefig(svg, dpi=DOTS_PER_INCH, metadata={"Title": title, "Date": None})
 
 
 def inline(svg: str, name: str) -> str:

@@ -2,97 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from magicdec.records.performance import Metrics
-from magicdec.report.figures.style import (
-    COLOURS,
+import pandas as pd
+
+from magicdec.figures import COLOURS
+from magicdec.report.figures.panels import (
     WIDTH,
-    Cell,
     Drawn,
     LeftOut,
+    caption_of,
     legend_below,
-    sentences,
+    rank,
+    richest,
+    said,
     shown_of,
 )
-from magicdec.report.panels import common, group, make_panels, rank, richest, said, varying
-from magicdec.report.point import Point
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NAME, HEADING = "step_phases", "Phases of a decode step"
 HELD = ("model", "draft_model", "dtype", "dataset", "device", "ranks", "threads")
-ALONG = ("drafter", "kv_policy", "budget", "gamma", "B", "prefix_len")
-PHASES = {"draft": COLOURS[4], "verify": COLOURS[0], "decode": COLOURS[5], "other": COLOURS[7]}
-HATCHES = {"draft": "", "verify": "///", "decode": "...", "other": "xxx"}
+ALONG = ["drafter", "kv_policy", "budget", "gamma", "B", "prefix_len"]
+# (colour, hatch) by phase
+PHASES = {"draft": (COLOURS[4], ""), "verify": (COLOURS[0], "///"), "decode": (COLOURS[5], "..."),
+          "other": (COLOURS[7], "xxx")}  # fmt: skip
+SHORT = {"gamma": "g", "budget": "K", "prefix_len": "prefix"}
 MOST_BARS = 24
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One step: the mean time of each phase over all steps, in ms."""
-
-    point: Point
-    phases: dict[str, float]
-    step_ms: float
-    baseline_ms: float | None
-
-
-def draw(points: Sequence[Point]) -> Drawn | LeftOut:
-    bars = [bar for p in points if (bar := make_bar(p)) is not None]
-    if not bars:
-        return LeftOut(NAME, HEADING, "no run timed its phases; on CUDA --benchmark does")
-    panels = make_panels([bar.point for bar in bars], HELD)
-    (panel,) = richest(panels, settings_of, 1)
-    inside = {id(p) for p in panel.points}
-    same = group((b for b in bars if id(b.point) in inside), lambda b: settings_of(b.point))
+def draw(runs: pd.DataFrame) -> Drawn | LeftOut:
+    name, heading = "step_phases", "Phases of a decode step"
+    known = runs[runs["drafter"].notna() & runs["mean_step_ms"].notna() & runs["other_ms"].notna()]
+    if known.empty:
+        return LeftOut(name, heading, "no run timed its phases; on CUDA --benchmark does")
+    panels, total = richest(known, HELD, ALONG, 1)
+    of = panels[0].runs
+    share = pd.Series([drafting_share(m) for m in of.itertuples()], of.index)
+    weights = {"draft": share, "verify": share, "decode": 1 - share, "other": 1}
+    steps = of.rename(columns={"mean_step_ms": "step_ms"})
+    for phase, weight in weights.items():
+        values = weight * of[f"{phase}_ms"].astype(float).fillna(0.0)
+        steps[f"{phase}_ms"] = values.where(values != 0)
     # The middle one of repeated runs.
-    middles = [sorted(of, key=lambda b: b.step_ms)[len(of) // 2] for of in same.values()]
-    ordered = sorted(middles, key=lambda b: [rank(b.point.settings[k]) for k in reversed(ALONG)])
-    count = min(MOST_BARS, len(ordered))
-    kept = [ordered[i * len(ordered) // count] for i in range(count)]
-    figure = draw_bars(kept)
-    rows: list[list[Cell]] = [
-        [*(bar.point.settings[k] for k in (*HELD, *ALONG)), bar.point.number,
-         *(bar.phases.get(phase) for phase in PHASES), bar.step_ms, bar.baseline_ms]
-        for bar in ordered
-    ]  # fmt: skip
-    columns = (*HELD, *ALONG, "run", *(f"{p}_ms" for p in PHASES), "step_ms",
-               "autoregressive_step_ms")  # fmt: skip
-    caption = sentences(
+    order = steps.sort_values("step_ms", key=lambda ms: ms.astype(float), kind="stable")
+    groups = order.groupby(ALONG, dropna=False)
+    middles = order[groups.cumcount() == groups["run"].transform("size") // 2]
+    places = sorted(middles.index, key=lambda i: [*map(rank, middles.loc[i, ALONG[::-1]])])
+    middles = middles.loc[places]
+    count = min(MOST_BARS, len(middles))
+    bars = middles.iloc[[i * len(middles) // count for i in range(count)]]
+    caption = caption_of(
+        panels, total, "combinations of model and machine",
         "Mean time of a step by phase. The black tick is the autoregressive step of the same run: "
         "a step pays if it takes less than its tokens times that. At the right end: tokens of a "
         "step and row, and the speedup of the steps",
-        f"Everywhere: {common([panel])}" if common([panel]) else "",
-        shown_of(len(kept), len(ordered), "settings, evenly chosen"),
-        shown_of(1, len(panels), "combinations of model and machine"),
-    )
-    return Drawn(NAME, HEADING, caption, figure, columns, rows)
+        shown_of(len(bars), len(middles), "settings, evenly chosen"),
+    )  # fmt: skip
+    times = [*(f"{phase}_ms" for phase in PHASES), "step_ms", "autoregressive_step_ms"]
+    table = middles[[*HELD, *ALONG, "run", *times]]
+    return Drawn(name, heading, caption, draw_bars(bars), table)
 
 
-def make_bar(point: Point) -> Bar | None:
-    m = point.metrics
-    if point.is_baseline or m is None or m.mean_step_ms is None or m.other_ms is None:
-        return None
-    share = drafting_share(m)
-    phases = {
-        "draft": share * (m.draft_ms or 0.0),
-        "verify": share * (m.verify_ms or 0.0),
-        "decode": (1 - share) * (m.decode_ms or 0.0),
-        "other": m.other_ms,
-    }
-    theirs = None if point.baseline is None else point.baseline.mean_step_ms
-    return Bar(point, {name: ms for name, ms in phases.items() if ms}, m.mean_step_ms, theirs)
-
-
-def drafting_share(m: Metrics) -> float:
-    """The share of the steps that draft. Each phase's time is a mean over the steps that have it,
-    and all of them together make the mean step."""
-    assert m.mean_step_ms is not None and m.other_ms is not None
+def drafting_share(m: Any) -> float:
+    """The share of the steps that draft, of the metrics of a run. Each phase's time is a mean over
+    the steps that have it, and all of them together make the mean step."""
     if m.draft_ms is None or m.verify_ms is None:
         return 0.0
     if m.decode_ms is None:
@@ -102,66 +76,50 @@ def drafting_share(m: Metrics) -> float:
     return min(1.0, max(0.0, share))
 
 
-def draw_bars(bars: Sequence[Bar]) -> Figure:
+def draw_bars(bars: pd.DataFrame) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 1.3 + 0.27 * len(bars)), layout="constrained")
     ax = figure.subplots()
-    handles: dict[str, object] = {}
-    panels = make_panels([bar.point for bar in bars], ALONG)
-    keys = varying(panels) or ["B"]
-    for place, bar in enumerate(bars):
-        handles |= draw_bar(ax, place, bar)
-    names = [name_of(bar.point, keys) for bar in bars]
-    ax.set_yticks(range(len(bars)), names)
+    bars, handles = bars.reset_index(drop=True), dict[str, Any]()
+    left = pd.Series(0.0, bars.index)
+    for phase, (colour, hatch) in PHASES.items():
+        widths = bars[f"{phase}_ms"].dropna().astype(float)
+        if not widths.empty:
+            handles[phase] = ax.barh(
+                widths.index, widths, left=left[widths.index], height=0.72, color=colour,
+                hatch=hatch, edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            left = left.add(widths, fill_value=0)
+    theirs = bars["autoregressive_step_ms"].astype(float)
+    if theirs.notna().any():
+        handles["autoregressive step"] = ax.vlines(
+            theirs, bars.index - 0.42, bars.index + 0.42, color="black", linewidth=2
+        )
+    keys = [key for key in ALONG if bars[key].nunique(dropna=False) > 1] or ["B"]
+    ends = left.combine(theirs, max)
+    rows = bars.to_dict("records")
+    for at, bar in enumerate(rows):
+        tokens, speedup = bar["mean_emitted_tokens"], bar["speedup"]
+        parts = ["" if tokens is None else f"{tokens:.1f} tokens"]
+        parts.append("" if speedup is None else f"{speedup:.2f}x")
+        text = ", ".join(filter(None, parts))
+        ax.annotate(text, (ends[at], at), (5, 0), textcoords="offset points", va="center", size=7)
+    ax.set_yticks(bars.index, [name_of(bar, keys) for bar in rows])
     ax.invert_yaxis()
     ax.margins(x=0.24, y=0.01)
     ax.set_xlabel("time of a step (ms)")
     ax.grid(axis="y", visible=False)
-    order = [name for name in (*PHASES, "autoregressive step") if name in handles]
-    legend_below(figure, [handles[name] for name in order], order, columns=5)
+    legend_below(figure, handles)
     return figure
 
 
-def draw_bar(ax: Axes, place: int, bar: Bar) -> dict[str, object]:
-    """One bar with its tick and what stands beside it. Returns the handles for a legend."""
-    handles: dict[str, object] = {}
-    left = 0.0
-    for phase, ms in bar.phases.items():
-        handles[phase] = ax.barh(
-            place, ms, left=left, height=0.72, color=PHASES[phase], hatch=HATCHES[phase],
-            edgecolor="white", linewidth=0.5,
-        )  # fmt: skip
-        left += ms
-    if bar.baseline_ms is not None:
-        handles["autoregressive step"] = ax.vlines(
-            bar.baseline_ms, place - 0.42, place + 0.42, color="black", linewidth=2
-        )
-    text = beside(bar)
-    reach = max(left, bar.baseline_ms or 0.0)
-    ax.annotate(text, (reach, place), (5, 0), textcoords="offset points", va="center", size=7)
-    return handles
-
-
-def beside(bar: Bar) -> str:
-    m = bar.point.metrics
-    assert m is not None
-    tokens = m.mean_emitted_tokens
-    parts = ["" if tokens is None else f"{tokens:.1f} tokens"]
-    parts.append("" if m.speedup is None else f"{m.speedup:.2f}x")
-    return ", ".join(filter(None, parts))
-
-
-def name_of(point: Point, keys: Sequence[str]) -> str:
-    names = {"gamma": "g", "budget": "K", "prefix_len": "prefix"}
-    found = []
-    for key in keys:
-        value = point.settings[key]
-        if value is None or (key == "drafter" and point.settings["kv_policy"] and value == "self"):
-            continue
-        found.append(f"{names[key]} {value}" if key in names else said(key, value))
-    return ", ".join(text.removeprefix("drafter ") for text in found)
-
-
-def settings_of(point: Point) -> tuple[object, ...]:
-    return tuple(point.settings[key] for key in ALONG)
+def name_of(bar: dict[str, Any], keys: list[str]) -> str:
+    """The settings `keys` in short. A policy says that the model drafts for itself."""
+    names = [
+        f"{SHORT[key]} {bar[key]}" if key in SHORT else said(key, bar[key])
+        for key in keys
+        if bar[key] is not None
+        and not (key == "drafter" and bar["kv_policy"] and bar[key] == "self")
+    ]
+    return ", ".join(text.removeprefix("drafter ") for text in names)

@@ -1,183 +1,131 @@
-"""Throughput against TPOT, with the Pareto front."""
+"""Throughput against the speed of one request, with the Pareto fronts: runs against TPOT, and
+everything that was measured in one figure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
+from magicdec.figures import GREY
 from magicdec.names import BASELINE
-from magicdec.records.performance import Metrics
-from magicdec.report.figures.style import (
-    GREY,
+from magicdec.report.figures.panels import (
     MOST_SERIES,
-    Cell,
     Drawn,
+    Form,
     LeftOut,
-    Look,
-    legend_below,
-    look,
-    make_axes,
-    put_title,
-    sentences,
-    shown_of,
+    Looks,
+    each_series,
 )
-from magicdec.report.panels import (
-    Panel,
-    choose,
-    common,
-    group,
-    make_panels,
-    richest,
-    title,
-    varying,
-)
-from magicdec.report.point import Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-NAME, HEADING = "throughput_tpot", "Throughput against time per output token"
 HELD = ("model", "dtype", "dataset", "device", "ranks", "threads", "prefix_len")
-COLUMNS = (*HELD, "series", "run", "B", "gamma", "mean_tpot_ms", "decode_tokens_per_s", "on_front")
-MOST_PANELS = 4
-Place = tuple[float, float, Point]  # mean TPOT in ms, tokens/s
+X, Y, REQUEST = "mean_tpot_ms", "decode_tokens_per_s", "request_tokens_per_s"
+ENDS = (f"{Y}_interval_low", f"{Y}_interval_high")
+NO_PLACE = "no record has both a throughput and a TPOT"
 
 
-def draw(points: Sequence[Point]) -> Drawn | LeftOut:
-    known = [p for p in points if _place(p, p.metrics) is not None]
-    if not known:
-        return LeftOut(NAME, HEADING, "no run has both a throughput and a TPOT")
-    panels = make_panels(known, HELD)
-    kept = richest(panels, lambda p: (p.settings["B"], series(p)), MOST_PANELS)
-    looks, names = looks_of(kept)
-    rows = [row for panel in kept for row in rows_of(panel)]
-    caption = sentences(
-        "Each mark is one run; up and to the left is better. A run is on the front if no other run "
-        "of its kind has both more tokens/s and a shorter TPOT. Numbers are the batch sizes on the "
-        "fronts. The autoregressive marks are the baselines in the same runs. Upright lines are "
-        "95 % intervals over batches",
-        f"Everywhere: {common(kept)}" if common(kept) else "",
-        shown_of(len(kept), len(panels), "combinations of settings"),
-        shown_of(len(looks), len(names), "ways to draft; all are on the front"),
-    )
-    return Drawn(NAME, HEADING, caption, draw_panels(kept, looks), COLUMNS, rows)
+def draw(passes: pd.DataFrame) -> Drawn | LeftOut:
+    def show(of: pd.DataFrame) -> pd.DataFrame:
+        """The baselines, and then the runs that draft."""
+        parts = [of[of["series"] == BASELINE].assign(gamma=None), of[of["series"] != BASELINE]]
+        marked = [part.assign(on_front=part.index.isin(pareto(part, X, Y).index)) for part in parts]
+        return pd.concat(marked)[["series", "run", "B", "gamma", X, Y, "on_front", *ENDS]]
 
-
-def places_of(panel: Panel) -> tuple[list[Place], list[Place]]:
-    """The places of the baselines, and those of the runs that draft."""
-    theirs = [f for p in panel.points if (f := _place(p, p.autoregressive))]
-    ours = [f for p in panel.points if not p.is_baseline and (f := _place(p, p.metrics))]
-    return theirs, ours
-
-
-def rows_of(panel: Panel) -> list[list[Cell]]:
-    rows: list[list[Cell]] = []
-    for label, places in zip((BASELINE, ""), places_of(panel), strict=True):
-        on_front = {id(place) for place in pareto(places)}
-        rows += [
-            [*panel.held.values(), label or series(p), p.number, p.settings["B"],
-             None if label else p.settings["gamma"], x, y, id(place) in on_front]
-            for place in places
-            for x, y, p in [place]
-        ]  # fmt: skip
-    return rows
-
-
-def draw_panels(panels: list[Panel], looks: dict[str, Look]) -> Figure:
-    figure, axes = make_axes(len(panels), height=3.1)
-    handles: dict[str, object] = {}
-    for panel, ax in zip(panels, axes, strict=True):
-        theirs, ours = places_of(panel)
-        if theirs:
-            x, y = [p[0] for p in theirs], [p[1] for p in theirs]
-            handles[BASELINE] = ax.scatter(x, y, facecolors="none", edgecolors=GREY, s=28)
-        for name, of in group(ours, lambda found: series(found[2])).items():
-            if name in looks:
-                handles[name] = draw_marks(ax, of, looks[name])
-        handles |= draw_fronts(ax, theirs, ours)
-        ax.set(xlabel="mean TPOT (ms)", ylabel="decoding (tokens/s)")
-        put_title(ax, title(panel, varying(panels)))
+    def draw_panel(ax: Axes, table: pd.DataFrame, looks: Looks) -> dict[str, Any]:
+        handles = draw_marks(ax, table, looks, X, Y)
+        for series, of, style in each_series(table, looks):
+            spans = of[[X, *ENDS]].dropna().astype(float).to_numpy().T
+            if series != BASELINE and spans.size:
+                ax.vlines(*spans, color=style.colour, linewidth=0.8)
+        is_baseline = table["series"] == BASELINE
+        for label, of in ((BASELINE, table[is_baseline]), ("speculative", table[~is_baseline])):
+            front, is_below = pareto(of, X, Y), label == BASELINE
+            if not front.empty:
+                shape, colour = (":", GREY) if is_below else ("-", "black")
+                line = ax.plot(front[X], front[Y], shape, color=colour, linewidth=1, zorder=1)
+                handles[f"Pareto front, {label}"] = line[0]
+                name_batches(ax, front, is_below)
         ax.margins(0.1, 0.14)
-    legend_below(figure, list(handles.values()), list(handles))
-    return figure
+        return handles
+
+    known = passes[passes[X].notna() & passes[Y].notna()]
+    form = Form(
+        held=HELD, places=["B", "series"], show=show, draw=draw_panel, axes={"height": 3.1},
+        labels=("mean TPOT (ms)", "decoding (tokens/s)"),
+        caption=(
+            "Each mark is one run; up and to the left is better. A run is on the front if no other "
+            "run of its kind has both more tokens/s and a shorter TPOT. Numbers are the batch "
+            "sizes on the fronts. The autoregressive marks are the baselines in the same runs. "
+            "Upright lines are 95 % intervals over batches",
+        ),
+    )  # fmt: skip
+    known = known[known["run"].isin(known.loc[known["is_run"].astype(bool), "run"])]
+    heading = "Throughput against time per output token"
+    return form.of("throughput_tpot", heading, known, NO_PLACE)
 
 
-def draw_marks(ax: Axes, places: list[Place], style: Look) -> object:
-    """A mark for each run, with its interval. Returns the handle for a legend."""
-    x, y = [p[0] for p in places], [p[1] for p in places]
-    handle = ax.scatter(x, y, color=style.colour, marker=style.marker, s=28)
-    spans = [
-        (at, *m.decode_tokens_per_s_interval)
-        for at, _, point in places
-        if (m := point.metrics) and m.decode_tokens_per_s_interval
-    ]
-    if spans:
-        at, low, high = zip(*spans, strict=True)
-        ax.vlines(at, low, high, color=style.colour, linewidth=0.8)
-    return handle
+def draw_marks(
+    ax: Axes, table: pd.DataFrame, looks: Looks, x: str, y: str, scale: float = 1.0
+) -> dict[str, Any]:
+    """A mark for each pass of a series that is drawn. Returns the handles of the legend."""
+    return {
+        name: ax.scatter(
+            of[x].astype(float) / scale, of[y].astype(float) / scale, s=28, marker=style.marker,
+            edgecolors=style.colour, facecolors=style.colour if style.is_filled else "none",
+        )
+        for name, of, style in each_series(table, looks)
+    }  # fmt: skip
 
 
-def draw_fronts(ax: Axes, theirs: list[Place], ours: list[Place]) -> dict[str, object]:
-    handles: dict[str, object] = {}
-    for label, places, line, colour in (
-        ("Pareto front, autoregressive", theirs, ":", GREY),
-        ("Pareto front, speculative", ours, "-", "black"),
-    ):
-        front = pareto(places)
-        if front:
-            x, y = [p[0] for p in front], [p[1] for p in front]
-            (handles[label],) = ax.plot(x, y, line, color=colour, linewidth=1, zorder=1)
-            name_batches(ax, front, is_below=colour == GREY)
-    return handles
+def pareto(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """The rows that no other one beats by both a smaller `x` and a larger `y`, by rising `x`."""
+    values = frame[[x, y]].astype(float).sort_values([x, y], ascending=[True, False])
+    best_before = values[y].cummax().shift(fill_value=float("-inf"))
+    return frame.loc[values.index[values[y] > best_before]]
 
 
-def looks_of(panels: Sequence[Panel]) -> tuple[dict[str, Look], set[str]]:
-    """The look of each series that is drawn, and the names of all."""
-    inside = [[name for name in p.series(series) if name != BASELINE] for p in panels]
-    chosen = sorted(choose(inside, MOST_SERIES - 1))
-    return {name: look(i) for i, name in enumerate(chosen)}, set(chain.from_iterable(inside))
-
-
-def series(point: Point) -> str:
-    """How a run drafts, without budget and gamma."""
-    if point.is_baseline:
-        return BASELINE
-    drafter, policy = point.settings["drafter"], point.settings["kv_policy"]
-    return f"{drafter}" if policy is None else f"{drafter}, {policy}"
-
-
-def _place(point: Point, metrics: Metrics | None) -> Place | None:
-    if metrics is None or metrics.mean_tpot_ms is None or metrics.decode_tokens_per_s is None:
-        return None
-    return metrics.mean_tpot_ms, metrics.decode_tokens_per_s, point
-
-
-def pareto(places: list[Place]) -> list[Place]:
-    """Those that no other one beats in both, by rising TPOT."""
-    front: list[Place] = []
-    for place in sorted(places, key=lambda p: (p[0], -p[1])):
-        if not front or place[1] > front[-1][1]:
-            front.append(place)
-    return front
-
-
-def name_batches(ax: Axes, front: list[Place], is_below: bool) -> None:
+def name_batches(ax: Axes, front: pd.DataFrame, is_below: bool) -> None:
     """Write the batch size beside each mark of a front where it differs from the last one."""
-    before = None
-    for x, y, point in front:
-        B = point.settings["B"]
-        if before != B:
-            offset = (4, -10) if is_below else (-4, 5)
-            side = "left" if is_below else "right"
-            ax.annotate(
-                f"B {B}",
-                (x, y),
-                offset,
-                textcoords="offset points",
-                ha=side,
-                fontsize=7,
-                color=GREY if is_below else "black",
-            )
-        before = B
+    changed = front[front["B"] != front["B"].shift()]
+    for x, y, B in changed[[X, Y, "B"]].itertuples(index=False):
+        ax.annotate(
+            f"B {B}", (x, y), (4, -10) if is_below else (-4, 5), textcoords="offset points",
+            ha="left" if is_below else "right", fontsize=7, color=GREY if is_below else "black",
+        )  # fmt: skip
+
+
+def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """Of the passes of runs, and of those that served requests in flight."""
+
+    def show(of: pd.DataFrame) -> pd.DataFrame:
+        on_front = of.index.isin(pareto(of, X, Y).index)
+        table = of.assign(**{REQUEST: 1e3 / of[X].astype(float)}, on_front=on_front)
+        return table[["series", "run", "B", REQUEST, Y, "on_front"]]
+
+    def draw_panel(ax: Axes, table: pd.DataFrame, looks: Looks) -> dict[str, Any]:
+        handles = draw_marks(ax, table, looks, REQUEST, Y)
+        front = table[table["on_front"]].sort_values(REQUEST)
+        line = ax.plot(front[REQUEST], front[Y], "-", color="black", linewidth=1, zorder=1)
+        ax.margins(0.08)
+        ax.set(xlim=(0, None), ylim=(0, None))
+        return handles | {"Pareto front": line[0]}
+
+    served = passes.get("output_throughput", pd.Series(dtype=object))
+    known = passes.assign(**{Y: passes[Y].combine_first(served)})
+    form = Form(
+        held=("model", "dtype", "device"), places=["series"], show=show, draw=draw_panel,
+        labels=("one request (tokens/s)", "all rows (tokens/s)"), axes={"height": 3.4},
+        caption=(
+            "Each mark is one pass; up and to the right is better. One request decodes at 1 / "
+            "TPOT. All rows together count decode steps in a run; where requests were served in "
+            "flight, they count the whole time from the first arrival to the last token",
+            "Marks of all batch sizes, prefixes, ranks and threads are in one panel",
+        ),
+        what="combinations of model and machine", most_series=2 * MOST_SERIES,
+    )  # fmt: skip
+    known = known[known[X].notna() & known[Y].notna()]
+    heading = "Tokens/s of all rows against tokens/s of one request"
+    return form.of("pareto_front", heading, known, NO_PLACE)

@@ -1,0 +1,292 @@
+"""The commands around checkpoints: `magicdec model get` fetches one from the Hugging Face hub,
+`magicdec model convert` writes one as one file of weights with checksums beside it, and
+`magicdec split` writes one file for each stage of a pipeline.
+
+    magicdec model get meta-llama/Llama-3.2-1B
+    magicdec model convert checkpoints/meta-llama/Llama-3.2-1B --quantize int8
+    magicdec model convert --verify checkpoints/meta-llama/Llama-3.2-1B/model.pth
+    magicdec split checkpoints/meta-llama/Llama-3.2-1B --layer_split 4,6,6 --out chunks
+
+`magicdec download` and `magicdec convert` are the first two in the spelling of the original suite.
+Running a checkpoint needs no conversion. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from magicdec.cli.flags import refuse
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.sections import ModelSection, StagesSection, WrittenSection
+from magicdec.config.setting import same, setting
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.layer_split import count_stages, split_layers
+from magicdec.model.checkpoint.hub import DIRECTORY, announce, find_repository
+from magicdec.model.checkpoint.hub import download as fetch_files
+
+ABOUT_MODEL = "Fetch a model from the Hugging Face hub, or write a checkpoint as one file."
+ABOUT_DOWNLOAD = (
+    "Download the files that running a model needs (safetensors, else .bin; config and tokenizer) "
+    "and compare their checksums. After an interruption, the same command fetches the files that "
+    "are missing."
+)
+ABOUT_CONVERT = (
+    "Write a checkpoint as one file, .safetensors or .pth, with a manifest of checksums beside it. "
+    "The checkpoint consists of one or more safetensors or .bin files, or of a model.pth that the "
+    "original suite's converter wrote."
+)
+ABOUT_SPLIT = (
+    "Write a checkpoint as one file for each stage of a pipeline, with checksums beside it. A host "
+    "needs its own file alone, the index, the config and, as the first one, the tokenizer."
+)
+ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
+OUTPUTS = (".safetensors", ".pth")
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
+ACTIONS = "get, convert"
+
+
+@dataclass(frozen=True)
+class DownloadSection:
+    """The model to fetch, and where to."""
+
+    repo_id: str = setting(
+        ..., "The model's name on the hub, as owner/model.", "repo_id", metavar="ID"
+    )
+    out: Path | None = same(WrittenSection, "out")
+    revision: str = setting("main", "Branch, tag or commit of the repository.")
+    hf_token: str | None = setting(
+        None,
+        "Access token of the hub. Default: the variable HF_TOKEN, otherwise the stored login.",
+        metavar="T",
+    )
+
+
+@dataclass(frozen=True)
+class ConvertSection:
+    """The checkpoint to convert, or the file to verify."""
+
+    checkpoint_dir: Path | None = setting(
+        None, "Directory of the checkpoint and its config.json.", "checkpoint_dir", metavar="DIR"
+    )
+    out: Path | None = same(WrittenSection, "out")
+    dtype: str | None = same(ModelSection, "dtype", None, is_default=True, choices=DTYPES)
+    quantize: str | None = setting(
+        None,
+        "Store all matrices except embeddings in int8, with one scale for each output; --dtype "
+        "then applies to the other tensors. Default: do not quantize.",
+        choices=QUANTIZATIONS,
+    )
+    verify: Path | None = setting(
+        None, "Compare the file with the manifest of checksums beside it. Writes nothing."
+    )
+
+
+@dataclass(frozen=True)
+class OldDownloadSection(DownloadSection):
+    """In the original suite, the model is a flag too."""
+
+    repo_id: str = same(DownloadSection, "repo_id", flags=("--repo_id",))
+    out: Path = same(WrittenSection, "out", ...)
+
+
+@dataclass(frozen=True)
+class OldConvertSection(ConvertSection):
+    """In the original suite, the checkpoint is a flag too."""
+
+    checkpoint_dir: Path | None = same(
+        ConvertSection, "checkpoint_dir", flags=("--checkpoint_dir",)
+    )
+
+
+@dataclass(frozen=True)
+class SplitSection:
+    """The checkpoint to split, and how."""
+
+    checkpoint_dir: Path = setting(
+        ..., "Directory of the checkpoint.", "checkpoint_dir", metavar="DIR"
+    )
+    n_nodes: int | None = setting(
+        None, "Number of stages, which share the layers equally without --layer_split.", least=1
+    )
+    layer_split: str | None = same(StagesSection, "layer_split")
+    out: Path | None = same(WrittenSection, "out")
+
+
+def build_get_parser() -> Parser:
+    return Parser(ABOUT_DOWNLOAD, {"download": DownloadSection}, prog="magicdec model get")
+
+
+def build_convert_parser() -> Parser:
+    return Parser(ABOUT_CONVERT, {"convert": ConvertSection()}, prog="magicdec model convert")
+
+
+def build_old_download_parser() -> Parser:
+    aliases = {"download.out": ("--out_dir",)}
+    return Parser(ABOUT_DOWNLOAD, {"download": OldDownloadSection}, aliases=aliases)
+
+
+def build_old_convert_parser() -> Parser:
+    return Parser(ABOUT_CONVERT, {"convert": OldConvertSection()})
+
+
+def build_parser() -> Parser:
+    """The parser of `magicdec split`."""
+    return Parser(ABOUT_SPLIT, {"split": SplitSection})
+
+
+def model() -> NoReturn:
+    """`magicdec model`"""
+
+    def run() -> int:
+        if not sys.argv[1:]:
+            raise ValueError(f"an action is missing; choose from {ACTIONS}")
+        action, *words = sys.argv[1:]
+        if action in ("-h", "--help"):
+            print(f"usage: magicdec model get | convert [flags]\n\n{ABOUT_MODEL}")
+            return 0
+        if action == "get":
+            return run_download(build_get_parser().read(words)[DownloadSection])
+        if action == "convert":
+            return run_convert(build_convert_parser().read(words)[ConvertSection], "DIR")
+        raise ValueError(f"{action} is not known; choose from {ACTIONS}")
+
+    conclude(run)
+
+
+def download() -> NoReturn:
+    """`magicdec download`, in the spelling of the original suite."""
+    parser = build_old_download_parser()
+    conclude(lambda: run_download(parser.read(sys.argv[1:])[OldDownloadSection]))
+
+
+def convert() -> NoReturn:
+    """`magicdec convert`, in the spelling of the original suite."""
+    parser = build_old_convert_parser()
+    conclude(lambda: run_convert(parser.read(sys.argv[1:])[OldConvertSection], "--checkpoint_dir"))
+
+
+def split() -> NoReturn:
+    """`magicdec split`"""
+    conclude(lambda: run_split(build_parser().read(sys.argv[1:])[SplitSection]))
+
+
+def conclude(run: Callable[[], int]) -> NoReturn:
+    """Exit with the code that `run` returns, or with 2 and one line that says why it cannot be
+    done."""
+    try:
+        code = run()
+    except ValueError as error:
+        refuse(error, ALONE)
+    except OSError as error:
+        refuse(ValueError(f"{error.filename or '--out'}: {error.strerror or error}"), ALONE)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def run_download(args: DownloadSection) -> int:
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    directory = args.out or DIRECTORY / args.repo_id
+    try:
+        repository = find_repository(args.repo_id, args.revision, args.hf_token)
+        print(f"{args.repo_id} at commit {repository.commit}", flush=True)
+        files = fetch_files(repository, directory, args.hf_token, announce)
+    except KeyboardInterrupt:
+        print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
+        return 130
+    size = sum(file.size for file in files)
+    print(
+        f"{len(files)} files, {size / 1e9:.2f} GB, checksums verified; "
+        f"--model {directory} runs them"
+    )
+    return 0
+
+
+def run_convert(args: ConvertSection, flag: str) -> int:
+    """Convert a checkpoint, whose argument is called `flag`, or verify a file. Returns 1 if a
+    verified file is damaged. Raises ValueError for flags that exclude each other."""
+    if (args.checkpoint_dir is None) == (args.verify is None):
+        raise ValueError(f"give either {flag} or --verify")
+    if args.verify and (args.out or args.dtype or args.quantize):
+        raise ValueError("--verify writes nothing; leave out --out, --dtype and --quantize")
+    if args.verify:
+        return verify(args.verify)
+    directory = args.checkpoint_dir
+    assert directory is not None, "one of the two was given"
+    out = args.out or directory / ("model_int8.pth" if args.quantize else "model.pth")
+    if out.suffix not in OUTPUTS:
+        raise ValueError(f"--out {out}: its name must end in one of {', '.join(OUTPUTS)}")
+    write_one_file(flag, directory, out, args.dtype, args.quantize is not None)
+    return 0
+
+
+def write_one_file(
+    flag: str, directory: Path, out: Path, dtype: str | None, is_quantized: bool
+) -> None:
+    from magicdec.console import make_progress
+    from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
+
+    source = find_checkpoint(flag, directory)
+    if is_quantized:
+        source = quantized(source)
+    elif source.is_int8 and dtype:
+        raise ValueError(
+            f"--dtype {dtype}: {directory} holds int8 weights; leave --dtype out, or give "
+            "--quantize int8 too: then --dtype applies to the other tensors"
+        )
+    with make_progress(True).task(f"writing {out.name}", len(source.stored_shapes)) as advance:
+        manifest = convert(source, out, dtype, lambda name: advance())
+    types = sorted({entry.dtype for entry in manifest.tensors.values()})
+    print(
+        f"{out}: {len(manifest.tensors)} tensors, {' and '.join(types)}, "
+        f"{manifest.size / 1e9:.2f} GB, sha256 {manifest.sha256[:16]}; --model {out} runs it"
+    )
+
+
+def verify(file: Path) -> int:
+    from magicdec.model.checkpoint.manifest import find_damage
+
+    damage = find_damage(file)
+    print(damage or f"{file}: matches its manifest", file=sys.stderr if damage else sys.stdout)
+    return 1 if damage else 0
+
+
+def find_num_stages(n_nodes: int | None, layer_split: str | None) -> int:
+    """Raises ValueError if neither flag says it, or if they disagree."""
+    if n_nodes is None and layer_split is None:
+        raise ValueError("give --n_nodes, --layer_split or both")
+    num_stages = count_stages(layer_split, n_nodes or 0)
+    if num_stages == 0:
+        raise ValueError(f"--layer_split {layer_split} has no number of stages; give --n_nodes too")
+    if n_nodes not in (None, num_stages):
+        raise ValueError(
+            f"--n_nodes {n_nodes}: --layer_split {layer_split} has {num_stages} stages"
+        )
+    return num_stages
+
+
+def run_split(args: SplitSection) -> int:
+    from magicdec.console import make_progress
+    from magicdec.model.checkpoint.convert import find_checkpoint
+    from magicdec.model.checkpoint.split import split_checkpoint
+
+    num_stages = find_num_stages(args.n_nodes, args.layer_split)
+    out = args.out or args.checkpoint_dir / "chunks" / f"{num_stages}nodes"
+    source = find_checkpoint("DIR", args.checkpoint_dir)
+    if out.resolve() == args.checkpoint_dir.resolve():
+        raise ValueError(f"--out {out} is the checkpoint itself; name another directory")
+    layers = split_layers(args.layer_split, num_stages, source.config.num_layers)
+    with make_progress(True).task("writing chunks", len(source.stored_shapes)) as advance:
+        files = split_checkpoint(source, out, layers, lambda name: advance())
+    for file, part in zip(files, layers, strict=True):
+        size = file.stat().st_size / 1e6
+        print(f"{file}: layers {part.start} to {part.stop - 1}, {size:.1f} MB")
+    return 0

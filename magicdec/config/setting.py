@@ -1,0 +1,220 @@
+"""Settings: what a user can set. A setting is declared once, as a field of a dataclass; from its
+type, default, bounds, choices, spelling and meaning follow the flag, the key of a TOML or study
+file, the refusal of a value, and the page of flags. Imports no torch.
+
+pydantic makes values of texts and checks them; this module only words what it says. It is imported
+with the first value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn
+
+KEY = "setting"
+METAVARS = {int: "N", float: "X", Path: "FILE", str: "NAME"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of one setting, whatever its type and default are in a section.
+
+    `flags` are its spellings; without one, it is `--` and the name of the field, and a spelling
+    without dashes is an argument. `choices` are all values of a text, `words` the texts that a
+    number may also be, such as auto. `least`, `above`, `most` and `below` bound numbers. `parse`
+    makes a value of a text, where the type alone does not say how; it raises ValueError.
+    `other_defaults` names the commands in which the default is another one.
+    A list that `can_be_empty` may be given without a value; one that `is_set` or has choices names
+    no value twice."""
+
+    help: str
+    flags: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    parse: Callable[[Any], Any] | None = None
+    metavar: str = ""
+    other_defaults: str = ""
+    can_be_empty: bool = False
+    is_set: bool = False
+
+
+def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
+    """A dataclass field that declares a setting; `more` are further fields of `Setting`. A default
+    of `...` has to be given by the user."""
+    return _field(default, Setting(help, flags, **more))
+
+
+def same(
+    section: type, name: str, default: Any = None, is_default: bool = False, **more: Any
+) -> Any:
+    """A dataclass field with the setting of another section, in another type or with a default that
+    `other_defaults` tells of. Without `default`, it is that of the other section."""
+    field = next(each for each in dataclasses.fields(section) if each.name == name)
+    declared = dataclasses.replace(field.metadata[KEY], **more)
+    return _field(field.default if default is None and not is_default else default, declared)
+
+
+def _field(default: Any, declared: Setting) -> Any:
+    if default is ...:
+        return dataclasses.field(kw_only=True, metadata={KEY: declared})
+    return dataclasses.field(default=default, metadata={KEY: declared})
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A setting as a field of one section. `kind` is its type without `| None`."""
+
+    name: str
+    kind: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return self.setting.flags or (f"--{self.name}",)
+
+    @property
+    def flag(self) -> str:
+        """The first spelling, for messages."""
+        return self.flags[0]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the user gives one or more values."""
+        return typing.get_origin(self.kind) in (tuple, dict)
+
+    @property
+    def metavar(self) -> str:
+        if self.setting.metavar:
+            return self.setting.metavar
+        kind = typing.get_args(self.kind)[0] if self.is_list else self.kind
+        return "|".join([METAVARS.get(kind, "N"), *self.setting.words])
+
+    def read(self, value: Any) -> Any:
+        """The value that a user gave as a text, a list of texts or a value of TOML. Raises
+        ValueError, one line with the flag, the value and what it can be."""
+        from pydantic import ValidationError
+
+        if isinstance(value, bool) != (self.kind is bool):
+            self._refuse(value, "give true or false" if self.kind is bool else "give a value")
+        if self.is_list and not isinstance(value, list | tuple | dict):
+            value = [value]
+        if self.is_list and not value and not self.setting.can_be_empty:
+            self._refuse("", "give at least one value")
+        try:
+            if self.setting.parse is not None and isinstance(value, str | list):
+                value = self.setting.parse(value)
+            value = _adapter(self.kind, self.setting).validate_python(value)
+            is_set = self.is_list and (self.setting.choices or self.setting.is_set)
+            if is_set and len(set(value)) < len(value):
+                twice = next(each for each in value if value.count(each) > 1)
+                raise ValueError(f"names {twice} twice; name each once")
+            return value
+        except ValidationError as error:
+            first = error.errors()[0]
+            self._refuse(first["input"], self._reason(first))
+        except ValueError as error:
+            raise ValueError(f"{self.flag} {error}") from None
+
+    def _refuse(self, value: Any, reason: str) -> NoReturn:
+        shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        joint = ": " if reason.startswith("give") else " "
+        raise ValueError(f"{self.flag} {shown}".rstrip() + f"{joint}{reason}")
+
+    def _reason(self, error: Any) -> str:
+        """What is wrong with a value, after the value."""
+        kind, limits = error["type"], error.get("ctx", {})
+        if self.setting.choices:
+            return f"is not known; choose from {', '.join(self.setting.choices)}"
+        if kind == "greater_than_equal":
+            return f"is too small; it must be at least {limits['ge']:g}"
+        if kind == "greater_than":
+            return f"is too small; it must be more than {limits['gt']:g}"
+        if kind == "less_than_equal":
+            return f"is too large; it must be at most {limits['le']:g}"
+        if kind == "less_than":
+            return f"is too large; it must be less than {limits['lt']:g}"
+        if kind in ("too_short", "missing"):
+            return "needs a value"
+        number = "a whole number" if kind.startswith("int") else "a number"
+        if kind == "string_type":
+            return "is not a text"
+        if self.setting.words:
+            return f"is not known; choose {number} or {' or '.join(self.setting.words)}"
+        return "is not a finite number" if kind == "finite_number" else f"is not {number}"
+
+
+@cache
+def declared(section: type) -> dict[str, Declared]:
+    """The settings of a section by the names of their fields, in order."""
+    hints = typing.get_type_hints(section)
+    return {
+        field.name: Declared(
+            field.name, _without_none(hints[field.name]), field.default, field.metadata[KEY]
+        )
+        for field in dataclasses.fields(section)
+        if KEY in field.metadata
+    }
+
+
+def flag_of(section: Any, name: str) -> str:
+    """The first spelling of the flag of that field of a section, for messages."""
+    kind: type = type(section)
+    return declared(kind)[name].flag
+
+
+def check_values(values: Any, section: type | None = None) -> None:
+    """Raises ValueError, as `Declared.read` does, for a number that a user could not have given: a
+    program may have made the section. `section` declares the fields of `values`; by default it is
+    their type. Choices are left to what resolves them, which also takes what `auto` became."""
+    kind: type = section or type(values)
+    for name, each in declared(kind).items():
+        value = getattr(values, name)
+        is_free = bool(each.setting.choices) or (each.is_list and not value)
+        if value is not None and value != each.default and not is_free:
+            each.read(value)
+
+
+def _without_none(hint: Any) -> Any:
+    parts = [part for part in typing.get_args(hint) if part is not NoneType]
+    if len(parts) == len(typing.get_args(hint)):
+        return hint
+    return typing.Union[tuple(parts)]  # noqa: UP007
+
+
+@cache
+def _adapter(kind: Any, declared: Setting) -> Any:
+    """What makes a value of this type and in these bounds."""
+    from annotated_types import Ge, Gt, Le, Lt
+    from pydantic import ConfigDict, TypeAdapter
+
+    limits = ((Ge, declared.least), (Gt, declared.above), (Le, declared.most), (Lt, declared.below))
+    bounds = [limit(value) for limit, value in limits if value is not None]
+
+    def bounded(part: Any) -> Any:
+        if part in (int, float):
+            part = typing.Annotated[(part, *bounds)] if bounds else part
+        if part is str and declared.choices:
+            part = typing.Literal[declared.choices]
+        return part
+
+    if typing.get_origin(kind) is tuple:
+        item = bounded(typing.get_args(kind)[0])
+        kind = tuple.__class_getitem__((item, ...))
+    elif declared.words:
+        kind = typing.Union[bounded(int), typing.Literal[declared.words]]  # noqa: UP007
+    else:
+        kind = bounded(kind)
+    # A text with a bound is a number or a distribution of numbers, such as --prefix_len.
+    config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=bool(bounds))
+    return TypeAdapter(kind, config=config)

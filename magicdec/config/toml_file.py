@@ -1,0 +1,49 @@
+"""TOML files that a user writes, which know the line of each key for messages, and flat values as
+such a file. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class TomlFile:
+    """The keys and values of a file that `flag` names; empty for a file that is an argument. Raises
+    ValueError if it is not a TOML file."""
+
+    def __init__(self, flag: str, path: Path) -> None:
+        self.name = f"{flag} {path}".strip()
+        try:
+            self._text = path.read_text(encoding="utf-8")
+            self.values: dict[str, Any] = tomllib.loads(self._text)
+        except OSError as error:
+            raise ValueError(f"{self.name}: {error.strerror}; name a TOML file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.name} is not a TOML file: {error}") from None
+
+    def place_of(self, key: str, table: int | None = None) -> str:
+        """The file and the line of a key, which is the first one with that name, or that in the
+        array of tables of that number, from 1 on."""
+        header, count = re.compile(r"\s*\["), 0
+        written = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=")
+        for number, line in enumerate(self._text.splitlines(), 1):
+            count += bool(re.match(r"\s*\[\[", line))
+            is_in_table = table is None or count == table
+            if is_in_table and not header.match(line) and written.match(line):
+                return f"{self.name}, line {number}"
+        return self.name
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Flat keys with numbers, texts, booleans and lists of numbers, as TOML. JSON writes these
+    values in the same way."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())

@@ -1,0 +1,184 @@
+"""GPT-2 and the families with its layer norms and its MLP without a gate: StarCoder (gpt_bigcode),
+GPT-J, BLOOM and Falcon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from magicdec.model.config import ModelConfig, RopeConfig
+from magicdec.model.families.family import Family, Names
+from magicdec.model.families.fields import Raw, activation, only, rope, size
+
+TRAINED_LENGTH = 2048  # `seq_length` of every published BLOOM
+MASKS = (".attn.bias", ".attn.masked_bias")  # the causal mask, stored in old files
+GPT2_NAMES = Names(
+    embedding="transformer.wte",
+    position_embedding="transformer.wpe",
+    norm="transformer.ln_f",
+    layer="transformer.h.{}.",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    qkv=("attn.c_attn",),
+    packing="stacked",
+    output="attn.c_proj",
+    gate_up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    transposed=True,
+)
+GPTJ_NAMES = Names(
+    embedding="transformer.wte",
+    norm="transformer.ln_f",
+    layer="transformer.h.{}.",
+    attention_norm="ln_1",
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    output="attn.out_proj",
+    gate_up=("mlp.fc_in",),
+    down="mlp.fc_out",
+)
+BLOOM_NAMES = Names(
+    embedding="transformer.word_embeddings",
+    embedding_norm="transformer.word_embeddings_layernorm",
+    norm="transformer.ln_f",
+    layer="transformer.h.{}.",
+    qkv=("self_attention.query_key_value",),
+    packing="grouped",
+    output="self_attention.dense",
+    gate_up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
+
+
+def common(raw: Raw, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    """The fields that these families have in common, with a KV head for each query head and a
+    bias in every layer, unless a family says otherwise."""
+    return {
+        "vocab_size": size(raw, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "norm": "layer",
+        "norm_eps": float(raw.get("layer_norm_epsilon", 1e-5)),
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
+    }
+
+
+def read_gpt2(raw: Raw) -> dict[str, Any]:
+    """Learned positions."""
+    only(raw, "scale_attn_weights", True)
+    only(raw, "scale_attn_by_inverse_layer_idx", False)
+    only(raw, "add_cross_attention", False)
+    hidden_size = size(raw, "n_embd", "hidden_size")
+    own = {
+        "num_layers": size(raw, "n_layer", "num_hidden_layers"),
+        "intermediate_size": size(raw, "n_inner", default=4 * hidden_size),
+        "max_position_embeddings": size(raw, "n_positions", "max_position_embeddings"),
+        "positions": "learned",
+        "activation": activation(raw, "activation_function", "gelu_new"),
+    }
+    return common(raw, hidden_size, size(raw, "n_head", "num_attention_heads")) | own
+
+
+def read_bigcode(raw: Raw) -> dict[str, Any]:
+    """GPT-2 with one KV head, unless multi-query attention is off."""
+    fields = read_gpt2({"activation_function": "gelu_pytorch_tanh"} | raw)
+    return fields | ({"num_kv_heads": 1} if raw.get("multi_query", True) else {})
+
+
+def bigcode_names(config: ModelConfig) -> Names:
+    # Without multi-query attention, the tensor is grouped by head.
+    packing = "stacked" if config.num_kv_heads == 1 else "grouped"
+    return replace(GPT2_NAMES, packing=packing, transposed=False)
+
+
+def read_gptj(raw: Raw) -> dict[str, Any]:
+    """Attention and MLP in parallel after one norm, RoPE on a part of each head in interleaved
+    pairs, a bias on the head."""
+    hidden_size = size(raw, "n_embd", "hidden_size")
+    is_tied = bool(raw.get("tie_word_embeddings", False))
+    own = {
+        "num_layers": size(raw, "n_layer", "num_hidden_layers"),
+        "intermediate_size": size(raw, "n_inner", default=4 * hidden_size),
+        "max_position_embeddings": size(raw, "n_positions", "max_position_embeddings"),
+        "rope": RopeConfig(rotary_dim=size(raw, "rotary_dim", default=64), interleaved=True),
+        "activation": activation(raw, "activation_function", "gelu_new"),
+        "residual": "parallel_shared_norm",
+        "qkv_bias": False,
+        "output_bias": False,
+        "head_bias": not is_tied,
+        "tie_word_embeddings": is_tied,
+    }
+    return common(raw, hidden_size, size(raw, "n_head", "num_attention_heads")) | own
+
+
+def read_bloom(raw: Raw) -> dict[str, Any]:
+    """ALiBi, a norm after the embedding, and one tensor for q, k and v, grouped by head."""
+    only(raw, "apply_residual_connection_post_layernorm", False)
+    hidden_size = size(raw, "hidden_size", "n_embed")
+    own = {
+        "num_layers": size(raw, "n_layer", "num_hidden_layers"),
+        "max_position_embeddings": size(raw, "seq_length", default=TRAINED_LENGTH),
+        "positions": "alibi",
+        "activation": "gelu_tanh",
+        "embedding_norm": True,
+    }
+    return common(raw, hidden_size, size(raw, "n_head", "num_attention_heads")) | own
+
+
+def read_falcon(raw: Raw) -> dict[str, Any]:
+    """Falcon 7B (one KV head, one norm per block), 40B and 180B (several KV heads, two norms), with
+    attention and MLP in parallel. The variants with ALiBi (falcon-rw) are refused, because they
+    scale and round the bias differently."""
+    only(raw, "alibi", False)
+    hidden_size = size(raw, "hidden_size", "n_embed")
+    num_heads = size(raw, "num_attention_heads", "n_head")
+    is_new = bool(raw.get("new_decoder_architecture", False))
+    bias = bool(raw.get("bias", False))
+    own = {
+        "num_layers": size(raw, "num_hidden_layers", "n_layer"),
+        "intermediate_size": size(raw, "ffn_hidden_size", default=4 * hidden_size),
+        "num_kv_heads": _falcon_kv_heads(raw, num_heads, is_new),
+        "max_position_embeddings": size(raw, "max_position_embeddings", default=2048),
+        "rope": rope(raw),
+        "activation": activation(raw, "activation", "gelu"),
+        "residual": _falcon_residual(raw, is_new),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+    }
+    return common(raw, hidden_size, num_heads) | own
+
+
+def _falcon_kv_heads(raw: Raw, num_heads: int, is_new: bool) -> int:
+    if is_new:
+        return size(raw, "num_kv_heads", "n_head_kv", default=num_heads)
+    return 1 if raw.get("multi_query", True) else num_heads
+
+
+def _falcon_residual(raw: Raw, is_new: bool) -> str:
+    if is_new:
+        has_two_norms = (raw.get("num_ln_in_parallel_attn") or 2) == 2
+        return "parallel" if has_two_norms else "parallel_shared_norm"
+    return "parallel_shared_norm" if raw.get("parallel_attn", True) else "sequential"
+
+
+def falcon_names(config: ModelConfig) -> Names:
+    names = replace(BLOOM_NAMES, embedding_norm="")
+    if config.residual == "parallel":
+        names = replace(names, attention_norm="ln_attn", mlp_norm="ln_mlp")
+    return names
+
+
+GPT2 = Family(read_gpt2, lambda config: GPT2_NAMES, "transformer.", MASKS)
+BIGCODE = Family(read_bigcode, bigcode_names, "transformer.", MASKS)
+GPTJ = Family(
+    read_gptj, lambda config: GPTJ_NAMES, "transformer.", (*MASKS, ".attn.embed_positions")
+)
+BLOOM = Family(read_bloom, lambda config: BLOOM_NAMES, "transformer.")
+FALCON = Family(read_falcon, falcon_names, "transformer.", (".inv_freq",))

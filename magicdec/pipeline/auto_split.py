@@ -1,0 +1,414 @@
+"""The split of `--layer_split auto`: the seconds of a layer on each rank, from a machine file or a
+short measurement, and the split that all ranks choose by them.
+
+Each command says what it times: a few layers under the code that serves its messages (`Timing`).
+Ranks tell each other their times before any process group of the run exists, so that every rank
+comes to the same split.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.console import make_progress
+from magicdec.cost_model import stage_plan
+from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.plan import DTYPE_BYTES
+from magicdec.distributed.channels.connect import Loopback, RingEnds
+from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
+from magicdec.distributed.layer_split import AUTO, FLAG, StageTimes, is_auto, split_layers
+from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.start import stage_groups_before_run
+from magicdec.hardware.ceiling_file import load_machine
+from magicdec.hardware.environment import device_of, release_memory
+from magicdec.hardware.threads import use_threads
+from magicdec.memory.check import Room, add_up, check_together, find_room
+from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
+from magicdec.model.checkpoint.chunks import ChunkedWeights
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.pipeline.recurrent import RecurrentPipeline
+from magicdec.pipeline.speculation import Speculation, make_speculation
+from magicdec.pipeline.stage import VERIFY, WANTED, Occupancy, Stage, load_part
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
+from magicdec.scheduling.plan import Limits
+from magicdec.setup.loading import LoadedModels, StagePart
+from magicdec.setup.prepare import Prepared, check_machine
+
+STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
+MOST_LAYERS = 4  # that are timed together
+FEWEST_ROUNDS, ROUNDS, ENOUGH_S = 3, 20, 2.0
+
+Timer = Callable[[], float]
+"""Measures the seconds of a step."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of a step on one rank: of a layer, and beside its layers (`fixed`), for a stage that
+    has no end of the model, and for this rank's own stage with the ends that it has. The last is
+    None on a rank whose stage has none."""
+
+    layer_s: float
+    fixed_s: float
+    own_fixed_s: float | None
+
+
+@dataclass(frozen=True)
+class ChosenSplit:
+    """`layer_split` is what the record has for the flag: layer counts in place of `auto`. `reason`
+    says from which times `auto` chose; it is empty for another split."""
+
+    layers: tuple[range, ...]
+    layer_split: str | None
+    reason: str = ""
+
+
+def choose_split(
+    text: str | None,
+    stages: Sequence[Sequence[int]],
+    num_layers: int,
+    launch: Launch,
+    source: str,
+    find_times: Callable[[], RankTimes | None],
+) -> ChosenSplit:
+    """The split of a model among `stages`, which are the ranks of each. All ranks must call it,
+    with any split. `find_times` is called on all ranks, and gives None on one without a stage;
+    `source` says where its times come from. Raises ValueError, on every rank, if a rank has another
+    split or cannot find its times."""
+    needs_times = is_auto(text) and len(stages) > 1
+    facts: dict[str, Any] = {"asked": text, "host": launch.local_ranks[0]}
+    if needs_times:
+        try:
+            own = find_times()
+            facts |= {"times": None if own is None else asdict(own)}
+        except ValueError as error:
+            facts |= {"refusal": str(error)}
+    by_rank = [
+        json.loads(line) for line in exchange_texts(launch, json.dumps(facts), "layer split")
+    ]
+    for rank, theirs in enumerate(by_rank):
+        if theirs["asked"] != by_rank[0]["asked"]:
+            here, there = by_rank[0]["asked"], theirs["asked"]
+            raise ValueError(f"{FLAG}: rank 0 has {here}, rank {rank} has {there}")
+        if "refusal" in theirs:
+            raise ValueError(theirs["refusal"])
+    times = stage_times(stages, by_rank) if needs_times else None
+    layers = split_layers(text, len(stages), num_layers, times)
+    if not is_auto(text):
+        return ChosenSplit(layers, text)
+    counts = [len(each) for each in layers]
+    reason = "" if times is None else explain(counts, times, source)
+    return ChosenSplit(layers, ",".join(map(str, counts)), reason)
+
+
+def stage_times(
+    stages: Sequence[Sequence[int]], by_rank: Sequence[Mapping[str, Any]]
+) -> list[StageTimes]:
+    """The times of each stage. The ranks of one host count as equally fast, by the median of what
+    they found, because a difference between them is noise. A stage is as slow as its slowest rank.
+    """
+    hosts: dict[int, list[RankTimes]] = {}
+    for facts in by_rank:
+        if facts["times"] is not None:
+            hosts.setdefault(facts["host"], []).append(RankTimes(**facts["times"]))
+    times = []
+    for ranks in stages:
+        of_hosts = [hosts[by_rank[rank]["host"]] for rank in ranks]
+        layer_s = max(median(rank.layer_s for rank in host) for host in of_hosts)
+        own = [by_rank[rank]["times"]["own_fixed_s"] for rank in ranks]
+        with_ends = [fixed_s for fixed_s in own if fixed_s is not None]
+        without = (median(rank.fixed_s for rank in host) for host in of_hosts)
+        times.append(StageTimes(max(with_ends or without), layer_s))
+    return times
+
+
+def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> str:
+    """What was chosen, and from which numbers."""
+    stages = [each.seconds(count) for count, each in zip(counts, times, strict=True)]
+    layers = sorted({1e3 * each.layer_s for each in times})
+    beside = ", ".join(f"{1e3 * each.fixed_s:.3g}" for each in times)
+    return (
+        f"the stages are predicted to take {', '.join(f'{1e3 * each:.3g}' for each in stages)} ms, "
+        f"from {' to '.join(dict.fromkeys(f'{each:.3g}' for each in (layers[0], layers[-1])))} ms "
+        f"a layer and {beside} ms beside layers ({source})"
+    )
+
+
+def check_source(split: str, source: ModelSource) -> None:
+    """Raises ValueError if the model's files fix the split already."""
+    if isinstance(source.weights, ChunkedWeights):
+        raise ValueError(
+            f"{FLAG} {split}: {source.name} holds chunks that were made with {FLAG} "
+            f"{source.weights.layers}; give that"
+        )
+
+
+def describe_origin(machine: Path | None) -> str:
+    """Where times come from."""
+    return "measured" if machine is None else f"predicted from {machine}"
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What is timed: steps of `rows` rows that hold `context` tokens each, with `num_drafts` drafts
+    of each row."""
+
+    rows: int
+    context: int
+    num_drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row in a message."""
+        return 1 + self.num_drafts
+
+
+@dataclass(frozen=True)
+class Timing(ABC):
+    """Times `step` on this rank. `stages` are the ranks of each stage, and `run.config` is that of
+    this rank's stage. The stage `head_stage` predicts tokens, and `growth` is how many messages a
+    row holds at most beside its context."""
+
+    head_stage: ClassVar[int]
+    growth: ClassVar[int]
+
+    run: Prepared
+    stages: Sequence[tuple[int, ...]]
+    step: DecodeStep
+
+    @abstractmethod
+    def end_of(self, stage: int) -> StagePart | None:
+        """A layer with the end of the model that this stage has; None if it has none."""
+
+    @abstractmethod
+    def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
+        """What times a step with the layers of `runner`. With `has_ends` they are those of
+        `end_of`."""
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The config of the run for rows of the step's size."""
+        workload = replace(
+            self.run.config.workload,
+            batch_size=self.step.rows,
+            prefix_len=self.step.context,
+            gen_len=self.growth * self.step.num_tokens,
+        )
+        return replace(self.run.config, workload=workload)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.run.config.parallel.device, self.run.launch.local_rank)
+
+    @property
+    def num_layers(self) -> int:
+        """The layers of the larger of the two stages that are timed."""
+        return min(MOST_LAYERS, self.run.source.config.num_layers)
+
+    def stage_of(self, rank: int) -> int | None:
+        return next((stage for stage, ranks in enumerate(self.stages) if rank in ranks), None)
+
+    def find_times(self, machine: Path | None) -> RankTimes | None:
+        """The times on this rank, None if it has no stage. All ranks must call it. Raises
+        ValueError, naming the flag, on every rank if one of them cannot measure."""
+        launch = self.run.launch
+        if machine is not None:
+            return self.predict(machine)
+        most = self.run.source.config.max_length - self.growth * self.step.num_tokens
+        timing = replace(self, step=replace(self.step, context=min(self.step.context, most)))
+        room = find_room(self.run.config, launch, torch.cuda.device_count())
+        check_together(launch, lambda: timing.check_room(room), "room to time layers")
+        if self.stage_of(launch.rank) is None:
+            return None
+        times = timing.measure()
+        release_memory(self.device)
+        return times  # the memory is free before anyone reads how much there is for the run
+
+    def predict(self, path: Path) -> RankTimes | None:
+        """The times by the rates in a machine file of this machine."""
+        config, launch, tp = self.run.config, self.run.launch, len(self.stages[0])
+        machine, dtype = load_machine(path), config.model.dtype
+        check_machine(path, machine, config, launch)
+        hardware = machine.hardware(dtype)
+        nodes = -(-tp // launch.local_world_size)
+        for link, ends in (("link", tp // nodes), ("node_link", nodes)):
+            if ends > 1 and getattr(hardware, link) is None:
+                raise ValueError(
+                    f"--machine {path} has no {link}, over which a stage's ranks reduce"
+                )
+        is_int8, size = config.model.target_dtype == "int8", DTYPE_BYTES[dtype]
+        deployment = Deployment(self.run.source.config, hardware, size, tp, nodes, is_int8)
+        with_head, other = stage_plan.stage_times(
+            deployment, self.step.rows, self.step.context, self.step.num_tokens
+        )
+        if self.stage_of(launch.rank) is None:
+            return None
+        has_head = launch.rank in self.stages[self.head_stage]
+        return RankTimes(other.layer_s, other.fixed_s, with_head.fixed_s if has_head else None)
+
+    def check_room(self, room: Room) -> str:
+        """Raises ValueError if what the ranks of this room time does not fit beside each other."""
+        plans = [plan for rank in room.ranks for plan in self.plans(rank)]
+        if refusal := room.refusal(add_up([MemoryPlan(0, 0), *plans])):
+            raise ValueError(
+                f"{FLAG} {AUTO}: timing a few layers needs {refusal}; give layer counts"
+            )
+        return ""
+
+    def plans(self, rank: int) -> Iterator[MemoryPlan]:
+        """What a rank needs to time its stage: both stages without ends, and its own end."""
+        if (stage := self.stage_of(rank)) is None:
+            return
+        parallel = replace(self.config.parallel, rank_group=self.stages[stage])
+        config, model = replace(self.config, parallel=parallel), self.run.source.config
+        has_end = self.end_of(stage) is not None
+        num_layers = 1 + self.num_layers + has_end
+        yield plan_stage(replace(config, draft=None), model, num_layers, has_end, rank)
+        if stage == 0 and config.draft is not None:
+            assert self.run.draft_source is not None, "a model drafts"
+            plan = plan_rank(config, Models(model, self.run.draft_source.config), rank)
+            yield MemoryPlan(0, 0, plan.draft_weights, plan.draft_kv)
+
+    def measure(self) -> RankTimes:
+        """The times as measured with the threads of the run. All ranks with a stage must call it;
+        those of a stage measure together, with their all-reduces."""
+        launch, parallel = self.run.launch, self.config.parallel
+        with use_threads(parallel.threads_of(launch.rank)):
+            if len(self.stages[0]) == 1:
+                group = Group((launch.rank,), 0)
+                return self.time_layers(ParallelGroups(launch.rank, launch.world_size, group))
+            grid = StageGrid(len(self.stages), len(self.stages[0]))
+            collectives = parallel.collectives
+            with stage_groups_before_run(launch, grid, self.device, collectives) as groups:
+                return self.time_layers(groups)
+
+    def time_layers(self, groups: ParallelGroups) -> RankTimes:
+        """All timers run in turn, in several rounds. Each number is the fastest of its rounds,
+        because noise only adds to it."""
+        one, several = (
+            self.load(StagePart(range(count), False), groups) for count in (1, self.num_layers)
+        )
+        stage = self.stage_of(self.run.launch.rank)
+        assert stage is not None, "this rank has a stage"
+        end = self.end_of(stage)
+        with_end = None if end is None else self.load(end, groups, has_ends=True)
+        rounds: list[tuple[float, float, float]] = []
+        end_s = time.perf_counter() + ENOUGH_S
+        while len(rounds) < FEWEST_ROUNDS or (
+            len(rounds) < ROUNDS and has_time(groups.target, end_s, self.device)
+        ):
+            rounds.append((one(), several(), 0.0 if with_end is None else with_end()))
+        one_s, several_s, with_end_s = map(min, zip(*rounds, strict=True))
+        layer_s = (several_s - one_s) / (self.num_layers - 1)
+        if layer_s <= 0:  # only noise makes it so; a stage's time is then that of its layers
+            layer_s = several_s / self.num_layers
+        fixed_s = max(0.0, one_s - layer_s)
+        own_s = None if with_end is None else max(fixed_s, with_end_s - layer_s)
+        return RankTimes(layer_s, fixed_s, own_s)
+
+    def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
+        """A timer of a part of the target, with a cache that is not the zeros of fresh memory."""
+        models, w = LoadedModels(self.device, make_progress(False)), self.config.workload
+        runner = load_part(
+            self.config, self.run.source, groups.target, models, part, w.batch_size,
+            w.prefix_len + w.gen_len,
+        )  # fmt: skip
+        for pool in (runner.cache.k, runner.cache.v):
+            pool.fill_(0.1)
+        return self.timer(runner, has_ends, groups)
+
+
+def has_time(group: Group, end_s: float, device: torch.device) -> bool:
+    """Whether the first rank of a stage has time left, on all its ranks: they time together."""
+    is_early = torch.tensor([time.perf_counter() < end_s], device=device).int()
+    return bool(group.broadcast(is_early, 0).item())
+
+
+@dataclass
+class FilledStage(Stage):
+    """Prompts are not computed; their rows count as filled. Messages of `num_tokens` tokens a row
+    are computed."""
+
+    num_tokens: int = 1
+
+    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
+        if x.shape[1] == self.num_tokens:
+            return super().compute(x, rows, last_only)
+        self.runner.cache.advance(rows, x.shape[1])
+        model = self.runner.model
+        return next(model.parameters()).new_zeros(x.shape[0], 1, model.config.hidden_size)
+
+
+class RingTiming(Timing):
+    """The stages of a ring, which are served messages that come home at once. `run.config` has
+    drafts if the step has any."""
+
+    head_stage = 0
+    growth = STEPS + 1
+
+    def end_of(self, stage: int) -> StagePart | None:
+        return StagePart(range(1), True) if stage == 0 else None
+
+    def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
+        stage = FilledStage(runner, is_last=False, num_tokens=self.step.num_tokens)
+        if not has_ends:
+            return partial(time_passing, stage, self.step)
+        speculation = None
+        if self.step.num_drafts:
+            models = LoadedModels(runner.device, make_progress(False))
+            run = replace(self.run, config=self.config)
+            speculation = make_speculation(run, runner, groups, models)
+        return partial(self.time_first, stage, speculation)
+
+    def time_first(self, stage: FilledStage, speculation: Speculation | None) -> float:
+        """Seconds of a step on the first stage, from the hidden states that come home to the next
+        ones that it sends."""
+        loop, step = Loopback(), self.step
+        limits = Limits(
+            stage.runner.max_tokens,
+            prefill_tokens=step.rows * step.context,
+            step_tokens=step.num_tokens,
+        )
+        pipeline = RecurrentPipeline(
+            stage, RingEnds(loop, loop), 1, step.rows, limits, step.context, speculation=speculation
+        )
+        params = make_params(self.config.sampling, STEPS * step.num_tokens + 1, (), 0)
+        stage.occupancy = Occupancy()
+        pipeline.serve([Request(i, (1,) * step.context, params) for i in range(step.rows)])
+        return stage.occupancy.decode_s
+
+
+def time_passing(stage: FilledStage, step: DecodeStep) -> float:
+    """Seconds of a step on a stage that receives hidden states and sends hidden states. All drafts
+    are rejected."""
+    rows, width = tuple(range(step.rows)), stage.runner.model.config.hidden_size
+    newest = next(stage.runner.model.parameters()).new_full((step.rows, 1, width), 0.1)
+    inbound = Loopback()
+    inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, step.context, -1)))
+    payload = newest.expand(-1, step.num_tokens, -1).contiguous()
+    for length in range(step.context, step.context + STEPS):
+        if step.num_drafts:
+            words = *rows, *[length] * step.rows
+            inbound.send(Message(Kind.HIDDEN, 0, VERIFY, words, payload))
+        else:
+            inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
+    inbound.send(Message(Kind.FREE, words=rows))
+    inbound.send(Message(Kind.END))
+    stage.occupancy = Occupancy()
+    stage.serve(RingEnds(inbound, Loopback()))
+    return stage.occupancy.decode_s

@@ -1,0 +1,209 @@
+"""Measures the ceilings of a machine on all ranks together, for a machine file: memory bandwidth,
+GEMM rate, all-reduce, attention over a long KV cache, and the overhead of a forward. All ranks
+measure at the same time, as they work in a run. A probe that was interrupted keeps the dtypes that
+are done.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from magicdec.config.choices.layers import (
+    StepParts,
+    choose_elementwise,
+    choose_linear,
+    choose_native_steps,
+)
+from magicdec.config.machine import Machine
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_token
+from magicdec.distributed.groups import Group, Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.ceiling_file import BY_DTYPE, Hardware, Link, MachineFile
+from magicdec.hardware.timing import read_bandwidths, seconds_of
+from magicdec.model.checkpoint.source import find_model
+from magicdec.names import ATTENTION_BACKENDS, DTYPES, load_named
+from magicdec.runner import ModelRunner
+from magicdec.sampling.model_tokens import greedy
+from magicdec.setup.loading import Kinds, load_kind, make_executor
+from magicdec.setup.session import RankSession
+
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
+STRETCHES = 5
+# Calls in a stretch: as many as take STRETCH_S seconds, but between these two.
+FEWEST_ROUNDS, ROUNDS, STRETCH_S = 5, 30, 0.5
+CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no time, or most of it
+MANY = 5  # new tokens per row in a verification
+
+
+class Spreads(dict[str, float]):
+    """How far the repetitions of each measurement lie apart, by its name: slowest over fastest,
+    minus 1, without the first repetition, which warms up."""
+
+    def note(self, name: str, values: Sequence[float]) -> None:
+        """`values` are times or rates; the spread is the same."""
+        later = values[1:] or values
+        self[name] = max(later) / min(later) - 1
+
+
+def measure_hardware(
+    group: Group, device: torch.device, dtype: str, bandwidth: float, spreads: Spreads
+) -> Hardware:
+    """Bandwidth and GEMM rate of the slowest rank in `dtype`; `measure_forwards` adds the rest."""
+    rates = gemm_rates(getattr(torch, dtype), device)
+    spreads.note(f"flops_per_s {dtype}", rates)
+    return Hardware(bandwidth, min(group.all_gather_object(max(rates))))
+
+
+def gemm_rates(dtype: torch.dtype, device: torch.device, size: int | None = None) -> list[float]:
+    """FLOP/s of several square GEMMs."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
+    return [2 * size**3 / seconds_of(lambda: a @ b, device) for _ in range(8)]
+
+
+def measure_link(group: Group, device: torch.device, spreads: Spreads) -> Link | None:
+    """Latency from a small all-reduce, and bandwidth from the additional time of a large one. None
+    for one rank."""
+    if group.size == 1:
+        return None
+    small, large = (torch.zeros(n // 4, device=device) for n in (SMALL_BYTES, LARGE_BYTES))
+    latencies = stretch_seconds(lambda: group.all_reduce(small), group, device)
+    spreads.note("link", latencies)
+    latency = min(latencies)
+    seconds = min(stretch_seconds(lambda: group.all_reduce(large), group, device))
+    num_bytes = 2 * (group.size - 1) / group.size * LARGE_BYTES
+    return Link(latency, num_bytes / max(seconds - latency, 1e-9))
+
+
+def stretch_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> list[float]:
+    """Seconds of a call in each of several stretches: the median of several rounds on the slowest
+    rank. Their minimum is used, because other load on the host rarely slows all stretches. A first
+    call warms up, a second one says how many make a stretch; all ranks make equally many."""
+    call()
+    once = max(group.all_gather_object(seconds_of(call, device)))
+    rounds = min(ROUNDS, max(FEWEST_ROUNDS, int(STRETCH_S / once)))
+    medians = []
+    for _ in range(STRETCHES):
+        samples = [seconds_of(call, device) for _ in range(rounds)]
+        medians.append(max(group.all_gather_object(statistics.median(samples))))
+    return medians
+
+
+def measure_forwards(
+    group: Group,
+    device: torch.device,
+    hardware: Hardware,
+    kinds: Kinds,
+    backend: str,
+    spreads: Spreads,
+) -> Hardware:
+    """`hardware` with attention's rates of reading and computing over a long KV cache and the
+    overheads of a layer. They are measured in forwards of the demo model, whole on each rank."""
+    num_rows = 32 if device.type == "cuda" else 4  # their KV exceeds the last-level cache
+    runner = load_runner(group, device, kinds, backend, num_rows)
+    config, size = runner.model.config, runner.cache.k.element_size()
+    rows = range(num_rows)
+    shorts, longs = (forward_stretches(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
+    spreads.note(f"kv_bytes_per_s {kinds.dtype}", longs)
+    short, long = min(shorts), min(longs)
+    kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
+    # Noise must not make attention look faster than memory.
+    rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
+    shorts, longs = (forward_stretches(runner, rows, n, MANY, group) for n in (CACHED, CONTEXT))
+    spreads.note(f"attention_flops_per_s {kinds.dtype}", longs)
+    short, long = min(shorts), min(longs)
+    flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
+    attention_rate = (flops[1] - flops[0]) / max(long - short, 1e-9)
+    hardware = replace(
+        hardware, kv_bytes_per_s=rate, attention_flops_per_s=attention_rate,
+        layer_overhead_s=0.0, token_overhead_s=0.0,
+    )  # fmt: skip
+    bare = Deployment(config, hardware, size)
+    alone = forward_stretches(runner, [0], CACHED, 1, group)
+    spreads.note(f"layer_overhead_s {kinds.dtype}", alone)
+    fixed = min(alone) - bare.seconds(1, 1, CACHED)
+    fixed, more = max(0.0, fixed), short - bare.seconds(num_rows, MANY, CACHED)
+    per_token = max(0.0, more - fixed) / (num_rows * MANY - 1)
+    layers = config.num_layers
+    return replace(hardware, layer_overhead_s=fixed / layers, token_overhead_s=per_token / layers)
+
+
+def load_runner(
+    group: Group, device: torch.device, kinds: Kinds, backend: str, num_rows: int
+) -> ModelRunner:
+    """The demo model, whole on this rank, with a KV cache for CONTEXT + MANY tokens per row."""
+    model = load_kind(find_model("--model", "demo"), Shard(), kinds, device)
+    alone = Group((group.ranks[group.index],), 0)
+    runner = ModelRunner(
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY,
+        executor=make_executor(kinds, model, alone),
+    )  # fmt: skip
+    for pool in (runner.cache.k, runner.cache.v):
+        pool.fill_(0.1)  # unwritten pages share one page of zeros, which stays cached
+    for row in range(num_rows):
+        runner.cache.allocate(row, CONTEXT + MANY)
+    return runner
+
+
+def forward_stretches(
+    runner: ModelRunner, rows: Sequence[int], cached: int, num_new: int, group: Group
+) -> list[float]:
+    """`stretch_seconds` of a forward of `num_new` tokens for each of `rows`, which hold `cached`
+    tokens, including greedy sampling."""
+    runner.truncate(rows, [0] * len(rows))
+    runner.cache.advance(rows, cached)
+    new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)
+
+    def step() -> None:
+        logits = runner.forward(new, rows)
+        greedy(logits, runner.model.head_rows[0], runner.group).tolist()
+        runner.truncate(rows, [cached] * len(rows))
+
+    return stretch_seconds(step, group, runner.device)
+
+
+def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Iterator[MachineFile]:
+    """Measure all ceilings: the machine file as it is after each dtype. All ranks must go through
+    this together."""
+    kind, spreads, by_dtype = config.parallel.device, Spreads(), dict[str, Hardware]()
+    with RankSession(launch, config.parallel) as session:
+        group, device = session.groups.target, session.device
+        description = asdict(session.describe_environment())
+        description["collectives"] = config.parallel.collectives
+        del description["read_bandwidth_bytes_per_s"]  # a record's, of all ranks together
+        rates = read_bandwidths(group, device)
+        spreads.note("read_bytes_per_s", rates)
+        bandwidth = max(rates) / group.size  # of one rank, while all read
+        link = measure_link(group, device, spreads)
+        # Between ranks of several hosts, the all-reduce was limited by their network.
+        spans_nodes = launch.world_size > launch.local_world_size
+        for dtype in DTYPES:
+            hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
+            linear = choose_linear("auto", kind, dtype, machine)
+            elementwise = choose_elementwise("auto", kind, dtype, linear, machine).name
+            parts = StepParts(
+                *(kind, config.attention.backend_choice, linear, elementwise, None),
+                machine.avoids_native_steps,
+            )
+            steps = choose_native_steps("auto", parts, None).name
+            kinds = Kinds(dtype, dtype, linear, elementwise, steps)
+            by_dtype[dtype] = measure_forwards(
+                group, device, hardware, kinds, config.attention.backend, spreads
+            )
+            yield MachineFile(
+                description,
+                bandwidth,
+                link=None if spans_nodes else link,
+                node_link=link if spans_nodes else None,
+                spreads=dict(spreads),
+                **{
+                    name: {dtype: getattr(ceilings, name) for dtype, ceilings in by_dtype.items()}
+                    for name in BY_DTYPE
+                },
+            )

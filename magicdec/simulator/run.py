@@ -1,0 +1,170 @@
+"""One simulated run: the way to decode, what comes out, and its record. Imports no torch.
+
+The ways to decode on a pipeline stand side by side on the same simulated machine. All of them are
+the same scheduler.
+
+- `iterative`: one request, one token after the other.
+- `sync`: drafts, then one run that verifies them, then drafts again.
+- `async`: pipelined speculation.
+- `ring`: recurrent pipeline parallelism (Macario et al. 2025, MDI-LLM): as many requests as stages
+  or more, without drafts, so that every stage works on a different one.
+
+The names and definitions of metrics are those of the records of real runs where there is such a
+metric. Nothing has run, so the record has no environment. docs/pipelined_speculation.md documents
+the schema and is made from these classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+from magicdec.pipelined_speculation.options import Counts, Options
+from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.records.fields import Part, recorded
+from magicdec.records.metrics import mean, percentile
+from magicdec.records.record import Record
+from magicdec.simulator.machine import Machine
+from magicdec.simulator.simulation import Simulation, Trace
+from magicdec.simulator.text import Text, TextModels
+
+MODES = ("iterative", "sync", "async", "ring")
+WITHOUT_DRAFTS = ("iterative", "ring")  # every token takes as long as the one before
+STEADY_TOKENS = 4  # that tell their speed
+PROMPT = (0,)  # its length is told by the machine's `prefill_s`
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is decoded: by position of the output, the rank of the target's token among the draft's
+    candidates, which have these probabilities."""
+
+    ranks: Sequence[int]
+    probabilities: Sequence[float]
+    gen_len: int
+    num_requests: int = 1  # of iterative, sync and async
+    ring_requests: int | None = None  # None: as many as stages
+
+
+def run_mode(
+    mode: str, machine: Machine, options: Options, work: Work
+) -> tuple[Trace, SimulatedMetrics]:
+    """Simulate one mode of `MODES`."""
+    is_ring = mode == "ring"
+    requests = (work.ring_requests or machine.num_stages) if is_ring else work.num_requests
+    kind = "iterative" if is_ring else mode
+    scheduler = PipelinedScheduler(replace(options, mode=kind, lanes=requests))
+    texts = [Text(0, _ranks(work, index), work.probabilities) for index in range(requests)]
+    simulation = Simulation(machine, scheduler, TextModels(texts), is_ring)
+    trace = simulation.run([PROMPT] * requests, work.gen_len)
+    return trace, measure(machine, trace, scheduler.counts)
+
+
+def _ranks(work: Work, request: int) -> Sequence[int]:
+    """Every request has another part of the ranks, which are taken in a circle."""
+    start = request * work.gen_len % len(work.ranks)
+    return [*work.ranks[start:], *work.ranks[:start]] if start else work.ranks
+
+
+ONE_TOKEN = "if no request has a token after its first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedMetrics(Part):
+    """Of all requests together. Shares are of the time between the first token and the last."""
+
+    tokens_per_s: float = recorded(
+        "tokens of a request after its first, divided by the time that they took; sum over the "
+        "requests", "tokens/s", label="tok/s", digits=2,
+    )  # fmt: skip
+    ttft_ms: float = recorded(
+        "time to first token; mean over the requests", "ms", label="TTFT", digits=1
+    )
+    mean_itl_ms: float | None = recorded(
+        "time between two commits of a request; mean over all of them", "ms",
+        label="ITL", digits=1, null=ONE_TOKEN,
+    )  # fmt: skip
+    p99_itl_ms: float | None = recorded(
+        "its 99th percentile", "ms", label="p99", digits=1, null=ONE_TOKEN
+    )
+    busy: float = recorded(
+        "share of time in which a stage computes; mean over the stages",
+        label="busy", digits=1, scale=100, suffix="%",
+    )  # fmt: skip
+    useful: float = recorded(
+        "the same, without runs that were cancelled",
+        label="useful", digits=1, scale=100, suffix="%",
+    )  # fmt: skip
+    draft_busy: float = recorded("share of time in which the drafter computes")
+    mean_in_flight: float = recorded("runs that are under way; mean over the time")
+    acceptance_rate: float | None = recorded(
+        "accepted divided by launched draft tokens", label="accept", digits=2, null="without drafts"
+    )
+    runs: int = recorded("runs that were launched, prompts included", label="runs")
+    invalid_runs: int = recorded("cancelled, because none of their rows could be right any more")
+    superfluous_runs: int = recorded("cancelled, because all that they tell was known")
+    layers_computed: int = recorded("layers that stages computed for runs")
+    layers_skipped: int = recorded("layers that they skipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationRecord(Record):
+    """One mode on one machine."""
+
+    kind: Literal["simulation"] = recorded("`simulation`", default="simulation")
+    status: Literal["simulated"] = recorded("`simulated`: nothing has run", default="simulated")
+    config: dict[str, Any] = recorded(
+        "`mode`, `nodes` (null where the stages were given by themselves), `machine` in seconds "
+        "and bytes, `options` of the scheduler and `work`, with the flags of the command"
+    )
+    metrics: SimulatedMetrics = recorded("what came out")
+
+
+def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
+    times: dict[int, list[float]] = {}
+    for at, commit in trace.commits:
+        times.setdefault(commit.request, []).extend([at] * len(commit.tokens))
+    first, last = min(t[0] for t in times.values()), max(t[-1] for t in times.values())
+    itl_ms = [1e3 * (b - a) for each in times.values() for a, b in pairwise(each)]
+    window = (last - first) or math.inf
+    rates = [(len(t) - 1) / (t[-1] - t[0]) if t[-1] > t[0] else 0.0 for t in times.values()]
+    in_flight = sum(_within(f.launched_s, f.home_s, first, last) for f in trace.flights)
+    drafting = sum(_within(begin, end, first, last) for begin, end in trace.drafts)
+    busy, useful = _busy(trace, first, last, machine.num_stages)
+    computed = sum(sum(flight.layers) for flight in trace.flights)
+    total = len(trace.flights) * machine.num_stages * machine.layers
+    return SimulatedMetrics(
+        tokens_per_s=sum(rates),
+        ttft_ms=1e3 * sum(each[0] for each in times.values()) / len(times),
+        mean_itl_ms=mean(itl_ms),
+        p99_itl_ms=percentile(itl_ms, 99),
+        busy=busy / window,
+        useful=useful / window,
+        draft_busy=drafting / window,
+        mean_in_flight=in_flight / window,
+        acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
+        runs=counts.runs,
+        invalid_runs=counts.invalid_runs,
+        superfluous_runs=counts.superfluous_runs,
+        layers_computed=computed,
+        layers_skipped=total - computed,
+    )
+
+
+def _busy(trace: Trace, first: float, last: float, num_stages: int) -> tuple[float, float]:
+    """Seconds that a stage computes, mean over stages: in all, and for runs that were needed."""
+    busy = useful = 0.0
+    for flight in trace.flights:
+        spans = zip(flight.start_s, flight.end_s, strict=True)
+        seconds = sum(_within(begin, end, first, last) for begin, end in spans)
+        busy += seconds
+        if flight.launch.run not in trace.cancelled:
+            useful += seconds
+    return busy / num_stages, useful / num_stages
+
+
+def _within(begin: float, end: float, first: float, last: float) -> float:
+    return max(0.0, min(end, last) - max(begin, first))

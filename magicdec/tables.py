@@ -1,0 +1,207 @@
+"""Tables: what a command shows in rows and columns, printed for people or written as Markdown,
+LaTeX or CSV. Imports rich only when a table is printed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from magicdec.console import FILE_WIDTH, make_console
+
+TEXT_WIDTH = 8  # characters that a column of text keeps, in which long words are broken
+
+
+class Shown(NamedTuple):
+    """A cell with another text than that of its value. CSV has the value."""
+
+    text: str
+    value: object
+
+
+class Line(NamedTuple):
+    """A line above a table, in a style of rich."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """`key` heads the column in CSV, in place of the label. Text is broken where the terminal is
+    narrow; a number stands at the right and stays whole."""
+
+    label: str
+    is_text: bool = False
+    key: str = ""
+
+
+RULE = ()
+"""A row that is a line between the rows around it."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A string in `columns` stands for a column of numbers with that label. A cell of a row is
+    None, which is empty, a `Shown`, or what is shown as `str` does. `above` and `below` are lines
+    of text around the table; the title stands between the first and the table. A table without
+    columns is these lines alone."""
+
+    columns: Sequence[Column | str] = ()
+    rows: Sequence[Sequence[object]] = ()
+    title: str = ""
+    above: Sequence[Line | str] = ()
+    below: Sequence[str] = ()
+    is_framed: bool = True
+
+    @property
+    def headings(self) -> list[Column]:
+        return [Column(each) if isinstance(each, str) else each for each in self.columns]
+
+    @property
+    def lead(self) -> list[Line]:
+        """The lines before the table, the title last."""
+        lines = [*self.above, *([Line(self.title, "italic")] if self.title else [])]
+        return [Line(each) if isinstance(each, str) else each for each in lines]
+
+    @property
+    def body(self) -> list[list[str]]:
+        """The texts of the cells; a row without cells is a rule."""
+        return [[_text(cell) for cell in row] for row in self.rows]
+
+    def print(self, width: int | None = None) -> None:
+        """Print the table for people, in the width of the terminal. In a file or a pipe it has at
+        most `width` columns; without a `width`, lines of text stay whole there. A table that is too
+        wide has no frame, and nothing of it is cut."""
+        console = make_console()
+        if width is not None and not console.is_terminal:
+            console.width = width
+        is_whole = width is None and not console.is_terminal
+        for text, style in self.lead:
+            console.print(text, style=style or None, soft_wrap=is_whole)
+        if self.columns:
+            console.print(self._fitting(console))
+        for text in self.below:
+            console.print(text, soft_wrap=is_whole)
+
+    def _fitting(self, console: Any) -> Any:
+        """The table of rich, as wide as the console at most."""
+        from rich.table import Table as RichTable
+
+        table = RichTable()
+        for column in self.headings:
+            justify: Any = "left" if column.is_text else "right"
+            table.add_column(
+                column.label, justify=justify, overflow="fold", no_wrap=not column.is_text
+            )
+        for cells in self.body:
+            if cells:
+                table.add_row(*cells)
+            else:
+                table.add_section()
+        without_limit = console.options.update(max_width=10 * FILE_WIDTH)
+        if (
+            self.is_framed
+            and console.measure(table, options=without_limit).maximum <= console.width
+        ):
+            return table
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        if self._least_width() > console.width:
+            for each in table.columns:
+                each.no_wrap = False
+        return table
+
+    def _least_width(self) -> int:
+        """Characters that the table takes without a frame, its numbers in one line each."""
+        lines = [[column.label for column in self.headings], *filter(None, self.body)]
+        return sum(
+            1 + min(
+                TEXT_WIDTH if column.is_text else FILE_WIDTH,
+                max(len(line) for cell in cells for line in cell.splitlines() or [""]),
+            )
+            for column, cells in zip(self.headings, zip(*lines, strict=True), strict=True)
+        )  # fmt: skip
+
+    def markdown(self) -> str:
+        """The title and the lines around the table are paragraphs."""
+        before = [f"{line.text}\n\n" for line in self.lead]
+        after = [f"\n{_sentence(text)}\n" for text in self.below]
+        if not self.columns:
+            return "".join(before + after)
+        aligned = [":--" if column.is_text else "--:" for column in self.headings]
+        lines = [[column.label for column in self.headings], aligned, *filter(None, self.body)]
+        rows = ["| " + " | ".join(map(_escape_markdown, cells)) + " |\n" for cells in lines]
+        return "".join([*before, *rows, *after])
+
+    def latex(self) -> str:
+        """A `tabular` for the package booktabs, below comments with all lines of text."""
+        texts = [*(line.text for line in self.lead), *self.below]
+        lines = [f"% {line}" for text in texts for line in text.splitlines()]
+        if self.columns:
+            shape = "".join("l" if column.is_text else "r" for column in self.headings)
+            head = _latex_row([column.label for column in self.headings])
+            rows = [_latex_row(cells) if cells else r"\midrule" for cells in self.body]
+            lines += [rf"\begin{{tabular}}{{{shape}}}", r"\toprule", head, r"\midrule", *rows]
+            lines += [r"\bottomrule", r"\end{tabular}"]
+        return "".join(f"{line}\n" for line in lines)
+
+    def csv(self) -> str:
+        """The keys of the columns and unrounded values, for programs, without any text around."""
+        if not self.columns:
+            return ""
+        values = ([_value(cell) for cell in row] for row in self.rows if row)
+        return csv_text([[column.key or column.label for column in self.headings], *values])
+
+
+FORMATS: Mapping[str, Callable[[Table], str]] = {
+    "md": Table.markdown,
+    "latex": Table.latex,
+    "csv": Table.csv,
+}
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """Rows of values as CSV; None is an empty field."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def print_tables(tables: Iterable[Table], form: str = "text") -> None:
+    """Print tables one after the other: as text, or in one of `FORMATS` with a blank line
+    between."""
+    if form == "text":
+        for table in tables:
+            table.print()
+    else:
+        print("\n".join(filter(None, map(FORMATS[form], tables))), end="")
+
+
+def _text(cell: object) -> str:
+    if cell is None:
+        return ""
+    return cell.text if isinstance(cell, Shown) else str(cell)
+
+
+def _value(cell: object) -> object:
+    return cell.value if isinstance(cell, Shown) else cell
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', ':')) else '.'}"
+
+
+def _escape_markdown(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(map(_escape_latex, cells)) + r" \\"
+
+
+def _escape_latex(text: str) -> str:
+    named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(named.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)

@@ -1,0 +1,164 @@
+"""`magicdec report` and `magicdec export` of every kind of record: the sections of the page, the
+numbers of their figures, and the rows of the export."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_records import drawn
+from test_compare import write
+from test_pass_records import measured, record
+from test_pipeline_command import finished
+from test_report import links, variant
+
+from magicdec.cli import export, report_page
+from magicdec.pipeline.metrics import StageUse, ring_metrics
+from magicdec.serving.metrics import StepCounts, serving_metrics
+
+
+def served(kind: str, name: str, seconds: float, **workload: object) -> dict[str, Any]:
+    """A pass that served one request of three tokens, each of which took `seconds`."""
+    request = finished([seconds * number for number in (1, 2, 3)])
+    metrics = serving_metrics([request], StepCounts(num_steps=3, num_in_flight=3), {"ttft": 1500})
+    times = {"arrival_ms": 0.0, "joined_ms": [0.0], "preempted_ms": [],
+             "prefilled_ms": [1e3 * seconds], "first_token_ms": 1e3 * seconds,
+             "finished_ms": 3e3 * seconds, "prompt_len": 1, "output_len": 3}  # fmt: skip
+    uses = [StageUse(4.0, waiting, 0.1, 8, 2, 0.0) for waiting in (1.0, 3.0)]
+    ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 1e-3, 2.0))
+    right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}
+    right["ring"] = ring if kind == "pipeline" and name == "ring" else None
+    return record(kind, name, **workload) | right
+
+
+EVERY = [
+    served("serving", "static", 2.0, goodput={"ttft": 1500.0}),
+    served("serving", "inflight", 1.0, goodput={"ttft": 1500.0}),
+    *(served("serving", "inflight", s, start=f"rate {s}", goodput={}, arrival="poisson:5")
+      for s in (3.0,)),
+    served("pipeline", "sequential", 2.0),
+    served("pipeline", "ring", 1.0),
+    measured("sequential", start="third"),
+    measured("async", start="third"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of two runs and of every other kind, which no test changes."""
+    folder = tmp_path_factory.mktemp("report")
+    write(folder / "all.jsonl", [variant(), variant(B=1), *EVERY])
+    argv = ["report", str(folder / "all.jsonl"), "--out", str(folder / "out")]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", argv)
+        report_page.main()
+    return folder / "out"
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_each_kind_of_record_has_a_section(out: Path) -> None:
+    page = (out / "index.html").read_text(encoding="utf-8")
+    titles = ["Runs", "Requests in flight", "Rings", "Pipelined speculation"]
+    assert [t for t in re.findall("<h2>(.*)</h2>", page) if t in titles] == titles
+    figures = re.findall('<figure id="([^"]*)"', page)
+    for name in ("serving_throughput", "serving_goodput", "serving_timeline", "pipeline_modes",
+                 "pipeline_stages", "speculation_modes"):  # fmt: skip
+        assert name in figures and rows(out / f"{name}.csv"), name
+    assert "rate of requests served" in page.lower(), "what is left out is named"
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert [name for name in links(page) if not (out / name).exists()] == []
+    assert len(rows(out / "commands.csv")) == 2 + len(EVERY)
+
+
+def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
+    """Three tokens in 6 s after a first one in 2 s, and in 3 s after 1 s. A bound of 1.5 s is kept
+    by the second."""
+    found = {(r["series"], r["arrival"]): r for r in rows(out / "serving_throughput.csv")}
+    slow, fast = found["static", "burst"], found["inflight", "burst"]
+    assert [float(r["p90_ttft_ms"]) for r in (slow, fast)] == pytest.approx([2000, 1000])
+    assert [float(r["output_throughput"]) for r in (slow, fast)] == pytest.approx([0.5, 1.0])
+    goodputs = rows(out / "serving_goodput.csv")
+    good = {(r["series"], r["arrival"]): float(r["request_goodput"]) for r in goodputs}
+    assert good["static", "burst"] == 0 and good["inflight", "burst"] == pytest.approx(1 / 3)
+    assert len(rows(out / "serving_timeline.csv")) == 2, "of the command with the most passes"
+
+
+def test_a_stage_is_busy_when_it_does_not_wait(out: Path) -> None:
+    stages = [
+        (r["pass"], r["stage"], r["busy"], r["idle"]) for r in rows(out / "pipeline_stages.csv")
+    ]
+    assert stages == [("ring", "0", "0.75", "0.25"), ("ring", "1", "0.25", "0.75")]
+
+
+def test_the_front_is_over_runs_and_requests_in_flight(out: Path) -> None:
+    found = rows(out / "pareto_front.csv")
+    assert {r["series"] for r in found} >= {"autoregressive", "serving: inflight"}
+    assert not any(r["series"].startswith("pipeline") for r in found)
+    found = [r for r in found if r["device"] == "cpu"]
+    places = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in found]
+    front = {p for row, p in zip(found, places, strict=True) if row["on_front"] == "True"}
+    unbeaten = {
+        p for p in places if not any(o != p and min(map(float.__ge__, o, p)) for o in places)
+    }
+    assert front == unbeaten != set()
+
+
+def test_the_mean_of_the_lengths_is_the_acceptance_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = drawn()
+    (tmp_path / "run.jsonl").write_text(made.to_json() + "\n")
+    argv = ["report", str(tmp_path / "run.jsonl"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", argv)
+    report_page.main()
+    lengths = rows(tmp_path / "out" / "acceptance_lengths.csv")
+    assert sum(float(r["share"]) for r in lengths) == pytest.approx(1)
+    mean = sum(int(r["tokens"]) * float(r["share"]) for r in lengths)
+    assert made.metrics is not None and mean == pytest.approx(made.metrics.acceptance_length)
+
+
+def test_a_report_of_passes_alone_has_no_section_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "passes.jsonl", [record("serving", "static")])
+    argv = ["report", str(tmp_path / "passes.jsonl"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", argv)
+    report_page.main()
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "<h2>Runs</h2>" not in page and "<h2>Requests in flight</h2>" in page
+    assert "<figure" not in page, "the tokens of its only pass are wrong"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_an_export_has_a_row_for_each_pass_of_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    write(tmp_path / "all.jsonl", [variant(), *EVERY])
+    out = tmp_path / f"all.{suffix}"
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "all.jsonl"), "--out", str(out)])
+    export.main()
+    frame = getattr(pandas, f"read_{suffix}")(out)
+    kinds = frame.groupby("kind", sort=False)["pass"].agg(list).to_dict()
+    assert kinds == {
+        "run": ["autoregressive", "speculative"],
+        "serving": ["static", "inflight", "inflight"],
+        "pipeline": ["sequential", "ring"],
+        "speculation": ["sequential", "async"],
+    }
+    of = {(row["kind"], row["pass"]): row for row in frame.to_dict("records")}
+    assert of["serving", "static"]["output_throughput"] == pytest.approx(0.5)
+    assert of["serving", "static"]["workload.goodput"] == "ttft:1500.0"
+    assert of["pipeline", "ring"]["ring.busy"] == "0.75 0.25"
+    assert of["speculation", "async"]["workload.draft"] == "ngram"
+    assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

@@ -1,0 +1,211 @@
+"""The settings of all commands, as their parsers have them: one vocabulary, and what every declared
+bound, choice and type refuses."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from magicdec.cli.commands import COMMANDS
+from magicdec.cli.drivers import DRIVERS
+from magicdec.cli.front.completion import SHELLS, script_of
+from magicdec.cli.parsing.parser import Parser
+from magicdec.config.setting import Declared, check_values, declared, same, setting
+from magicdec.config.toml_file import TomlFile
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import flags_page
+
+PARSERS = flags_page.parsers()
+DRIVER_PARSERS = {name: driver.build_parser() for name, driver in DRIVERS.items()}
+SETTINGS = {
+    f"{command} {each.flag}": each
+    for command, parser in (PARSERS | DRIVER_PARSERS).items()
+    for each in parser.settings.values()
+}
+# A flag that names the file of records in some commands, and what a command writes in others.
+TWO_MEANINGS = {"--out"}
+# Choices of these belong to the command, or to the policies that it knows.
+OWN_CHOICES = {"--modes", "--kv_policy", "--dtype", "--kind"}
+# Spellings that other projects, or earlier versions, have for a concept of the vocabulary.
+SYNONYMS = {
+    *("--mode", "--baselines", "--output_len", "--max_new_tokens", "--batch_size", "--context"),
+    *("--results", "--json", "--num_draft_tokens", "--num_speculative_tokens", "--drafter"),
+    *("--n_predict", "--num_prompts", "--world_size", "--num_ranks", "--policy"),
+}
+
+
+def uses_of(flag: str) -> list[tuple[str, Declared]]:
+    concepts = flags_page.concepts().items()
+    return [use for (name, _), uses in concepts if name == flag for use in uses]
+
+
+def is_equal(default: Any, other: Any) -> bool:
+    """Whether two defaults are the same, though one may be a text, a path or a list of one."""
+    texts = [list(map(str, v)) if isinstance(v, tuple) else [str(v)] for v in (default, other)]
+    return texts[0] == texts[1]
+
+
+FLAGS = sorted({flag for flag, _ in flags_page.concepts()})
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_has_one_meaning_and_one_default(flag: str) -> None:
+    meanings: dict[str, list[tuple[str, Declared]]] = {}
+    for command, each in uses_of(flag):
+        meanings.setdefault(each.setting.help, []).append((command, each))
+    assert len(meanings) == 1 or (flag in TWO_MEANINGS and len(meanings) == 2)
+    for uses in meanings.values():
+        _, first = uses[0]
+        for command, each in uses:
+            assert each.flags[0] == first.flags[0]
+            assert each.setting.other_defaults == first.setting.other_defaults
+            if flag not in OWN_CHOICES:
+                assert each.setting.choices == first.setting.choices, command
+            is_said = command in each.setting.other_defaults
+            is_absent = each.default in (None, MISSING)
+            assert is_said or is_absent or is_equal(each.default, usual_default(uses)), command
+
+
+def usual_default(uses: list[tuple[str, Declared]]) -> Any:
+    """The default of the commands that the setting does not name."""
+    others = [
+        each.default
+        for command, each in uses
+        if command not in each.setting.other_defaults and each.default not in (None, MISSING)
+    ]
+    return others[0] if others else None
+
+
+def test_a_concept_has_one_spelling() -> None:
+    spellings: dict[str, set[str]] = {}
+    for flag, meaning in flags_page.concepts():
+        spellings.setdefault(meaning, set()).add(flag)
+    assert [flags for flags in spellings.values() if len(flags) > 1] == []
+    assert SYNONYMS & set(FLAGS) == set()
+    for parser in PARSERS.values():
+        aliases = [each.flags[1:] for each in parser.settings.values()]
+        assert not any(aliases), "only the drivers of the original suite have further spellings"
+
+
+def test_the_vocabulary_has_a_row_for_each_flag() -> None:
+    page = flags_page.page()
+    for flag in FLAGS:
+        assert page.count(f"\n| `{flag}` |") == (2 if flag in TWO_MEANINGS else 1)
+    assert all(f"\n## {name}\n" in page for name in PARSERS)
+
+
+def bad_values(each: Declared) -> list[tuple[str, str]]:
+    """Texts that the setting refuses, each with what the refusal says after flag and text."""
+    limits, bad = each.setting, list[tuple[str, str]]()
+    is_number = "int" in str(each.kind) or "float" in str(each.kind)
+    if limits.least is not None and is_number:
+        bad.append((f"{limits.least - 1:g}", f"is too small; it must be at least {limits.least:g}"))
+    if limits.above is not None:
+        bad.append((f"{limits.above:g}", f"is too small; it must be more than {limits.above:g}"))
+    if limits.most is not None:
+        bad.append((f"{limits.most + 1:g}", f"is too large; it must be at most {limits.most:g}"))
+    if limits.choices:
+        bad.append(("nonsense", f"is not known; choose from {', '.join(limits.choices)}"))
+    elif is_number and limits.parse is None:
+        bad.append(("nonsense", "is not"))
+    if "float" in str(each.kind) and limits.parse is None:
+        bad += [("nan", "is not a finite number"), ("inf", "is not a finite number")]
+    return bad
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_a_setting_cannot_be_is_refused_in_one_line(name: str) -> None:
+    each = SETTINGS[name]
+    for text, reason in bad_values(each):
+        with pytest.raises(ValueError) as refused:
+            each.read([text] if each.is_list else text)
+        assert str(refused.value).startswith(f"{each.flag} {text} {reason}")
+        assert "\n" not in str(refused.value)
+    if each.kind is not bool:
+        with pytest.raises(ValueError, match=f"{each.flag} True: give a value"):
+            each.read(True)
+    if each.is_list and (each.setting.choices or each.setting.is_set):
+        twice = [str(each.setting.choices[0] if each.setting.choices else 7)] * 2
+        with pytest.raises(ValueError, match=f"{each.flag} names {twice[0]} twice"):
+            each.read(twice)
+
+
+def test_many_settings_have_bounds() -> None:
+    assert sum(bool(bad_values(each)) for each in SETTINGS.values()) > 150
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_the_defaults_are_values_that_a_user_could_give(command: str) -> None:
+    parser = PARSERS[command]
+    for each in parser.settings.values():
+        if each.default not in (None, MISSING) and each.kind is not bool:
+            texts = [str(value) for value in each.default] if each.is_list else str(each.default)
+            if texts:
+                assert each.read(texts) == each.default, each.flag
+
+
+@dataclass(frozen=True)
+class Example:
+    count: int = setting(3, "A count.", least=1)
+    ratio: float = setting(0.5, "A ratio.", above=0, most=1)
+    names: tuple[str, ...] = setting(("a",), "Names.", choices=("a", "b"))
+    is_fast: bool = setting(False, "Whether to hurry.", "--fast")
+    depth: int | str = setting(4, "A depth.", words=("auto",), least=1)
+
+
+@dataclass(frozen=True)
+class Other:
+    count: int = same(Example, "count", 9)
+
+
+def parser() -> Parser:
+    return Parser("An example.", {"example": Example()})
+
+
+def test_the_words_of_a_command_line_and_a_file_are_read_alike(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('count = 7\nratio = 1\nnames = ["b", "a"]\nfast = true\ndepth = "auto"\n')
+    words = ["--count", "7", "--ratio", "1", "--names", "b", "a", "--fast", "--depth", "auto"]
+    expected = Example(7, 1.0, ("b", "a"), True, "auto")
+    assert parser().read(words)[Example] == expected
+    by_file = parser().read([], TomlFile("--config", file).values)
+    assert by_file[Example] == expected
+    assert by_file.given == parser().read(words).given
+    assert parser().read([])[Example] == Example()
+
+
+def test_a_program_is_refused_what_a_user_is_refused() -> None:
+    check_values(Example())
+    for wrong, message in (
+        (Example(count=0), "--count 0 is too small; it must be at least 1"),
+        (Example(ratio=1.5), "--ratio 1.5 is too large; it must be at most 1"),
+        (Example(depth="deep"), "--depth deep is not known; choose a whole number or auto"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_values(wrong)
+    assert declared(Other)["count"].setting is not declared(Example)["count"].setting
+    assert declared(Other)["count"].setting == declared(Example)["count"].setting
+    assert Other().count == 9
+
+
+def test_a_key_of_a_file_is_found_in_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text("[common]\nB = 1\n[[grid]]\nbudget = 2\n[[grid]]\n'budget' = 3\nprefix = 3\n")
+    file = TomlFile("", path)
+    assert file.place_of("B") == f"{path}, line 2"
+    assert file.place_of("budget", 1) == f"{path}, line 4"
+    assert file.place_of("budget", 2) == f"{path}, line 6"
+    assert file.place_of("nowhere") == str(path)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_commands_and_flags(shell: str) -> None:
+    script = script_of(shell)
+    assert all(name in script for name in COMMANDS)
+    assert "prefix_len" in script and "streaming_llm" in script
