@@ -16,12 +16,10 @@ from dataclasses import replace
 
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.hardware.timing import Clock, RealClock
-from magicdec.names import COMPACTION
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Part, Plan
-from magicdec.scheduling.rows import window_moves
 from magicdec.scheduling.scheduler import Scheduler
 from magicdec.scheduling.sharing import PlanSharing
 from magicdec.scheduling.waiting import Order, fcfs
@@ -36,9 +34,7 @@ Watcher = Callable[[Plan], None]
 
 class Engine:
     """With `limits`, requests may join a running batch, and a row is free again when its request
-    has ended. `compaction` is one of `names.COMPACTIONS`: with "window" the rows that are taken
-    are made adjacent after every step in which they have come apart, and with "none" the cache
-    keeps a spare block."""
+    has ended."""
 
     def __init__(
         self,
@@ -47,15 +43,10 @@ class Engine:
         limits: Limits | None = None,
         order: Order = fcfs,
         clock: Clock | None = None,
-        compaction: str = COMPACTION,
     ) -> None:
         self.runner, self.prefill_chunk = runner, prefill_chunk
         self.is_in_flight, self.clock = limits is not None, clock or RealClock()
         self.scheduler = Scheduler(runner.num_rows, limits or Limits(), order)
-        self.keeps_window = compaction == "window"
-        if compaction == "none":
-            runner.cache.keep_spare_block()
-        self.num_moves = self.moved_bytes = 0  # of rows that were moved
         self.requests: list[Request] = []  # of the batch that was prefilled last
 
     def prefill(
@@ -124,8 +115,6 @@ class Engine:
                 strategy.admit(Batch(ready))
         if plan.decoding is not None:
             self._decode(plan.decoding, strategy, observe)
-        if self.keeps_window:
-            self._close_window(strategy)
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
         """Go back to the state just after prefill, so that another strategy can decode the same
@@ -155,14 +144,6 @@ class Engine:
         ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]
         if ended_rows:
             self._free(ended_rows, strategy)
-
-    def _close_window(self, strategy: DecodingStrategy) -> None:
-        """Each rank knows the same rows, so that all make the same moves."""
-        for source, target in window_moves([r is not None for r in self.scheduler.rows]):
-            self.scheduler.move(source, target)
-            self.num_moves += 1
-            self.moved_bytes += self.runner.move_row(source, target)
-            self.moved_bytes += strategy.move(source, target)
 
     def _prefill(
         self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None

@@ -47,10 +47,6 @@ ADMISSION_ORDERS = {
     "shortest_remaining": "magicdec.scheduling.waiting:shortest_remaining",
     "priority": "magicdec.scheduling.waiting:priority",
 }
-# How the rows of a running batch stay dense: the fewest rows move into a contiguous window; the
-# rows are gathered by an index; rows that have ended are computed for nothing.
-COMPACTIONS = ("gather", "window", "none")
-COMPACTION = "gather"  # the default
 # When the requests of a serving workload arrive.
 ARRIVALS = {
     "burst": "magicdec.workload.arrivals:burst",

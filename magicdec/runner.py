@@ -117,12 +117,6 @@ class ModelRunner:
         """Allocate `max_tokens` tokens in a row that was released before."""
         self.cache.allocate(row, self.max_tokens)
 
-    def move_row(self, source: int, target: int) -> int:
-        """Let row `target`, which is free, hold what `source` holds. Returns the bytes copied."""
-        if self.prompt_queries is not None:
-            self.prompt_queries.move(source, target)
-        return self.cache.move(source, target)
-
     @torch.inference_mode()
     def forward(
         self,

@@ -98,9 +98,6 @@ class Noting:
             self.way.accepted[request.request_id] += count
         return output
 
-    def move(self, source: int, target: int) -> int:
-        return self.strategy.move(source, target)
-
 
 def make_ways(budgets: list[int]) -> list[Way]:
     sections = {

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.calibration import measure_steps
 from magicdec.decoding.captured_steps import CapturedSteps
-from magicdec.decoding.padded_steps import PaddedSteps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
@@ -52,13 +51,6 @@ class Speculative:
         """A row that was never admitted, because its request left before, is passed over."""
         admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
         self.steps.release(admitted_rows)
-
-    def move(self, source: int, target: int) -> int:
-        """A row whose text is not complete yet is nothing to the drafter."""
-        if source not in self._running:
-            return 0
-        self._running[target] = self._running.pop(source)
-        return self.steps.move(source, target)
 
     def step(self, batch: Batch) -> StepOutput:
         """Every row emits one token, and one more for each draft that it accepts. Rows that draft
@@ -134,9 +126,7 @@ def autoregressive(setup: Setup) -> Speculative:
 def make_steps(setup: Setup, drafter: Drafter | None) -> Steps:
     """The steps that the setup asks for."""
     if setup.recorder.captures:
-        assert not setup.computes_ended, "refused before"
         return CapturedSteps(
             setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight
         )  # fmt: skip
-    kind = PaddedSteps if setup.computes_ended else Steps
-    return kind(setup.runner, drafter, setup.phase, setup.is_in_flight)
+    return Steps(setup.runner, drafter, setup.phase, setup.is_in_flight)

@@ -3,8 +3,7 @@ the verification is a step of plain decoding.
 
 Owns the state that stays on the device from step to step (`DeviceBatch` and the lengths of the
 caches), the order of forward, judgement and truncation, and the host's copy of the lengths. The
-host reads the device once in each step. `captured_steps` and `padded_steps` have steps with rows
-that are computed for nothing.
+host reads the device once in each step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from magicdec.drafting.drafter import Drafter
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.kv.tree import DraftTree
 from magicdec.request import Batch, Request
-from magicdec.runner import ModelRunner, QueryWatch, Watch
+from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal, judge
 
 ANY_NUMBER = 1 << 30  # of pending tokens: no limit
@@ -59,13 +58,6 @@ class Steps:
         """The requests in `rows` have left the batch."""
         if self.drafter is not None:
             self.drafter.release(rows)
-
-    @torch.inference_mode()
-    def move(self, source: int, target: int) -> int:
-        """What row `source` of the cache held is in row `target` now. Returns the bytes that the
-        drafter has copied."""
-        self._shown = ()
-        return 0 if self.drafter is None else self.drafter.move(source, target)
 
     @torch.inference_mode()
     def decode(self, batch: Batch) -> list[list[int]]:
@@ -139,7 +131,8 @@ class Steps:
             proposal = Proposal(last[:, :0])
         else:
             tokens = torch.cat([last, proposal.ids], dim=1)
-            watch, watch_queries = self._watches()
+            if drafter is not None:
+                watch, watch_queries = drafter.watch, drafter.watch_queries
         before = runner.cache.lengths_of(rows)
         tree = None
         if proposal.tree is not None:
@@ -163,11 +156,6 @@ class Steps:
             drafter.commit(rows, new_lengths, path)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
         return torch.cat([*lengths, accepted.unsqueeze(1), ids], dim=1)
-
-    def _watches(self) -> tuple[Watch | None, QueryWatch | None]:
-        """What is called with the attention weights and the queries of a verification."""
-        drafter = self.drafter
-        return (None, None) if drafter is None else (drafter.watch, drafter.watch_queries)
 
     def _show(self, batch: Batch) -> None:
         """Make `batch` the current batch, if it is not yet."""

@@ -28,7 +28,6 @@ class Setup(DraftSetup):
     draft_length: DraftLength | None = None  # default: made from `decoding`
     recorder: Recorder = Eager()  # default: nothing is captured
     is_in_flight: bool = False  # requests join a running batch, and rows are used again
-    computes_ended: bool = False  # rows that have ended are computed for nothing
 
 
 class DecodingStrategy(Protocol):
@@ -41,10 +40,6 @@ class DecodingStrategy(Protocol):
 
     def step(self, batch: Batch) -> StepOutput:
         """Advance every request of `batch` by at least one token."""
-
-    def move(self, source: int, target: int) -> int:
-        """The request in row `source` of the runner's cache is in row `target` now. Returns the
-        bytes that the strategy has copied."""
 
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended, or must give their rows back."""

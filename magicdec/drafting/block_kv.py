@@ -200,10 +200,6 @@ class BlockKV(DraftKV):
         is_equal = not rows.is_captured and lengths.bounds == committed.bounds
         return lengths is committed or (is_equal and numbers == rows.numbers)
 
-    def move(self, source: int, target: int) -> int:
-        self._choice = None
-        return 0
-
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         self._choice = None
 

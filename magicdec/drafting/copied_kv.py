@@ -91,12 +91,6 @@ class CopiedKV(DraftKV):
         for row in rows:
             self.runner.cache.release(row)
 
-    def move(self, source: int, target: int) -> int:
-        for of_rows in (self.chosen_at, self.lasts_until, self.shifts):
-            of_rows[target] = of_rows[source]
-        self._offsets[target] = self._offsets[source]
-        return self.runner.move_row(source, target) + self._offsets[target].nbytes
-
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
         """Copy what `follow` would not, and choose anew where that is due."""
         rows = [request.row for request in requests if request.row is not None]

@@ -65,11 +65,6 @@ class DraftKV:
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended."""
 
-    def move(self, source: int, target: int) -> int:
-        """What row `source` of the runner's own model's cache held is in row `target` now. Returns
-        the bytes of the policy's own state that were copied."""
-        return 0
-
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
         """The host phase before `num_draft_tokens` tokens are drafted for `requests`."""
 

@@ -106,10 +106,6 @@ class Drafter(Protocol):
         """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`. If a
         tree was verified, the newest of them are those of `path`."""
 
-    def move(self, source: int, target: int) -> int:
-        """The request in row `source` of the target's cache is in row `target` now. Returns the
-        bytes that the drafter has copied."""
-
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended."""
 

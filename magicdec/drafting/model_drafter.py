@@ -65,11 +65,6 @@ class ModelDrafter:
         prefill(runner, parts, self.draft.prefill_chunk)
         self.draft_kv.admit(requests)
 
-    def move(self, source: int, target: int) -> int:
-        if self.draft_kv is None or self.draft.runner is None:
-            return 0
-        return self.draft.runner.move_row(source, target) + self.draft_kv.move(source, target)
-
     def release(self, rows: Sequence[int]) -> None:
         if self.draft_kv is not None and self.draft.runner is not None:
             self.draft_kv.release(rows)

@@ -91,10 +91,6 @@ class NgramDrafter:
             self.lookups[request.row] = Lookup(self.max_ngram)
             self.lookups[request.row].extend(request.prompt_ids)
 
-    def move(self, source: int, target: int) -> int:
-        self.lookups[target] = self.lookups.pop(source)
-        return 0
-
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.lookups.pop(row, None)

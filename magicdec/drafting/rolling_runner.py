@@ -72,12 +72,6 @@ class RollingRunner(ModelRunner):
         assert not self.cache.blocks[row], "the row was released"
         self.settled[row], self.evicted[row] = 0, self._sink_blocks()
 
-    def move_row(self, source: int, target: int) -> int:
-        for of_rows in (self.settled, self.evicted):
-            of_rows[target] = of_rows[source]
-        self.sinks[target] = self.sinks[source]
-        return super().move_row(source, target) + self.sinks[target].nbytes
-
     def forward(
         self,
         x: Tensor,

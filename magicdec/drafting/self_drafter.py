@@ -69,8 +69,5 @@ class SelfDrafter:
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         self.draft_kv.commit(rows, lengths, path)
 
-    def move(self, source: int, target: int) -> int:
-        return self.draft_kv.move(source, target)
-
     def release(self, rows: Sequence[int]) -> None:
         self.draft_kv.release(rows)

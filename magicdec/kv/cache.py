@@ -101,7 +101,6 @@ class KVCache(KVPool):
         self.lengths = [0] * num_rows  # the same on the host, as it last knew them
         self.blocks: list[list[int]] = [[] for _ in range(num_rows)]
         self._free = list(range(shape.num_blocks - 1, -1, -1))
-        self._spare: int | None = None  # a block for what rows without blocks write
 
     @property
     def tokens_per_row(self) -> int:
@@ -126,27 +125,7 @@ class KVCache(KVPool):
         """Return all blocks of `row` to the pool."""
         self._free.extend(block for block in reversed(self.blocks[row]) if block != EVICTED)
         self.blocks[row].clear()
-        if self._spare is not None:
-            self.block_table[row] = self._spare
         self.truncate([row], [0])
-
-    def keep_spare_block(self) -> None:
-        """Take a block out of the pool. What a row without blocks writes, while it is computed for
-        nothing, goes to this block."""
-        if self._spare is None:
-            assert not any(self.blocks), "no row has blocks yet"
-            self._spare = self._free.pop()
-            self.block_table.fill_(self._spare)
-
-    def move(self, source: int, target: int) -> int:
-        """Let row `target`, which has no blocks, have those of row `source`. Only the row of the
-        block table and the length are copied. Returns their bytes."""
-        assert not self.blocks[target], "the row is free"
-        self.block_table[target] = self.block_table[source]
-        self.seq_lens[target], self.lengths[target] = self.seq_lens[source], self.lengths[source]
-        self.blocks[target], self.blocks[source] = self.blocks[source], []
-        self.release(source)
-        return self.block_table[target].nbytes + self.seq_lens[target].nbytes
 
     def evict(self, row: int, first: int, last: int) -> None:
         """Return blocks `first` to `last` - 1 of `row`, in the order of its tokens, to the pool.

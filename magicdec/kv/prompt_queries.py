@@ -35,11 +35,6 @@ class PromptQueries:
         """`row` takes a new prompt. What was kept of its last prompt is forgotten."""
         self._rows[row] = _Kept(prompt_length)
 
-    def move(self, source: int, target: int) -> None:
-        """The prompt of row `source` is in row `target` now."""
-        if source in self._rows:
-            self._rows[target] = self._rows.pop(source)
-
     def watch(self, row: int, num_left: int) -> Callable[[int, Tensor], None] | None:
         """What to call with the layer and the queries [1, T, H, D] of a chunk of the prompt, after
         which `num_left` tokens of it are still to come; None if none of them is kept."""

@@ -1,5 +1,6 @@
-"""Scheduler: decides what each step does. No other code changes the state of a request. Imports no
-torch and reads no clock.
+"""Scheduler: decides what each step does, and counts the blocks of the KV cache that each row holds
+(`RowBlocks`; the cache itself gives the blocks). No other code changes the state of a request.
+Imports no torch and reads no clock.
 
 Requests join the running batch at the boundary between two steps, when a row and enough blocks of
 the KV cache are free, and leave it when they have ended (Orca, Yu et al. 2022). Where all requests
@@ -10,12 +11,12 @@ again later (PagedAttention, Kwon et al. 2023, section 4.5).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.scheduling.plan import Limits, Part, Plan, hash_of
-from magicdec.scheduling.rows import RowBlocks
 from magicdec.scheduling.waiting import Order, WaitingQueue, fcfs
 
 
@@ -125,14 +126,6 @@ class Scheduler:
                 self.blocks.grow(request.row, request.num_cached)
         return replace(output, token_ids=appended)
 
-    def move(self, source: int, target: int) -> None:
-        """The request in row `source` is in row `target` now."""
-        request = self.rows[source]
-        assert request is not None and self.rows[target] is None, "a request moves to a free row"
-        self.rows[source], self.rows[target], request.row = None, request, target
-        self.blocks.move(source, target)
-        self._repeated = None
-
     def rewind(self, requests: Sequence[Request]) -> None:
         """Go on with `requests`, which have rows. Nothing else waits or runs."""
         self.waiting.clear()
@@ -237,6 +230,43 @@ class Scheduler:
                 parts.append(Part(request, row, num_done, stop))
                 room = None if room is None else room - (stop - num_done)
         return tuple(sorted(parts, key=lambda part: part.row))
+
+
+class RowBlocks:
+    """The blocks that each row holds, and which rows need more. Without `Limits.num_blocks` every
+    row has room for its whole request, and nothing is counted."""
+
+    def __init__(self, num_rows: int, limits: Limits) -> None:
+        self.limits, self.is_limited = limits, limits.num_blocks is not None
+        self.held = [0] * num_rows
+        # The most cached tokens of a row for which its blocks have room for one more step.
+        self._enough = [0 if self.is_limited else sys.maxsize] * num_rows
+        self.short: dict[int, int] = {}  # row: the tokens that it must have room for; it has not
+
+    def free(self, leaving: Collection[int] = ()) -> int:
+        """The blocks that no row holds when the rows that are `leaving` have given theirs back."""
+        assert self.limits.num_blocks is not None, "asked only if blocks are limited"
+        return self.limits.num_blocks - sum(self.held) + sum(self.held[row] for row in leaving)
+
+    def lacking(self, row: int, num_tokens: int) -> int:
+        """The blocks that a row lacks for `num_tokens` tokens."""
+        return self.limits.num_blocks_of(num_tokens) - self.held[row]
+
+    def grow(self, row: int, num_cached: int) -> None:
+        """A row holds `num_cached` tokens before its next step."""
+        if num_cached > self._enough[row]:
+            self.short[row] = num_cached + self.limits.step_tokens
+
+    def reserve(self, row: int, num_tokens: int) -> None:
+        """The row gets the blocks that `num_tokens` tokens take."""
+        self.held[row] = num_blocks = self.limits.num_blocks_of(num_tokens)
+        self._enough[row] = num_blocks * self.limits.block_size - self.limits.step_tokens
+        self.short.pop(row, None)
+
+    def release(self, row: int) -> None:
+        """The row gives all its blocks back."""
+        self.held[row] = 0
+        self.short.pop(row, None)
 
 
 def _rows_of(requests: Sequence[Request]) -> list[int]:

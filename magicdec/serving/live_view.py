@@ -1,7 +1,6 @@
 """The live display of a pass: progress, how many requests were in flight over the steps, and the
-newest arrivals and ends, as lines of text (`View`), shown on a terminal and kept in a file
-(`Display`). Imports no torch, and rich only on a terminal. Must not know when it is drawn
-(`DrawingClock`).
+newest arrivals and ends, as lines of text (`View`), shown on a terminal by a thread that draws it
+anew, and kept in a file (`Display`). Imports no torch, and rich only on a terminal.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from time import perf_counter
 
 from magicdec.console import make_console
 from magicdec.request import Request
@@ -18,6 +18,7 @@ from magicdec.request import Request
 WIDTH, HEIGHT = 96, 8  # characters of the histogram
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 NUM_EVENTS = 6
+FRAMES_PER_S = 4
 
 
 class History:
@@ -40,39 +41,39 @@ class History:
 
 
 class View:
-    """`show` gets the lines whenever they are drawn. The requests change while they are served."""
+    """The requests change while they are served. Another thread may ask for `lines` meanwhile."""
 
-    def __init__(self, name: str, num_rows: int, show: Callable[[list[str]], None]) -> None:
-        self.name, self.num_rows, self.show = name, num_rows, show
+    def __init__(self, name: str, num_rows: int) -> None:
+        self.name, self.num_rows = name, num_rows
         self.history, self.num_steps = History(), 0
         self.requests: Sequence[Request] = ()
-        self.begin_s = self.now_s = 0.0
+        self.begin_s, self.now = 0.0, perf_counter
 
-    def begin(self, requests: Sequence[Request], begin_s: float) -> None:
-        """`requests` are in the order of arrival; the first arrives at `begin_s`."""
-        self.requests, self.begin_s = requests, begin_s
-        self.arrivals_s = [request.arrived_s for request in requests]
-        self.num_tokens = sum(request.sampling.max_new_tokens for request in requests)
+    def begin(self, requests: Sequence[Request], begin_s: float, now: Callable[[], float]) -> None:
+        """`requests` are in the order of arrival; the first arrives at `begin_s` on the clock that
+        `now` reads."""
+        self.begin_s, self.now = begin_s, now
+        self.requests = requests
 
     def step(self, in_flight: int) -> None:
         self.num_steps += 1
         self.history.add(in_flight)
 
-    def draw(self, now: float) -> None:
-        self.now_s = now
-        self.show(self.lines())
-
     def lines(self) -> list[str]:
-        """One frame."""
-        return [*self._progress(), "", *self._histogram(), "", *self._events()]
+        """One frame; no line before the requests are known."""
+        if not self.requests:
+            return []
+        now_s = self.now()
+        return [*self._progress(now_s), "", *self._histogram(), "", *self._events(now_s)]
 
-    def _progress(self) -> list[str]:
+    def _progress(self, now_s: float) -> list[str]:
         done = sum(len(request.output_ids) for request in self.requests)
+        num_tokens = sum(request.sampling.max_new_tokens for request in self.requests)
         ended = sum(request.finished_s is not None for request in self.requests)
-        filled = int(WIDTH * done / self.num_tokens)
+        filled = int(WIDTH * done / num_tokens)
         return [
             f"{self.name}: {ended} of {len(self.requests)} requests have ended, {done} of "
-            f"{self.num_tokens} tokens, {self.now_s - self.begin_s:.1f} s",
+            f"{num_tokens} tokens, {now_s - self.begin_s:.1f} s",
             "█" * filled + "░" * (WIDTH - filled),
         ]
 
@@ -87,9 +88,9 @@ class View:
         lines.append(f"{0:>5} └{'─' * WIDTH}")
         return ["requests in flight", *lines, f"{'':>7}{self.num_steps} steps"]
 
-    def _events(self) -> list[str]:
+    def _events(self, now_s: float) -> list[str]:
         """The newest arrivals beside the newest ends."""
-        count = bisect_right(self.arrivals_s, self.now_s)
+        count = bisect_right([request.arrived_s for request in self.requests], now_s)
         arrived = [
             f"request {r.request_id} at {r.arrived_s - self.begin_s:.2f} s"
             for r in self.requests[max(0, count - NUM_EVENTS) : count]
@@ -122,18 +123,23 @@ class Display:
         if not self.is_shown and self.file is None:
             yield None
             return
-        with ExitStack() as stack:
-            view = View(name, num_rows, self._live(stack) if self.is_shown else lambda lines: None)
+        view = View(name, num_rows)
+        with live(view) if self.is_shown else nullcontext():
             yield view
         if self.file is not None:
             self.frames.append("\n".join(view.lines()) + "\n")
             self.file.write_text("\n".join(self.frames), encoding="utf-8")
 
-    def _live(self, stack: ExitStack) -> Callable[[list[str]], None]:
-        """A function that shows a frame in place of the one before, until the stack is closed."""
-        from rich.live import Live
-        from rich.text import Text
 
-        live = Live(console=make_console(to_stderr=True), auto_refresh=False, transient=True)
-        stack.enter_context(live)
-        return lambda lines: live.update(Text("\n".join(lines)), refresh=True)
+def live(view: View) -> AbstractContextManager[object]:
+    """Shows the newest frame on the terminal in place of the one before, until it is closed. A
+    thread of rich draws it."""
+    from rich.live import Live
+    from rich.text import Text
+
+    return Live(
+        console=make_console(to_stderr=True),
+        refresh_per_second=FRAMES_PER_S,
+        transient=True,
+        get_renderable=lambda: Text("\n".join(view.lines())),
+    )

@@ -65,7 +65,7 @@ def measure(
     """`keep` gets each record as soon as its pass is done. All ranks serve together and make the
     same records but for the times; those of the first rank count."""
     with session_of(prepared) as session:
-        one = Measuring(prepared, options, passes, session, display)
+        one = Measuring(prepared, options, session, display)
         one.server.warm_up(passes[0])
 
         def cases() -> Iterator[ServingCase]:
@@ -89,7 +89,7 @@ def measure_rates(
     if there are none, at those that find the saturation rate. The tokens at the first rate are the
     reference of the others."""
     with session_of(prepared) as session:
-        one = Measuring(prepared, options, [each], session, display)
+        one = Measuring(prepared, options, session, display)
         one.server.warm_up(each)
         one.lone_s = lone_s = one.server.lone_s(each)
         group, device = session.groups.target, session.device
@@ -132,13 +132,11 @@ class Measuring:
         self,
         prepared: Prepared,
         options: ServingOptions,
-        passes: Sequence[Pass],
         session: RankSession,
         display: Display,
     ) -> None:
         progress = make_progress(session.launch.rank == 0)
-        compactions = {each.compaction for each in passes}
-        self.prepared, self.server = make_server(prepared, options, session, progress, compactions)
+        self.prepared, self.server = make_server(prepared, options, session, progress)
         self.session, self.display = session, display
         self.progress: Progress = Silent() if display.is_shown else progress
         self.lone_s: float | None = None  # the time of one request alone, if it was measured
@@ -175,16 +173,15 @@ class Measuring:
         if not each.is_drafting:
             decoding = replace(resolved.decoding, strategy=BASELINE, drafter=None)
             resolved = replace(resolved, decoding=decoding, draft=None)
-        settings = {"batching": each.mode, "compaction": each.compaction}
         self.newest = ServingRecord(
-            name=name_of(each.mode, resolved.decoding.drafter, each.compaction),
+            name=name_of(each.mode, resolved.decoding.drafter),
             **describe_pass(
                 self.prepared,
                 self.session.describe_environment(),
                 served,
                 (first.each.mode, of_first),
                 resolved.to_dict(),
-                settings | options.describe(),
+                {"batching": each.mode, **options.describe()},
                 lambda: serving_metrics(
                     served.requests, served.counts, options.goodput or {}, served.peak_memory_bytes,
                     self.lone_s,

@@ -36,8 +36,6 @@ class StepCounts:
     num_steps: int = 0
     num_preemptions: int = 0
     num_in_flight: int = 0  # summed over the steps
-    num_moves: int = 0  # of rows of the KV cache
-    moved_bytes: int = 0
     in_flight: int = 0  # in the step that was counted last
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
 
@@ -152,15 +150,6 @@ class ServingMetrics(Part):
         "times that a request gave its KV cache back before its end, because no block was free",
         label="preemptions",
     )
-    num_moves: int = recorded(
-        "rows of the KV cache that moved to stay adjacent, under the compaction `window`",
-        label="rows moved",
-    )  # fmt: skip
-    moved_bytes: int = recorded(
-        "what was copied for that on the first rank: rows of the block table, lengths, and what "
-        "the drafter keeps of a row",
-        "bytes", label="bytes moved",
-    )  # fmt: skip
     peak_memory_bytes: int | None = recorded(
         "largest memory use of each rank while the requests were served, summed over ranks: "
         "resident memory on a CPU, allocated device memory on CUDA",
@@ -192,8 +181,6 @@ def serving_metrics(
         mean_in_flight=counts.num_in_flight / counts.num_steps,
         num_steps=counts.num_steps,
         num_preemptions=counts.num_preemptions,
-        num_moves=counts.num_moves,
-        moved_bytes=counts.moved_bytes,
         peak_memory_bytes=peak_memory_bytes,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),

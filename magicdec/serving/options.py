@@ -14,7 +14,7 @@ from typing import Any
 
 from magicdec.config.sections import DEFAULT_GEN_LEN, WorkloadSection
 from magicdec.config.setting import same, setting
-from magicdec.names import BATCHINGS, COMPACTION, COMPACTIONS
+from magicdec.names import BATCHINGS
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
 from magicdec.workload.request_shapes import ShapedOptions, make_shapes
@@ -69,14 +69,6 @@ class ServingOptions(ShapedOptions):
         "Prompt tokens that a step prefills at most, beside its decoding. Default: 512; in a ring, "
         "--prefill_chunk for each stage.",
         least=1,
-    )
-    compaction: tuple[str, ...] = setting(
-        (COMPACTION,),
-        "How the rows of the running batch stay dense: by an index of the rows (gather), by moving "
-        "the fewest rows into a contiguous window (window), or not at all, so that rows that have "
-        "ended are computed for nothing (none). Requests in flight are served under each that is "
-        "named; all else takes the first.",
-        choices=tuple(COMPACTIONS),
     )
     window_ms: float | None = setting(
         None,
@@ -167,7 +159,7 @@ class ServingOptions(ShapedOptions):
         """These options as the record's `config.workload` has them; the shapes are among its
         requests."""
         values = asdict(self)
-        for name in ("shapes", "modes", "compaction", "sweep_rate"):
+        for name in ("shapes", "modes", "sweep_rate"):
             del values[name]
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
@@ -179,37 +171,18 @@ DRAFTED = "inflight"  # the batching that a drafter is measured under
 
 @dataclass(frozen=True)
 class Pass:
-    """`mode` is a name of `names.BATCHINGS`, and `compaction` one of `names.COMPACTIONS`."""
+    """`mode` is a name of `names.BATCHINGS`."""
 
     mode: str
     is_drafting: bool = False
-    compaction: str = COMPACTION
 
     @property
     def name(self) -> str:
         """What is shown while it is served."""
-        name = f"{self.mode} with drafts" if self.is_drafting else self.mode
-        return name if self.compaction == COMPACTION else f"{name}, {self.compaction}"
+        return f"{self.mode} with drafts" if self.is_drafting else self.mode
 
 
-def make_passes(
-    modes: Sequence[str], drafts: bool, compactions: Sequence[str] = (COMPACTION,)
-) -> list[Pass]:
-    """The passes in their order. The tokens of the first are the reference of the others. In
-    flight, requests are served under each of the `compactions`; all else takes the first."""
-    passes = [
-        Pass(mode, compaction=compaction)
-        for mode in modes
-        for compaction in (compactions if mode == DRAFTED else compactions[:1])
-    ]
-    drafted = Pass(DRAFTED, is_drafting=True, compaction=compactions[0])
-    return [*passes, *([drafted] if drafts else [])]
-
-
-def check_compactions(names: Sequence[str], modes: Sequence[str]) -> None:
-    """Raises ValueError for several compactions without the batching under which they differ."""
-    if len(names) > 1 and DRAFTED not in modes:
-        raise ValueError(
-            f"--compaction {' '.join(names)}: several are compared under {DRAFTED}, which --modes "
-            "lacks; name one"
-        )
+def make_passes(modes: Sequence[str], drafts: bool) -> list[Pass]:
+    """The passes in their order. The tokens of the first are the reference of the others."""
+    drafted = [Pass(DRAFTED, is_drafting=True)] if drafts else []
+    return [*map(Pass, modes), *drafted]

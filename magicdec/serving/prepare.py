@@ -5,7 +5,6 @@ row at full length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +19,6 @@ from magicdec.distributed.groups import Launch
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.memory.check import Room, describe_place, largest, needed
 from magicdec.memory.plan import MemoryPlan, Models, max_tokens
-from magicdec.model.config import ModelConfig
 from magicdec.names import BASELINE
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.options import Pass, ServingOptions
@@ -30,20 +28,13 @@ from magicdec.setup.prepare import Known, Prepared, check_threads_equal, complet
 from magicdec.setup.session import RankSession
 
 
-def prepare(
-    run_config: RunConfig,
-    options: ServingOptions,
-    launch: Launch,
-    check_model: Callable[[ModelConfig], None] = lambda model: None,
-) -> Prepared:
+def prepare(run_config: RunConfig, options: ServingOptions, launch: Launch) -> Prepared:
     """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
-    naming the flag or the line of a file, for errors that a user can correct. `check_model` raises
-    it for a model that was not meant."""
+    naming the flag or the line of a file, for errors that a user can correct."""
     check_threads_equal(launch, run_config)
     workload = options.batch_of(run_config.workload, options.max_concurrency)
     known = Known()
     models = find(replace(run_config, workload=workload), launch, known)
-    check_model(models.source.config)
     options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
     options.check_cache(max_tokens(models.config))
     count = len(options.shapes), options.counted_by
@@ -55,7 +46,6 @@ def make_server(
     options: ServingOptions,
     session: RankSession,
     progress: Progress,
-    compactions: Collection[str],
 ) -> tuple[Prepared, Server]:
     """Load this rank's part of the models and allocate the KV caches. Returns the run with its
     measured backend too."""
@@ -64,19 +54,14 @@ def make_server(
     config = settle(prepared.config, source.config, draft_model, groups.target, device)
     prepared = replace(prepared, config=config)
     tokens, models = max_tokens(config), LoadedModels(device, progress)
-    spare_blocks = 0
-    if "none" in compactions:
-        if config.decoding.cuda_graphs == "on":
-            raise ValueError("--compaction none: a step is not captured; choose --cuda_graphs off")
-        spare_blocks = 1
     runner = make_target(
-        config, source, groups.target, models, tokens, options.block_tokens, options.cache_tokens,
-        spare_blocks,
-    )  # fmt: skip
+        config, source, groups.target, models, tokens, options.block_tokens, options.cache_tokens
+    )
     draft = make_draft(prepared, groups, tokens, models)
     shape = runner.cache.shape
-    num_blocks = shape.num_blocks - spare_blocks
-    limits = Limits(tokens, shape.block_size, num_blocks, prefill_tokens=options.prefill_tokens)
+    limits = Limits(
+        tokens, shape.block_size, shape.num_blocks, prefill_tokens=options.prefill_tokens
+    )
 
     def strategy(each: Pass) -> DecodingStrategy:
         runner.prompt_queries = None
@@ -85,9 +70,8 @@ def make_server(
         captures = config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(device) if captures else Eager()
         setup = Setup(
-            runner, config.decoding, config.kv, draft=draft, recorder=recorder, is_in_flight=True,
-            computes_ended=each.compaction == "none",
-        )  # fmt: skip
+            runner, config.decoding, config.kv, draft=draft, recorder=recorder, is_in_flight=True
+        )
         return make_strategy(config.decoding.strategy if each.is_drafting else BASELINE, setup)
 
     return prepared, Server(

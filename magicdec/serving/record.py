@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from magicdec.names import COMPACTION
 from magicdec.records.fields import Part, recorded
 from magicdec.records.record import MeasuredRecord
 from magicdec.records.workload import WorkloadRecord
@@ -94,10 +93,9 @@ class ServingRecord(PassRecord):
     metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
 
 
-def name_of(batching: str, drafter: str | None, compaction: str) -> str:
-    """The batching, the drafter if there is one, and a compaction other than the default."""
-    parts = batching, drafter, None if compaction == COMPACTION else compaction
-    return ", ".join(part for part in parts if part)
+def name_of(batching: str, drafter: str | None) -> str:
+    """The batching, and the drafter if there is one."""
+    return batching if drafter is None else f"{batching}, {drafter}"
 
 
 def status_of(num_differing: int | None, dtype: str) -> str:

@@ -1,9 +1,8 @@
 """Server: serves the requests of a workload under one batching after the other, by one model and
 one KV cache.
 
-Owns the requests, their arrival on the clock, the counting of steps, and the clocks: that of the
-first rank of a group, for decisions that all ranks take alike (`GroupClock`), and one that stands
-still while something is drawn, so that drawing is in no measured time (`DrawingClock`).
+Owns the requests, their arrival on the clock, the counting of steps, and the clock of the first
+rank of a group, for decisions that all ranks take alike (`GroupClock`).
 """
 
 from __future__ import annotations
@@ -56,13 +55,11 @@ class Server:
         observe: Observer = lambda o, s: None,
         view: View | None = None,
     ) -> Served:
-        """Serve all requests in one pass. `view` is drawn meanwhile, while the clock stands still.
-        Raises ValueError, before the first step, if a request can never be served."""
+        """Serve all requests in one pass, which `view` shows meanwhile. Raises ValueError, before
+        the first step, if a request can never be served."""
         limits = self.limits_of(each.is_drafting)
-        clock = self.make_clock() if view is None else DrawingClock(self.make_clock(), view.draw)
-        engine = Engine(
-            self.runner, self.prefill_chunk, limits, clock=clock, compaction=each.compaction
-        )
+        clock = self.make_clock()
+        engine = Engine(self.runner, self.prefill_chunk, limits, clock=clock)
         strategy, batching = self.make_strategy(each), load_batching(each.mode)
         shared = GroupClock(clock, self.runner.group, self.runner.device)
         counts, begin_s = StepCounts(clock.now), shared.now()
@@ -70,7 +67,7 @@ class Server:
         for request in requests:
             limits.check(request)
         if view is not None:
-            view.begin(requests, begin_s)
+            view.begin(requests, begin_s, clock.now)
 
         def watch(plan: Plan) -> None:
             counts.watch(plan)
@@ -83,7 +80,6 @@ class Server:
         is_reset = reset_peak_memory(self.runner.device)
         batching(serve, requests, shared, self.runner.num_rows, self.window_s)
         peak = peak_memory_bytes(self.runner.device) if is_reset else None
-        counts.num_moves, counts.moved_bytes = engine.num_moves, engine.moved_bytes
         peaks = self.runner.group.all_gather_object(peak)
         return Served(requests, counts, begin_s, None if None in peaks else sum(peaks))
 
@@ -102,7 +98,7 @@ class Server:
         """Serve the first requests once, unmeasured and shortened, so that the first batching does
         not pay for what happens once."""
         limits = self.limits_of(each.is_drafting)
-        engine = Engine(self.runner, self.prefill_chunk, limits, compaction=each.compaction)
+        engine = Engine(self.runner, self.prefill_chunk, limits)
         short = shortened(self.shapes[: self.runner.num_rows], self.prefill_chunk)
         requests = make_requests(self.prompts, short, engine.clock.now(), self.sampling)
         engine.serve(self.make_strategy(each), requests)
@@ -172,36 +168,3 @@ def of_first_rank(value: float, group: Group, device: torch.device) -> float:
         return value
     sent = torch.tensor([value], dtype=torch.float64, device=device)
     return float(group.broadcast(sent, 0).item())
-
-
-EVERY_S = 0.25
-
-
-class DrawingClock:
-    """The time of `clock` without the time that `draw` took. `draw` gets this time."""
-
-    def __init__(
-        self, clock: Clock, draw: Callable[[float], None], every_s: float = EVERY_S
-    ) -> None:
-        self.clock, self.draw, self.every_s = clock, draw, every_s
-        self.drawn_s = 0.0  # the time that drawing took so far
-        self._last_s = -every_s
-
-    def now(self) -> float:
-        return self.clock.now() - self.drawn_s
-
-    def wait_until(self, at: float) -> None:
-        self._draw_if_due()
-        self.clock.wait_until(at + self.drawn_s)
-
-    def after_step(self) -> None:
-        self.clock.after_step()
-        self._draw_if_due()
-
-    def _draw_if_due(self) -> None:
-        begun_s = self.clock.now()
-        now = begun_s - self.drawn_s
-        if now - self._last_s >= self.every_s:
-            self.draw(now)
-            self._last_s = now
-            self.drawn_s += self.clock.now() - begun_s

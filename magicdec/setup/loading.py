@@ -133,11 +133,10 @@ def make_target(
     max_tokens: int,
     block_tokens: int | None = None,
     cache_tokens: int | None = None,
-    spare_blocks: int = 0,
 ) -> ModelRunner:
     """A runner of the target for a batch of at most `max_tokens` tokens a row. `block_tokens` is
     the size of a block of its cache, and `cache_tokens` what the cache holds of all rows together,
-    each rounded up; by default, every row has room for `max_tokens`. `spare_blocks` come on top."""
+    each rounded up; by default, every row has room for `max_tokens`."""
     kinds = kinds_of(config.model, config.model.target_dtype)
     model, backend = models.get(source, group, kinds), make_backend(config.attention.backend)
     num_rows = config.workload.batch_size
@@ -153,7 +152,7 @@ def make_target(
         max_tokens,
         executor=make_executor(kinds, model, group),
         block_tokens=block_tokens,
-        num_blocks=num_blocks + spare_blocks,
+        num_blocks=num_blocks,
         max_following=max_following(config, max_tokens),
     )
 

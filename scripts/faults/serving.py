@@ -134,14 +134,4 @@ PROPERTIES = (
                   "times_s.append(finished_s - alone.begin_s)", "times_s.append(finished_s)"),
         ),
     ),
-    Property(
-        "What is drawn while requests are served takes no time of theirs.",
-        f"{VIEW}test_the_clock_stands_still_while_it_draws",
-        (
-            Fault("time of drawing counted", "serving/server.py",
-                  "return self.clock.now() - self.drawn_s", "return self.clock.now()"),
-            Fault("the next arrival comes early after drawing", "serving/server.py",
-                  "self.clock.wait_until(at + self.drawn_s)", "self.clock.wait_until(at)"),
-        ),
-    ),
 )  # fmt: skip

@@ -34,7 +34,7 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.drafting.draft_length import Measure
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.names import ADMISSION_ORDERS, COMPACTIONS, load_named
+from magicdec.names import ADMISSION_ORDERS, load_named
 from magicdec.request import Batch, Request, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Plan
@@ -96,12 +96,9 @@ class Schedule:
     limits: Limits
     order: str
     chunk: int
-    compaction: str
 
 
-def draw_schedule(
-    random: Random, drafter: str | None, backend: AttentionBackend, compaction: str
-) -> Schedule:
+def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend) -> Schedule:
     """Blocks hold 8 tokens (64 under native attention); the smallest pool has just the blocks of
     the largest request."""
     # Speculation keeps the distribution of sampled tokens, not the tokens.
@@ -114,7 +111,7 @@ def draw_schedule(
         request = replace(request, request_id=number, priority=random.randint(0, 3))
         request.arrived_s = random.uniform(0, spread)
         requests.append(request)
-    num_rows, blocks, spare = random.randint(2, 4), {}, int(compaction == "none")
+    num_rows, blocks = random.randint(2, 4), {}
     step_tokens = 1 if drafter is None else 1 + MOST_DRAFTS
     if random.random() < 0.75:
         size = backend.block_size(8)
@@ -124,14 +121,13 @@ def draw_schedule(
     following = MOST_NEW + step_tokens - 1
     runner = make_runner(MODEL, num_rows, MAX_TOKENS, backend, following)
     runner = replace(runner, **blocks)
-    runner = replace(runner, num_blocks=runner.cache.shape.num_blocks + spare)
     limits = Limits(
         MAX_TOKENS, runner.cache.shape.block_size,
-        runner.cache.shape.num_blocks - spare if blocks else None, step_tokens,
+        runner.cache.shape.num_blocks if blocks else None, step_tokens,
         random.choice((None, 1, 6, 16)), random.choice((None, None, 1, 2)),
     )  # fmt: skip
     order = random.choice(list(ADMISSION_ORDERS))
-    return Schedule(requests, runner, limits, order, random.choice((3, 8, 64)), compaction)
+    return Schedule(requests, runner, limits, order, random.choice((3, 8, 64)))
 
 
 def lone_output(request: Request) -> list[int]:
@@ -161,13 +157,11 @@ def serve(
     setup = Setup(
         runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
         draft_length=RandomLength(random, not records), recorder=Recorder() if records else Eager(),
-        is_in_flight=True, computes_ended=schedule.compaction == "none",
+        is_in_flight=True,
     )  # fmt: skip
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
     order = load_named(ADMISSION_ORDERS, schedule.order)
-    engine = Engine(
-        runner, schedule.chunk, schedule.limits, order, VirtualClock(), schedule.compaction
-    )
+    engine = Engine(runner, schedule.chunk, schedule.limits, order, VirtualClock())
     scheduler, execute = engine.scheduler, engine.execute
 
     def checked(plan: Plan, *args: object) -> None:
@@ -178,17 +172,12 @@ def serve(
         budget = schedule.limits.prefill_tokens
         assert budget is None or sum(p.stop - p.start for p in plan.parts) <= budget
         execute(plan, *args)
-        taken = [row for row, request in enumerate(scheduler.rows) if request is not None]
-        if schedule.compaction == "window" and taken:
-            assert taken == list(range(taken[0], taken[-1] + 1)), "the rows are adjacent"
         if schedule.limits.num_blocks is not None:
             held = [len(blocks) for blocks in runner.cache.blocks]
             assert held == scheduler.blocks.held and sum(held) <= schedule.limits.num_blocks
 
     engine.execute = checked  # type: ignore[method-assign,assignment]
     engine.serve(strategy, schedule.requests)
-    seen["moved"] += engine.num_moves
-    assert (engine.moved_bytes > 0) == (engine.num_moves > 0) <= (schedule.compaction == "window")
     assert not any(runner.cache.blocks), "every block is free again"
     assert {r.status for r in schedule.requests} == {Status.FINISHED}
     assert all(r.arrived_s <= r.first_token_s <= r.finished_s for r in schedule.requests)
@@ -206,11 +195,7 @@ def check_seeds(
         )
         if records:
             backend = SDPABackend(8)
-        # Captured steps compute no rows that others may have taken.
-        compactions = COMPACTIONS[:2] if records else COMPACTIONS
-        compaction = compactions[seed % len(compactions)]
-        seen[compaction] += 1
-        schedule = draw_schedule(random, drafter, backend, compaction)
+        schedule = draw_schedule(random, drafter, backend)
         seen += serve(schedule, drafter, kv, random, records)
         for request in schedule.requests:
             expected = lone_output(request)
@@ -227,10 +212,9 @@ def check_seeds(
 def test_each_request_emits_the_tokens_of_its_lone_run(
     drafter: str | None, kv: KVSection, seeds: range
 ) -> None:
-    """506 schedules in all, a third of them under each compaction."""
+    """506 schedules in all."""
     seen = check_seeds(seeds, drafter, kv)
-    assert min(seen[what] for what in ("preempted", "joined", "both", *COMPACTIONS)) > 0, seen
-    assert seen["moved"] or len(seeds) < 9, "rows have moved"
+    assert min(seen[what] for what in ("preempted", "joined", "both")) > 0, seen
 
 
 @pytest.mark.parametrize(

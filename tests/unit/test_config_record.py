@@ -140,8 +140,8 @@ def test_one_rank_has_no_collectives() -> None:
 EXPERIMENTS: dict[str, tuple[Any, str]] = {
     "inflight": (
         inflight,
-        "--modes inflight --arrival constant:5 --B 3 --goodput ttft:500 --compaction window "
-        "--cache_tokens 200 --temperature 0.5 --top_k 9",
+        "--modes inflight --arrival constant:5 --B 3 --goodput ttft:500 --cache_tokens 200 "
+        "--temperature 0.5 --top_k 9",
     ),
     "inflight with drafts": (inflight, "--modes inflight --draft self --gamma 2 --budget 33"),
     "recurrent": (recurrent, "--draft ngram --gamma 3 --modes sequential ring --n_samples 2"),

@@ -15,11 +15,11 @@ from fake_clock import VirtualClock
 from magicdec.cli.serving.inflight import Inflight, main, parse
 from magicdec.cli.serving.steps import RecordFile
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.engine import Engine
 from magicdec.memory.check import needed
-from magicdec.names import BASELINE, BATCHINGS, COMPACTIONS
+from magicdec.names import BASELINE, BATCHINGS
 from magicdec.records.writing import to_json
 from magicdec.request import Request, SamplingParams, Status
 from magicdec.runner import ModelRunner
@@ -76,16 +76,10 @@ def test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends() -> None:
 def make_server(num_rows: int, **limits: int) -> tuple[ModelRunner, Server]:
     runner = make_runner(tiny_transformer(seed=1), num_rows, MAX_TOKENS)
     shape = runner.cache.shape
-    runner = replace(runner, num_blocks=shape.num_blocks + 1)  # one of them is spare
     setup = Setup(runner, DecodingSection(), KVSection("full"), is_in_flight=True)
-
-    def strategy(each: Pass) -> DecodingStrategy:
-        of_pass = replace(setup, computes_ended=each.compaction == "none")
-        return make_strategy(BASELINE, of_pass)
-
     server = Server(
         runner, Limits(MAX_TOKENS, shape.block_size, shape.num_blocks, **limits), 16,
-        strategy, PROMPTS, SHAPES, window_s=0.02,
+        lambda each: make_strategy(BASELINE, setup), PROMPTS, SHAPES, window_s=0.02,
         make_clock=lambda: VirtualClock(1e-3),
     )  # fmt: skip
     return runner, server
@@ -122,23 +116,6 @@ def test_every_batching_serves_the_tokens_of_lone_runs() -> None:
     assert found["static"].makespan_s >= found["inflight"].makespan_s >= 0.2
 
 
-def test_every_compaction_serves_the_tokens_of_lone_runs() -> None:
-    runner, server = make_server(num_rows=4, prefill_tokens=16)
-    expected, metrics, tokens = lone_outputs(), dict[str, ServingMetrics](), dict[str, int]()
-    for name in COMPACTIONS:
-        before = runner.counts.num_tokens
-        served = server.serve(Pass("inflight", compaction=name))
-        assert [r.output_ids for r in served.requests] == expected, name
-        metrics[name] = serving_metrics(served.requests, served.counts)
-        tokens[name] = runner.counts.num_tokens - before
-    moves = {name: one.num_moves for name, one in metrics.items()}
-    assert moves["gather"] == moves["none"] == 0 < moves["window"]
-    # A row of the block table has one block, and there is one length, of 8 bytes each.
-    assert metrics["window"].moved_bytes == 16 * moves["window"]
-    assert tokens["gather"] == tokens["window"] < tokens["none"], "ended rows are computed"
-    assert len({one.num_steps for one in metrics.values()}) == 1
-
-
 def test_steps_that_are_counted_are_those_of_the_clock() -> None:
     """A burst in one row: every step of the clock is one of the engine."""
     _, server = make_server(num_rows=1)
@@ -169,10 +146,6 @@ def test_other_tokens_are_found() -> None:
         ("--top_k 5", "--top_k 5 does nothing at --temperature 0 (greedy)"),
         ("--rank_group 0 1", "--rank_group 0 1 names rank 1, which does not exist"),
         ("--window_ms 5 --modes static", "--window_ms 5.0 does nothing: --modes has no dynamic"),
-        (
-            "--compaction gather none --modes static",
-            "--compaction gather none: several are compared",
-        ),
         ("--goodput speed:3", "--goodput speed:3 is not known; choose from ttft:MS, tpot:MS, "),
         ("--arrival trace:a.jsonl --gen_len 8", "--gen_len does nothing here: the trace has the"),
         ("--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
@@ -265,18 +238,15 @@ def test_a_trace_is_served_and_recorded(
         *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
         *("--arrival", f"trace:{trace}", "--B", "3", "--prefill_tokens", "32"),
         *("--block_tokens", "16", "--cache_tokens", "160", "--window_ms", "3"),
-        *("--compaction", *COMPACTIONS),
         *("--draft", "self", "--budget", "20", "--num_sink_tokens", "4", "--gamma", "3"),
         *("--goodput", "ttft:100000", "e2el:0.001", "--out", str(out)),
         *("--view", str(tmp_path / "frames.txt")),
     ], ALONE)  # fmt: skip
     records, num_kept = measured(asked)
-    assert num_kept == len(records) == len(BATCHINGS) + len(COMPACTIONS)
+    assert num_kept == len(records) == len(BATCHINGS) + 1
     assert out.read_text() == "".join(to_json(record) + "\n" for record in records)
     read = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [record.name for record in records] == [
-        *BATCHINGS, "inflight, window", "inflight, none", "inflight, self",
-    ]  # fmt: skip
+    assert [record.name for record in records] == [*BATCHINGS, "inflight, self"]
     for record in read:
         assert (record["kind"], record["schema_version"]) == ("serving", 2)
         assert (record["status"], record["num_differing"]) == ("ok", 0)

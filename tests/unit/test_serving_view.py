@@ -1,38 +1,20 @@
-"""The live display of serving, its clock, the picture of requests over time, and the search for the
-saturation rate, on hand-made requests and scripted clocks."""
+"""The live display of serving, the picture of requests over time, and the search for the saturation
+rate, on hand-made requests."""
 
 from __future__ import annotations
 
 import io
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 
 import pytest
-from fake_clock import VirtualClock
 
 from magicdec.request import Request, SamplingParams
 from magicdec.serving.live_view import HEIGHT, WIDTH, Display, History, View
 from magicdec.serving.record import RequestRecord
 from magicdec.serving.saturation import END, PRECISION, next_rate, saturation_rate
-from magicdec.serving.server import DrawingClock
 from magicdec.serving.showing import DECODE, PREFILL, WAITING, spans_of
-
-
-def test_the_clock_stands_still_while_it_draws() -> None:
-    inner, drawn = VirtualClock(step_s=0.1), list[float]()
-
-    def draw(now: float) -> None:
-        drawn.append(now)
-        inner.wait_until(inner.now() + 7)  # drawing takes 7 s
-
-    clock = DrawingClock(inner, draw, every_s=0.25)
-    for _ in range(6):
-        clock.after_step()
-    assert clock.now() == pytest.approx(0.6) and drawn == pytest.approx([0.1, 0.4])
-    clock.wait_until(2.0)
-    assert clock.now() == pytest.approx(2.0) and inner.now() == pytest.approx(2 + 7 * 2)
-    clock.wait_until(3.0)
-    assert drawn == pytest.approx([0.1, 0.4, 2.0]) and clock.now() == pytest.approx(3.0)
 
 
 def test_the_history_keeps_its_size() -> None:
@@ -51,13 +33,13 @@ def finished(number: int, arrived_s: float, finished_s: float | None) -> Request
 
 
 def test_a_frame_has_progress_histogram_arrivals_and_ends() -> None:
-    shown = list[list[str]]()
-    view = View("inflight", 4, shown.append)
-    view.begin([finished(0, 10, 12.5), finished(1, 11, None), finished(2, 20, None)], 10.0)
+    view = View("inflight", 4)
+    assert view.lines() == [], "no requests are known yet"
+    requests = [finished(0, 10, 12.5), finished(1, 11, None), finished(2, 20, None)]
+    view.begin(requests, 10.0, lambda: 13.0)
     for in_flight in (1, 2, 4):
         view.step(in_flight)
-    view.draw(13.0)
-    (lines,) = shown
+    lines = view.lines()
     assert lines[0] == "inflight: 1 of 3 requests have ended, 4 of 12 tokens, 3.0 s"
     assert lines[1].count("█") == WIDTH // 3 and len(lines[1]) == WIDTH
     bars = [line.partition("│")[2] for line in lines if "│" in line]
@@ -73,7 +55,7 @@ def test_the_last_frame_of_each_pass_is_kept(tmp_path: Path) -> None:
     for name in ("static", "inflight"):
         with display.view(name, 2) as view:
             assert view is not None
-            view.begin([finished(0, 0, 1.0)], 0.0)
+            view.begin([finished(0, 0, 1.0)], 0.0, lambda: 2.0)
             view.step(1)
     text = (tmp_path / "frames.txt").read_text()
     assert text.count("1 of 1 requests have ended") == 2 and "static: " in text
@@ -92,9 +74,12 @@ def test_frames_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) ->
     assert display.is_shown and not Display.of_rank(False, None).is_shown
     with display.view("inflight", 2) as view:
         assert view is not None
-        view.begin([finished(0, 0, 1.0)], 0.0)
-        view.draw(2.0)
-    assert "1 of 1 requests have ended" in stderr.getvalue()
+        view.begin([finished(0, 0, 1.0)], 0.0, lambda: 2.0)
+        for _ in range(200):  # until another thread has drawn it
+            if stderr.getvalue():
+                break
+            sleep(0.05)
+        assert "1 of 1 requests have ended, 4 of 4 tokens, 2.0 s" in stderr.getvalue()
     monkeypatch.setattr("sys.stderr", io.StringIO())
     assert not Display.of_rank(True, None).is_shown
 

@@ -20,7 +20,6 @@ from magicdec.cli.flags import config_of, sections_of
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
 from magicdec.cli.parsing.rank_checks import check_heads
-from magicdec.cli.serving.flover_ini import FloverIni, read_flover_ini
 from magicdec.cli.serving.steps import Experiment, RecordFile, run_command
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -35,13 +34,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.figures import check_picture
 from magicdec.records.writing import check_files
-from magicdec.serving.options import (
-    DRAFTED,
-    Pass,
-    ServingOptions,
-    check_compactions,
-    make_passes,
-)
+from magicdec.serving.options import DRAFTED, Pass, ServingOptions, make_passes
 from magicdec.tables import print_tables
 from magicdec.workload.arrivals import TRACE
 
@@ -68,13 +61,8 @@ BASE = RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=True)
 
 @dataclass(frozen=True)
 class FilesSection:
-    """The files that this command alone reads or writes."""
+    """The file that this command alone writes."""
 
-    ini: Path | None = setting(
-        None,
-        "Take the model, the requests and the sampling from a configuration file of Flover. Flags "
-        "on the command line win.",
-    )
     view: Path | None = setting(
         None,
         "Write the last frame of the live display of each batching to this text file. The display "
@@ -84,13 +72,12 @@ class FilesSection:
 
 @dataclass(frozen=True)
 class Inflight(Experiment):
-    """Batchings of requests that arrive over time. `ini` is the file of `--ini`."""
+    """Batchings of requests that arrive over time."""
 
     options: ServingOptions
     passes: tuple[Pass, ...]
     plot: Path | None
     view: Path | None
-    ini: FloverIni
 
     def check_ranks(self, nproc: int) -> None:
         check_heads(self.config, nproc)
@@ -98,7 +85,7 @@ class Inflight(Experiment):
     def prepare(self, launch: Launch) -> Prepared:
         from magicdec.serving.prepare import prepare
 
-        return prepare(self.config, self.options, launch, self.ini.check_model)
+        return prepare(self.config, self.options, launch)
 
     def measure(self, prepared: Prepared, record_file: RecordFile) -> list[ServingRecord]:
         """Serve the requests in every pass, or at every rate."""
@@ -149,11 +136,7 @@ def build_parser() -> Parser:
 
 def parse(words: Sequence[str], launch: Launch) -> Inflight:
     """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
-    parser, ini = build_parser(), FloverIni()
-    values = parser.read(words)
-    if (file := values[FilesSection].ini) is not None:
-        ini = read_flover_ini(file, [values.flag_of(name) for name in values.typed])
-        values = parser.read(words, ini.values)
+    values = build_parser().read(words)
     config = config_of(values, BASE).with_draft(values[DraftChoice].draft)
     config.check(find_world_size(config.parallel.nproc, launch))
     refuse_ignored(config, values)
@@ -164,9 +147,9 @@ def parse(words: Sequence[str], launch: Launch) -> Inflight:
     if launch.rank == 0:
         check_files({"--out": Path(config.output.results), "--plot": plot, "--view": view})
     drafts = config.decoding.drafter is not None
-    passes = make_passes(options.batchings, drafts, options.compaction)
+    passes = make_passes(options.batchings, drafts)
     passes = passes if options.sweep_rate is None else passes[-1:]
-    return Inflight(config, options, tuple(passes), plot, view, ini)
+    return Inflight(config, options, tuple(passes), plot, view)
 
 
 def read_options(values: Values, seed: int) -> ServingOptions:
@@ -180,11 +163,8 @@ def read_options(values: Values, seed: int) -> ServingOptions:
         )
         if options.num_requests == 1:
             raise ValueError("--num_requests 1 is too small for --sweep_rate, which needs 2")
-        if len(options.compaction) > 1:
-            raise ValueError("--compaction names several; --sweep_rate serves under one")
         options = replace(options, arrival=SWEPT, modes=(DRAFTED,))
     if options.arrival.startswith(f"{TRACE}:"):
         lengths = ("serving.prefix_len", "serving.gen_len")
         values.refuse_given(lengths, "the trace has the lengths")
-    check_compactions(options.compaction, options.batchings)
     return options.with_shapes(seed)

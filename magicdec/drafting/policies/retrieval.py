@@ -102,15 +102,6 @@ class RetrievedBlocks(BlockKV):
         scores = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
         return scores, torch.arange(len(rows))
 
-    def move(self, source: int, target: int) -> int:
-        super().move(source, target)
-        self._complete[target] = self._complete[source]
-        self._committed[target] = self._committed[source]
-        for state in (self._query, self._mean_keys):
-            state[:, target] = state[:, source]
-        copies = self._query[:, target], self._mean_keys[:, target], self._committed[target]
-        return sum(each.nbytes for each in copies)
-
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """Keep the query of the last committed token that a verification showed."""
         before = self._committed[rows.index]

@@ -96,11 +96,6 @@ class WeighedBlocks(BlockKV):
     ) -> tuple[Tensor, Tensor]:
         return self._weights, rows.index
 
-    def move(self, source: int, target: int) -> int:
-        super().move(source, target)
-        self._weights[:, target] = self._weights[:, source]
-        return self._weights[:, target].nbytes
-
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """What was seen of the verification belongs to `rows`."""
         for layer, weights in self._seen.items():
