@@ -273,7 +273,7 @@ def test_a_trace_is_served_and_recorded(
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     frames = (tmp_path / "frames.txt").read_text()
     assert "inflight with drafts: 4 of 4 requests have ended, 240 of 240 tokens" in frames
-    assert [record["config"]["decoding"]["drafter"] for record in read] == [None] * 6 + ["self"]
+    assert [record["config"]["decoding"]["drafter"] for record in read] == [None] * 4 + ["self"]
     assert read[-1]["config"]["kv"]["budget"] == 20 and "kv" not in read[3]["config"]
     check_table(records)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 
 import pytest
 
@@ -75,10 +75,9 @@ def test_frames_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) ->
     with display.view("inflight", 2) as view:
         assert view is not None
         view.begin([finished(0, 0, 1.0)], 0.0, lambda: 2.0)
-        for _ in range(200):  # until another thread has drawn it
-            if stderr.getvalue():
-                break
-            sleep(0.05)
+        until = monotonic() + 30
+        while "2.0 s" not in stderr.getvalue() and monotonic() < until:
+            sleep(0.02)  # a thread draws
         assert "1 of 1 requests have ended, 4 of 4 tokens, 2.0 s" in stderr.getvalue()
     monkeypatch.setattr("sys.stderr", io.StringIO())
     assert not Display.of_rank(True, None).is_shown
