@@ -73,8 +73,9 @@ def draw(
         raise ValueError(f"{flag}: {most} rows are too many to draw; at most {MOST_ROWS}")
     heights = [panel.row_inches * (len(panel.rows) + TITLE_ROWS) for panel in panels]
     size = WIDTH_INCHES, sum(heights) + 1
+    has_one_time = len({(panel.begin_s, panel.end_s) for panel in panels}) == 1
     with saved_figure(
-        flag, path, size, len(panels), sharex=True, height_ratios=heights
+        flag, path, size, len(panels), sharex=has_one_time, height_ratios=heights
     ) as (figure, axes):  # fmt: skip
         for ax, panel in zip(axes, panels, strict=True):
             _draw_panel(ax, panel, until_s)

@@ -55,19 +55,10 @@ ARRIVALS = {
     "poisson": "magicdec.workload.arrivals:poisson",
 }
 SEQUENTIAL = "sequential"  # one process, one request after the other
-# When requests that have arrived may join the running batch.
-BATCHINGS = {
-    SEQUENTIAL: "magicdec.serving.batching:sequential",
-    "static": "magicdec.serving.batching:static",
-    "dynamic": "magicdec.serving.batching:dynamic",
-    "inflight": "magicdec.serving.batching:inflight",
-}
 # The kinds of records, which all commands append to one file, by their key `kind`.
 RECORDS = {
     "run": "magicdec.records.record:RunRecord",
     "serving": "magicdec.serving.record:ServingRecord",
-    "pipeline": "magicdec.pipeline.metrics:PipelineRecord",
-    "speculation": "magicdec.pipelined_run.measured.metrics:SpeculationRecord",
     "latency": "magicdec.latency.record:LatencyRecord",
     "plan": "magicdec.cost_model.plan:PlanRecord",
     "stage_plan": "magicdec.cost_model.stage_plan:StagePlanRecord",
@@ -108,5 +99,10 @@ def load_named(table: dict[str, str], name: str) -> Any:
     """The object behind a name of one of the tables above. Raises ValueError for other names."""
     if name not in table:
         raise ValueError(f"{name} is not known; choose from {', '.join(table)}")
-    module, _, attribute = table[name].partition(":")
+    return load_object(table[name])
+
+
+def load_object(place: str) -> Any:
+    """The object at `module:attribute`."""
+    module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)

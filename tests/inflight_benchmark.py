@@ -1,6 +1,6 @@
 """`magicdec inflight` from a checkout; see `--help`. Start it with torchrun for several ranks."""
 
-from magicdec.cli.serving.inflight import main
+from magicdec.cli.serve import inflight
 
 if __name__ == "__main__":
-    main()
+    inflight()

@@ -33,17 +33,21 @@ COMMANDS = {
         "time single forwards at fixed cache lengths, over a grid",
         "magicdec.cli.latency:main",
     ),
+    "serve": (
+        "serve the same requests in every mode, in one table",
+        "magicdec.cli.serve:main",
+    ),
     "inflight": (
         "serve requests as they arrive: in-flight and other batchings",
-        "magicdec.cli.serving.inflight:main",
+        "magicdec.cli.serve:inflight",
     ),
     "recurrent": (
         "divide a model by layers among ranks; samples circulate",
-        "magicdec.cli.serving.recurrent:main",
+        "magicdec.cli.serve:recurrent",
     ),
     "pipeline": (
         "pipelined speculation: stages on ranks, and a draft that runs ahead",
-        "magicdec.cli.serving.pipeline:main",
+        "magicdec.cli.serve:pipeline",
     ),
     "table": (
         "print records as a table: text, Markdown, LaTeX or CSV",

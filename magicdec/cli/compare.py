@@ -33,7 +33,7 @@ from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import RunRecord
 from magicdec.records.writing import write_text
-from magicdec.serving.compared import PASSES, read_passes, tables
+from magicdec.serving.compared import read_passes, tables
 from magicdec.tables import Table, print_tables
 
 NOT_COMPARABLE = 3
@@ -116,7 +116,7 @@ def has_runs(path: Path) -> bool:
     ValueError as `read_records` does."""
     others = Counter[str]()
     runs = read_records(path, RunRecord, others=others)
-    return next(runs, None) is not None or not set(PASSES) & set(others)
+    return next(runs, None) is not None or "serving" not in others
 
 
 def compare_metrics(values: Values) -> int:

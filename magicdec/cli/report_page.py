@@ -12,10 +12,9 @@ from magicdec.cli.parsing.record_files import FilesSection, read_every_kind
 from magicdec.config.sections import DecodingSection, WrittenSection
 from magicdec.config.setting import same, setting
 from magicdec.records.record import RunRecord
-from magicdec.serving.compared import PASSES
-from magicdec.serving.record import PassRecord
+from magicdec.serving.record import ServingRecord
 
-KINDS = ("run", *PASSES)  # of records
+KINDS = ("run", "serving")  # of records
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def main() -> None:
         for number, (path, record) in enumerate(read_every_kind(args, KINDS), 1):
             if isinstance(record, RunRecord):
                 rows += run_rows(number, str(path), record)
-            elif isinstance(record, PassRecord):
+            elif isinstance(record, ServingRecord):
                 rows.append(served_row(number, str(path), record))
         command = ["magicdec", "report", *sys.argv[1:]]
         report = make_report(args.title, command, not args.no_figure_files, rows, predictor)

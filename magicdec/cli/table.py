@@ -33,7 +33,7 @@ from magicdec.report.listing import (
 from magicdec.report.settings import SETTINGS
 from magicdec.tables import print_tables
 
-RUN, DRAWN = "run", "speculation"  # kinds of records
+RUN, DRAWN = "run", "serving"  # kinds of records
 RUN_FLAGS = ("group_by", "sort", "reverse")
 
 
@@ -119,7 +119,7 @@ def show(args: TableSection, values: Values) -> None:
         check_picture("--plot", args.plot)
         check_writable("--plot", args.plot)
         if DRAWN not in kinds:
-            raise ValueError(f"--plot {args.plot} draws passes of `magicdec pipeline` alone")
+            raise ValueError(f"--plot {args.plot} draws passes of `magicdec serve` alone")
     commands = [
         (kind, command)
         for kind in kinds
@@ -136,7 +136,7 @@ def show(args: TableSection, values: Values) -> None:
             print()
         print_tables(load_named(TABLES, kind)(command), args.format)
     if args.plot is not None:
-        from magicdec.pipelined_run.measured.bars import draw_bars
+        from magicdec.serving.bars import draw_bars
 
         draw_bars("--plot", args.plot, [command for kind, command in commands if kind == DRAWN])
 

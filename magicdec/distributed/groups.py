@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -49,14 +50,13 @@ def read_launch() -> Launch:
 
 def first_refusal(launch: Launch, refusal: str, topic: str) -> str:
     """The error message of the lowest rank that has one, returned on every rank; empty if no rank
-    has one. `refusal` is this rank's message, or empty. All ranks must call it, once for each
-    topic."""
+    has one. `refusal` is this rank's message, or empty. All ranks must call it."""
     return next((text for text in exchange_texts(launch, refusal, topic) if text), "")
 
 
 def check_equal(launch: Launch, facts: Mapping[str, object], topic: str) -> None:
     """Raises ValueError, on every rank, if a rank has another fact than rank 0. Facts are values of
-    JSON by what they are called in the message. All ranks must call it, once for each topic."""
+    JSON by what they are called in the message. All ranks must call it."""
     texts = exchange_texts(launch, json.dumps(facts), topic)
     first = json.loads(texts[0])
     for rank, theirs in enumerate(map(json.loads, texts)):
@@ -69,12 +69,13 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
     """Every rank's text, on every rank.
 
     Works before any process group exists, through the store of torch's rendezvous. All ranks must
-    call it, once for each topic."""
+    call it equally often for each topic."""
     if launch.world_size == 1:
         return [text]
     from torch.distributed import PrefixStore
 
-    store = PrefixStore(topic, rendezvous_store(launch))
+    _EXCHANGES[topic] += 1
+    store = PrefixStore(f"{topic} {_EXCHANGES[topic]}", rendezvous_store(launch))
     store.set(str(launch.rank), text)
     texts = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
@@ -82,6 +83,9 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
     if launch.rank == 0:  # the store's server may run in this process, so it must not end yet
         store.get("all have read")
     return texts
+
+
+_EXCHANGES = Counter[str]()  # those of each topic so far
 
 
 @cache

@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 from magicdec.distributed.groups import (
@@ -35,6 +36,7 @@ GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 REQUEST_BYTES = 40  # sizeof(struct ifreq)
 ADDRESS_AT = 20  # where the IPv4 address lies in it
 ANY_PORT = 9
+_MEASUREMENTS = count()  # that came before the run; every rank counts the same ones
 
 
 def use_interface_towards(host: str) -> None:
@@ -66,6 +68,12 @@ def _address_of(name: str, any_socket: socket.socket) -> str | None:
     except OSError:
         return None
     return socket.inet_ntoa(answer[ADDRESS_AT : ADDRESS_AT + 4])
+
+
+def start_process_group(launch: Launch, device: torch.device) -> None:
+    """Initialize torch.distributed if there are several ranks. The default group is for tensors on
+    the host, because ranks may share a GPU, which NCCL does not allow."""
+    _start(launch, device, "gloo")
 
 
 def make_groups(
@@ -127,11 +135,11 @@ def stage_groups_before_run(
     launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
 ) -> Iterator[ParallelGroups]:
     """The groups of `make_stage_groups` for a measurement that must be over before the run starts
-    torch.distributed. It can be used once."""
+    torch.distributed."""
     import torch.distributed as dist
 
-    # A store of its own, because the run's groups must not find the addresses of these.
-    store = dist.PrefixStore("before the run", rendezvous_store(launch))
+    # A store of its own, because later groups must not find the addresses of these.
+    store = dist.PrefixStore(f"before the run {next(_MEASUREMENTS)}", rendezvous_store(launch))
     _start(launch, device, "gloo", store)
     yield make_stage_groups(launch, grid, device, collectives)
     dist.destroy_process_group()  # not after an error: it waits for the other ranks

@@ -1,19 +1,15 @@
-"""PipelineRecord, the JSON line of each pass of `magicdec recurrent`, and RingMetrics: how the
-stages of a ring spent their time, and the time of a round as it is predicted from that of the
-stages and links. Imports no torch. docs/pipeline.md documents the schema and is made from these
-classes.
+"""RingMetrics: how the stages of a ring spent their time, and the time of a round as it is
+predicted from that of the stages and links. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from magicdec.distributed.layer_split import round_seconds
 from magicdec.records.fields import Part, recorded
-from magicdec.serving.metrics import ServingMetrics
-from magicdec.serving.record import PassRecord
 
 NO_DRAFTS = "without drafts"
 
@@ -158,16 +154,3 @@ def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any
 def predict_round(stage_s: Sequence[float], link_s: float, num_lanes: int) -> float:
     """Seconds until every lane has gained a token, with equal links."""
     return round_seconds(stage_s, [link_s] * len(stage_s), num_lanes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineRecord(PassRecord):
-    """A pass of `magicdec recurrent`: a name of `--modes`, or `ring_speculative`."""
-
-    kind: Literal["pipeline"] = recorded("`pipeline`", default="pipeline")
-    metrics: ServingMetrics | None = recorded(
-        "its metrics, as `magicdec inflight` defines them (serving.md)", null="if `diverged`"
-    )
-    ring: RingMetrics | None = recorded(
-        "how the stages spent their time", null="of a baseline, or if `diverged`"
-    )

@@ -21,7 +21,7 @@ from magicdec.records.record import Record, RunRecord
 from magicdec.records.samples import SamplesRecord
 from magicdec.records.table import method
 from magicdec.report.settings import command_of, is_baseline, settings
-from magicdec.serving.record import PassRecord
+from magicdec.serving.record import ServingRecord
 
 Row = dict[str, Any]
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_frame` writes
@@ -149,7 +149,7 @@ def flat_rows(number: int, source: str, record: Record) -> Iterator[Row]:
         yield head | {"pass": values.get("name")} | metric_row(part)
 
 
-def served_row(number: int, source: str, record: PassRecord) -> Row:
+def served_row(number: int, source: str, record: ServingRecord) -> Row:
     """What a report keeps of a pass that served requests: its flat row, the names that a run has
     for its settings, and the record itself."""
     (row,) = flat_rows(number, source, record)

@@ -29,8 +29,7 @@ RERUN_HEAD = """#!/usr/bin/env bash
 set -u
 """
 HERE = Path(__file__).parent
-SECTIONS = {"serving": "Requests in flight", "pipeline": "Rings",
-            "speculation": "Pipelined speculation"}  # fmt: skip
+SECTIONS = {"serving": "Requests that were served"}
 
 
 @dataclass(frozen=True)

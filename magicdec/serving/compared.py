@@ -6,33 +6,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import is_dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any
 
-from magicdec.names import RECORDS, load_named
-from magicdec.records.fields import described_fields
+from magicdec.pipelined_speculation.metrics import SpeculationMetrics
 from magicdec.records.metric_tables import metric_rows
 from magicdec.records.reading import read_records
-from magicdec.serving.record import PassRecord
+from magicdec.serving.metrics import ServingMetrics
+from magicdec.serving.record import ServingRecord
 from magicdec.tables import Column, Shown, Table
 
-PASSES = ("serving", "pipeline", "speculation")  # kinds of records
-Passes = dict[tuple[str, ...], PassRecord]
+PARTS = ((ServingMetrics, "metrics"), (SpeculationMetrics, "speculation"))
+Passes = dict[tuple[str, ...], ServingRecord]
 
 
 def read_passes(path: Path, is_strict: bool) -> Passes:
-    """The newest record of each pass in a file: of each kind, name, model, dtype, number of ranks
-    and workload. Raises ValueError as `read_records` does."""
+    """The newest record of each pass in a file: of each mode, model, dtype, number of ranks and
+    workload. Raises ValueError as `read_records` does."""
     passes: Passes = {}
-    for kind in PASSES:
-        for record in read_records(path, load_named(RECORDS, kind), is_strict, Counter()):
-            model, workload = record.config["model"], record.config["workload"]
-            place = kind, record.name, model["model"], model["dtype"]
-            ranks = str(record.environment.world_size)
-            passes[(*place, ranks, json.dumps(workload, sort_keys=True))] = record
+    for record in read_records(path, ServingRecord, is_strict, Counter()):
+        model, workload = record.config["model"], record.config["workload"]
+        ranks = str(record.environment.world_size)
+        place = record.name, model["model"], model["dtype"], ranks
+        passes[(*place, json.dumps(workload, sort_keys=True))] = record
     return passes
 
 
@@ -42,9 +37,10 @@ def tables(new: Passes, old: Passes) -> list[Table]:
     return [_table(old[key], record) for key, record in new.items() if key in old]
 
 
-def _table(old: PassRecord, new: PassRecord) -> Table:
+def _table(old: ServingRecord, new: ServingRecord) -> Table:
     rows: list[list[object]] = []
-    for kind, parts in _parts(old, new):
+    for kind, name in PARTS:
+        parts = [getattr(old, name), getattr(new, name)]
         for label, *cells in metric_rows(kind, parts):
             rows.append([label, *cells, _change(*(getattr(cell, "value", None) for cell in cells))])
     workload = new.config["workload"]
@@ -59,18 +55,6 @@ def _table(old: PassRecord, new: PassRecord) -> Table:
             if record.metrics is None
         ],
     )
-
-
-def _parts(old: Any, new: Any) -> Iterator[tuple[type, list[Any]]]:
-    """The metrics of both records, and then the parts of these that are metrics themselves."""
-    both = [getattr(old, "metrics", None), getattr(new, "metrics", None)]
-    kind: Any = type(both[0] or both[1])
-    if kind is NoneType:
-        return
-    yield kind, both
-    for key, hint, _ in described_fields(kind):
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield hint, [None if part is None else getattr(part, key) for part in both]
 
 
 def _change(old: object, new: object) -> Shown | None:

@@ -1,109 +1,257 @@
-"""Serves the requests of a command in each of its passes, and makes a record of each: for every
-command that serves requests (`measure_passes`), and for `magicdec inflight`.
+"""Measures the modes of `magicdec serve`: serves the same requests in each of them, compares their
+tokens with those of the first, and makes a record of each. This is the same for every system.
 
-Owns the order: models are loaded once, and each pass is warmed up where it is the first of its
-kind.
+Owns the order: a system is open while modes follow each other that it serves in, every mode serves
+a few shortened requests first, unmeasured, and ranks that have no part in a mode wait until it is
+over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from magicdec.console import Progress, Silent, make_progress
-from magicdec.hardware.threads import ThreadCount, check_threads
-from magicdec.names import BASELINE
-from magicdec.request import StepOutput
+from magicdec.distributed.start import close_groups, start_process_group
+from magicdec.hardware.environment import release_memory
+from magicdec.hardware.threads import check_threads
+from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
+from magicdec.pipeline.tracing import all_gather
+from magicdec.request import Request
 from magicdec.serving.live_view import Display
-from magicdec.serving.metrics import Served, serving_metrics
-from magicdec.serving.options import Pass, ServingOptions
-from magicdec.serving.prepare import make_server
-from magicdec.serving.record import ServingRecord, describe_pass, name_of
+from magicdec.serving.metrics import serving_metrics
+from magicdec.serving.modes import SPECULATIVE, Pass
+from magicdec.serving.options import ServeOptions
+from magicdec.serving.prepare import PreparedServing
+from magicdec.serving.record import (
+    ServingRecord,
+    describe_requests,
+    differing,
+    parts_of,
+    status_of,
+)
 from magicdec.serving.saturation import END, is_sustained, next_rate
-from magicdec.serving.server import of_first_rank
-from magicdec.setup.prepare import Prepared
-from magicdec.setup.session import RankSession, session_of
+from magicdec.serving.system import Extras, System, Trace, Watch, make_requests, shortened
+from magicdec.setup.session import RankSession
+from magicdec.workload.request_shapes import RequestShape
 
-Keep = Callable[[ServingRecord], None]
-Case = TypeVar("Case")
-Outcome = TypeVar("Outcome", bound=Served)
-Record = TypeVar("Record")
+LONE_TIMES = 3
 
 
-def measure_passes(
-    cases: Iterable[Case],
-    num_tokens: int,
-    progress: Progress,
-    serve: Callable[[Case, Callable[[int], None]], Outcome | None],
-    record: Callable[[Case, Outcome, tuple[Case, Outcome]], Record],
-    keep: Callable[[Record, Outcome], None],
-) -> list[Record]:
-    """Serve each case, whose text is shown meanwhile, and make its record. The first case is the
-    reference of all. `serve` gets what it calls with the number of new tokens, of which there will
-    be `num_tokens`; it gives None on a rank without records. `keep` gets each record as soon as its
-    pass is done, so that what ends a later pass costs only that one."""
-    records: list[Record] = []
-    reference: tuple[Case, Outcome] | None = None
-    for case in cases:
-        with progress.task(str(case), num_tokens) as advance:
-            outcome = serve(case, advance)
-        if outcome is not None:
-            reference = reference or (case, outcome)
-            records.append(record(case, outcome, reference))
-            keep(records[-1], outcome)
-    return records
+@dataclass(frozen=True)
+class Served:
+    """The requests of a pass, which have ended, in the order of arrival, and what was measured
+    meanwhile. `peak_memory` is that of all ranks together, `threads` has those of each."""
+
+    each: Pass
+    requests: list[Request]
+    watch: Watch
+    extras: Extras
+    threads: list[int]
+    peak_memory: int | None
+
+
+@dataclass
+class Measured:
+    """What a command has measured so far, on the first rank."""
+
+    records: list[ServingRecord] = field(default_factory=list)
+    traces: list[Trace | None] = field(default_factory=list)  # of each record
 
 
 def measure(
-    prepared: Prepared,
-    options: ServingOptions,
-    passes: Sequence[Pass],
-    display: Display,
-    keep: Keep,
-) -> list[ServingRecord]:
-    """`keep` gets each record as soon as its pass is done. All ranks serve together and make the
-    same records but for the times; those of the first rank count."""
-    with session_of(prepared) as session:
-        one = Measuring(prepared, options, session, display)
-        one.server.warm_up(passes[0])
+    prepared: PreparedServing, display: Display, keep: Callable[[ServingRecord], None]
+) -> Measured:
+    """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
+    only that one. All ranks call it; only the first makes records. Raises PeerLost, or the
+    RuntimeError of a collective, if another rank has ended."""
+    launch, options = prepared.launch, prepared.options
+    session = RankSession(launch, prepared.run.config.parallel)
+    session.begin()
+    start_process_group(launch, session.device)
+    experiment = Experiment(prepared, session, display, keep)
+    if options.sweep_rate is None:
+        for each in options.passes:
+            experiment.measure(each, options, each.name)
+    else:
+        experiment.sweep(options.passes[0], options.sweep_rate)
+    experiment.close()
+    close_groups()
+    return experiment.measured
 
-        def cases() -> Iterator[ServingCase]:
-            for each in passes:
-                if each.is_drafting:
-                    one.server.warm_up(each)
-                yield ServingCase(each, options, each.name)
 
-        return one.measure(cases(), keep)
+class Experiment:
+    """The passes of one command on this rank."""
+
+    def __init__(
+        self,
+        prepared: PreparedServing,
+        session: RankSession,
+        display: Display,
+        keep: Callable[[ServingRecord], None],
+    ) -> None:
+        self.prepared, self.session, self.display, self.keep = prepared, session, display, keep
+        self.launch, self.measured = prepared.launch, Measured()
+        progress = make_progress(self.launch.rank == 0)
+        self.loading = progress  # shown while models are loaded
+        self.progress: Progress = Silent() if display.is_shown else progress
+        self.system: System | None = None
+        self.warm: Pass | None = None  # the pass that was warmed up last
+        self.reference: Served | None = None
+        self.lone_s: float | None = None  # the time of one request alone, if it was measured
+
+    def measure(self, each: Pass, options: ServeOptions, name: str) -> None:
+        """Serve all requests in the pass and make its record."""
+        system = self.open(each)
+        shapes, rows = options.shapes, system.warm_up_rows(each)
+        self._warm_up(each, rows)
+        num_tokens = sum(shape.output_len for shape in shapes)
+        with (
+            self.display.view(name, rows) as view,
+            self.progress.task(name, num_tokens) as advance,
+        ):
+            watch = Watch(tokens=advance, view=view, is_measured=True)
+            served = self.serve(each, shapes, watch)
+        if self.reference is None:
+            self.reference = served
+            self._tell_outputs(served)
+        if self.launch.rank == 0:
+            record = self.describe(served, options)
+            self.measured.records.append(record)
+            self.measured.traces.append(served.extras.trace)
+            self.keep(record)
+
+    def sweep(self, each: Pass, rates: Sequence[float]) -> None:
+        """Serve the requests at one rate of arrivals after the other: at `rates` or, if there are
+        none, at those that find the saturation rate. The tokens at the first rate are the reference
+        of the others."""
+        options = self.prepared.options
+        self._warm_up(each, self.open(each).warm_up_rows(each))
+        self.lone_s = lone_s = self._time_lone(each)
+        sustained: list[tuple[float, bool]] = []
+        while rate := self._of_first_rank(choose(rates, sustained, 1.0 / lone_s)):
+            self.measure(each, options.at_rate(rate), f"{rate:.3g} requests/s")
+            metrics = self.measured.records[-1].metrics if self.measured.records else None
+            is_wrong = self.launch.rank == 0 and metrics is None
+            if self._of_first_rank(float(is_wrong)):
+                return
+            is_good = metrics is not None and is_sustained(metrics)
+            sustained.append((rate, is_good))
+
+    def open(self, each: Pass) -> System:
+        """The system of the pass, with what the pass needs. A system that serves no longer gives
+        its memory back before."""
+        system = self.prepared.system_of(each)
+        if system is not self.system:
+            self.close()
+            if self.launch.world_size > 1:  # all ranks have given back what they do not use
+                all_gather(None, self.launch.world_size)
+            self.system = system
+        system.open(each, self.session.device, self.loading)
+        return system
+
+    def close(self) -> None:
+        if self.system is not None:
+            self.system.close()
+            release_memory(self.session.device)
+        self.system = None
+
+    def serve(self, each: Pass, shapes: Sequence[RequestShape], watch: Watch) -> Served:
+        """Serve requests of these shapes, of which the first arrives now. Raises AssertionError if
+        a rank has computed with other threads than its config says."""
+        system, run, device = self.prepared.system_of(each), self.prepared.run, self.session.device
+        config, launch = run.config, self.launch
+        ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
+        is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
+        is_reset, now_s = reset_peak_memory(device), system.now()
+        requests = make_requests(
+            run.workload.prompts, shapes, now_s, config.sampling, ends, is_coupled
+        )
+        if watch.view is not None:
+            watch.view.begin(requests, now_s, watch.counts.now)
+        extras = system.serve(each, requests, watch)
+        expected = system.expected_threads(each)
+        peak = peak_memory_bytes(device) if is_reset else None
+        ours = watch.threads.of_rank(launch.rank, expected), peak
+        by_rank = all_gather(ours, launch.world_size)
+        threads = check_threads(each.name, [each_rank for each_rank, _ in by_rank])
+        peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
+        total = None if None in peaks else sum(peak for peak in peaks if peak is not None)
+        return Served(each, requests, watch, extras, threads, total)
+
+    def describe(self, served: Served, options: ServeOptions) -> ServingRecord:
+        """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
+        each, reference, requests = served.each, self.reference, served.requests
+        assert reference is not None, "there is a first pass"
+        system, session = self.prepared.system_of(each), self.session
+        has_others = len(options.passes) > 1 or options.sweep_rate is not None
+        num_differing, temperature = None, system.run.config.sampling.temperature
+        if has_others and is_comparable(each, reference.each, temperature):
+            num_differing = len(differing(reference.requests, requests))
+        config = system.config_of(each)
+        status = status_of(num_differing, config["model"]["dtype"])
+        is_right, counts = status != "diverged", served.watch.counts
+        workload, goodput = system.run.config.workload, options.goodput or {}
+        settings = {"dataset": workload.dataset, "seed": system.run.workload.seed}
+        settings |= options.describe() | {"mode": each.mode}
+        if system.layer_split is not None:
+            settings["layer_split"] = system.layer_split
+        has_draft = each.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
+        return ServingRecord(
+            status=status,
+            name=each.name,
+            config=parts_of(config, has_draft) | {"workload": settings},
+            environment=session.describe_environment(),
+            threads=served.threads,
+            workload=system.run.describe_workload(),
+            reference=reference.each.name if has_others else None,
+            num_differing=num_differing,
+            metrics=serving_metrics(requests, counts, goodput, served.peak_memory, self.lone_s)
+            if is_right
+            else None,
+            ring=served.extras.ring if is_right else None,
+            speculation=served.extras.speculation if is_right else None,
+            requests=describe_requests(requests, counts.moves, requests[0].arrived_s),
+        )
+
+    def _warm_up(self, each: Pass, num_requests: int) -> None:
+        """Serve the first requests once, shortened, so that what happens once is not measured."""
+        if each != self.warm:
+            chunk = self.prepared.system_of(each).run.config.attention.prefill_chunk
+            shapes = self.prepared.options.shapes[:num_requests]
+            self.serve(each, shortened(shapes, chunk), Watch())
+        self.warm = each
+
+    def _time_lone(self, each: Pass) -> float:
+        """The time of the first request, served alone: the shortest of `LONE_TIMES`."""
+        first, times_s = replace(self.prepared.options.shapes[0], arrival_ms=0.0), list[float]()
+        for _ in range(LONE_TIMES):
+            (request,) = self.serve(each, [first], Watch()).requests
+            times_s.append((request.finished_s or 0.0) - request.arrived_s)
+        return self._of_first_rank(min(times_s))
+
+    def _of_first_rank(self, value: float) -> float:
+        return all_gather(value, self.launch.world_size)[0]
+
+    def _tell_outputs(self, served: Served) -> None:
+        """Let an emulated drafter know what the first pass emitted."""
+        if self.prepared.options.emulate_acceptance is None:
+            return
+        outputs = [request.output_ids for request in served.requests]
+        expected = all_gather(outputs, self.launch.world_size)[0]
+        for system in self.prepared.systems:
+            system.expected = None if self.prepared.options.emulate_stage_ms else expected
 
 
-def measure_rates(
-    prepared: Prepared,
-    options: ServingOptions,
-    each: Pass,
-    rates: Sequence[float],
-    display: Display,
-    keep: Keep,
-) -> list[ServingRecord]:
-    """Serve the requests in the pass `each` at one rate of arrivals after the other: at `rates` or,
-    if there are none, at those that find the saturation rate. The tokens at the first rate are the
-    reference of the others."""
-    with session_of(prepared) as session:
-        one = Measuring(prepared, options, session, display)
-        one.server.warm_up(each)
-        one.lone_s = lone_s = one.server.lone_s(each)
-        group, device = session.groups.target, session.device
+def rejects_drafts(each: Pass) -> bool:
+    """Whether sampled drafts are rejected at random, so that tokens differ from those of a pass
+    that drafts nothing, while their distribution is the same."""
+    return each.is_drafting and each.system != SPECULATIVE
 
-        def cases() -> Iterator[ServingCase]:
-            measured: list[tuple[float, bool]] = []
-            while rate := of_first_rank(choose(rates, measured, 1.0 / lone_s), group, device):
-                yield ServingCase(each, options.at_rate(rate), f"{rate:.3g} requests/s")
-                assert one.newest is not None, "that case has a record"
-                if (metrics := one.newest.metrics) is None:
-                    return
-                measured.append((rate, is_sustained(metrics)))
 
-        return one.measure(cases(), keep)
+def is_comparable(each: Pass, first: Pass, temperature: float) -> bool:
+    """Whether both passes should emit the same tokens."""
+    return temperature == 0 or each == first or not (rejects_drafts(each) or rejects_drafts(first))
 
 
 def choose(rates: Sequence[float], measured: Sequence[tuple[float, bool]], start: float) -> float:
@@ -111,83 +259,3 @@ def choose(rates: Sequence[float], measured: Sequence[tuple[float, bool]], start
     if not rates:
         return next_rate(measured, start)
     return rates[len(measured)] if len(measured) < len(rates) else END
-
-
-@dataclass(frozen=True)
-class ServingCase:
-    """A pass with the requests of `options`; `name` is shown while it is served."""
-
-    each: Pass
-    options: ServingOptions
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class Measuring:
-    """The loaded models of one command."""
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        options: ServingOptions,
-        session: RankSession,
-        display: Display,
-    ) -> None:
-        progress = make_progress(session.launch.rank == 0)
-        self.prepared, self.server = make_server(prepared, options, session, progress)
-        self.session, self.display = session, display
-        self.progress: Progress = Silent() if display.is_shown else progress
-        self.lone_s: float | None = None  # the time of one request alone, if it was measured
-        self.newest: ServingRecord | None = None
-
-    def measure(self, cases: Iterable[ServingCase], keep: Keep) -> list[ServingRecord]:
-        num_tokens = sum(shape.output_len - 1 for shape in self.server.shapes)
-        return measure_passes(
-            cases, num_tokens, self.progress, self.serve, self.record,
-            lambda record, served: keep(record),
-        )  # fmt: skip
-
-    def serve(self, case: ServingCase, advance: Callable[[int], None]) -> Served:
-        """Raises AssertionError if a rank has computed with other threads than its config says."""
-        count, server = ThreadCount(), replace(self.server, shapes=case.options.shapes)
-
-        def observe(output: StepOutput, seconds: float) -> None:
-            advance(sum(map(len, output.token_ids)))
-
-        view = self.display.view(case.name, case.options.max_concurrency)
-        with view as shown, count.during():
-            served = server.serve(case.each, observe, shown)
-        rank, group = self.session.launch.rank, self.session.groups.target
-        ours = count.of_rank(rank, self.prepared.config.parallel.threads_of(rank))
-        threads = check_threads(case.name, group.all_gather_object(ours))
-        return replace(served, threads=threads)
-
-    def record(
-        self, case: ServingCase, served: Served, reference: tuple[ServingCase, Served]
-    ) -> ServingRecord:
-        (first, of_first), each, options = reference, case.each, case.options
-        resolved = self.prepared.config
-        is_sampled = resolved.sampling.temperature > 0
-        if not each.is_drafting:
-            decoding = replace(resolved.decoding, strategy=BASELINE, drafter=None)
-            resolved = replace(resolved, decoding=decoding, draft=None)
-        self.newest = ServingRecord(
-            name=name_of(each.mode, resolved.decoding.drafter),
-            **describe_pass(
-                self.prepared,
-                self.session.describe_environment(),
-                served,
-                (first.each.mode, of_first),
-                resolved.to_dict(),
-                {"batching": each.mode, **options.describe()},
-                lambda: serving_metrics(
-                    served.requests, served.counts, options.goodput or {}, served.peak_memory_bytes,
-                    self.lone_s,
-                ),
-                has_drafts=each.is_drafting,
-                is_comparable=not is_sampled or each.is_drafting == first.each.is_drafting,
-            ),
-        )  # fmt: skip
-        return self.newest

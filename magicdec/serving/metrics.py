@@ -7,6 +7,7 @@ Owns the definition of every metric. Imports no torch.
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,25 +54,13 @@ class StepCounts:
             self.moves[request.request_id].joined_s.append(now)
 
 
-@dataclass(frozen=True)
-class Served:
-    """All requests of a pass, finished, in the order of arrival, and what was counted meanwhile.
-    The first request arrived at `begin_s` on the clock."""
-
-    requests: list[Request]
-    counts: StepCounts
-    begin_s: float
-    peak_memory_bytes: int | None = None  # of all ranks together
-    threads: Sequence[int] = ()  # of each rank, as in a record
-
-
 ONE_TOKEN = "if every request has a single output token"
 GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingMetrics(Part):
-    """The metrics of one batching. Percentiles are interpolated linearly, as in numpy."""
+    """The metrics of one pass. Percentiles are interpolated linearly, as in numpy."""
 
     makespan_s: float = recorded(
         "time from the first arrival to the end of the last request", "s",
@@ -141,11 +130,25 @@ class ServingMetrics(Part):
     p50_e2el_ms: float = recorded("median of the same", "ms", label="E2EL p50, ms", digits=1)
     p90_e2el_ms: float = recorded("its 90th percentile", "ms", label="E2EL p90, ms", digits=1)
     p99_e2el_ms: float = recorded("its 99th percentile", "ms", label="E2EL p99, ms", digits=1)
-    mean_in_flight: float = recorded(
+    request_tokens_per_s: float | None = recorded(
+        "tokens of a request after its first, divided by the time from the first to the last; mean "
+        "over the requests that have such tokens",
+        "tokens/s", label="tokens/s of a request", digits=2, null=ONE_TOKEN,
+    )  # fmt: skip
+    prefill_tokens_per_s: float = recorded(
+        "prompt tokens of a request divided by the time from when it first got a row, or a lane of "
+        "pipelined speculation, to its first token; mean over the requests",
+        "tokens/s", label="prefill, tokens/s of a request", digits=1,
+    )  # fmt: skip
+    mean_in_flight: float | None = recorded(
         "requests that a step prefills or decodes; mean over the steps",
         "requests", label="in flight, mean", digits=2,
+        null="in pipelined speculation, whose runs are of one request",
     )  # fmt: skip
-    num_steps: int = recorded("steps of the engine", label="steps")
+    num_steps: int = recorded(
+        "steps of the engine or of the lanes of a ring, or runs of pipelined speculation",
+        label="steps",
+    )
     num_preemptions: int = recorded(
         "times that a request gave its KV cache back before its end, because no block was free",
         label="preemptions",
@@ -178,7 +181,11 @@ def serving_metrics(
         request_goodput=sum(good) / makespan_s if goodput else None,
         arrival_rate=rate_of([request.arrived_s for request in requests]),
         served_rate=served_rate(len(requests), makespan_s, lone_s),
-        mean_in_flight=counts.num_in_flight / counts.num_steps,
+        request_tokens_per_s=mean([1e3 / of["tpot"] for of in times if of.get("tpot")]),
+        prefill_tokens_per_s=statistics.fmean(
+            prefill_speed(request, counts.moves[request.request_id]) for request in requests
+        ),
+        mean_in_flight=counts.num_in_flight / counts.num_steps if counts.num_in_flight else None,
         num_steps=counts.num_steps,
         num_preemptions=counts.num_preemptions,
         peak_memory_bytes=peak_memory_bytes,
@@ -187,6 +194,13 @@ def serving_metrics(
         **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),
         **summary("e2el", [of["e2el"] for of in times]),
     )
+
+
+def prefill_speed(request: Request, moves: Moves) -> float:
+    """The prompt tokens of a finished request, divided by the seconds from when it first got a row
+    to its first token."""
+    assert request.first_token_s is not None, "what has ended has a first token"
+    return len(request.prompt_ids) / max(request.first_token_s - moves.joined_s[0], 1e-9)
 
 
 def rate_of(times_s: Sequence[float]) -> float | None:

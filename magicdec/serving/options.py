@@ -1,8 +1,7 @@
-"""ServingOptions: what `magicdec inflight` asks for beside the model: the requests, how they are
-batched, and the passes that follow: one for each batching, and one more with the drafter if there
-is one. Imports no torch.
+"""ServeOptions: what `magicdec serve` and its short names ask for beside the model: the requests,
+the modes in which they are served, and the ranks and stages of each. Imports no torch.
 
-Owns the checks that need no model. Must not know the flags of other commands.
+Owns the checks that need no model.
 """
 
 from __future__ import annotations
@@ -10,18 +9,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from magicdec.config.sections import DEFAULT_GEN_LEN, WorkloadSection
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    SELF,
+    StagesSection,
+    WorkloadSection,
+)
 from magicdec.config.setting import same, setting
-from magicdec.names import BATCHINGS
+from magicdec.distributed.layer_split import FLAG, count_stages, is_auto
+from magicdec.distributed.stages import StageGrid, make_grid
+from magicdec.pipelined_run.layout import read_split
+from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
+from magicdec.serving.modes import (
+    MODES,
+    NAMES,
+    RING,
+    SPECULATIVE,
+    WITH_DRAFT,
+    Drafts,
+    Mode,
+    Pass,
+    Ranks,
+)
 from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
-from magicdec.workload.request_shapes import ShapedOptions, make_shapes
+from magicdec.workload.request_shapes import RequestShape, make_shapes
+
+if TYPE_CHECKING:
+    from magicdec.pipeline.emulation import Link
 
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
-WINDOWED = "dynamic"  # the batching that has a time window
+WINDOWED = "dynamic"  # the mode that has a time window
+BYTES_PER_MBIT = 1e6 / 8
+SWEPT = "poisson:1"  # what --sweep_rate stretches
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
@@ -44,26 +68,52 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class ServingOptions(ShapedOptions):
-    """The options of `magicdec inflight`. `gen_len` is None if a trace has the lengths, `window_ms`
-    without dynamic batching."""
+class ServeOptions(StagesSection):
+    """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
+    `passes` the modes in which they are served, and `speculation` how pipelined speculation
+    drafts. `gen_len` is None if a trace has the lengths."""
 
+    num_requests: int | None = setting(
+        None, "Requests to serve. Default: 8, or all of a trace.", least=1
+    )
+    prefix_len: str = same(WorkloadSection, "prefix_len", str(WorkloadSection.prefix_len))
+    gen_len: str | None = same(WorkloadSection, "gen_len")
+    modes: tuple[str, ...] | None = setting(
+        None,
+        "Ways to serve the requests, or to decode, that are compared. The tokens of the first are "
+        "the reference of the others. Default: all that these ranks can run.",
+        choices=NAMES,
+    )
     arrival: str = setting(
         "poisson:100",
         f"When requests arrive: {FORMS}. MS is the mean time between two arrivals. A line of a "
         f"{TRACE} is a JSON object with arrival_ms, prompt_len and output_len.",
         metavar="PROCESS",
+        other_defaults="burst in recurrent and pipeline",
     )
-    modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=tuple(BATCHINGS))
     sweep_rate: tuple[float, ...] | None = setting(
         None,
-        "Serve the requests in flight at each of these rates, as Poisson arrivals a second. "
+        "Serve the requests in one mode at each of these rates, as Poisson arrivals a second. "
         "Without a rate, find the largest one that is sustained.",
         metavar="RATE",
         above=0,
         can_be_empty=True,
     )
-    max_concurrency: int = same(WorkloadSection, "batch_size")
+    batch_size: int = same(WorkloadSection, "batch_size")
+    batch_ranks: str = setting(
+        "first",
+        "Ranks that serve in the modes without stages, but for tensor_parallel: the first, with "
+        "the threads of all ranks of its host, or all, by tensor parallelism.",
+        choices=("first", "all"),
+        other_defaults="all in inflight",
+    )
+    n_samples: int | None = setting(
+        None,
+        "Requests in flight together: rows of a batch, and in a ring a multiple of --B. Default: "
+        "--B; in a ring, and in every mode of recurrent but sequential, --B for each stage.",
+        metavar="R",
+        least=1,
+    )
     prefill_tokens: int | None = setting(
         None,
         "Prompt tokens that a step prefills at most, beside its decoding. Default: 512; in a ring, "
@@ -93,30 +143,126 @@ class ServingOptions(ShapedOptions):
         metavar="METRIC:MS",
         parse=parse_goodput,
     )
+    pad_stage_ms: float | None = setting(
+        None,
+        "Stages of a ring compute, and then sleep until a message has taken so long. Default: they "
+        "do not sleep.",
+        metavar="MS",
+        above=0,
+    )
+    emulate_link_mbps: float | None = setting(
+        None,
+        "Megabits a second that a link carries at most. Default: without limit.",
+        above=0,
+    )
+    emulate_draft_ms: float | None = setting(
+        None,
+        "A step of the emulated drafter takes so long. Default: no time.",
+        metavar="MS",
+        above=0,
+    )
+    emulate_acceptance: float | None = setting(
+        None,
+        "In place of --draft, in pipelined speculation: each drafted token is what the target "
+        "writes with this probability, which needs the tokens of an earlier mode or emulated "
+        "stages. Default: --draft drafts.",
+        metavar="A",
+        least=0,
+        most=1,
+    )
+    shapes: tuple[RequestShape, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    speculation: Options = Options()
+    draft: str = "none"
+    has_rows_of_ring: bool = False  # batches have as many rows as circulate in a ring
+    has_trace: bool = False  # every rank notes what it does when
 
-    @property
-    def batchings(self) -> tuple[str, ...]:
-        """The batchings that are compared."""
-        return tuple(BATCHINGS) if self.modes is None else self.modes
-
-    def with_shapes(self, seed: int) -> ServingOptions:
-        """These options with their requests, and with every default. Raises ValueError for flags
-        that exclude each other, and for a malformed trace."""
-        if self.window_ms is not None and WINDOWED not in self.batchings:
-            raise ValueError(
-                f"--window_ms {self.window_ms} does nothing: --modes has no {WINDOWED}"
-            )
+    def settle(self, passes: Sequence[Pass], seed: int, world_size: int) -> ServeOptions:
+        """These options for `passes` on so many ranks, with the requests and every default. Raises
+        ValueError for flags that exclude each other, and for a malformed trace."""
         arrival = parse_arrival(self.arrival)
         shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
+        has_window = WINDOWED in [each.mode for each in passes]
         window_ms = WINDOW_MS if self.window_ms is None else self.window_ms
-        return replace(
+        settled = replace(
             self,
             gen_len=None if arrival.trace else self.gen_len or str(DEFAULT_GEN_LEN),
-            prefill_tokens=self.prefill_tokens or PREFILL_TOKENS,
-            window_ms=window_ms if WINDOWED in self.batchings else None,
+            window_ms=window_ms if has_window else None,
             goodput=self.goodput or {},
             shapes=tuple(shapes),
+            passes=tuple(passes),
         )
+        if settled.has_rows_of_ring and settled.of_system(RING):
+            return replace(settled, n_samples=settled.samples(settled.grid(world_size)))
+        return settled
+
+    def of_system(self, system: str) -> list[Pass]:
+        """The passes that a system serves."""
+        return [each for each in self.passes if each.system == system]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the layers of the stages follow from times."""
+        return is_auto(read_split(self.layer_split).stages)
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether tokens are sampled with noise that a drafter can share, in every mode."""
+        return bool(self.of_system(SPECULATIVE))
+
+    @property
+    def link(self) -> Link | None:
+        """The link that is emulated between stages; None if there is none."""
+        if self.emulate_link_ms is None and self.emulate_link_mbps is None:
+            return None
+        from magicdec.pipeline.emulation import Link
+
+        rate = self.emulate_link_mbps
+        bytes_per_s = None if rate is None else rate * BYTES_PER_MBIT
+        return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
+
+    @property
+    def on_host(self) -> str | None:
+        """Why hidden states pass through the memory of the host, also between GPUs."""
+        if self.link is not None:
+            return "an emulated link delays messages on the host"
+        return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(shape.prompt_len for shape in self.shapes)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, output included."""
+        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
+
+    @property
+    def mean_context(self) -> int:
+        """Cached tokens of a request, halfway through its output, in the mean over requests."""
+        total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
+        return total // len(self.shapes)
+
+    def batch_of(self, workload: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
+        """`workload` with one batch of so many rows. A row has room for the longest request, which
+        need not have the longest prompt, and for `spare` tokens. The longest output may be that of
+        another request."""
+        prompt = self.longest_prompt
+        new = self.longest - prompt
+        extra = max(shape.output_len for shape in self.shapes) - new
+        return replace(
+            workload, batch_size=rows, prefix_len=prompt, gen_len=new + spare, num_batches=1,
+            extra_new_tokens=extra,
+        )  # fmt: skip
+
+    @property
+    def counted_by(self) -> str:
+        """What says how many prompts there are, for messages."""
+        if self.shapes[0].place:
+            return (
+                f"--arrival {self.arrival}, whose longest prompt has {self.longest_prompt} tokens"
+            )
+        return "--num_requests"
 
     def check_lengths(self, most: int, model: str) -> None:
         """Raises ValueError for a request that is longer than the `most` tokens of the model. It
@@ -129,15 +275,6 @@ class ServingOptions(ShapedOptions):
                 place = f"{shape.place}: " if shape.place else ""
                 raise ValueError(f"{place}{text} exceeds the {most} positions of {model}")
 
-    @property
-    def counted_by(self) -> str:
-        """What says how many prompts there are, for messages."""
-        if self.shapes[0].place:
-            return (
-                f"--arrival {self.arrival}, whose longest prompt has {self.longest_prompt} tokens"
-            )
-        return "--num_requests"
-
     def check_cache(self, needed: int) -> None:
         """Raises ValueError if the KV cache is smaller than the longest request, which takes
         `needed` tokens with its drafts."""
@@ -147,7 +284,7 @@ class ServingOptions(ShapedOptions):
                 f"{needed} tokens"
             )
 
-    def at_rate(self, rate: float) -> ServingOptions:
+    def at_rate(self, rate: float) -> ServeOptions:
         """The same requests with Poisson arrivals at `rate` requests a second. The times between
         arrivals are those of `shapes`, stretched."""
         last_s = self.shapes[-1].arrival_ms / 1e3
@@ -155,34 +292,169 @@ class ServingOptions(ShapedOptions):
         shapes = tuple(replace(s, arrival_ms=s.arrival_ms * stretch) for s in self.shapes)
         return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
 
+    def num_stages(self, world_size: int) -> int:
+        return count_stages(read_split(self.layer_split).stages, world_size)
+
+    def grid(self, world_size: int) -> StageGrid:
+        """The stages of a ring on so many ranks. Raises ValueError, naming the flag."""
+        split = read_split(self.layer_split)
+        if split.head or split.draft is not None:
+            raise ValueError(
+                f"{FLAG} {self.layer_split}: a ring has no draft rank and no head without layers; "
+                "leave the slash and a first share of 0 out, or ring out of --modes"
+            )
+        return make_grid(f"{FLAG} {self.layer_split}", self.num_stages(world_size), world_size)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch in the modes without stages."""
+        return self.n_samples or self.batch_size
+
+    def is_on_all(self, each: Pass, world_size: int) -> bool:
+        """Whether all ranks share the model in a pass without stages."""
+        is_shared = each.ranks is Ranks.ALL or self.batch_ranks == "all"
+        return is_shared and each.ranks is not Ranks.STAGES and world_size > 1
+
+    def samples(self, grid: StageGrid) -> int:
+        """Samples in flight in a ring. Raises ValueError, naming the flag."""
+        size, count = self.batch_size, len(self.shapes)
+        samples = self.n_samples or min(grid.num_stages, max(1, count // size)) * size
+        if samples % size:
+            raise ValueError(
+                f"--n_samples {samples} is not a multiple of --B {size}, the samples of a message"
+            )
+        if count < samples:
+            flag = "--B" if self.n_samples is None else "--n_samples"
+            raise ValueError(
+                f"--num_requests {count} is less than the samples in flight of a ring, {flag} "
+                f"{samples}"
+            )
+        return samples
+
     def describe(self) -> dict[str, Any]:
         """These options as the record's `config.workload` has them; the shapes are among its
         requests."""
-        values = asdict(self)
-        for name in ("shapes", "modes", "sweep_rate"):
+        values = asdict(self) | asdict(self.speculation)
+        for name in (
+            *("shapes", "passes", "speculation", "mode", "sweep_rate", "has_rows_of_ring"),
+            "has_trace",
+        ):
             del values[name]
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
+        values["modes"] = [each.name for each in self.passes]
+        values["machine"] = None if self.machine is None else str(self.machine)
         return values | {"num_requests": len(self.shapes)}
 
 
-DRAFTED = "inflight"  # the batching that a drafter is measured under
+def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> None:
+    """Raises ValueError, naming the mode, the flag and the reason, if a mode cannot serve what was
+    asked for, whatever the model. `options` are settled."""
+    modes: dict[str, Mode] = {each.name: MODES[each.mode] for each in options.passes}
+    for each in options.passes:
+        if each.ranks is Ranks.ALL and world_size == 1:
+            raise ValueError(f"--modes {each.name} needs several ranks; see --nproc")
+        if each.is_drafting and options.draft == "none" and options.emulate_acceptance is None:
+            raise ValueError(f"--modes {each.name} drafts; say by --draft what drafts")
+    drafting = [each.name for each in options.passes if each.is_drafting]
+    if options.draft != "none" and not drafting:
+        suffix = next(
+            (name for name, mode in modes.items() if mode.drafts is Drafts.MAYBE), "inflight"
+        )
+        raise ValueError(
+            f"--draft {options.draft} does nothing: no mode of --modes {' '.join(modes)} drafts; "
+            f"add one, such as {suffix}{WITH_DRAFT}"
+        )
+    staged = [each for each in options.passes if each.ranks is Ranks.STAGES]
+    fixed = [each.name for each in staged if each.is_drafting]
+    if fixed and config.decoding.num_draft_tokens == "auto":
+        raise ValueError(
+            f"--gamma auto: --modes {fixed[0]} drafts a fixed number of tokens; name one"
+        )
+    rings, speculative = options.of_system(RING), options.of_system(SPECULATIVE)
+    if any(each.is_drafting for each in rings) and options.draft == SELF:
+        raise ValueError(
+            f"--draft {SELF}: --modes ring{WITH_DRAFT} lacks layers to draft with on its first "
+            "stage; choose ngram or model:NAME"
+        )
+    if rings:
+        options.samples(options.grid(world_size))
+    penalties = ("repetition_penalty", "presence_penalty")
+    for name in penalties if speculative else ():
+        value, default = getattr(config.sampling, name), getattr(type(config.sampling), name)
+        if value != default:
+            raise ValueError(
+                f"--{name} {value:g}: --modes {speculative[0].name} has no penalties; leave one of "
+                "them out"
+            )
+    _check_stages(options, world_size)
+    _check_emulation(options, config)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """`mode` is a name of `names.BATCHINGS`."""
+def _check_stages(options: ServeOptions, world_size: int) -> None:
+    staged = [each.name for each in options.passes if each.ranks is Ranks.STAGES]
+    if not staged:
+        given = {
+            FLAG: options.layer_split,
+            "--machine": options.machine,
+            "--emulate_stage_ms": options.emulate_stage_ms,
+            "--emulate_link_ms": options.emulate_link_ms,
+            "--emulate_link_mbps": options.emulate_link_mbps,
+            "--pad_stage_ms": options.pad_stage_ms,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                raise ValueError(f"{flag} {value} does nothing here: no mode of --modes has stages")
+        return
+    if options.machine is not None and not (
+        options.is_measured and options.num_stages(world_size) > 1
+    ):
+        raise ValueError(
+            f"--machine {options.machine} does nothing here: it is for {FLAG} auto with several "
+            "stages; leave it out"
+        )
+    if options.link is not None and world_size == 1:
+        raise ValueError("--emulate_link_ms and --emulate_link_mbps: one rank has no link")
 
-    mode: str
-    is_drafting: bool = False
 
-    @property
-    def name(self) -> str:
-        """What is shown while it is served."""
-        return f"{self.mode} with drafts" if self.is_drafting else self.mode
-
-
-def make_passes(modes: Sequence[str], drafts: bool) -> list[Pass]:
-    """The passes in their order. The tokens of the first are the reference of the others."""
-    drafted = [Pass(DRAFTED, is_drafting=True)] if drafts else []
-    return [*map(Pass, modes), *drafted]
+def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
+    """Stages that sleep take the same time with any layers, and write tokens that mean nothing."""
+    flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
+    speculative = options.of_system(SPECULATIVE)
+    acceptance = options.emulate_acceptance
+    if options.emulate_draft_ms is not None and acceptance is None:
+        raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
+    if acceptance is not None and not any(each.is_drafting for each in speculative):
+        raise ValueError(
+            f"--emulate_acceptance {acceptance:g} does nothing here: it is for --modes sync async"
+        )
+    if options.emulate_stage_ms is None:
+        if acceptance is not None and options.passes[0].system == SPECULATIVE:
+            raise ValueError(
+                f"--emulate_acceptance {acceptance:g} needs the tokens of a mode that comes "
+                "before; name sequential first in --modes"
+            )
+        return
+    if options.is_measured:
+        raise ValueError(
+            f"{FLAG} {options.layer_split}: with {flag} a stage takes the same time with any "
+            "layers; give layer counts or shares"
+        )
+    whole = [each.name for each in options.passes if each.ranks is not Ranks.STAGES]
+    if whole:
+        raise ValueError(f"{flag}: {' '.join(whole)} has no stages; leave it out of --modes")
+    if any(each.is_drafting for each in options.passes) and acceptance is None:
+        raise ValueError(
+            f"{flag}: stages that sleep emit no tokens that a draft could guess; give "
+            "--emulate_acceptance"
+        )
+    if options.pad_stage_ms is not None:
+        raise ValueError(
+            f"--pad_stage_ms {options.pad_stage_ms} is for stages that compute; leave out "
+            "--emulate_stage_ms"
+        )
+    if config.sampling.temperature > 0:
+        raise ValueError(
+            f"--temperature {config.sampling.temperature:g} does nothing with {flag}, whose stages "
+            "choose no tokens; leave it out"
+        )

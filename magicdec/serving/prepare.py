@@ -1,133 +1,95 @@
-"""Prepares what `magicdec inflight` serves: checks everything before memory is allocated, and makes
-the server. Its memory differs from a run's: the KV cache holds what its blocks hold, and not every
-row at full length.
+"""Prepares what `magicdec serve` measures: the systems of all modes, checked before any process
+group starts, and before memory is allocated for more than the few layers that `--layer_split auto`
+times.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
+from typing import Any
 
-from magicdec.attention.backend import backend_class
-from magicdec.autotune import settle
-from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.console import Progress
-from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
-from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
-from magicdec.distributed.groups import Launch
-from magicdec.drafting.policies.policy import keep_queries
-from magicdec.memory.check import Room, describe_place, largest, needed
-from magicdec.memory.plan import MemoryPlan, Models, max_tokens
-from magicdec.names import BASELINE
-from magicdec.scheduling.plan import Limits
-from magicdec.serving.options import Pass, ServingOptions
-from magicdec.serving.server import Server
-from magicdec.setup.loading import LoadedModels, make_draft, make_target
-from magicdec.setup.prepare import Known, Prepared, check_threads_equal, complete, find
-from magicdec.setup.session import RankSession
+from magicdec.config.threads import agreed_threads
+from magicdec.distributed.groups import Launch, check_equal
+from magicdec.hardware.environment import probe_machine
+from magicdec.memory.check import Room, add_up, check_together, find_room
+from magicdec.memory.plan import MemoryPlan
+from magicdec.model.checkpoint.source import fingerprint
+from magicdec.names import load_object
+from magicdec.serving.modes import Pass, Ranks
+from magicdec.serving.options import ServeOptions
+from magicdec.serving.system import System
+from magicdec.setup.prepare import Known, Prepared
 
 
-def prepare(run_config: RunConfig, options: ServingOptions, launch: Launch) -> Prepared:
-    """Find and check the model, make the prompts and plan the memory. Raises ValueError, one line
-    naming the flag or the line of a file, for errors that a user can correct."""
-    check_threads_equal(launch, run_config)
-    workload = options.batch_of(run_config.workload, options.max_concurrency)
-    known = Known()
-    models = find(replace(run_config, workload=workload), launch, known)
-    options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
-    options.check_cache(max_tokens(models.config))
-    count = len(options.shapes), options.counted_by
-    return complete(models, known, num_prompts=count, check=partial(check_memory, options))
+@dataclass(frozen=True)
+class PreparedServing:
+    """The `systems` of all passes, which serve the same prompts. `memory` says in one line what the
+    pass needs that needs most."""
+
+    launch: Launch
+    options: ServeOptions
+    systems: Sequence[System]
+    memory: str
+
+    @property
+    def run(self) -> Prepared:
+        """The run of the first mode, whose prompts all modes serve."""
+        return self.system_of(self.options.passes[0]).run
+
+    def system_of(self, each: Pass) -> System:
+        return next(system for system in self.systems if each in system.passes)
 
 
-def make_server(
-    prepared: Prepared,
-    options: ServingOptions,
-    session: RankSession,
-    progress: Progress,
-) -> tuple[Prepared, Server]:
-    """Load this rank's part of the models and allocate the KV caches. Returns the run with its
-    measured backend too."""
-    source, groups, device = prepared.source, session.groups, session.device
-    draft_model = None if prepared.draft_source is None else prepared.draft_source.config
-    config = settle(prepared.config, source.config, draft_model, groups.target, device)
-    prepared = replace(prepared, config=config)
-    tokens, models = max_tokens(config), LoadedModels(device, progress)
-    runner = make_target(
-        config, source, groups.target, models, tokens, options.block_tokens, options.cache_tokens
-    )
-    draft = make_draft(prepared, groups, tokens, models)
-    shape = runner.cache.shape
-    limits = Limits(
-        tokens, shape.block_size, shape.num_blocks, prefill_tokens=options.prefill_tokens
-    )
-
-    def strategy(each: Pass) -> DecodingStrategy:
-        runner.prompt_queries = None
-        if each.is_drafting and config.decoding.drafter == "self":
-            keep_queries(runner, config.kv)
-        captures = config.decoding.cuda_graphs == "on"
-        recorder: Recorder = CudaGraphs(device) if captures else Eager()
-        setup = Setup(
-            runner, config.decoding, config.kv, draft=draft, recorder=recorder, is_in_flight=True
-        )
-        return make_strategy(config.decoding.strategy if each.is_drafting else BASELINE, setup)
-
-    return prepared, Server(
-        runner,
-        limits,
-        config.attention.prefill_chunk,
-        strategy,
-        prepared.workload.prompts,
-        options.shapes,
-        window_s=(options.window_ms or 0.0) / 1e3,
-        num_draft_tokens=tokens - options.longest,
-        sampling=config.sampling,
-    )
+def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> PreparedServing:
+    """Find and check the models, divide them, make the prompts and plan the memory. Raises
+    ValueError, one line naming the flag, for errors that a user can correct."""
+    threads = {"--threads": agreed_threads(run_config.parallel.threads)}
+    check_equal(launch, threads, "threads")
+    known, by_system = Known(), dict[tuple[str, bool], list[Pass]]()
+    # Stages first: they can read a checkpoint of which this host has a part.
+    for each in sorted(options.passes, key=lambda each: each.ranks is not Ranks.STAGES):
+        place = each.system, options.is_on_all(each, launch.world_size)
+        by_system.setdefault(place, []).append(each)
+    systems: list[System] = []
+    for (name, _), passes in by_system.items():
+        kind: type[System] = load_object(name)
+        systems.append(kind.prepare(run_config, options, passes, launch, known))
+    machine = known.get(("machine",), lambda: probe_machine(launch))
+    room = find_room(systems[0].run.config, launch, machine.num_gpus)
+    memory = check_together(launch, partial(check_here, systems, room))
+    prepared = PreparedServing(launch, options, systems, memory)
+    check_agreement(run_config, prepared)
+    return prepared
 
 
-def check_memory(
-    options: ServingOptions,
-    config: ResolvedConfig,
-    models: Models,
-    launch: Launch,
-    free: int | None,
-) -> str:
-    """The line to print. `free` as in `memory.check`. Raises ValueError, with the numbers and what
-    would fit, if the plan needs more than is free."""
-    plan = plan_of(options, config, models, launch)
-    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
-    if (refusal := room.refusal(plan)) is None:
-        return room.describe(plan)
-
-    def fits(cache_tokens: int) -> bool:
-        smaller = replace(options, cache_tokens=cache_tokens)
-        return room.refusal(plan_of(smaller, config, models, launch)) is None
-
-    most = largest(fits, stored_tokens(options, config))
-    advice = f"--cache_tokens {most} would fit"
-    if most < max_tokens(config):
-        advice = "choose a smaller --B, shorter requests or a smaller model"
-    raise ValueError(
-        f"--B {options.max_concurrency} with requests of up to {options.longest} "
-        f"tokens needs {refusal}; {advice}"
-    )
+def check_here(systems: Sequence[System], room: Room) -> str:
+    """The line to print: what the ranks of this room need for the pass that needs most. Raises
+    ValueError if that is more than is free, or if a file is not on this host."""
+    plans: dict[Pass, MemoryPlan] = {}
+    for system in systems:
+        system.check_files()
+        for each in system.passes:
+            plans[each] = add_up([MemoryPlan(0, 0), *system.plans(each, room.ranks)])
+    each, plan = max(plans.items(), key=lambda item: item[1].total)
+    if refusal := room.refusal(plan):
+        (system,) = (system for system in systems if each in system.passes)
+        others = f", or leave {each} out of --modes" if len(plans) > 1 else ""
+        raise ValueError(f"--modes {each} needs {refusal}; {system.advice(each, room)}{others}")
+    return room.describe(plan, f" for {each}" if len(plans) > 1 else "")
 
 
-def plan_of(
-    options: ServingOptions, config: ResolvedConfig, models: Models, launch: Launch
-) -> MemoryPlan:
-    """The plan of a run of whole rows, with the KV cache that these blocks are."""
-    plan, tokens = needed(config, models, launch), max_tokens(config)
-    block = backend_class(config.attention.backend)().block_size(tokens)
-    in_plan = config.workload.batch_size * -(-tokens // block) * block
-    return replace(plan, kv=plan.kv // in_plan * stored_tokens(options, config))
-
-
-def stored_tokens(options: ServingOptions, config: ResolvedConfig) -> int:
-    """Tokens that the KV cache has room for, in whole blocks (`ModelRunner.storage`)."""
-    block = backend_class(config.attention.backend)().block_size(options.block_tokens)
-    if options.cache_tokens is not None:
-        return -(-options.cache_tokens // block) * block
-    return options.max_concurrency * -(-max_tokens(config) // block) * block
+def check_agreement(run_config: RunConfig, prepared: PreparedServing) -> None:
+    """Raises ValueError, on every rank, if a rank has another version, model, split or setting."""
+    run, launch = prepared.run, prepared.launch
+    facts: dict[str, Any] = {"magicdec": version("magicdec")}
+    facts |= {f"model's {name}": value for name, value in asdict(run.source.config).items()}
+    for system in prepared.systems:
+        facts |= {name: value for name, value in system.facts().items() if name not in facts}
+    facts |= prepared.options.describe() | asdict(run_config.sampling)
+    del facts["machine"]  # every host has a file of its own
+    facts["model's weights, by their fingerprint,"] = fingerprint(run.source)
+    check_equal(launch, facts, "pipeline")

@@ -1,6 +1,6 @@
-"""PassRecord: the requests of one command, served in one pass, one JSON line that is appended and
-never rewritten; and ServingRecord, a pass of `magicdec inflight`. Imports no torch. docs/serving.md
-documents the schema and is made from these classes.
+"""ServingRecord: the requests of one command, served in one of its modes, one JSON line that is
+appended and never rewritten. Imports no torch. docs/serving.md documents the schema and is made
+from these classes.
 
 A run's record (`records/record.py`) has two passes over whole batches, and this one requests with
 their arrivals. Like that one, it has metrics only if its tokens are not known to be wrong.
@@ -8,19 +8,17 @@ their arrivals. Like that one, it has metrics only if its tokens are not known t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from magicdec.pipeline.metrics import RingMetrics
+from magicdec.pipelined_speculation.metrics import SpeculationMetrics
 from magicdec.records.fields import Part, recorded
 from magicdec.records.record import MeasuredRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.request import Request
-from magicdec.serving.metrics import Moves, Served, ServingMetrics
-
-if TYPE_CHECKING:
-    from magicdec.records.environment import Environment
-    from magicdec.setup.prepare import Prepared
+from magicdec.serving.metrics import Moves, ServingMetrics
 
 PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
 OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
@@ -48,18 +46,19 @@ class RequestRecord(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassRecord(MeasuredRecord):
-    """The requests of one command, served in one pass, and how their tokens compare with those of
-    the command's first pass."""
+class ServingRecord(MeasuredRecord):
+    """The requests of one command, served in one of its modes, and how their tokens compare with
+    those of the first one."""
 
+    kind: Literal["serving"] = recorded("`serving`", default="serving")
     status: str = recorded(
         "`ok`: every request has the tokens that it has in `reference`; `differs`: some have "
         f"others, in a dtype other than {EXACT_DTYPE}, whose rounding may be the reason; "
-        f"`diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no other pass, or "
+        f"`diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no other mode, or "
         "drafts were sampled, which keeps only the distribution",
         choices=STATUSES,
     )
-    name: str = recorded("the pass: a way to serve the requests")
+    name: str = recorded("the mode as `--modes` names it, such as `inflight` or `inflight+draft`")
     config: dict[str, Any] = recorded(
         "the resolved configuration as in a run's record, in which no value is `auto`; of stages, "
         "that of the first; `workload` has the flags of the command; `draft` and `kv` are there "
@@ -71,11 +70,19 @@ class PassRecord(MeasuredRecord):
     workload: WorkloadRecord = recorded(
         "the prompts and the models; `prefix_len` is the length of the longest prompt"
     )
-    reference: str | None = recorded("the first pass of the command", null="if it is the only one")
+    reference: str | None = recorded(
+        "the first mode of the command, or its first rate of arrivals", null="if it is the only one"
+    )
     num_differing: int | None = recorded(
         "requests with tokens other than those in `reference`", null="if `unchecked`"
     )
-    metrics: Any
+    metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
+    ring: RingMetrics | None = recorded(
+        "how the stages of a ring spent their time", null="of other modes, or if `diverged`"
+    )
+    speculation: SpeculationMetrics | None = recorded(
+        "what pipelined speculation launched and skipped", null="of other modes, or if `diverged`"
+    )
     requests: list[RequestRecord] = recorded("the requests in the order of arrival")
 
     def __post_init__(self) -> None:
@@ -85,17 +92,9 @@ class PassRecord(MeasuredRecord):
         assert (self.metrics is None) == (self.status == "diverged"), "metrics contradict status"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingRecord(PassRecord):
-    """A pass of `magicdec inflight`: a batching, with the drafter if there is one."""
-
-    kind: Literal["serving"] = recorded("`serving`", default="serving")
-    metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
-
-
-def name_of(batching: str, drafter: str | None) -> str:
-    """The batching, and the drafter if there is one."""
-    return batching if drafter is None else f"{batching}, {drafter}"
+def parts_of(config: Mapping[str, Any], has_drafts: bool) -> dict[str, Any]:
+    """The parts of a resolved config that are recorded."""
+    return {name: config[name] for name in ((*PARTS, *OF_DRAFTS) if has_drafts else PARTS)}
 
 
 def status_of(num_differing: int | None, dtype: str) -> str:
@@ -111,40 +110,6 @@ def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[in
     """The ids of the requests whose output tokens are not the same."""
     pairs = zip(expected, others, strict=True)
     return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
-
-
-def describe_pass(
-    run: Prepared,
-    environment: Environment,
-    served: Served,
-    reference: tuple[str, Served] | None,
-    config: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    metrics: Callable[[], Any],
-    has_drafts: bool = False,
-    is_comparable: bool = True,
-) -> dict[str, Any]:
-    """The fields of the `PassRecord` of what was served, but its name and what only its kind has.
-    `reference` is the pass whose tokens it should have, None if the command has no other;
-    `is_comparable` is false where drafts were sampled. `settings` are those of the command.
-    `metrics` is called only if the tokens are not known to be wrong."""
-    num_differing: int | None = None
-    if reference is not None and is_comparable:
-        num_differing = len(differing(reference[1].requests, served.requests))
-    status = status_of(num_differing, config["model"]["dtype"])
-    parts = (*PARTS, *OF_DRAFTS) if has_drafts else PARTS
-    settings = {"dataset": run.config.workload.dataset, "seed": run.workload.seed, **settings}
-    return {
-        "status": status,
-        "config": {name: config[name] for name in parts} | {"workload": settings},
-        "environment": environment,
-        "threads": list(served.threads),
-        "workload": run.describe_workload(),
-        "reference": None if reference is None else reference[0],
-        "num_differing": num_differing,
-        "metrics": None if status == "diverged" else metrics(),
-        "requests": describe_requests(served.requests, served.counts.moves, served.begin_s),
-    }
 
 
 def describe_requests(

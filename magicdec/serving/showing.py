@@ -1,21 +1,25 @@
-"""What the commands that serve requests show: a line for each pass, which says whether its tokens
-are right, a table with a column for each pass or a row for each rate of `--sweep_rate`, and
-pictures of requests over time and of the rates. Imports no torch, and matplotlib only to draw.
+"""What `magicdec serve` shows: a line for each mode, which says whether its tokens are right, a
+table with a column for each mode and one of the stages of each ring, or a row for each rate of
+`--sweep_rate`; and pictures of requests over time, of stages over time, and of rates. Imports no
+torch, and matplotlib only to draw.
 
-Reads records only. Must not know what any pass does, nor how a metric is computed.
+Must not know how a metric is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from magicdec import gantt
 from magicdec.figures import COLOURS, saved_figure
 from magicdec.gantt import Bar, Look, Panel
+from magicdec.pipeline.metrics import RingMetrics
+from magicdec.pipelined_speculation.metrics import SpeculationMetrics
 from magicdec.records.metric_tables import fixed, metric_columns, metric_rows
 from magicdec.serving.metrics import ServingMetrics
-from magicdec.serving.record import PassRecord, RequestRecord, ServingRecord
+from magicdec.serving.record import RequestRecord, ServingRecord
 from magicdec.serving.saturation import (
     SUSTAINED,
     is_sustained,
@@ -24,6 +28,9 @@ from magicdec.serving.saturation import (
 )
 from magicdec.tables import Column, Line, Table
 
+if TYPE_CHECKING:
+    from magicdec.serving.system import Trace
+
 RATE_COLUMNS = (
     *("arrival_rate", "served_rate", "request_goodput", "output_throughput", "p50_ttft_ms"),
     *("p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "mean_in_flight", "peak_memory_bytes"),
@@ -31,29 +38,30 @@ RATE_COLUMNS = (
 
 
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
-    """Of what one command measured: several rates under one batching, or several batchings."""
+    """Of what one command measured: several rates in one mode, or several modes."""
     metrics = [record.metrics for record in records]
     if any(each is not None and each.served_rate is not None for each in metrics):
         return [rates_table(records)]
-    workload = records[0].config["workload"]
-    output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
-    what = f"arrival {workload['arrival']}{output}, max concurrency {workload['max_concurrency']}"
     rows = metric_rows(ServingMetrics, metrics)
-    return [passes_table(records, what, rows)]
+    rows += metric_rows(SpeculationMetrics, [record.speculation for record in records])
+    return [
+        modes_table(records, rows),
+        *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
+    ]
 
 
-def passes_table(
-    records: Sequence[PassRecord], what: str, rows: Sequence[Sequence[object]]
-) -> Table:
-    """A table with a column for each pass, below whether its tokens are right. `what` is said of
-    the requests in its title."""
+def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object]]) -> Table:
+    """A table with a column for each mode, below whether its tokens are right."""
     newest = records[-1]
-    model, count = newest.config["model"], newest.config["workload"]["num_requests"]
+    model, workload = newest.config["model"], newest.config["workload"]
+    count = workload["num_requests"]
+    output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     return Table(
         [Column("", is_text=True, key="metric"), *(record.name for record in records)],
         rows,
         title=f"{model['model']} ({model['dtype']}), {newest.workload.dataset}: "
-        f"{count} request{'s' * (count != 1)}, {what}",
+        f"{count} request{'s' * (count != 1)}, arrival {workload['arrival']}{output}, "
+        f"--B {workload['batch_size']}",
         above=[
             Line(verdict(record), "bold red" if record.status == "diverged" else "bold")
             for record in records
@@ -61,7 +69,7 @@ def passes_table(
     )
 
 
-def verdict(record: PassRecord) -> str:
+def verdict(record: ServingRecord) -> str:
     """Whether the tokens are those of the reference, in a line."""
     name, total = record.name, len(record.requests)
     if record.reference is None:
@@ -75,6 +83,45 @@ def verdict(record: PassRecord) -> str:
     text = f"{record.num_differing} of {total} requests differ from {record.reference}"
     why = "; rounding may be the reason" if record.status == "differs" else ""
     return f"{name}: {record.status.upper()}, {text}{why}"
+
+
+def stage_table(name: str, ring: RingMetrics) -> Table:
+    """A row for each stage, and the round as predicted and as measured."""
+    numbers = zip(
+        *(ring.num_layers, ring.busy, ring.decode_ms, ring.queue_depth),
+        *(ring.sent_messages, ring.sent_bytes),
+        strict=True,
+    )
+    labels = "stage", "layers", "busy", "idle", "ms a message", "queue depth", "messages"
+    return Table(
+        [*labels, "bytes a message"],
+        [
+            (stage, layers, fixed(busy, 0, "%", 100), fixed(1 - busy, 0, "%", 100), fixed(ms, 2),
+             fixed(depth, 2), fixed(messages, 0), fixed(num_bytes / messages, 0))
+            for stage, (layers, busy, ms, depth, messages, num_bytes) in enumerate(numbers)
+        ],
+        title=name,
+        below=describe_round(ring),
+    )  # fmt: skip
+
+
+def describe_round(ring: RingMetrics) -> list[str]:
+    """The link, and the round as predicted and as measured."""
+    lines = []
+    if ring.link_ms is not None:
+        lines.append(f"link: {1e3 * ring.link_ms:.0f} us for {ring.decode_hop_bytes:,} bytes")
+    if ring.acceptance_rate is not None:
+        lines.append(
+            f"drafts: {ring.num_accepted:,} of {ring.num_drafted:,} accepted "
+            f"({ring.acceptance_rate:.0%}), {ring.tokens_per_round:.2f} tokens a round, drafted in "
+            f"{ring.draft_ms:.2f} ms a message"
+        )
+    if ring.measured_round_ms is not None:
+        lines.append(
+            f"round of {ring.num_lanes} lanes: predicted {ring.predicted_round_ms:.2f} ms, "
+            f"measured {ring.measured_round_ms:.2f} ms"
+        )
+    return lines
 
 
 def rates_table(records: Sequence[ServingRecord]) -> Table:
@@ -161,14 +208,29 @@ def draw_rates(records: Sequence[ServingRecord], path: Path) -> None:
 
 WAITING, PREFILL, DECODE = "waiting", "prefill", "decode"
 LOOKS = {WAITING: Look("#cccccc"), PREFILL: Look("#D55E00"), DECODE: Look("#0072B2")}
-Span = tuple[str, float, float]  # the kind, its begin and its length in seconds
+RequestSpan = tuple[str, float, float]  # the kind, its begin and its length in seconds
+DECODING, PROMPT, HEAD, DRAFT = "decoding run", "prompt", "head", "drafting"
+SPAN_LOOKS = {"HEAD": HEAD, "DRAFT": DRAFT}
+OF_STAGES = {
+    DECODING: Look("#d9d9d9"),
+    PROMPT: Look("#d9d9d9", hatch="////"),
+    HEAD: Look("#555555", height=0.3),
+    DRAFT: Look("#999999", height=0.5),
+}
+# Light, so that the text on a bar can be read.
+LIGHT = (
+    *("#8ecae6", "#ffb703", "#95d5b2", "#f4a6a0", "#c8b6ff", "#d4a373", "#ffd6a5", "#a3cef1"),
+    *("#e9c46a", "#b5e48c"),
+)
+SHOWN_SPANS = 60  # of the slowest stage, of runs that decode: what a chart shows
+SHOWN_BEFORE = 0.25  # of that is shown before the last stage computes the first of these
 NUM_NAMES = 10  # rows of the picture whose request is named, at least
 
 
-def spans_of(request: RequestRecord) -> list[Span]:
+def spans_of(request: RequestRecord) -> list[RequestSpan]:
     """What happened to a request from its arrival to its end. After a preemption it waits again,
     and its text is prefilled again."""
-    spans, left_ms = list[Span](), request.arrival_ms
+    spans, left_ms = list[RequestSpan](), request.arrival_ms
     ends = [*request.preempted_ms, request.finished_ms]
     for joined, prefilled, end in zip(request.joined_ms, request.prefilled_ms, ends, strict=True):
         ready = min(prefilled, end)
@@ -176,13 +238,6 @@ def spans_of(request: RequestRecord) -> list[Span]:
         spans += [(kind, a / 1e3, (b - a) / 1e3) for kind, a, b in parts if b > a]
         left_ms = end
     return spans
-
-
-def draw_timeline(records: Sequence[ServingRecord], path: Path) -> None:
-    """Draw when each request waited, was prefilled and decoded, with a panel for each record, in
-    the format that the name of `path` ends in."""
-    end_s = max(request.finished_ms for each in records for request in each.requests) / 1e3
-    gantt.draw("--plot", path, [timeline(record, end_s) for record in records], LOOKS)
 
 
 def timeline(record: ServingRecord, end_s: float) -> Panel:
@@ -201,3 +256,107 @@ def timeline(record: ServingRecord, end_s: float) -> Panel:
         marks_s=[own_end_s],
         row_inches=min(4.0, max(1.4, 0.07 * count + 0.6)) / (count + gantt.TITLE_ROWS),
     )
+
+
+def draw_timeline(
+    records: Sequence[ServingRecord],
+    traces: Sequence[Trace | None],
+    path: Path,
+    plot_ms: float | None = None,
+) -> None:
+    """Draw when each request waited, was prefilled and decoded, with a panel for each record; below
+    that of a mode with stages, which of them computed what when, for `plot_ms` from its first token
+    on. The format is that which the name of `path` ends in."""
+    end_s = max(request.finished_ms for each in records for request in each.requests) / 1e3
+    panels = []
+    for record, trace in zip(records, traces, strict=True):
+        panels.append(timeline(record, end_s))
+        if trace is not None:
+            panels.append(stages_panel(record.name, trace, plot_ms))
+    legend = LOOKS if all(trace is None for trace in traces) else LOOKS | OF_STAGES
+    gantt.draw("--plot", path, panels, legend)
+
+
+def stages_panel(name: str, trace: Trace, plot_ms: float | None) -> Panel:
+    """What the stages did in the time that is shown, each message or run in the colour of its first
+    request, where that is known, or of its number."""
+    origin_s = min(span.begin_s for spans in trace.spans for span in spans)
+    begin_s, until_s = decoding_window(trace, plot_ms)
+    error = f" (clocks within {1e3 * trace.clock_error_s:.2f} ms)" if trace.clock_error_s else ""
+    return Panel(
+        f"{name}: stages{error}",
+        trace.rows,
+        [
+            bar for bar in bars_of(trace, origin_s)
+            if bar.begin_s < until_s - origin_s and bar.end_s > begin_s - origin_s
+        ],
+        until_s - origin_s,
+        begin_s=begin_s - origin_s,
+    )  # fmt: skip
+
+
+def bars_of(trace: Trace, origin_s: float) -> Iterator[Bar]:
+    """The bars of the spans that take time."""
+    for row, spans in enumerate(trace.spans):
+        for span in spans:
+            if span.end_s > span.begin_s:
+                requests = trace.requests.get(span.run, ())
+                kind = SPAN_LOOKS.get(span.what.name, DECODING)
+                kind = PROMPT if kind == DECODING and span.run in trace.prompts else kind
+                look = OF_STAGES[kind]
+                if kind in (DECODING, PROMPT):
+                    place = requests[0] if requests else span.run
+                    look = Look(LIGHT[place % len(LIGHT)], look.height, look.hatch)
+                text = ",".join(map(str, requests)) if kind != HEAD else ""
+                yield Bar(row, span.begin_s - origin_s, span.end_s - origin_s, look, text)
+
+
+def decoding_window(trace: Trace, plot_ms: float | None) -> tuple[float, float]:
+    """When the time that is shown begins and ends: from a little before the last stage computes the
+    first run that decodes, for some rounds of the slowest stage or for `plot_ms`."""
+    stages = [[span for span in spans if span.what.name == "STAGE"] for spans in trace.spans]
+    decoding = [
+        [span for span in spans if span.run not in trace.prompts] or spans
+        for spans in stages
+        if spans
+    ]
+    mean_s = max(sum(s.end_s - s.begin_s for s in spans) / len(spans) for spans in decoding)
+    length_s = SHOWN_SPANS * mean_s if plot_ms is None else plot_ms / 1e3
+    first_s = min(spans[0].begin_s for spans in stages if spans)
+    begin_s = max(first_s, decoding[-1][0].begin_s - SHOWN_BEFORE * length_s)
+    end_s = max(span.end_s for spans in trace.spans for span in spans)
+    return begin_s, min(begin_s + length_s, end_s)
+
+
+def trace_events(
+    records: Sequence[ServingRecord], traces: Sequence[Trace | None]
+) -> list[dict[str, object]]:
+    """The requests of each record and what its stages did, as events of the Chrome trace format.
+    The requests of a mode, and each of its stages, are a process."""
+    events: list[dict[str, object]] = []
+
+    def process(name: str) -> int:
+        number = sum(event["ph"] == "M" for event in events)
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+        return number
+
+    def add(process: int, thread: int, name: str, begin_s: float, length_s: float) -> None:
+        times = {"ts": 1e6 * begin_s, "dur": 1e6 * length_s}
+        events.append({"ph": "X", "name": name, "pid": process, "tid": thread, **times})
+
+    for record, trace in zip(records, traces, strict=True):
+        of_requests = process(f"{record.name}: requests")
+        for row, request in enumerate(record.requests):
+            for kind, begin_s, length_s in spans_of(request):
+                add(of_requests, row, kind, begin_s, length_s)
+        if trace is None:
+            continue
+        origin_s = min(span.begin_s for spans in trace.spans for span in spans)
+        for name, spans in zip(trace.rows, trace.spans, strict=True):
+            of_row = process(f"{record.name}: {name}")
+            for span in spans:
+                text = f"{span.what.name.lower()} {span.run}"
+                add(
+                    of_row, int(span.what), text, span.begin_s - origin_s, span.end_s - span.begin_s
+                )
+    return events

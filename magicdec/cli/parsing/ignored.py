@@ -4,6 +4,7 @@ torch itself, but asking a KV policy does."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from magicdec.cli.parsing.parser import ConfigFile, Values
 from magicdec.config.checks import policy_called, policy_name
@@ -20,10 +21,10 @@ OF_DRAFTING = tuple(
 OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")
 
 
-def refuse_ignored(config: RunConfig, values: Values) -> None:
+def refuse_ignored(config: RunConfig, values: Values, used: Sequence[str] = ()) -> None:
     """Raises ValueError for a flag on the command line that would do nothing in a run of `config`.
-    If it is in a file, say so."""
-    for name in sorted(values.given):
+    If it is in a file, say so. `used` names settings that the command uses in any case."""
+    for name in sorted(values.given - set(used)):
         reason = why_ignored(config, name)
         values.refuse_typed([] if reason is None else [name], str(reason))
         if reason is not None and is_working_leader(config):

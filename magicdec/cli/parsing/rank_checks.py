@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
-from magicdec.distributed.layer_split import FLAG, count_stages
-from magicdec.distributed.stages import make_grid
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.serving.modes import RING, SPECULATIVE
+from magicdec.serving.options import ServeOptions
 
 
 def check_heads(config: RunConfig, nproc: int) -> None:
@@ -25,27 +25,27 @@ def check_heads(config: RunConfig, nproc: int) -> None:
         Shard(0, nproc).heads(model.num_heads, model.num_kv_heads)
 
 
-def check_stages(config: RunConfig, layer_split: str | None, nproc: int) -> None:
-    """Raises ValueError if the ranks cannot be stages with these layers (`magicdec recurrent`)."""
-    from magicdec.model.checkpoint.source import find_model
-    from magicdec.pipeline.prepare import check_split
-
-    source = find_model(flag_of(config.model, "model"), config.model.model, is_part=True)
-    with _named(nproc):
-        grid = make_grid(f"{FLAG} {layer_split}", count_stages(layer_split, nproc), nproc)
-        check_split(layer_split, grid, source)
-        Shard(0, grid.tensor_parallel).heads(source.config.num_heads, source.config.num_kv_heads)
-
-
-def check_roles(config: RunConfig, layer_split: str | None, nproc: int) -> None:
-    """Raises ValueError if the ranks cannot have these layers and the draft (`magicdec
-    pipeline`)."""
+def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
+    """Raises ValueError if the ranks cannot divide the model as the modes of `magicdec serve`
+    need."""
     from magicdec.model.checkpoint.source import find_model
     from magicdec.pipelined_run.layout import make_layout
+    from magicdec.serving.configs import check_split
 
-    source = find_model(flag_of(config.model, "model"), config.model.model, is_part=True)
-    with _named(nproc):
-        make_layout(layer_split, nproc, source.config.num_layers)
+    flag, name, split = flag_of(config.model, "model"), config.model.model, options.layer_split
+    if any(options.is_on_all(each, nproc) for each in options.passes):
+        check_heads(config, nproc)
+    if options.of_system(RING):
+        source = find_model(flag, name, is_part=True)
+        with _named(nproc):
+            grid = options.grid(nproc)
+            check_split(split, grid, source)
+            model = source.config
+            Shard(0, grid.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
+    if options.of_system(SPECULATIVE):
+        source = find_model(flag, name, is_part=True)
+        with _named(nproc):
+            make_layout(split, nproc, source.config.num_layers)
 
 
 @contextmanager

@@ -73,8 +73,6 @@ def read_every_kind(
 # needed. Runs are listed together (`report/listing.py`).
 TABLES = {
     "serving": "magicdec.serving.showing:tables",
-    "pipeline": "magicdec.pipeline.showing:tables",
-    "speculation": "magicdec.pipelined_run.measured.bars:tables",
     "latency": "magicdec.latency.record:tables",
     "plan": "magicdec.cost_model.plan:tables",
     "stage_plan": "magicdec.cost_model.stage_plan:tables",

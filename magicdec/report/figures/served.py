@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from magicdec.figures import COLOURS, styled
-from magicdec.pipeline import showing as pipeline
-from magicdec.pipelined_run.measured import bars
 from magicdec.report.figures.panels import (
     Drawn,
     Form,
@@ -25,6 +24,7 @@ from magicdec.report.figures.panels import (
 from magicdec.report.figures.throughput import draw_marks
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.tables import PageTable
+from magicdec.serving import bars
 from magicdec.serving import showing as serving
 from magicdec.tables import Table
 
@@ -33,14 +33,7 @@ if TYPE_CHECKING:
 
 COMMAND_TABLES: dict[str, Callable[[list[Any]], list[Table]]] = {
     "serving": serving.tables,
-    "pipeline": pipeline.tables,
-    "speculation": bars.tables,
 }
-RING_PANELS = (  # (metric, title, unit)
-    ("output_throughput", "output of all samples", "tokens/s"),
-    ("mean_ttft_ms", "time to first token", "ms, mean"),
-    ("p50_itl_ms", "between two tokens", "ms, median"),
-)
 ABOUT = ["workload.num_requests", "workload.draft", "workload.layer_split"]
 MOST_TIMELINES = 6  # batchings in the picture of requests over time
 
@@ -49,15 +42,15 @@ def draw_kind(kind: str, passes: pd.DataFrame) -> list[Drawn | LeftOut]:
     """The figures of all passes of one kind of record, of which each is a row."""
     passes = passes[passes["has_result"].astype(bool)]
     with styled():
-        if kind == "serving":
-            return [
-                draw_batchings(passes, "output_throughput", "output (tokens/s)"),
-                draw_batchings(passes, "request_goodput", "goodput (requests/s)"),
-                over_time(passes),
-                by_rate(passes),
-            ]
-        panels = bars.PANELS if kind == "speculation" else RING_PANELS
-        return [draw_modes(kind, passes, panels), draw_stages(kind, passes)]
+        return [
+            draw_batchings(passes, "output_throughput", "output (tokens/s)"),
+            draw_batchings(passes, "request_goodput", "goodput (requests/s)"),
+            over_time(passes),
+            by_rate(passes),
+            draw_modes(kind, passes, bars.PANELS),
+            draw_stages(passes, "ring"),
+            draw_stages(passes, "speculation"),
+        ]
 
 
 def commands_of(passes: pd.DataFrame) -> list[pd.DataFrame]:
@@ -122,9 +115,11 @@ def over_time(passes: pd.DataFrame) -> Drawn | LeftOut:
     )
     left_out = shown_of(1, len(commands), "commands")
     caption = f"When each request waited, was prefilled and decoded: {about(of)}. {left_out}"
-    return Drawn(
-        name, heading, caption.strip(), partial(serving.draw_timeline, list(of["object"])), table
-    )
+    return Drawn(name, heading, caption.strip(), partial(draw_requests, list(of["object"])), table)
+
+
+def draw_requests(records: list[Any], path: Path) -> None:
+    serving.draw_timeline(records, [None] * len(records), path)
 
 
 def by_rate(passes: pd.DataFrame) -> Drawn | LeftOut:
@@ -164,8 +159,8 @@ def draw_modes(
     return Drawn(name, heading, caption, figure, by_command(passes)[columns])
 
 
-def draw_stages(kind: str, passes: pd.DataFrame) -> Drawn | LeftOut:
-    key = "use" if kind == "speculation" else "ring"
+def draw_stages(passes: pd.DataFrame, key: str) -> Drawn | LeftOut:
+    """The stages of rings or of pipelined speculation: `key` is the part of a record."""
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         """A row for each stage, with its shares of the time."""
@@ -183,7 +178,7 @@ def draw_stages(kind: str, passes: pd.DataFrame) -> Drawn | LeftOut:
         }  # fmt: skip
         labels = [f"{share:.0%}" if share > 0.05 else "" for share in busy]
         ax.bar_label(handles["busy"], labels, label_type="center", color="white", fontsize=7)
-        ax.set_yticks(places, [label_of(row, kind) for row in table.to_dict("records")])
+        ax.set_yticks(places, [label_of(row, key) for row in table.to_dict("records")])
         ax.invert_yaxis()
         ax.set_xlim(0, 1)
         ax.grid(axis="y", visible=False)
@@ -198,12 +193,13 @@ def draw_stages(kind: str, passes: pd.DataFrame) -> Drawn | LeftOut:
         labels=("share of the time", ""), axes={"height": 0.9 + 0.22 * most, "columns": 1},
         caption=("Share of the time in which a stage computed or drafted; the rest it waited",),
     )  # fmt: skip
-    return form.of(f"{kind}_stages", "Occupancy of the stages", known, "no pass has stages")
+    heading = "Occupancy of the stages" + (" of rings" if key == "ring" else "")
+    return form.of(f"{key}_stages", heading, known, f"no pass has stages of {key}")
 
 
-def label_of(stage: Row, kind: str) -> str:
+def label_of(stage: Row, key: str) -> str:
     """The name of a bar; the ranks that draft say so."""
-    word = "rank" if kind == "speculation" else "stage"
+    word = "rank" if key == "speculation" else "stage"
     is_draft = stage["stage"] in (stage["drafting"] or ())
     return f"{stage['pass']}, {word} {stage['stage']}{' (drafts)' if is_draft else ''}"
 

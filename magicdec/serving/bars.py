@@ -1,7 +1,6 @@
-"""The passes of one or several commands: as a table with a column for each pass, and as bars of the
-speed of a request, of its time to the first token, and of the time between commits. As in the plots
-of PipeInfer, the ways to decode stand side by side, and each command, with its models and split, is
-a series. Imports matplotlib only to draw.
+"""The modes of one or several commands as bars of the speed of a request, of its time to the first
+token, and of the time between its tokens. As in the plots of PipeInfer, the modes stand side by
+side, and each command, with its models and split, is a series. Imports matplotlib only to draw.
 
 Must not know how a metric is computed.
 """
@@ -13,26 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.figures import look, saved_figure
-from magicdec.pipelined_run.measured.metrics import (
-    PipelineUse,
-    SpeculationMetrics,
-    SpeculationRecord,
-)
-from magicdec.records.metric_tables import metric_rows
-from magicdec.serving.showing import passes_table
-from magicdec.tables import Table
+from magicdec.serving.record import ServingRecord
+from magicdec.serving.showing import tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def tables(records: Sequence[SpeculationRecord]) -> list[Table]:
-    """Of the passes of one command."""
-    metrics = [record.metrics for record in records]
-    rows = metric_rows(SpeculationMetrics, metrics)
-    rows += metric_rows(PipelineUse, [None if m is None else m.use for m in metrics])
-    lanes = records[-1].config["workload"]["lanes"]
-    return [passes_table(records, f"{lanes} at a time", rows)]
 
 
 PANELS = (  # (metric, title, unit)
@@ -50,7 +34,7 @@ NAMED = {
 }
 HEIGHT, LEGEND_LINE = 2.8, 0.22  # inches
 
-Records = Sequence[SpeculationRecord]
+Records = Sequence[ServingRecord]
 
 
 def draw_bars(flag: str, path: Path, commands: Sequence[Records]) -> None:

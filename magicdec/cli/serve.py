@@ -1,0 +1,368 @@
+"""`magicdec serve`: the same requests, served in every mode that is named, in one table; and its
+short names `inflight`, `recurrent` and `pipeline`, which differ from it in their defaults alone.
+
+    magicdec serve --nproc 3 --draft model:demo-draft --modes sequential inflight ring async
+    torchrun --nproc_per_node 2 tests/pipeline_benchmark.py --layer_split 0,1.0/head
+
+Owns the flags, the steps of the command and how it ends: with which exit code, and with which line
+when it fails. Heavy imports happen after the flags are read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from magicdec.cli.flags import announce_backend, config_of, refuse, run_on_ranks, sections_of
+from magicdec.cli.parsing.ignored import refuse_ignored
+from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
+from magicdec.cli.parsing.rank_checks import check_nproc
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    NONE,
+    DecodingSection,
+    DraftChoice,
+    DraftSection,
+    PictureSection,
+)
+from magicdec.config.setting import setting
+from magicdec.console import labelled, spinner
+from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.ranks import INTERRUPTED, find_world_size
+from magicdec.distributed.watching.watch import naming_lost, watch_ranks
+from magicdec.figures import check_picture
+from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.pipelined_speculation.options import Options
+from magicdec.records.writing import append_line, check_files, to_json, write_text
+from magicdec.serving.modes import MODES, SPECULATIVE, Pass, Ranks, default_names
+from magicdec.serving.options import SWEPT, WINDOWED, ServeOptions, check_passes
+from magicdec.tables import print_tables
+from magicdec.workload.arrivals import BURST, TRACE
+
+if TYPE_CHECKING:
+    from magicdec.serving.measure import Measured
+    from magicdec.serving.prepare import PreparedServing
+    from magicdec.serving.record import ServingRecord
+
+FAILED = 1
+EVERYDAY = (
+    *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--gen_len"),
+    *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
+    *("--goodput", "--nproc", "--plot", "--trace", "--out"),
+)
+# Sections of which only some settings have a flag here.
+ONLY = {
+    "draft": ("rank_group", "draft_dtype"),
+    "decoding": ("num_draft_tokens", "cuda_graphs", "ignore_eos"),
+    "workload": ("dataset", "seed"),
+    "speculation": ("pa", "ps", "pr", "pd", "np", "max_in_flight", "lanes"),
+    "output": ("results",),
+}
+
+
+@dataclass(frozen=True)
+class FilesSection(PictureSection):
+    """The files that this command writes beside its records."""
+
+    trace: Path | None = setting(
+        None,
+        "Write what every request and every stage did when in the Chrome trace format, for "
+        "chrome://tracing or ui.perfetto.dev.",
+    )
+    view: Path | None = setting(
+        None,
+        "Write the last frame of the live display of each mode to this text file. The display "
+        "itself is shown on a terminal only.",
+    )
+
+    def check(self, out: Path, is_writer: bool) -> None:
+        """Raises ValueError, naming the flag, for a file that the writer cannot write."""
+        if self.plot_ms is not None and self.plot is None:
+            raise ValueError("--plot_ms does nothing without --plot; leave it out")
+        if self.plot is not None:
+            check_picture("--plot", self.plot)
+        if is_writer:
+            files = {"--plot": self.plot, "--trace": self.trace, "--view": self.view}
+            check_files({"--out": out} | files)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A name of the command: what its help says, and its defaults. `modes` are those that it
+    compares, of which a number of ranks can have some; `drafting` are added with a draft."""
+
+    description: str
+    modes: tuple[str, ...]
+    drafting: tuple[str, ...] = ()
+    options: ServeOptions = ServeOptions()
+    draft: str = NONE
+    ignore_eos: bool = False
+
+    def build_parser(self) -> Parser:
+        sections = {
+            "file": ConfigFile(),
+            "drafts": DraftChoice(self.draft),
+            **sections_of(self.base),
+            "serving": self.options,
+            "speculation": Options(),
+            "files": FilesSection(),
+        }
+        return Parser(self.description, sections, ONLY, everyday=EVERYDAY)
+
+    @property
+    def base(self) -> RunConfig:
+        """The config that the flags start from."""
+        return RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=self.ignore_eos))
+
+    def parse(self, words: Sequence[str], launch: Launch) -> Experiment:
+        """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+        values = self.build_parser().read(words)
+        options, files = values[ServeOptions], values[FilesSection]
+        config = config_of(values, self.base)
+        world_size = find_world_size(config.parallel.nproc, launch)
+        draft = values[DraftChoice].draft
+        is_named = "drafts.draft" in values.given
+        config.with_draft(draft)
+        passes = self.passes(options, draft, world_size, is_named)
+        drafting = [each for each in passes if each.is_drafting]
+        needs_draft = [each for each in drafting if not has_script(each, options)]
+        if not is_named and not needs_draft:
+            draft = NONE
+        elif drafting and not needs_draft:
+            values.refuse_given(["drafts.draft"], "--emulate_acceptance drafts")
+        if options.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
+            config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
+        config = config.with_draft(draft)
+        config.check(world_size)
+        used = ["decoding.num_draft_tokens"] if drafting else []
+        refuse_ignored(config, values, used)
+        options = self.settle(options, values, passes, config, world_size)
+        options = replace(options, draft=draft, has_trace=bool(files.plot or files.trace))
+        check_passes(options, config, world_size)
+        files.check(Path(config.output.results), launch.rank == 0)
+        return Experiment(config, options, files)
+
+    def passes(
+        self, options: ServeOptions, draft: str, world_size: int, is_named: bool
+    ) -> list[Pass]:
+        """The modes that were named, or those of this command that are possible."""
+        has_draft = draft != NONE or options.emulate_acceptance is not None
+        names = options.modes
+        if options.sweep_rate is not None and names is None:
+            names = self.drafting[:1] if is_named and draft != NONE else ("inflight",)
+        if names is None:
+            every = default_names(self.modes, world_size, has_draft)
+            names = (*every, *(self.drafting if draft != NONE and is_named else ()))
+            if options.emulate_stage_ms is not None:
+                names = tuple(n for n in names if Pass.named(n).ranks is Ranks.STAGES)
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"--modes names {twice} twice; name each mode once")
+        if options.sweep_rate is not None and len(names) > 1:
+            raise ValueError(
+                f"--sweep_rate serves in one mode; --modes names {len(names)}: {' '.join(names)}"
+            )
+        return [Pass.named(name) for name in names]
+
+    def settle(
+        self,
+        options: ServeOptions,
+        values: Values,
+        passes: Sequence[Pass],
+        config: RunConfig,
+        world_size: int,
+    ) -> ServeOptions:
+        """The options with their requests."""
+        if options.sweep_rate is not None:
+            values.refuse_typed(["serving.arrival"], "--sweep_rate serves Poisson arrivals")
+            if options.num_requests == 1:
+                raise ValueError("--num_requests 1 is too small for --sweep_rate, which needs 2")
+            options = replace(options, arrival=SWEPT)
+        if options.arrival.startswith(f"{TRACE}:"):
+            lengths = ("serving.prefix_len", "serving.gen_len")
+            values.refuse_given(lengths, "the trace has the lengths")
+        gamma = config.decoding.num_draft_tokens
+        speculation = values[Options]
+        if isinstance(gamma, int):
+            speculation = replace(speculation, gamma=gamma)
+        options = replace(options, speculation=speculation)
+        return options.settle(passes, config.workload.seed, world_size)
+
+
+def has_script(each: Pass, options: ServeOptions) -> bool:
+    """Whether an emulated drafter drafts in a pass."""
+    return each.system == SPECULATIVE and options.emulate_acceptance is not None
+
+
+BURST_OPTIONS = ServeOptions(arrival=BURST)
+COMMANDS = {
+    "serve": Command(
+        "Serve the same requests in every mode that is named: one after the other, in batches, in "
+        "flight, by tensor parallelism, in a ring of stages, and by pipelined speculation. All "
+        "tokens are compared with those of the first mode.",
+        tuple(name for name in MODES if name != WINDOWED),
+        ("inflight+draft",),
+    ),
+    "inflight": Command(
+        "Serve requests that arrive over time: one after the other, in static and dynamic batches, "
+        "and in flight (`serve` with these modes, and with all ranks in each of them).",
+        ("sequential", "static", "dynamic", "inflight"),
+        ("inflight+draft",),
+        ServeOptions(batch_ranks="all"),
+        ignore_eos=True,
+    ),
+    "recurrent": Command(
+        "Divide a model by its layers among ranks; samples circulate through them (`serve` with a "
+        "ring, beside one process and tensor parallelism).",
+        ("sequential", "inflight", "tensor_parallel", "ring"),
+        ("ring+draft",),
+        ServeOptions(arrival=BURST, batch_size=1, has_rows_of_ring=True),
+    ),
+    "pipeline": Command(
+        "Divide a model by its layers among ranks, and let a draft run ahead of it: asynchronous "
+        "pipelined speculation, whose wrong runs are cancelled inside the stages, beside "
+        "synchronous speculation and plain decoding (`serve` with these modes).",
+        ("sequential", "iterative", "sync", "async"),
+        (),
+        BURST_OPTIONS,
+        draft="model:demo-draft",
+    ),
+}
+
+
+class RecordFile:
+    """The file, and how many records it got. A record that cannot be written is lost with a line
+    that says so, and the command goes on: what it measures next may still be printed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.count = path, 0
+
+    def append(self, record: ServingRecord) -> None:
+        """Append the record, or say why it is lost."""
+        try:
+            append_line(self.path, to_json(record))
+            self.count += 1
+        except OSError as error:
+            print(f"--out {self.path}: {error.strerror}; the record is lost", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What one command line asks for."""
+
+    config: RunConfig
+    options: ServeOptions
+    files: FilesSection
+    failures: list[str] = field(default_factory=list)  # files that could not be written
+
+    def run(self, words: Sequence[str], launch: Launch) -> int:
+        """The whole command on this rank. Returns its exit code."""
+        config, out = with_local_models(self.config), Path(self.config.output.results)
+        nproc = config.parallel.nproc
+        run_on_ranks(nproc, words, launch, partial(check_nproc, config, self.options))
+        watch_ranks(launch)
+        with spinner("preparing", launch.rank == 0):
+            from magicdec.serving.prepare import prepare
+
+            prepared = prepare(config, self.options, launch)
+        if launch.rank == 0:
+            announce(prepared)
+        record_file = RecordFile(out)
+        try:
+            measured = self.measure(prepared, record_file)
+        except KeyboardInterrupt:
+            if launch.rank == 0:
+                print(f"interrupted; {record_file.count} records are in {out}", file=sys.stderr)
+            return INTERRUPTED
+        if launch.rank != 0:
+            return 0
+        self.show(measured)
+        code = conclude(record_file, measured.records)
+        return FAILED if self.failures else code
+
+    def measure(self, prepared: PreparedServing, record_file: RecordFile) -> Measured:
+        """Serve the requests in every mode, or at every rate."""
+        from magicdec.serving.live_view import Display
+        from magicdec.serving.measure import measure
+
+        display = Display.of_rank(prepared.launch.rank == 0, self.files.view)
+        return measure(prepared, display, record_file.append)
+
+    def show(self, measured: Measured) -> None:
+        """Print the tables and write the files that were asked for."""
+        from magicdec.serving.showing import draw_rates, draw_timeline, tables, trace_events
+
+        print_tables(tables(measured.records))
+        records, traces = measured.records, measured.traces
+        plot, trace = self.files.plot, self.files.trace
+        try:
+            if plot is not None and self.options.sweep_rate is not None:
+                draw_rates(records, plot)
+            elif plot is not None:
+                draw_timeline(records, traces, plot, self.files.plot_ms)
+            if plot is not None:
+                print(f"drawn to {plot}", file=sys.stderr)
+            if trace is not None:
+                events = trace_events(records, traces)
+                write_text("--trace", trace, json.dumps({"traceEvents": events}))
+        except ValueError as error:
+            self.failures.append(str(error))
+            print(error, file=sys.stderr)
+
+
+def announce(prepared: PreparedServing) -> None:
+    """Tell the user what was chosen, and what it needs of the memory."""
+    splits = [system.split for system in prepared.systems if system.split]
+    messages = [
+        system.transport.describe() for system in prepared.systems if system.transport is not None
+    ]
+    for split in dict.fromkeys(splits):
+        print(labelled("split", split))
+    for transport in dict.fromkeys(messages):
+        print(labelled("messages", transport))
+    announce_backend(prepared.run.config, prepared.launch)
+    print(labelled("memory", prepared.memory), flush=True)
+
+
+def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
+    """Say where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
+    tokens."""
+    noun = "record" if record_file.count == 1 else "records"
+    print(f"{record_file.count} {noun} appended to {record_file.path}", file=sys.stderr)
+    is_wrong = any(record.status == "diverged" for record in records)
+    return FAILED if is_wrong or record_file.count < len(records) else 0
+
+
+def run(name: str) -> NoReturn:
+    """The command of that name, on this rank. If another rank ends while this one needs it, every
+    rank that is left names it."""
+    launch, words = read_launch(), sys.argv[1:]
+    try:
+        with naming_lost(launch):
+            code = COMMANDS[name].parse(words, launch).run(words, launch)
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    sys.exit(code)
+
+
+def main() -> NoReturn:
+    run("serve")
+
+
+def inflight() -> NoReturn:
+    run("inflight")
+
+
+def recurrent() -> NoReturn:
+    run("recurrent")
+
+
+def pipeline() -> NoReturn:
+    run("pipeline")

@@ -1,0 +1,322 @@
+"""Ring: requests that circulate through a ring of stages, each on ranks of its own, with drafts in
+their messages or without them (recurrent pipeline parallelism; MDI-LLM, section III).
+
+Owns what a stage loads, how the stages are connected, and what is measured of them. The order of
+messages is that of the `RecurrentPipeline`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from magicdec.config.choices.transport import (
+    HOST_COPIES,
+    NCCL,
+    check_stage_group,
+    choose_transport,
+)
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import NONE
+from magicdec.console import Progress
+from magicdec.distributed.channels.connect import (
+    DevicePayloads,
+    connect_ring,
+    through_host,
+    time_round,
+)
+from magicdec.distributed.channels.message import MessageForm
+from magicdec.distributed.groups import Launch, ParallelGroups
+from magicdec.distributed.layer_split import FLAG
+from magicdec.distributed.start import make_stage_groups
+from magicdec.hardware.environment import probe_machine
+from magicdec.memory.plan import MemoryPlan, Models, max_tokens, plan_rank, plan_stage
+from magicdec.model.checkpoint.source import check_part
+from magicdec.pipeline.auto_split import DecodeStep, RingTiming, choose_split, describe_origin
+from magicdec.pipeline.emulation import DelayedSender, emulated
+from magicdec.pipeline.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics
+from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
+from magicdec.pipeline.speculation import Speculation, make_speculation, num_drafts_of
+from magicdec.pipeline.stage import Occupancy, Stage, load_part
+from magicdec.pipeline.tracing import CountingEnds, RingTrace, Span, What, gather
+from magicdec.records.metrics import percentile
+from magicdec.request import Request
+from magicdec.scheduling.plan import Limits
+from magicdec.serving.configs import (
+    alone_of,
+    check_split,
+    complete_run,
+    of_stage,
+    without_drafts,
+)
+from magicdec.serving.metrics import gaps_ms
+from magicdec.serving.modes import Pass
+from magicdec.serving.options import ServeOptions
+from magicdec.serving.system import Extras, System, Trace, Watch
+from magicdec.setup.loading import LoadedModels, StagePart
+from magicdec.setup.prepare import Known, Prepared, find
+
+PROBES = 100  # rounds that are timed without other messages
+LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
+
+
+class Ring(System):
+    """`run.config` is that of this rank's stage, and drafts if some pass does. `grid` has the
+    stages and `layers` the layers of each. A pass is opened anew with what it needs: its messages
+    and its cache have room for drafts only if it drafts."""
+
+    def __init__(
+        self,
+        run: Prepared,
+        options: ServeOptions,
+        passes: Sequence[Pass],
+        launch: Launch,
+        layers: tuple[range, ...],
+    ) -> None:
+        self.run, self.options, self.passes = run, options, passes
+        self.launch, self.layers = launch, layers
+        self.grid = options.grid(launch.world_size)
+        self.stage_number = self.grid.stage_of(launch.rank)
+        self.num_samples = options.samples(self.grid)
+        self.groups: ParallelGroups | None = None
+        self.models: LoadedModels | None = None
+        self.opened: OpenRing | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        run_config: RunConfig,
+        options: ServeOptions,
+        passes: Sequence[Pass],
+        launch: Launch,
+        known: Known,
+    ) -> Ring:
+        grid = options.grid(launch.world_size)
+        workload = options.batch_of(run_config.workload, options.samples(grid))
+        if not any(each.is_drafting for each in passes):
+            run_config = run_config.with_draft(NONE)
+        models = find(replace(run_config, workload=workload), launch, known, is_part=True)
+        options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
+        machine = known.get(("machine",), lambda: probe_machine(launch))
+        check_split(options.layer_split, grid, models.source)
+        if grid.tensor_parallel > 1:
+            check_stage_group(f"{FLAG} {options.layer_split}", models.config.parallel)
+        transport = choose_transport(models.config.parallel, machine, options.on_host)
+        of_ranks = alone_of(models, machine) if grid.tensor_parallel == 1 else models.config
+        config = of_stage(of_ranks, grid.ranks_of(grid.stage_of(launch.rank)))
+        run = complete_run(replace(models, config=config), known, options)
+        step = DecodeStep(options.batch_size, options.mean_context, num_drafts_of(config))
+        tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
+        timing = RingTiming(run, [grid.ranks_of(stage) for stage in range(grid.num_stages)], step)
+        chosen = choose_split(
+            options.layer_split, timing.stages, run.source.config.num_layers, launch,
+            f"{describe_origin(options.machine)} for messages of {step.rows} with {step.context} "
+            f"cached tokens{tokens} each",
+            lambda: timing.find_times(options.machine),
+        )  # fmt: skip
+        options = replace(options, layer_split=chosen.layer_split)
+        ring = cls(run, options, passes, launch, chosen.layers)
+        ring.transport, ring.layer_split = transport, chosen.layer_split
+        ring.split = chosen.reason and f"{FLAG} {chosen.layer_split}: {chosen.reason}"
+        return ring
+
+    def check_files(self) -> None:
+        number = self.stage_number
+        check_part(self.run.source, self.layers[number], has_ends=number == 0)
+        if number == 0 and self.run.draft_source is not None:
+            draft = self.run.draft_source
+            check_part(draft, range(draft.config.num_layers), has_ends=True)
+
+    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
+        target, draft = self.run.source.config, self.run.draft_source
+        for rank in ranks:
+            stage = self.grid.stage_of(rank)
+            whole = of_stage(self.run.config, self.grid.ranks_of(stage))
+            config = whole if each.is_drafting else without_drafts(whole)
+            plan = plan_stage(
+                replace(config, draft=None), target, len(self.layers[stage]), stage == 0, rank
+            )
+            if stage == 0 and config.draft is not None and draft is not None:
+                with_draft = plan_rank(config, Models(target, draft.config), rank)
+                plan = replace(
+                    plan, draft_weights=with_draft.draft_weights, draft_kv=with_draft.draft_kv
+                )
+            yield plan
+
+    def config_of(self, each: Pass) -> Mapping[str, Any]:
+        config = self.run.config
+        config = of_stage(config, self.grid.ranks_of(0))
+        resolved = (config if each.is_drafting else without_drafts(config)).to_dict()
+        transport = self.transport
+        resolved["parallel"]["transport"] = None if transport is None else transport.to_dict()
+        return resolved
+
+    def facts(self) -> dict[str, object]:
+        transport = self.transport
+        return {
+            "layers": [len(layers) for layers in self.layers],
+            "messages": None if transport is None else transport.describe(),
+        }
+
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        if self.groups is None:
+            collectives = self.run.config.parallel.collectives
+            self.groups = make_stage_groups(self.launch, self.grid, device, collectives)
+            self.models = LoadedModels(device, progress)
+        if self.opened is None or self.opened.is_drafting != each.is_drafting:
+            assert self.models is not None, "it is made with the groups"
+            self.opened = None  # its memory is free before the next is allocated
+            self.opened = OpenRing(self, each.is_drafting, self.groups, self.models)
+
+    def warm_up_rows(self, each: Pass) -> int:
+        return self.num_samples
+
+    def expected_threads(self, each: Pass) -> int:
+        return self.run.config.parallel.threads_of(self.launch.rank)
+
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        assert self.opened is not None, "it was opened"
+        with watch.threads.during():
+            return self.opened.serve(requests, watch)
+
+    def now(self) -> float:
+        if self.opened is None or self.opened.pipeline is None:
+            return super().now()
+        return self.opened.pipeline.shared_clock.now()
+
+    def close(self) -> None:
+        self.opened = self.models = None
+
+
+class OpenRing:
+    """This rank's stage, loaded and connected, for passes with drafts or for those without. On the
+    ranks of the first stage, `pipeline` leads."""
+
+    def __init__(
+        self, ring: Ring, is_drafting: bool, groups: ParallelGroups, models: LoadedModels
+    ) -> None:
+        self.ring, self.is_drafting, self.groups, self.models = ring, is_drafting, groups, models
+        options, chunk = ring.options, ring.run.config.attention.prefill_chunk
+        self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
+        # Tokens of a message of a whole lane that decodes.
+        self.lane_tokens = options.batch_size * (1 + self.num_drafts)
+        self.stage, self.rounds_s = self._load_stage(), list[float]()
+        limits = Limits(
+            self.stage.runner.max_tokens,
+            # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
+            prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,
+            step_tokens=1 + self.num_drafts,
+        )
+        self.num_lanes = ring.num_samples // options.batch_size
+        depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)
+        self.form, self.counting = self._connect(depth, chunk)
+        self.pipeline: RecurrentPipeline | None = None
+        self.speculation: Speculation | None = None
+        self.has_timed_links = ring.grid.num_stages == 1
+        if groups.stage == 0:
+            if is_drafting:
+                self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
+            self.pipeline = RecurrentPipeline(
+                self.stage, self.counting.ends, self.num_lanes, options.batch_size, limits, chunk,
+                speculation=self.speculation,
+            )  # fmt: skip
+
+    def _load_stage(self) -> Stage:
+        run, options, number = self.ring.run, self.ring.options, self.groups.stage
+        part = StagePart(self.ring.layers[number], has_ends=number == 0)
+        runner = load_part(
+            run.config, run.source, self.groups.target, self.models, part, self.ring.num_samples,
+            max_tokens(without_drafts(run.config)) + self.num_drafts,
+        )  # fmt: skip
+        return emulated(runner, options.emulate_stage_ms, options.pad_stage_ms)
+
+    def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, CountingEnds]:
+        """The ends of this rank, and the form of messages. At most `depth` of them are under way,
+        whose prompts are of `chunk` tokens at most."""
+        ring, transport = self.ring, self.ring.transport
+        width = ring.run.source.config.hidden_size
+        dtype = next(self.stage.runner.model.parameters()).dtype
+        num_words = ring.options.batch_size * (2 if self.is_drafting else 1)
+        form = MessageForm(width, dtype, num_words)
+        payloads: DevicePayloads | None = None
+        if transport is not None and transport.payloads == NCCL:
+            payloads = DevicePayloads(self.models.device, NCCL, width, dtype)
+            form = payloads.header_form(form)
+        # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
+        least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
+        ends = connect_ring(
+            ring.grid, ring.launch, form, depth,
+            max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY)),
+            None if transport is None else transport.headers, payloads,
+        )  # fmt: skip
+        if (link := ring.options.link) is not None:
+            ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
+        if transport is not None and transport.payloads == HOST_COPIES:
+            ends = through_host(ends, self.models.device)
+        return form, CountingEnds(ends, is_first=self.groups.stage == 0)
+
+    def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:
+        """Serve all requests. The first time, the links are timed afterwards."""
+        self.stage.occupancy = Occupancy()
+        self.counting.restart(self.ring.options.has_trace and watch.is_measured)
+        if self.speculation is not None:
+            self.speculation.counts = DraftCounts()
+        if self.pipeline is not None:
+            self.pipeline.on_send = self.counting.begin
+            self.pipeline.serve(requests, watch.tokens, watch.step)
+            self.pipeline.close()
+        else:
+            self.stage.serve(self.counting.ends)
+        uses, trace = gather(self.ring.launch, self.ring.grid, self.stage.occupancy, self.counting)
+        if not self.has_timed_links:
+            self.has_timed_links = True
+            self._time_links()
+        if self.ring.launch.rank != 0 or not watch.is_measured:
+            return Extras()
+        return Extras(ring=self._metrics(uses, requests), trace=trace_of(trace))
+
+    def _time_links(self) -> None:
+        if self.pipeline is None:
+            self.stage.serve(self.counting.ends)
+            return
+        ends, device = self.pipeline.ends, self.models.device
+        self.rounds_s = time_round(ends, self.form, self.lane_tokens, PROBES, device)
+        self.pipeline.close()
+
+    def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
+        ring = self.ring
+        gaps = [gap for request in requests for gap in gaps_ms(request)]
+        rounds_s = self.rounds_s
+        return ring_metrics(
+            [len(layers) for layers in ring.layers],
+            ring.grid.tensor_parallel,
+            (self.num_lanes, ring.options.batch_size),
+            uses,
+            self.form.num_bytes(self.lane_tokens),
+            statistics.median(rounds_s) / ring.grid.num_stages if rounds_s else None,
+            percentile(gaps, 50),
+            None if self.speculation is None else self.speculation.counts,
+            sum(len(request.output_ids) - 1 for request in requests),
+        )
+
+
+def trace_of(trace: RingTrace | None) -> Trace | None:
+    """The spans of the stages; the head of the ring is a part of the first."""
+    if trace is None:
+        return None
+    rows = [
+        [Span(What.STAGE, number, begin, end) for number, (begin, end) in enumerate(intervals)]
+        for intervals in trace.stages
+    ]
+    rows[0] += [Span(What.HEAD, number, *interval) for number, interval in enumerate(trace.head)]
+    return Trace(
+        [f"stage {number}" for number in range(len(rows))],
+        rows,
+        dict(enumerate(trace.samples)),
+        frozenset(n for n, is_prompt in enumerate(trace.are_prompts) if is_prompt),
+        trace.clock_error_s,
+    )

@@ -1,0 +1,406 @@
+"""SpeculativePipeline: requests decoded on stages of layers, token by token, with one batch of
+drafts under way, or with drafts that run ahead and are cancelled where they turn out wrong (Butler
+et al. 2024, PipeInfer).
+
+Owns what a rank loads and how ranks are connected. What is launched and cancelled is decided by the
+`PipelinedScheduler`; a stage is timed alone for `--layer_split auto`, without the head's scheduler
+and without a drafter, with which it may share its rank's cores in the run. Links have no part in
+it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.backend import check_trees
+from magicdec.config.choices.transport import NCCL, check_stage_group, choose_transport
+from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import NONE, SELF, DraftSection
+from magicdec.console import Progress
+from magicdec.distributed.channels.connect import DevicePayloads, Loopback
+from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.groups import Group, Launch, ParallelGroups
+from magicdec.distributed.layer_split import FLAG
+from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.start import make_stage_groups
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.environment import probe_machine
+from magicdec.memory.plan import (
+    MemoryPlan,
+    Models,
+    max_tokens,
+    plan_rank,
+    plan_stage,
+    working_bytes,
+)
+from magicdec.model.checkpoint.source import check_part
+from magicdec.model.config import ModelConfig
+from magicdec.pipeline.auto_split import (
+    STEPS,
+    DecodeStep,
+    Timer,
+    Timing,
+    check_source,
+    choose_split,
+    describe_origin,
+)
+from magicdec.pipeline.stage import load_part
+from magicdec.pipeline.tracing import Spans, What, clocks_of, gather_spans
+from magicdec.pipelined_run.channels import CancelBoard, Connections
+from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
+from magicdec.pipelined_run.head import Head, PipelineRank
+from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout, read_split
+from magicdec.pipelined_run.metrics import Observed, speculation_metrics
+from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, Part, StageLoop
+from magicdec.pipelined_speculation import messages
+from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+from magicdec.sampling.coupled import CoupledSampling
+from magicdec.serving.configs import alone_of, complete_run, without_drafts
+from magicdec.serving.modes import Pass
+from magicdec.serving.options import ServeOptions
+from magicdec.serving.system import Extras, System, Trace, Watch
+from magicdec.setup.loading import LoadedModels, StagePart, make_draft
+from magicdec.setup.prepare import Found, Known, Prepared, find
+from magicdec.simulator.text import draw_ranks
+
+SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
+
+
+class SpeculativePipeline(System):
+    """`run.config` is that of one rank, which needs no other to compute what it holds, and which
+    drafts nothing. `drafting` is `run` with the draft model, None if no model drafts."""
+
+    def __init__(
+        self,
+        run: Prepared,
+        drafting: Prepared | None,
+        options: ServeOptions,
+        passes: Sequence[Pass],
+        launch: Launch,
+        layout: Layout,
+    ) -> None:
+        self.run, self.drafting, self.options = run, drafting, options
+        self.passes, self.launch, self.layout = passes, launch, layout
+        self.needs_drafts = any(each.is_drafting for each in passes)
+        self.rank, self.sampling = launch.rank, CoupledSampling(run.config.sampling)
+        self.member: PipelineRank | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        run_config: RunConfig,
+        options: ServeOptions,
+        passes: Sequence[Pass],
+        launch: Launch,
+        known: Known,
+    ) -> SpeculativePipeline:
+        is_drafting = any(each.is_drafting for each in passes)
+        has_script = options.emulate_acceptance is not None
+        run_config = run_config.with_draft(NONE) if has_script or not is_drafting else run_config
+        run_config = with_own_model(run_config)
+        models = find(with_lanes(run_config, options), launch, known, is_part=True)
+        model = models.source.config
+        options.check_lengths(model.max_length, f"--model {run_config.model.model}")
+        layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
+        if is_drafting:
+            check_draft_ranks(models, options, layout)
+        if options.is_measured:
+            check_source(str(options.layer_split), models.source)
+        if options.speculation.spare_cells:
+            check_cells(models.config, model)
+        machine = known.get(("machine",), lambda: probe_machine(launch))
+        drafting = of_lanes(alone_of(models, machine), options.speculation.lanes)
+        drafting = with_draft_ranks(drafting, models.config.draft, layout.draft_ranks)
+        transport = choose_transport(models.config.parallel, machine, options.on_host)
+        run = complete_run(replace(models, config=drafting), known, options)
+        draft = None if models.draft is None else replace(run, config=of_drafts(drafting))
+        run = replace(run, config=without_drafts(drafting))
+        most = max(shape.output_len for shape in options.shapes) - 1
+        num_drafts = min(options.speculation.gamma, most) if is_drafting else 0
+        context = min(options.mean_context, model.max_length - 1 - num_drafts)
+        step = DecodeStep(1, context, num_drafts)
+        rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"
+        timing = RunTiming(run, [(rank,) for rank in layout.stages], step)
+        split = read_split(options.layer_split)
+        chosen = choose_split(
+            split.stages, timing.stages, model.num_layers, launch,
+            f"{describe_origin(options.machine)} for runs of {rows} after {step.context} tokens",
+            lambda: timing.find_times(options.machine),
+        )  # fmt: skip
+        layout = layout.with_layers(chosen.layers)
+        system = cls(run, draft, options, passes, launch, layout)
+        system.transport, system.layer_split = transport, options.layer_split
+        if options.is_measured:
+            system.layer_split = str(replace(split, stages=chosen.layer_split))
+        system.split = chosen.reason and f"{FLAG} {system.layer_split}: {chosen.reason}"
+        return system
+
+    def check_files(self) -> None:
+        """The files of a split checkpoint have both ends of the model in the first stage's."""
+        source, draft = self.run.source, self.run.draft_source
+        if draft is not None and self.rank in self.layout.draft_ranks:
+            check_part(draft, range(draft.config.num_layers), has_ends=True)
+        layers = self.layout.layers[self.rank]
+        if self.options.emulate_stage_ms is None and len(layers):
+            check_part(source, layers, has_ends=self._has_end(layers))
+
+    def _has_end(self, layers: range) -> bool:
+        return layers.start == 0 or layers.stop == self.run.source.config.num_layers
+
+    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
+        """A stage with an end of the model is planned as if it had both."""
+        model, draft_ranks = self.run.source.config, self.layout.draft_ranks
+        for rank in ranks:
+            layers = self.layout.layers[rank]
+            if self.options.emulate_stage_ms is None and len(layers):
+                yield plan_stage(self.run.config, model, len(layers), self._has_end(layers), 0)
+            if (drafting := self.drafting) is not None and rank in draft_ranks:
+                config, draft = drafting.config, drafting.draft_source
+                assert draft is not None, "a model drafts"
+                parallel = replace(config.parallel, rank_group=(rank,))
+                models = Models(model, draft.config)
+                plan = plan_rank(replace(config, parallel=parallel), models, rank)
+                shard = Shard(draft_ranks.index(rank), len(draft_ranks))
+                working = working_bytes(config, draft.config, shard)
+                yield MemoryPlan(0, 0, plan.draft_weights, plan.draft_kv, working)
+
+    def config_of(self, each: Pass) -> Mapping[str, Any]:
+        config, transport = self.run.config.to_dict(), self.transport
+        config["parallel"]["transport"] = None if transport is None else transport.to_dict()
+        if each.is_drafting and self.drafting is not None:
+            of_draft = self.drafting.config.to_dict()
+            config |= {name: of_draft[name] for name in ("draft", "kv")}
+        return config
+
+    def facts(self) -> dict[str, object]:
+        transport = self.transport
+        return {
+            "layers": [len(layers) for layers in self.layout.layers],
+            "messages": None if transport is None else transport.describe(),
+        }
+
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        """Load what this rank computes, and connect it with the others, once for all passes."""
+        if self.member is not None:
+            return
+        run, launch, layout = self.run, self.launch, self.layout
+        models = LoadedModels(device, progress)
+        groups = make_stage_groups(
+            launch, StageGrid(launch.world_size), device, run.config.parallel.collectives,
+            None if self.drafting is None else layout.draft_ranks,
+        )  # fmt: skip
+        payloads: DevicePayloads | None = None
+        if self.transport is not None and self.transport.payloads == NCCL:
+            width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
+            payloads = DevicePayloads(device, NCCL, width, dtype)
+        part = self._load_part(models) if self.rank in layout.stages else None
+        drafter = None
+        if self.needs_drafts and self.rank in layout.draft_ranks:
+            drafter = self._make_drafter(groups.draft, models)
+        headers = None if self.transport is None else self.transport.headers
+        connections = Connections(layout, launch, headers, self.options.link, payloads)
+        wires = connections.connect(self.needs_drafts)
+        self.member = PipelineRank(self.rank, wires, part, drafter, device)
+
+    def warm_up_rows(self, each: Pass) -> int:
+        return self.options.speculation.lanes
+
+    def expected_threads(self, each: Pass) -> int:
+        computes = self.member is not None and self.member.computes
+        return self.run.config.parallel.threads_of(self.rank) if computes else 0
+
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        assert self.member is not None, "it was opened"
+        scheduler = PipelinedScheduler(
+            replace(self.options.speculation, mode=each.mode),
+            self.run.config.attention.prefill_chunk,
+        )
+
+        def lead(head: Head) -> None:
+            head.serve(scheduler, requests, watch.tokens)
+            watch.counts.moves = head.moves
+            watch.counts.num_steps = scheduler.counts.runs
+
+        spans = gather_spans(self.member.serve(lead, watch.threads), clocks_of(self.launch))
+        if self.rank != 0 or not watch.is_measured:
+            return Extras()
+        begin_s = min(request.token_times_s[0] for request in requests)
+        end_s = max(request.token_times_s[-1] for request in requests)
+        observed = Observed(self.layout, spans, begin_s, end_s)
+        prompts = frozenset(span.run for span in spans[0] if span.what is What.PROMPT)
+        ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans))]
+        return Extras(
+            speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
+            trace=Trace(ranks, spans, {}, prompts),
+        )
+
+    def close(self) -> None:
+        if self.member is not None:
+            self.member.close()
+        self.member = None
+
+    def _load_part(self, models: LoadedModels) -> Part:
+        run, options, layers = self.run, self.options, self.layout.layers[self.rank]
+        if options.emulate_stage_ms is not None:
+            is_last = self.rank == self.layout.stages[-1]
+            return EmulatedPart(len(layers), options.emulate_stage_ms / 1e3, is_last)
+        runner = load_part(
+            run.config, run.source, Group((0,), 0), models, StagePart(layers, None),
+            options.speculation.lanes, max_tokens(run.config),
+        )  # fmt: skip
+        return ModelPart(runner, self.sampling)
+
+    def _make_drafter(self, group: Group | None, models: LoadedModels) -> Drafter:
+        if self.options.emulate_acceptance is not None:
+            return self._scripted(self.options.emulate_acceptance)
+        if self.drafting is None:
+            return LookupDrafter()
+        config = self.drafting.config
+        assert group is not None, "this rank drafts"
+        groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
+        draft = make_draft(self.drafting, groups, max_tokens(config), models)
+        assert draft is not None, "a model drafts"
+        vocab_size = self.drafting.source.config.vocab_size
+        return ModelDrafter(draft, config.kv, vocab_size, self.sampling)
+
+    def _scripted(self, acceptance: float) -> ScriptedDrafter:
+        shapes, outputs = self.options.shapes, self.expected
+        if outputs is None:  # of emulated stages
+            outputs = [[s.prompt_len + i for i in range(s.output_len)] for s in shapes]
+        ranks = [
+            draw_ranks([acceptance], shape.output_len, self.run.workload.seed + index)
+            for index, shape in enumerate(shapes)
+        ]
+        return ScriptedDrafter(
+            outputs,
+            [shape.prompt_len for shape in shapes],
+            ranks,
+            [SCRIPTED_PROBABILITY],
+            seconds=(self.options.emulate_draft_ms or 0.0) / 1e3,
+        )
+
+
+def with_own_model(run_config: RunConfig) -> RunConfig:
+    """`run_config` with the draft model that runs. To the ranks, self-speculation is a whole model
+    on the draft's ranks with a KV cache of its own: the target, with its dtype."""
+    if run_config.decoding.drafter != SELF:
+        return run_config
+    own = DraftSection(model=run_config.model.model, draft_dtype=run_config.model.target_dtype)
+    decoding = replace(run_config.decoding, drafter="model")
+    return replace(run_config, draft=own, decoding=decoding)
+
+
+def with_lanes(run_config: RunConfig, options: ServeOptions) -> RunConfig:
+    """`run_config` with a row for each lane, which has room for the spare cells of the lane too.
+    All that follows a prompt may be drafted before any of it is committed."""
+    speculation = options.speculation
+    workload = options.batch_of(run_config.workload, speculation.lanes, speculation.spare_cells)
+    assert workload.gen_len is not None, "the batch has room for outputs"
+    decoding = replace(run_config.decoding, num_draft_tokens=workload.gen_len)
+    return replace(run_config, workload=workload, decoding=decoding)
+
+
+def of_lanes(config: ResolvedConfig, num_lanes: int) -> ResolvedConfig:
+    """The config of a rank that computes without the others, with a row for each lane."""
+    parallel = replace(config.parallel, rank_group=(0,))
+    workload = replace(config.workload, batch_size=num_lanes)
+    return replace(config, parallel=parallel, workload=workload)
+
+
+def with_draft_ranks(
+    config: ResolvedConfig, draft: ResolvedDraft | None, ranks: tuple[int, ...]
+) -> ResolvedConfig:
+    """`config`, of one rank, with the draft on these ranks. `draft` is that of ranks that compute
+    together, whose collectives native steps must be able to call."""
+    if draft is None:
+        return config
+    shared = draft if len(ranks) > 1 else config.draft
+    assert shared is not None, "the same run has a draft"
+    return replace(config, draft=replace(shared, rank_group=ranks))
+
+
+def of_drafts(config: ResolvedConfig) -> ResolvedConfig:
+    """The config by which the draft's cache is made: what follows a prompt are its draft tokens."""
+    return replace(config, workload=replace(config.workload, gen_len=0))
+
+
+def check_draft_ranks(models: Found, options: ServeOptions, layout: Layout) -> None:
+    """Raises ValueError if several ranks are to draft what they cannot share."""
+    count, split, draft = len(layout.draft_ranks), f"{FLAG} {options.layer_split}", models.draft
+    if count == 1:
+        return
+    if draft is None:
+        is_emulated = options.emulate_acceptance is not None
+        drafter = "--emulate_acceptance" if is_emulated else f"--draft {options.draft}"
+        raise ValueError(
+            f"{split}: {drafter} has no layers that {count} ranks could share; give 1.0 or "
+            f"{ON_HEAD} behind the slash"
+        )
+    check_stage_group(split, models.config.parallel)
+    try:
+        Shard(0, count).heads(draft.config.num_heads, draft.config.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"{split}, draft {draft.name}: {error}") from error
+
+
+def check_cells(config: ResolvedConfig, model: ModelConfig) -> None:
+    """Raises ValueError if runs cannot have cells other than those of their positions."""
+    check_trees(config.attention.backend)
+    if model.sliding_window is not None:
+        raise ValueError(
+            f"--np: {config.model.model} has a sliding window, under which every token must lie in "
+            "the cell of its position; choose --np 1"
+        )
+
+
+class RunTiming(Timing):
+    """Runs of `step.num_tokens` rows that follow `step.context` tokens of one request. Every run
+    takes the place of the one before it. `run.config` is that of one rank, without drafts."""
+
+    head_stage = -1
+    growth = 1
+
+    def end_of(self, stage: int) -> StagePart | None:
+        last = self.run.source.config.num_layers - 1
+        if stage == 0:
+            return StagePart(range(1), None)
+        is_last = stage == len(self.stages) - 1
+        return StagePart(range(last, last + 1), None) if is_last else None
+
+    def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
+        part = ModelPart(runner, CoupledSampling(self.config.sampling))
+        return partial(time_part, part, self.step)
+
+
+def time_part(part: ModelPart, step: DecodeStep) -> float:
+    """Seconds from run to run where the next run always waits already: the median, which a run that
+    was held up does not move."""
+    num_rows, places = step.num_tokens, tuple(range(step.context, step.context + step.num_tokens))
+    run = messages.Launch(
+        run=0, request=0, lane=0, parent=-1, is_speculative=num_rows > 1, num_outputs=num_rows,
+        tokens=(1,) * num_rows, positions=places, cells=places,
+        parents=tuple(range(-1, num_rows - 1)), moves=(),
+        context=messages.to_ranges(step.context, ()),
+    )  # fmt: skip
+    spans, inbound, model = Spans(), Loopback(), part.runner.model
+    payload: Tensor | None = None
+    if not model.has_embedding:
+        dtype = next(model.parameters()).dtype
+        payload = torch.full((1, num_rows, model.config.hidden_size), 0.1, dtype=dtype)
+    message = Message(Kind.HIDDEN, run.run, words=run.to_words(), payload=payload)
+    for _ in range(STEPS + 1):
+        inbound.send(message)
+    inbound.send(Message(Kind.END))
+    StageLoop(part, inbound, Loopback(), CancelBoard(), spans).serve()
+    return statistics.median(b.end_s - a.end_s for a, b in pairwise(spans))

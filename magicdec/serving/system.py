@@ -1,0 +1,219 @@
+"""System: what serves requests in one or several modes, on the ranks of a command.
+`serving/modes.py` names the systems. Also what every system needs: requests with their arrivals,
+and a clock that all ranks of a group share.
+
+A system is made before any process group exists (`prepare`). It says what its ranks will hold
+(`plans`), loads that (`open`), serves all requests in each of its passes (`serve`), and gives the
+memory back (`close`). All ranks make the same systems and call the same methods together, also
+those that have no part in a pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from magicdec.config.choices.transport import Transport
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import SamplingSection
+from magicdec.console import Progress
+from magicdec.distributed.groups import Group, Launch
+from magicdec.hardware.threads import ThreadCount
+from magicdec.hardware.timing import Clock, RealClock
+from magicdec.memory.check import Room
+from magicdec.memory.plan import MemoryPlan
+from magicdec.pipeline.tracing import Span
+from magicdec.request import Request
+from magicdec.sampling.sampling import make_params
+from magicdec.scheduling.plan import Plan
+from magicdec.serving.live_view import View
+from magicdec.serving.metrics import StepCounts
+from magicdec.serving.modes import Pass
+from magicdec.serving.options import ServeOptions
+from magicdec.setup.prepare import Known, Prepared
+from magicdec.workload.request_shapes import RequestShape
+
+if TYPE_CHECKING:
+    from magicdec.pipeline.metrics import RingMetrics
+    from magicdec.pipelined_speculation.metrics import SpeculationMetrics
+
+WARM_UP_TOKENS = 3
+
+
+def ignore(num_tokens: int) -> None:
+    """Nobody counts the tokens."""
+
+
+@dataclass
+class Watch:
+    """What a system tells while it serves: the plan of each step that schedules rows (`step`), the
+    number of tokens that came (`tokens`), and with how many threads it computes (`threads`, which
+    it notes around what computes)."""
+
+    counts: StepCounts = field(default_factory=StepCounts)
+    tokens: Callable[[int], None] = ignore
+    threads: ThreadCount = field(default_factory=ThreadCount)
+    view: View | None = None
+    is_measured: bool = False
+
+    def step(self, plan: Plan) -> None:
+        self.counts.watch(plan)
+        if self.view is not None:
+            self.view.step(self.counts.in_flight)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What stages or ranks did when, by the clock of the first rank. `rows` are their names, and
+    `spans` those of each. Spans are numbered by message or run: `requests` has the ids of the
+    requests in it, where they are known, and `prompts` the numbers of those that prefill.
+    `clock_error_s` is the largest possible error of a time."""
+
+    rows: Sequence[str]
+    spans: Sequence[Sequence[Span]]
+    requests: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    prompts: frozenset[int] = frozenset()
+    clock_error_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a system with stages measured beside the times of requests, on the first rank."""
+
+    ring: RingMetrics | None = None
+    speculation: SpeculationMetrics | None = None
+    trace: Trace | None = None
+
+
+class System(ABC):
+    """`run` has the config, the models and the prompts with which this rank serves in `passes`.
+    `expected` are the output tokens of the command's first pass, which an emulated drafter
+    knows."""
+
+    run: Prepared
+    passes: Sequence[Pass]
+    layer_split: str | None = None  # as `--layer_split` would name the layers of the stages
+    split: str = ""  # what `--layer_split auto` chose, in one line
+    transport: Transport | None = None  # of messages between stages
+    expected: list[list[int]] | None = None
+
+    @classmethod
+    @abstractmethod
+    def prepare(
+        cls,
+        run_config: RunConfig,
+        options: ServeOptions,
+        passes: Sequence[Pass],
+        launch: Launch,
+        known: Known,
+    ) -> System:
+        """Find and check what the system needs for `passes`. Raises ValueError, one line naming the
+        flag, for errors that a user can correct."""
+
+    @abstractmethod
+    def check_files(self) -> None:
+        """Raises ValueError if a part of a checkpoint that this rank reads is not on this host."""
+
+    @abstractmethod
+    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
+        """What those of these ranks that hold anything in a pass hold."""
+
+    def advice(self, each: Pass, room: Room) -> str:
+        """What to do where a pass does not fit into `room`."""
+        return "serve fewer or shorter requests at a time"
+
+    @abstractmethod
+    def config_of(self, each: Pass) -> Mapping[str, Any]:
+        """The resolved config that a pass runs with, as its record has it."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, object]:
+        """What must be equal on all ranks, by what it is called in a message."""
+
+    @abstractmethod
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        """Load what this rank holds in a pass, and connect it with the others. What an earlier pass
+        has opened stays where it serves this one too."""
+
+    @abstractmethod
+    def warm_up_rows(self, each: Pass) -> int:
+        """How many requests a pass serves at once."""
+
+    @abstractmethod
+    def expected_threads(self, each: Pass) -> int:
+        """The CPU threads with which this rank computes in a pass that is open; 0 if it waits."""
+
+    @abstractmethod
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        """Serve all requests, each from its arrival on, until they have ended. The first rank's
+        requests get their tokens. Raises ValueError, before the first step, if a request can never
+        be served."""
+
+    def now(self) -> float:
+        """The time by the clock of arrivals. All ranks that compute must call it equally often."""
+        return RealClock().now()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back all that `open` took."""
+
+
+def make_requests(
+    prompts: Sequence[tuple[int, ...]],
+    shapes: Sequence[RequestShape],
+    begin_s: float,
+    sampling: SamplingSection,
+    end_ids: tuple[int, ...] = (),
+    is_coupled: bool = False,
+) -> list[Request]:
+    """The requests, of which the first arrives at `begin_s`. Each takes as much of its prompt as
+    its shape says, and ends at its output length or with a token of `end_ids`. Its random numbers
+    follow from its place in the order of arrival, so that they are the same in every pass;
+    `sampling.coupled` explains `is_coupled`."""
+    requests = []
+    for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
+        params = make_params(sampling, shape.output_len, end_ids, i, is_coupled)
+        request = Request(i, prompt[: shape.prompt_len], params)
+        request.arrived_s = begin_s + shape.arrival_ms / 1e3
+        requests.append(request)
+    return requests
+
+
+def shortened(shapes: Sequence[RequestShape], chunk: int) -> list[RequestShape]:
+    """The shapes of requests that warm up: at most `chunk` tokens of each prompt, and few more."""
+    return [
+        RequestShape(0.0, min(chunk, shape.prompt_len), min(WARM_UP_TOKENS, shape.output_len))
+        for shape in shapes
+    ]
+
+
+@dataclass(frozen=True)
+class GroupClock:
+    """`clock` is that of this rank. All ranks of the group must call `now` equally often."""
+
+    clock: Clock
+    group: Group
+    device: torch.device
+
+    def now(self) -> float:
+        return of_first_rank(self.clock.now(), self.group, self.device)
+
+    def wait_until(self, at: float) -> None:
+        """Only the first rank waits. The others wait for it when they need its time or its plan."""
+        if self.group.index == 0:
+            self.clock.wait_until(at)
+
+    def after_step(self) -> None:
+        self.clock.after_step()
+
+
+def of_first_rank(value: float, group: Group, device: torch.device) -> float:
+    """The `value` of the group's first rank, on every rank. All must call it."""
+    if group.size == 1:
+        return value
+    sent = torch.tensor([value], dtype=torch.float64, device=device)
+    return float(group.broadcast(sent, 0).item())
