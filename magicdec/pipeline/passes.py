@@ -8,7 +8,6 @@ Every pass serves a few shortened requests first, unmeasured, and then all of th
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +31,7 @@ from magicdec.distributed.start import make_groups, make_stage_groups
 from magicdec.engine import Engine
 from magicdec.hardware.environment import release_memory
 from magicdec.hardware.threads import ThreadCount, use_threads
+from magicdec.hardware.timing import Clock, RealClock
 from magicdec.memory.plan import max_tokens
 from magicdec.memory.sampler import MemorySampler
 from magicdec.names import BASELINE, SEQUENTIAL
@@ -100,14 +100,16 @@ def serve_measured(
     observe: Observe,
     after_warm_up: Callable[[], None] = lambda: None,
     is_coupled: bool = False,
+    clock: Clock = RealClock(),
 ) -> Outcome:
     """Serve the first requests once, shortened, so that what happens once is not measured. Then
-    serve all. `serve` gets the requests, where to count steps, and `observe`."""
+    serve all. `serve` gets the requests, where to count steps, and `observe`. Requests arrive from
+    the time of `clock` on."""
     config, prompts = run.config, run.workload.prompts
     ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
 
     def arrived(shapes: Sequence[RequestShape]) -> list[Request]:
-        begin_s = time.perf_counter()
+        begin_s = clock.now()
         return make_requests(prompts, shapes, begin_s, config.sampling, ends, is_coupled)
 
     short = shortened(shapes[:rows], config.attention.prefill_chunk)
@@ -311,8 +313,9 @@ class RingPass:
                 speculation.counts = DraftCounts()
 
         outcome = serve_measured(
-            prepared.run, options.flags.shapes, serve, options.n_samples, observe, time_links
-        )
+            prepared.run, options.flags.shapes, serve, options.n_samples, observe, time_links,
+            clock=pipeline.shared_clock,
+        )  # fmt: skip
         uses, trace = gather(prepared.run.launch, prepared.grid, stage.occupancy, counting)
         link_s = statistics.median(rounds) / num_stages if rounds else None
         drafts = None if speculation is None else speculation.counts

@@ -162,8 +162,8 @@ PROPERTIES = (
                   "serve(arrived(short), StepCounts(), observe)"),
             Fault("requests that arrive with those of the warm-up", "pipeline/passes.py",
                   "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"
-                  "        begin_s = time.perf_counter()\n",
-                  "    begin_s = time.perf_counter()\n\n"
+                  "        begin_s = clock.now()\n",
+                  "    begin_s = clock.now()\n\n"
                   "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"),
         ),
     ),
