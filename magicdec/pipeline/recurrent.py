@@ -88,7 +88,8 @@ class RecurrentPipeline:
         clock: Clock | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        assert num_lanes * lane_size <= stage.runner.num_rows and limits.num_blocks is None
+        assert num_lanes * lane_size <= stage.runner.num_rows
+        assert limits.num_blocks is None and limits.max_waiting is None
         self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
         self.clock, self.speculation = clock or RealClock(), speculation
         self.shared_clock = GroupClock(self.clock, stage.runner.group, stage.runner.device)
@@ -145,20 +146,18 @@ class RecurrentPipeline:
         self.ends.outbound.close()
 
     def _take_arrivals(self, watch: Watcher) -> bool:
-        """Let requests that have arrived wait for rows, and begin idle lanes. Returns whether one of
-        them has begun. All ranks of the first stage read the shared clock equally often."""
-        scheduler, num_waiting = self.lanes[0].scheduler, len(self._arrivals)
+        """Let requests that have arrived wait for rows, and begin idle lanes. Returns whether one
+        of them has begun. All ranks of the first stage read the shared clock equally often."""
         if not self._arrivals:
             return False
         now = self.shared_clock.now()
-        while self._arrivals and self._arrivals[0].arrived_s <= now and scheduler.has_room:
+        while self._arrivals and self._arrivals[0].arrived_s <= now:
             request = self._arrivals.popleft()
-            scheduler.add([request], request.arrived_s)
-        if len(self._arrivals) == num_waiting:
-            return False
+            self.lanes[0].scheduler.add([request], request.arrived_s)  # the queue of all lanes
         idle_lanes = sorted(self._idle_lanes, key=lambda lane: lane.index)
         self._idle_lanes = []
-        return any([self._begin(lane, watch) for lane in idle_lanes])
+        prefills = [self._begin(lane, watch) for lane in idle_lanes]
+        return any(prefills)
 
     def _begin(self, lane: Lane, watch: Watcher) -> bool:
         """Send the messages of the lane's next step; if there is none, it is idle. Returns whether

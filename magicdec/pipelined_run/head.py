@@ -114,8 +114,8 @@ class Head:
         requests: Sequence[Request],
         observe: Observer = lambda num_tokens: None,
     ) -> None:
-        """Serve `requests`, each from its `arrived_s` on, until all have ended and every run is home.
-        The scheduler numbers them in the order of arrival, and so do drafters."""
+        """Serve `requests`, each from its `arrived_s` on, until all have ended and every run is
+        home. The scheduler and the drafters number them in the order of arrival."""
         self.drafted, self.moves = [], {}
         self.counts, self.served_from = scheduler.counts, (self.first_run, self.first_draft)
         serving = Serving(self, scheduler, requests, observe)

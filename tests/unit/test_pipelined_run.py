@@ -3,6 +3,7 @@ saves exactly the layers that it should."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,7 +20,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from several_ranks import generate_alone
+from several_ranks import arrive_over_time, generate_alone
 from threaded_pipeline import FakePart, Served, divide, serve
 
 from magicdec.config.sections import KVSection, SamplingSection
@@ -118,6 +119,23 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
         assert counts.accepted == counts.drafted and not counts.invalid_runs
     for stage, part in zip(found.stages, parts, strict=True):
         assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
+
+
+@pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
+def test_requests_that_arrive_over_time_have_the_same_tokens(mode: str) -> None:
+    """None begins before it has arrived, and the scheduler is idle before the first arrives."""
+    served = requests(SAMPLED)
+    arrive_over_time(served, time.perf_counter(), 10.0)
+    parts = [
+        ModelPart(make_runner(part, 2, MAX_TOKENS), CoupledSampling(SAMPLED))
+        for part in divide(target(), 2)
+    ]
+    drafter = model_drafter(similar(), "full", 2, SAMPLED)
+    found = serve(parts, drafter, Options(mode=mode, gamma=3, lanes=2), served, CHUNK)
+    assert [request.output_ids for request in served] == one_process(SAMPLED)
+    for request in served:
+        (joined_s,) = found.moves[request.request_id].joined_s
+        assert request.arrived_s <= joined_s < request.token_times_s[0]
 
 
 def least_margin(request: Request) -> float:

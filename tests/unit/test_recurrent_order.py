@@ -30,8 +30,8 @@ CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
 
 
 class Ring:
-    """All other stages: messages come home in their order, and each has been seen. A step of `clock`
-    passes while the first stage waits for one."""
+    """All other stages: messages come home in their order, and each has been seen. A step of
+    `clock` passes while the first stage waits for one."""
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.step_clock = clock or VirtualClock(0.0)
