@@ -163,8 +163,8 @@ def check_cells(config: ResolvedConfig, model: ModelConfig) -> None:
     check_trees(config.attention.backend)
     if model.sliding_window is not None:
         raise ValueError(
-            f"--np and --relaunch: {config.model.model} has a sliding window, under which every "
-            "token must lie in the cell of its position; choose --np 1 without --relaunch"
+            f"--np: {config.model.model} has a sliding window, under which every token must lie in "
+            "the cell of its position; choose --np 1"
         )
 
 

@@ -123,9 +123,6 @@ class PipelineUse(Part):
     invalid_runs: int = recorded(
         "cancelled, because none of their rows could be right any more", label="invalid"
     )
-    superfluous_runs: int = recorded(
-        "cancelled, because all that they tell was known", label="superfluous"
-    )
     skipped_before: int = recorded(
         "runs that a stage skipped before its first layer; summed over the stages",
         label="skipped before a stage",
@@ -225,7 +222,6 @@ def pipeline_use(observed: Observed, counts: Counts, has_drafts: bool) -> Pipeli
         runs=counts.runs,
         speculative_runs=counts.speculative_runs,
         invalid_runs=counts.invalid_runs,
-        superfluous_runs=counts.superfluous_runs,
         skipped_before=before,
         skipped_inside=inside,
         layers_computed=computed,
