@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from magicdec.engine import Engine
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.request import Request
+from magicdec.workload.arrivals import poisson
 
 PROMISED_S = 30  # until all ranks have ended after one was killed
 
@@ -54,6 +56,14 @@ def generate_alone(
         )
         outputs.append(list(done.output_ids))
     return outputs
+
+
+def arrive_over_time(requests: Sequence[Request], begin_s: float, mean_ms: float) -> None:
+    """Let `requests` arrive one after the other, with exponential gaps. Also before the first one
+    there is nothing to do."""
+    arrivals_ms = poisson(mean_ms, len(requests), Random(3))
+    for request, arrival_ms in zip(requests, arrivals_ms, strict=True):
+        request.arrived_s = begin_s + (mean_ms + arrival_ms) / 1e3
 
 
 def check_killed(

@@ -13,6 +13,7 @@ from torch import Tensor
 from magicdec.distributed.channels.connect import Loopback
 from magicdec.distributed.channels.message import Message
 from magicdec.executor.executor import Cancellation, check
+from magicdec.hardware.timing import Clock
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.tracing import Span, Spans
 from magicdec.pipelined_run.channels import CancelBoard, Canceller
@@ -48,6 +49,7 @@ def serve(
     prefill_chunk: int | None = None,
     board: CancelBoard | None = None,
     before: Sequence[Request] = (),
+    clock: Clock | None = None,
 ) -> Served:
     """Serve `requests` to their end. The same head serves `before` first, with the same options."""
     board, events = board or CancelBoard(), Events()
@@ -59,7 +61,7 @@ def serve(
         loops.append(StageLoop(part, inbound, outbound, board, of_stage).serve)
     threads = [in_thread(loop, events) for loop in loops]
     threads += [forward(channels[-1], True, events), forward(answers, False, events)]
-    head = Head(channels[0], Canceller(board), asks, events, of_head)
+    head = Head(channels[0], Canceller(board), asks, events, of_head, clock)
     if before:
         head.serve(PipelinedScheduler(options, prefill_chunk), before)
     first_run, scheduler = head.first_run, PipelinedScheduler(options, prefill_chunk)

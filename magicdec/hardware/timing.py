@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -142,3 +143,31 @@ class RealClock:
 
     def after_step(self) -> None:
         """The time has passed by itself."""
+
+
+@dataclass(frozen=True)
+class GroupClock:
+    """`clock` is that of this rank. All ranks of the group must call `now` equally often."""
+
+    clock: Clock
+    group: Group
+    device: torch.device
+
+    def now(self) -> float:
+        return of_first_rank(self.clock.now(), self.group, self.device)
+
+    def wait_until(self, at: float) -> None:
+        """Only the first rank waits. The others wait for it when they need its time or its plan."""
+        if self.group.index == 0:
+            self.clock.wait_until(at)
+
+    def after_step(self) -> None:
+        self.clock.after_step()
+
+
+def of_first_rank(value: float, group: Group, device: torch.device) -> float:
+    """The `value` of the group's first rank, on every rank. All must call it."""
+    if group.size == 1:
+        return value
+    sent = torch.tensor([value], dtype=torch.float64, device=device)
+    return float(group.broadcast(sent, 0).item())

@@ -5,6 +5,7 @@ Large Language Models at the Edge", section III).
 Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
 with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
 one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
+A lane without requests is idle until one arrives.
 
 With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
 many tokens every stage keeps of each row: without those drafts that were rejected last.
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from magicdec.distributed.channels.connect import RingEnds
 from magicdec.distributed.channels.message import Kind, Message
-from magicdec.hardware.timing import Clock, RealClock
+from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.pipeline.speculation import Draft, Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
@@ -86,9 +87,11 @@ class RecurrentPipeline:
         clock: Clock | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        assert num_lanes * lane_size <= stage.runner.num_rows and limits.num_blocks is None
+        assert num_lanes * lane_size <= stage.runner.num_rows
+        assert limits.num_blocks is None and limits.max_waiting is None
         self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
         self.clock, self.speculation = clock or RealClock(), speculation
+        self.shared_clock = GroupClock(self.clock, stage.runner.group, stage.runner.device)
         waiting = WaitingQueue(fcfs)
         self.lanes = [
             Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
@@ -96,6 +99,8 @@ class RecurrentPipeline:
         ]
         self.on_send: Callable[[Flight], None] = lambda flight: None
         self._under_way: deque[Flight] = deque()
+        self._idle_lanes = list(self.lanes)
+        self._arrivals: deque[Request] = deque()  # those that have not arrived yet
 
     def serve(
         self,
@@ -103,22 +108,31 @@ class RecurrentPipeline:
         observe: Callable[[int], None] = lambda num_tokens: None,
         watch: Watcher = lambda plan: None,
     ) -> None:
-        """Serve `requests`, which arrive now, until all have ended. Raises ValueError, before the
-        first message, if one of them can never be served. `observe` is called with the number of
-        tokens that a message emitted, `watch` with the plan of every step of a lane."""
-        self.lanes[0].scheduler.add(requests, self.clock.now())
+        """Serve `requests`, each from its `arrived_s` on, until all have ended. Raises ValueError,
+        before the first message, if one of them can never be served. `observe` is called with the
+        number of tokens that a message emitted, `watch` with the plan of every step of a lane. On
+        several ranks, all must have the same requests; the clock of the first rank counts."""
+        for request in requests:
+            self.lanes[0].scheduler.limits.check(request)
+        self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         first_s, occupancy = time.perf_counter(), self.stage.occupancy
-        for lane in self.lanes:
-            self._begin(lane, watch)
-        while self._under_way:
+        self._take_arrivals(watch)
+        while self._under_way or self._arrivals:
             begin_s = time.perf_counter()
+            if not self._under_way:
+                self.shared_clock.wait_until(self._arrivals[0].arrived_s)
+                occupancy.waiting_s += time.perf_counter() - begin_s
+                self._take_arrivals(watch)
+                continue
             message = self.ends.inbound.receive()
             arrived = time.perf_counter()
             occupancy.waiting_s += arrived - begin_s
             flight = self._under_way.popleft()
             assert message.run == flight.lane.index, "messages come home in their order"
             observe(self._land(flight, message))
-            prefills = flight.ends_step and self._begin(flight.lane, watch)
+            prefills = self._take_arrivals(watch)
+            if flight.ends_step:
+                prefills |= self._begin(flight.lane, watch)
             if flight.is_decode and not prefills:
                 occupancy.decodes_s.append(time.perf_counter() - arrived)
         occupancy.total_s += time.perf_counter() - first_s
@@ -130,11 +144,26 @@ class RecurrentPipeline:
         assert last.kind is Kind.END, "no message is behind the last"
         self.ends.outbound.close()
 
+    def _take_arrivals(self, watch: Watcher) -> bool:
+        """Let requests that have arrived wait for rows, and begin idle lanes. Returns whether one
+        of them has begun. All ranks of the first stage read the shared clock equally often."""
+        if not self._arrivals:
+            return False
+        now = self.shared_clock.now()
+        while self._arrivals and self._arrivals[0].arrived_s <= now:
+            request = self._arrivals.popleft()
+            self.lanes[0].scheduler.add([request], request.arrived_s)  # the queue of all lanes
+        idle_lanes = sorted(self._idle_lanes, key=lambda lane: lane.index)
+        self._idle_lanes = []
+        prefills = [self._begin(lane, watch) for lane in idle_lanes]
+        return any(prefills)
+
     def _begin(self, lane: Lane, watch: Watcher) -> bool:
-        """Send the messages of the lane's next step, if there is one. Returns whether it has
-        prompts to prefill."""
+        """Send the messages of the lane's next step; if there is none, it is idle. Returns whether
+        it has prompts to prefill."""
         plan = lane.scheduler.schedule()
         if plan is None:
+            self._idle_lanes.append(lane)
             return False
         assert not plan.preempted, "every row has room for its whole text"
         watch(plan)

@@ -9,7 +9,6 @@ drafter in threads; every other rank is a stage or drafts.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ import torch
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
+from magicdec.hardware.timing import Clock, RealClock
 from magicdec.pipeline.tracing import Spans, What
 from magicdec.pipelined_run.channels import Canceller, DraftRequest, Wires, candidates_of, floats_of
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
@@ -97,10 +97,12 @@ class Head:
         drafts: Sender | None,
         events: Events,
         spans: Spans,
+        clock: Clock | None = None,
     ) -> None:
-        """`drafts` leads to the drafter, if there is one."""
+        """`drafts` leads to the drafter, if there is one. `clock` tells when requests arrive and
+        tokens are committed."""
         self.launches, self.cancels, self.drafts = launches, cancels, drafts
-        self.events, self.spans = events, spans
+        self.events, self.spans, self.clock = events, spans, clock or RealClock()
         self.first_run = self.first_draft = 0  # numbers that were not used before
         self.drafted: list[Drafted] = []  # of the requests that were served last
         self.moves: dict[int, Moves] = {}  # of the same requests: when each got its lane
@@ -112,7 +114,8 @@ class Head:
         requests: Sequence[Request],
         observe: Observer = lambda num_tokens: None,
     ) -> None:
-        """Serve `requests`, which arrive now, until all have ended and every run is home."""
+        """Serve `requests`, each from its `arrived_s` on, until all have ended and every run is
+        home. The scheduler and the drafters number them in the order of arrival."""
         self.drafted, self.moves = [], {}
         self.counts, self.served_from = scheduler.counts, (self.first_run, self.first_draft)
         serving = Serving(self, scheduler, requests, observe)
@@ -144,7 +147,9 @@ class Serving:
         requests: Sequence[Request],
         observe: Observer,
     ) -> None:
-        self.head, self.scheduler, self.requests, self.observe = head, scheduler, requests, observe
+        self.head, self.scheduler, self.observe = head, scheduler, observe
+        self.requests = sorted(requests, key=lambda r: (r.arrived_s, r.request_id))
+        self._arrivals = deque(self.requests)  # those that have not arrived yet
         self.lanes: dict[int, int] = {}  # of the requests that have begun
         self.num_known: dict[int, int] = {}  # output tokens that the drafter knows
         self.num_drafts = 0
@@ -154,19 +159,23 @@ class Serving:
         self._draft_step: DraftRequest | None = None  # the step that the drafter does
 
     def run(self) -> None:
-        for request in self.requests:
-            params = request.sampling
-            assert not params.has_penalties, "they were refused"
-            number, actions = self.scheduler.submit(
-                request.prompt_ids, params.max_new_tokens, params.eos_token_ids
-            )
-            assert self.requests[number] is request
-            self._do(actions)
-        while not self._is_over or self._draft_step is not None:
+        while self._arrivals or not self._is_over or self._draft_step is not None:
             self._step()
+
+    def _submit(self, request: Request) -> None:
+        """The scheduler has something to do again, if it had come to its end."""
+        params, self._is_over = request.sampling, False
+        assert not params.has_penalties, "they were refused"
+        number, actions = self.scheduler.submit(
+            request.prompt_ids, params.max_new_tokens, params.eos_token_ids
+        )
+        assert self.requests[number] is request
+        self._do(actions)
 
     def _step(self) -> None:
         """Results go before drafts, and the drafter begins a step only when no result waits."""
+        while self._arrivals and self._arrivals[0].arrived_s <= self.head.clock.now():
+            self._submit(self._arrivals.popleft())
         self._take_all()
         if self._results:
             self._result(self._results.popleft())
@@ -174,9 +183,17 @@ class Serving:
             message, self._drafted = self._drafted, None
             self._take_candidates(message)
         elif self._draft_step is not None or not (actions := self.scheduler.idle()):
-            self._take(self.head.events.get())
+            self._wait()
         else:
             self._do(actions)
+
+    def _wait(self) -> None:
+        """Wait for an event, or until the next request arrives."""
+        seconds = None
+        if self._arrivals:
+            seconds = max(0.0, self._arrivals[0].arrived_s - self.head.clock.now())
+        with suppress(Empty):
+            self._take(self.head.events.get(timeout=seconds))
 
     def _take_all(self) -> None:
         with suppress(Empty):
@@ -217,7 +234,7 @@ class Serving:
                 self.head.cancels.cancel([self.head.first_run + run for run in action.runs])
             elif isinstance(action, Commit):
                 tokens = list(action.tokens)
-                self.requests[action.request].append(tokens, time.perf_counter())
+                self.requests[action.request].append(tokens, self.head.clock.now())
                 self.observe(len(tokens))
             elif isinstance(action, Draft):
                 self._draft(action)
@@ -235,7 +252,7 @@ class Serving:
     def _begin(self, launch: Launch) -> None:
         """The request's first run: tell the drafter its prompt, which it reads meanwhile."""
         request = launch.request
-        self.head.moves[self.requests[request].request_id] = Moves([time.perf_counter()])
+        self.head.moves[self.requests[request].request_id] = Moves([self.head.clock.now()])
         self.lanes[request], self.num_known[request] = launch.lane, 0
         if self.head.drafts is not None and self.scheduler.options.mode != "iterative":
             prompt = self.requests[request].prompt_ids

@@ -55,7 +55,6 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
         runs=counts.runs,
         speculative_runs=counts.speculative_runs,
         invalid_runs=counts.invalid_runs,
-        superfluous_runs=counts.superfluous_runs,
         skipped_before=before,
         skipped_inside=inside,
         layers_computed=computed,

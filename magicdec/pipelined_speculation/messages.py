@@ -87,7 +87,8 @@ class Draft:
 
 @dataclass(frozen=True)
 class Stop:
-    """Every request has ended and every run has come home: the stages may leave."""
+    """Every request so far has ended and every run has come home: unless another request arrives,
+    the stages may leave."""
 
 
 Action = Launch | Cancel | Commit | Draft | Stop

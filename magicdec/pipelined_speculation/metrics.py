@@ -19,9 +19,6 @@ class SpeculationMetrics(Part):
     invalid_runs: int = recorded(
         "cancelled, because none of their rows could be right any more", label="invalid"
     )
-    superfluous_runs: int = recorded(
-        "cancelled, because all that they tell was known", label="superfluous"
-    )
     skipped_before: int = recorded(
         "runs that a stage skipped before its first layer; summed over the stages",
         label="skipped before a stage",

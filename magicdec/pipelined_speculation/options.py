@@ -12,7 +12,6 @@ from magicdec.config.sections import DecodingSection
 from magicdec.config.setting import check_values, same, setting
 
 MODES = ("iterative", "sync", "async")
-RECOVERIES = ("acceptance", "attempt")
 PROBABILITY = {"least": 0, "most": 1}
 NUM_CANDIDATES = 8  # of which a draft step can choose at one place
 
@@ -43,18 +42,6 @@ class Options:
     # The most draft tokens in the depth of a microbatch, and about its most rows.
     gamma: int = same(DecodingSection, "num_draft_tokens", words=())
     np: int = setting(1, "Most branches of a microbatch.", least=1, most=NUM_CANDIDATES)
-    # The README of the original says acceptance, its code does as attempt.
-    recovery: str = setting(
-        "acceptance",
-        "When the count of --pr starts anew: at a commit (acceptance), or also after an attempt "
-        "that drafted nothing (attempt).",
-        choices=RECOVERIES,
-    )
-    relaunch: bool = setting(
-        False,
-        "As the original: launch the newest token and draft anew after every commit, even if it is "
-        "in flight already.",
-    )
     max_in_flight: int | None = setting(
         None, "Most runs of a request at the same time. Default: no limit.", least=1
     )
@@ -67,8 +54,8 @@ class Options:
     @property
     def spare_cells(self) -> int:
         """Cells of a lane beside those of its positions: for branches, of which at most `np` - 1
-        have another cell than that of their position, and for tokens that were launched twice."""
-        return 4 * self.gamma * (self.np - 1 + 2 * self.relaunch)
+        have another cell than that of their position."""
+        return 4 * self.gamma * (self.np - 1)
 
 
 @dataclass
@@ -93,13 +80,6 @@ class Adjustment:
     def failed(self) -> None:
         """An attempt drafted nothing."""
         self.rejects += 1
-        if self.options.recovery == "attempt":
-            self.num_launched = 0
-
-    def exhausted(self) -> None:
-        """The acceptance threshold reached 1. The original's code then begins a burst anew."""
-        if self.options.recovery == "attempt":
-            self.num_launched = 0
 
 
 @dataclass
@@ -109,7 +89,6 @@ class Counts:
     runs: int = 0
     speculative_runs: int = 0
     invalid_runs: int = 0  # cancelled: no row of them could be right any more
-    superfluous_runs: int = 0  # cancelled: all that they tell was known
     drafted: int = 0  # tokens of speculative runs
     accepted: int = 0  # committed tokens that had been launched before as drafts
     failed_attempts: int = 0  # to draft; the first candidate was less probable than the threshold

@@ -8,7 +8,7 @@ give the same actions.
 
 Three rules make it lossless:
 
-1. A token is committed only from a row whose whole context is committed (`TokenTree.commit_next`).
+1. A token is committed only from a row whose whole context is committed (`Sequence.commit`).
 2. A run is skipped only if no row that can still be right is in it or reads it, through any number
    of runs (`Sequence.needed_runs`). So no cell that a live row reads is missing.
 3. A free cell is given to a later run only, and every stage runs in order.
@@ -121,10 +121,7 @@ class PipelinedScheduler:
         limit = self.options.max_in_flight
         if limit is not None and sequence.num_in_flight >= limit:
             return False
-        if not sequence.adjustment.may_draft:
-            sequence.adjustment.exhausted()
-            return False
-        return sequence.may_grow
+        return sequence.adjustment.may_draft and sequence.may_grow
 
     def _end_microbatch(self, sequence: Sequence) -> list[Action]:
         """Nothing more is drafted for this microbatch: launch it, or count a failed attempt."""
@@ -149,7 +146,7 @@ class PipelinedScheduler:
         self.counts.least_margin = min(self.counts.least_margin, sequence.least_margin)
         if not tokens:
             return []
-        self.counts.accepted += len({n.position for n in drafts if n.was_tip})
+        self.counts.accepted += sum(node.was_tip for node in drafts)
         actions: list[Action] = [Commit(sequence.request, tokens, finished)]
         actions += self._cancel(sequence)
         if finished is not None:
@@ -171,10 +168,7 @@ class PipelinedScheduler:
         for run in useless:
             run.is_cancelled = True
             sequence.num_in_flight -= 1
-            if any(node.was_tip for node in run.nodes):
-                self.counts.superfluous_runs += 1
-            else:
-                self.counts.invalid_runs += 1
+        self.counts.invalid_runs += len(useless)
         return [Cancel(tuple(run.run for run in useless))] if useless else []
 
     def _launch(self, sequence: Sequence, nodes: list[Node]) -> Launch:

@@ -43,7 +43,7 @@ class Sequence:
         self.cells.taken.update(range(len(prompt)))
         last = len(prompt) - 1
         self.tree = TokenTree(Node(prompt[last], last, None, cell=last, was_tip=True))
-        self.nodes = set(self.tree.tips)  # those that hold a cell
+        self.nodes = {self.tip}  # those that hold a cell
         self.prefix = last  # the committed cells below it are at home, cell p at position p
         self.moves: list[tuple[int, int]] = []  # of cells, for the next launch
         self.microbatch: Microbatch | None = None
@@ -54,29 +54,26 @@ class Sequence:
 
     @property
     def tip(self) -> Node:
-        """The newest committed token; of those that were launched twice the newest."""
-        return self.tree.tips[-1]
-
-    @property
-    def is_finished(self) -> bool:
-        return not self.tree.tips
+        """The newest committed token."""
+        return self.tree.tip
 
     def commit(self) -> tuple[tuple[int, ...], str | None]:
         """Commit all that the results tell: the tokens, and why the request has ended, if it has.
         Only the path from a row whose whole context is committed is followed."""
         tokens: list[int] = []
         finished = None
-        while finished is None and (token := self.tree.commit_next()) is not None:
+        while finished is None and (token := self.tip.predicted) is not None:
             tokens.append(token)
-            self.least_margin = min(self.least_margin, self.tree.producer.margin)
+            self.least_margin = min(self.least_margin, self.tip.margin)
             self.num_output += 1
+            self.tree.commit(token)
             if token in self.eos_ids:
                 finished = "eos"
             elif self.num_output == self.max_new_tokens:
                 finished = "length"
         if finished is not None:
-            self.tree.tips = []
-        if tokens:
+            self._keep(set())
+        elif tokens:
             self._begin_anew()
         return tuple(tokens), finished
 
@@ -84,33 +81,16 @@ class Sequence:
         """After a commit: begin a burst of drafts, and give the newest token a cell."""
         self.adjustment.committed()
         self.is_stalled = False
-        if self.options.relaunch and not self.is_finished:
-            self._relaunch_tip()
-        self._sweep()
-        for tip in list(self.tree.tips):
-            if tip.cell < 0 and not self._take_cell(tip):
-                assert len(self.tree.tips) > 1, "a tip that was not drafted finds its home free"
-                self.tree.tips.remove(tip)
-                self._sweep()  # of what only this tip hangs on
+        self._keep(self.tree.below() | self.tree.above())
+        has_cell = self.tip.cell >= 0 or self._take_cell(self.tip)
+        assert has_cell, "a tip that was not drafted finds its home free"
         self._settle()
 
-    def _sweep(self) -> None:
-        """Give back the cells of all nodes that cannot be right and that no other reads."""
-        needed = self.tree.below() | self.tree.above()
+    def _keep(self, needed: set[Node]) -> None:
+        """Give back the cells of all other nodes, which cannot be right and which no row reads."""
         for node in self.nodes - needed:
             self.cells.give(node.cell)
         self.nodes &= needed
-
-    def _relaunch_tip(self) -> None:
-        """As the original: a node of its own for the newest token, even if it is in flight, and
-        nothing that is being drafted is kept."""
-        for node in reversed(self.microbatch.rows if self.microbatch else []):
-            if node in self.nodes and node.parent is not None:
-                node.parent.children.remove(node)
-        self.microbatch = None
-        launched = [tip for tip in self.tree.tips if tip.run is not None]
-        self.tree.tips = [*launched, self.tree.producer.add(self.tip.token)]
-        self.tip.was_tip = True
 
     def _settle(self) -> None:
         """Move the path that is committed and computed to its home cells, and forget its nodes."""

@@ -1,8 +1,8 @@
 """The tokens of one request that are not committed yet, as a tree, and the newest committed ones.
 
 A node is a token at a position with a cell of its own. The path from the prompt to a node is the
-text that the node's row reads. `tips` are the nodes of the newest committed token: everything that
-can still be right hangs below them.
+text that the node's row reads. `tip` is the node of the newest committed token: everything that
+can still be right hangs below it.
 """
 
 from __future__ import annotations
@@ -61,27 +61,19 @@ class Node:
 
 class TokenTree:
     def __init__(self, tip: Node) -> None:
-        self.tips = [tip]
-        self.producer = tip  # whose row has predicted the newest committed token
+        self.tip = tip
 
-    def commit_next(self) -> int | None:
-        """Take over the token after the newest committed one, if a row has predicted it. Its nodes
-        become the tips. If it was not drafted it gets a node, which is to be launched."""
-        producer = next((tip for tip in self.tips if tip.predicted is not None), None)
-        if producer is None:
-            return None
-        self.producer, token = producer, producer.predicted
-        assert token is not None
-        same = [child for tip in self.tips for child in tip.children if child.token == token]
-        self.tips = same or [producer.add(token)]
-        for tip in self.tips:
-            tip.was_tip = True
-        return token
+    def commit(self, token: int) -> None:
+        """Take over the token after the newest committed one. Its node becomes the tip. If it was
+        not drafted it gets a node, which is to be launched."""
+        drafted = [child for child in self.tip.children if child.token == token]
+        self.tip = drafted[0] if drafted else self.tip.add(token)
+        self.tip.was_tip = True
 
     def below(self) -> set[Node]:
-        """The tips and all that hangs on them: what can still be right."""
+        """The tip and all that hangs on it: what can still be right."""
         nodes: set[Node] = set()
-        waiting = list(self.tips)
+        waiting = [self.tip]
         while waiting:
             node = waiting.pop()
             nodes.add(node)
@@ -89,12 +81,12 @@ class TokenTree:
         return nodes
 
     def above(self) -> set[Node]:
-        """All that the tips hang on: what rows that can still be right read."""
-        return {node for tip in self.tips for node in tip.ancestors()}
+        """All that the tip hangs on: what rows that can still be right read."""
+        return set(self.tip.ancestors())
 
     def frontier(self) -> Node:
-        """Where the chain that hangs on the last tip ends: at the end of its first branches."""
-        node = self.tips[-1]
+        """Where the chain that hangs on the tip ends: at the end of its first branches."""
+        node = self.tip
         while node.children:
             node = node.children[0]
         return node

@@ -32,8 +32,8 @@ class Scheduler:
         order: Order = fcfs,
         waiting: WaitingQueue | None = None,
     ) -> None:
-        """`waiting` is a queue that schedulers share, each with rows of its own; requests are added
-        to it while none runs. By default it is this scheduler's, in the order of `order`."""
+        """`waiting` is a queue that schedulers share, each with rows of its own. By default it is
+        this scheduler's, in the order of `order`."""
         self.num_rows, self.limits = num_rows, limits
         self.waiting = WaitingQueue(order) if waiting is None else waiting
         self.rows: list[Request | None] = [None] * num_rows
@@ -66,8 +66,6 @@ class Scheduler:
         for request in requests:
             request.arrived_s = now
         self.waiting.add(requests)
-        if None in self.rows:
-            self._repeated = None
 
     def cancel(self, request: Request) -> None:
         """End a request early. Its row is freed in the next step."""
@@ -80,7 +78,8 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, which is taken to happen. None if no request waits or runs."""
-        if self._repeated is not None and not self.blocks.short:
+        may_admit = self.waiting and None in self.rows
+        if self._repeated is not None and not self.blocks.short and not may_admit:
             return self._repeated
         if not self.waiting and not any(self.rows):
             return None

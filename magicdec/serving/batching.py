@@ -35,7 +35,7 @@ from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.threads import use_threads
-from magicdec.hardware.timing import Clock, RealClock
+from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.memory.check import Room, add_up, largest
 from magicdec.memory.plan import MemoryPlan, Models, max_tokens, plan_rank
 from magicdec.model.checkpoint.source import check_part
@@ -46,7 +46,7 @@ from magicdec.scheduling.plan import Limits
 from magicdec.serving.configs import alone_of, complete_run, without_drafts
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import PREFILL_TOKENS, ServeOptions
-from magicdec.serving.system import Extras, GroupClock, System, Watch
+from magicdec.serving.system import Extras, System, Watch
 from magicdec.setup.loading import LoadedModels, make_draft, make_target
 from magicdec.setup.prepare import Found, Known, Prepared, find
 

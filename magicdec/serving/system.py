@@ -21,9 +21,9 @@ from magicdec.config.choices.transport import Transport
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
 from magicdec.console import Progress
-from magicdec.distributed.groups import Group, Launch
+from magicdec.distributed.groups import Launch
 from magicdec.hardware.threads import ThreadCount
-from magicdec.hardware.timing import Clock, RealClock
+from magicdec.hardware.timing import RealClock
 from magicdec.memory.check import Room
 from magicdec.memory.plan import MemoryPlan
 from magicdec.pipeline.tracing import Span
@@ -189,31 +189,3 @@ def shortened(shapes: Sequence[RequestShape], chunk: int) -> list[RequestShape]:
         RequestShape(0.0, min(chunk, shape.prompt_len), min(WARM_UP_TOKENS, shape.output_len))
         for shape in shapes
     ]
-
-
-@dataclass(frozen=True)
-class GroupClock:
-    """`clock` is that of this rank. All ranks of the group must call `now` equally often."""
-
-    clock: Clock
-    group: Group
-    device: torch.device
-
-    def now(self) -> float:
-        return of_first_rank(self.clock.now(), self.group, self.device)
-
-    def wait_until(self, at: float) -> None:
-        """Only the first rank waits. The others wait for it when they need its time or its plan."""
-        if self.group.index == 0:
-            self.clock.wait_until(at)
-
-    def after_step(self) -> None:
-        self.clock.after_step()
-
-
-def of_first_rank(value: float, group: Group, device: torch.device) -> float:
-    """The `value` of the group's first rank, on every rank. All must call it."""
-    if group.size == 1:
-        return value
-    sent = torch.tensor([value], dtype=torch.float64, device=device)
-    return float(group.broadcast(sent, 0).item())

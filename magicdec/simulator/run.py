@@ -105,7 +105,6 @@ class SimulatedMetrics(Part):
     )
     runs: int = recorded("runs that were launched, prompts included", label="runs")
     invalid_runs: int = recorded("cancelled, because none of their rows could be right any more")
-    superfluous_runs: int = recorded("cancelled, because all that they tell was known")
     layers_computed: int = recorded("layers that stages computed for runs")
     layers_skipped: int = recorded("layers that they skipped")
 
@@ -148,7 +147,6 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
         acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
         runs=counts.runs,
         invalid_runs=counts.invalid_runs,
-        superfluous_runs=counts.superfluous_runs,
         layers_computed=computed,
         layers_skipped=total - computed,
     )

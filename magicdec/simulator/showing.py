@@ -44,10 +44,7 @@ def _modes(records: Sequence[SimulationRecord]) -> Table:
     base = metrics.get("iterative")
     notes = list(NOTES)
     if (m := metrics.get("async")) is not None:
-        notes.append(
-            f"async: {m.invalid_runs} runs invalid, {m.superfluous_runs} superfluous, "
-            f"{m.mean_in_flight:.1f} in flight;"
-        )
+        notes.append(f"async: {m.invalid_runs} runs invalid, {m.mean_in_flight:.1f} in flight;")
         notes.append(
             f"{m.layers_skipped} of {m.layers_skipped + m.layers_computed} layers skipped."
         )

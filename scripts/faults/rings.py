@@ -33,11 +33,23 @@ PROPERTIES = (
                   "            occupancy.waiting_s += (arrived - begin_s) * "
                   "bool(occupancy.decodes_s)"),
             Fault("the first stage's time from its first message home on", "pipeline/recurrent.py",
-                  "            self._begin(lane, watch)\n        while",
-                  "            self._begin(lane, watch)\n        first_s = time.perf_counter()\n"
+                  "        self._take_arrivals(watch)\n        while",
+                  "        self._take_arrivals(watch)\n        first_s = time.perf_counter()\n"
                   "        while"),
             Fault("prompts of the next step timed as decoded tokens", "pipeline/recurrent.py",
                   "if flight.is_decode and not prefills:", "if flight.is_decode:"),
+        ),
+    ),
+    Property(
+        "A ring serves requests from their arrival on.",
+        "test_recurrent_order.py::test_a_ring_drains_and_begins_again_with_the_next_request",
+        (
+            Fault("requests begin before they have arrived", "pipeline/recurrent.py",
+                  "while self._arrivals and self._arrivals[0].arrived_s <= now:",
+                  "while self._arrivals:"),
+            Fault("a ring ends before the last request has arrived", "pipeline/recurrent.py",
+                  "        while self._under_way or self._arrivals:",
+                  "        while self._under_way:"),
         ),
     ),
     Property(
@@ -162,8 +174,8 @@ PROPERTIES = (
                   "serve(arrived(short), StepCounts(), observe)"),
             Fault("requests that arrive with those of the warm-up", "pipeline/passes.py",
                   "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"
-                  "        begin_s = time.perf_counter()\n",
-                  "    begin_s = time.perf_counter()\n\n"
+                  "        begin_s = clock.now()\n",
+                  "    begin_s = clock.now()\n\n"
                   "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"),
         ),
     ),

@@ -111,7 +111,19 @@ PROPERTIES = (
         f"{PARTS}test_a_request_gets_its_lane_when_its_first_run_is_launched",
         (
             Fault("a request gets its lane when it arrives", "pipelined_run/head.py",
-                  "Moves([time.perf_counter()])", "Moves([self.requests[request].arrived_s])"),
+                  "Moves([self.head.clock.now()])", "Moves([self.requests[request].arrived_s])"),
+        ),
+    ),
+    Property(
+        "A head of asynchronous speculation serves requests from their arrival on.",
+        f"{PARTS}test_a_head_begins_again_when_a_request_arrives_after_all_have_ended",
+        (
+            Fault("runs begin before their request has arrived", "pipelined_run/head.py",
+                  "while self._arrivals and self._arrivals[0].arrived_s <= self.head.clock.now():",
+                  "while self._arrivals:"),
+            Fault("a head ends before the last request has arrived", "pipelined_run/head.py",
+                  "        while self._arrivals or not self._is_over",
+                  "        while not self._is_over"),
         ),
     ),
     Property(

@@ -26,8 +26,6 @@ CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has
     "--ps": [0.05, 0.2],
     "--pr": [0.0, 0.1],
     "--pd": [0.0, 0.05],
-    "--recovery": ["acceptance", "attempt"],
-    "--relaunch": [None, None, True],
     "--max_in_flight": [None, None, None, 1, 2, 5],
     "--lanes": [1, 1, 2, 3],
     "--collectives": ["shared_memory", "shared_memory", "gloo"],

@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_draft, make_requests, random_prompts
+from several_ranks import arrive_over_time
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
@@ -42,7 +43,7 @@ SAMPLED = SamplingSection(temperature=0.8, top_k=20, repetition_penalty=1.2)
 @dataclass(frozen=True)
 class Case:
     """`rounds` times as many lanes as stages, of `lane_size` samples each. `drafter`: messages
-    carry drafts of it."""
+    carry drafts of it. `mean_ms`: the mean time between two samples that arrive; 0: all at once."""
 
     rounds: int
     lane_size: int = 1
@@ -51,16 +52,19 @@ class Case:
     sampling: SamplingSection = SamplingSection()
     drafter: str | None = None
     goes_apart: bool = False  # hidden states, by process groups of their own (gloo, not NCCL)
+    mean_ms: float = 0.0
 
 
 CASES = [
     Case(1),
     Case(2),
     Case(1, lane_size=3),
+    Case(1, mean_ms=10.0),
     Case(1, tensor_parallel=2, lane_size=2, collectives="gloo", sampling=SAMPLED),
     Case(2, drafter="ngram", goes_apart=True),
     Case(1, lane_size=3, collectives="gloo", drafter="model"),
     Case(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model"),
+    Case(1, tensor_parallel=2, lane_size=2, sampling=PENALISED, drafter="model", mean_ms=10.0),
 ]
 ALONE = [Case(0), Case(0, drafter="ngram")]  # one sample in flight: the stages work in turn
 
@@ -104,8 +108,11 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
         place_of = num_lanes, case.lane_size, limits, CHUNK
         speculation = None if case.drafter is None else make_speculation(runner, case, source)
         pipeline = RecurrentPipeline(stage, ends, *place_of, speculation=speculation)
+        if case.mean_ms:
+            arrive_over_time(requests, pipeline.shared_clock.now(), case.mean_ms)
         pipeline.serve(requests)
         pipeline.close()
+        assert groups.target.index or all(r.token_times_s[0] > r.arrived_s for r in requests)
         assert stage.occupancy.decode_s > 0
         if speculation is not None:
             check_counts(speculation, requests)

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_draft, make_requests, random_prompts
+from several_ranks import arrive_over_time
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection, SamplingSection
@@ -47,7 +48,8 @@ KV = {
 @dataclass(frozen=True)
 class Case:
     """All modes are served with the same channels, one after the other. `drafter` is `lookup`, or
-    a model and its KV policy; `self` is the target."""
+    a model and its KV policy; `self` is the target. `mean_ms`: the mean time between two requests
+    that arrive; 0: all at once."""
 
     split: str
     drafter: str
@@ -55,6 +57,7 @@ class Case:
     np: int = 1
     goes_apart: bool = False  # hidden states, by process groups of their own (gloo, not NCCL)
     temperature: float = 0.0
+    mean_ms: float = 0.0
 
 
 CASES = {
@@ -63,7 +66,7 @@ CASES = {
         Case("0.5,0.5/head", "self streaming_llm", np=2),
         Case("0.5,0.5/head", "lookup"),
         Case("1.0/1.0", "model full", np=2, temperature=0.9),
-        Case("0.5,0.5/head", "lookup", temperature=0.9),
+        Case("0.5,0.5/head", "lookup", temperature=0.9, mean_ms=20.0),
     ],
     3: [
         Case("0.4,0.6/1.0", "model full", np=3),
@@ -76,7 +79,7 @@ CASES = {
         Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2),
         Case("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
         Case("0.4,0.6/0.5,0.5", "self streaming_llm"),
-        Case("0,1.0/0.5,0.5", "model full", np=2, temperature=0.9),
+        Case("0,1.0/0.5,0.5", "model full", np=2, temperature=0.9, mean_ms=20.0),
         Case("1.0/0.33,0.33,0.33", "model snapkv", "gloo", np=2),
     ],
 }
@@ -136,7 +139,10 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
 
         def lead(head: Head, mode: str = mode) -> None:
             requests = served_requests(case.temperature)
+            if case.mean_ms:
+                arrive_over_time(requests, head.clock.now(), case.mean_ms)
             head.serve(PipelinedScheduler(options_of(case, mode), CHUNK), requests)
+            assert all(r.arrived_s < r.token_times_s[0] for r in requests)
             found["tokens"].append([request.output_ids for request in requests])
             if mode == "sync":
                 found["drafted"] = [astuple(each) for each in head.drafted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event
 
@@ -25,7 +26,7 @@ from magicdec.pipelined_run.head import there
 from magicdec.pipelined_run.stage import ContextCells, is_appended
 from magicdec.pipelined_speculation.messages import Candidates, Launch
 from magicdec.pipelined_speculation.options import Options
-from magicdec.request import Request
+from magicdec.request import Request, Status
 
 CHAIN = Launch(
     3, 0, 1, -1, True, 2,
@@ -109,6 +110,42 @@ def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
     for request, launch_s, end_s in zip(served, first, ends, strict=False):
         (joined_s,) = found.moves[request.request_id].joined_s
         assert end_s <= joined_s <= launch_s < there(request.first_token_s)
+
+
+@dataclass
+class WorkClock:
+    """As many seconds as requests have ended."""
+
+    requests: Sequence[Request]
+
+    def now(self) -> float:
+        return sum(request.status is Status.FINISHED for request in self.requests)
+
+    def wait_until(self, at: float) -> None:
+        raise AssertionError("the head waits for results meanwhile")
+
+    def after_step(self) -> None:
+        raise AssertionError("the head has no steps")
+
+
+@pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
+def test_a_head_begins_again_when_a_request_arrives_after_all_have_ended(mode: str) -> None:
+    """The second and the third request arrive when the first has ended, and the fourth when all
+    others have."""
+    served = make_requests([tuple(range(length)) for length in (3, 1, 2, 4)], 9)
+    for request, arrived_s in zip(served, [0.0, 1.0, 1.0, 3.0], strict=True):
+        request.arrived_s = arrived_s
+    options = Options(mode=mode, gamma=2, lanes=2)
+    drafter = always(0, [3, 1, 2, 4])
+    parts = [FakePart(2, index == 1) for index in range(2)]
+    out_of_order = [served[place] for place in (3, 1, 0, 2)]
+    found = serve(parts, drafter, options, out_of_order, clock=WorkClock(served))
+    for request in served:
+        first = len(request.prompt_ids)
+        assert request.output_ids == list(range(first, first + 9))
+    assert [request.arrived_s for request in served] == [0.0, 1.0, 1.0, 3.0]
+    assert [found.moves[i].joined_s for i in range(4)] == [[0], [1], [1], [3]]
+    assert found.scheduler.counts.accepted == found.scheduler.counts.drafted
 
 
 class LateDrafter(ScriptedDrafter):

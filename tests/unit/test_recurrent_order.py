@@ -30,9 +30,11 @@ CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
 
 
 class Ring:
-    """All other stages: messages come home in their order, and each has been seen."""
+    """All other stages: messages come home in their order, and each has been seen. A step of
+    `clock` passes while the first stage waits for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: VirtualClock | None = None) -> None:
+        self.step_clock = clock or VirtualClock(0.0)
         self.under_way: deque[Message] = deque()
         self.sent: list[Message] = []
         self.depths: list[int] = []
@@ -53,20 +55,27 @@ class Ring:
 
     def receive(self) -> Message:
         self.depths.append(len(self.under_way))
+        self.step_clock.after_step()
         return self.under_way.popleft()
 
     def close(self) -> None:
         """There is nothing to wait for."""
 
 
-def serve(requests: Sequence[Request], num_lanes: int, lane_size: int, num_drafts: int = 0) -> Ring:
+def serve(
+    requests: Sequence[Request],
+    num_lanes: int,
+    lane_size: int,
+    num_drafts: int = 0,
+    clock: VirtualClock | None = None,
+) -> Ring:
     model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
     stage = EmulatedStage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
-    ring, runner, speculation = Ring(), stage.runner, None
+    ring, runner, speculation = Ring(clock), stage.runner, None
     if num_drafts:
         drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
         speculation = Speculation(runner, drafter, num_drafts)
-    place = RingEnds(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, VirtualClock()
+    place = RingEnds(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
     pipeline = RecurrentPipeline(stage, *place, speculation)
     pipeline.serve(requests)
     assert not any(stage.runner.cache.blocks) and not ring.under_way
@@ -95,6 +104,39 @@ def test_a_freed_row_is_taken_by_the_lanes_next_step() -> None:
     assert following[0].payload.shape[1] == 4, "a prompt of 4 tokens"
     assert following[1].words == (1,), "the other sample of the lane decodes beside it"
     assert sorted(w for m in ring.sent if m.kind is Kind.FREE for w in m.words) == [0, 0, 1, 2, 3]
+
+
+def test_a_ring_drains_and_begins_again_with_the_next_request() -> None:
+    clock, arrivals = VirtualClock(), [0.0, 50.0, 100.0]
+    requests = make_requests([(5,) * 4] * 3, 6)
+    for request, arrived_s in zip(requests, arrivals, strict=True):
+        request.arrived_s = arrived_s
+    ring = serve([requests[i] for i in (2, 0, 1)], num_lanes=2, lane_size=1, clock=clock)
+    assert all(request.output_ids == [0] * 6 for request in requests)
+    assert [request.arrived_s for request in requests] == arrivals
+    assert set(ring.depths) == {1}, "one after the other"
+    # A message takes a second, and each request has 6.
+    assert [r.token_times_s for r in requests] == [
+        [at + 1.0 + i for i in range(6)] for at in arrivals
+    ]
+    assert [m.run for m in ring.sent if m.kind is Kind.FREE] == [0, 0, 0], "the first lane is free"
+
+
+def test_a_request_that_arrives_takes_an_idle_lane_or_a_free_row() -> None:
+    requests = make_requests([(5,) * 4] * 4, 12)
+    for request, arrived_s in zip(requests, [0.0, 2.5, 4.5, 4.75], strict=True):
+        request.arrived_s = arrived_s
+    ring = serve(requests, num_lanes=2, lane_size=2, clock=VirtualClock())
+    assert all(request.output_ids == [0] * 12 for request in requests)
+    prompts = [
+        (place, m.run, m.words)
+        for place, m in enumerate(ring.sent)
+        if m.payload is not None and m.payload.shape[1] == 4
+    ]
+    # A message comes home each second. With the third one the second request begins the idle lane,
+    # before the first lane's next step. The last two have arrived with the fifth, which is of the
+    # first lane: it takes one of them beside its other row, and the second lane takes the other.
+    assert prompts == [(0, 0, (0,)), (3, 1, (2,)), (6, 0, (1,)), (8, 1, (3,))]
 
 
 def test_one_sample_alone_takes_turns() -> None:

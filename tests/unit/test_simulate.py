@@ -71,7 +71,7 @@ def test_a_right_draft_fills_the_pipeline(draft: int) -> None:
     """A microbatch comes home every time that the slower of stage and drafter needs."""
     found = run("async", options=Options(gamma=draft), gen_len=100 * draft)
     assert found.tokens_per_s == pytest.approx(draft / max(0.02, 0.004 * draft), rel=0.05)
-    assert found.invalid_runs == found.superfluous_runs == found.layers_skipped == 0
+    assert found.invalid_runs == found.layers_skipped == 0
 
 
 def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
@@ -154,14 +154,6 @@ def test_nothing_is_cancelled_later_than_the_layer_that_runs() -> None:
     )
     assert fine.busy - fine.useful < coarse.busy - coarse.useful
     assert fine.tokens_per_s > coarse.tokens_per_s
-
-
-def test_launching_tokens_twice_yields_no_more() -> None:
-    options = Options(gamma=4, relaunch=True)
-    chance = conditional_rate(0.8, 4)
-    again, once = run("async", FOUR, chance, options), run("async", FOUR, chance)
-    assert again.superfluous_runs > once.superfluous_runs == 0
-    assert once.tokens_per_s >= again.tokens_per_s
 
 
 def test_recorded_counts_are_replayed() -> None:
