@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,6 @@ from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.hardware.environment import probe_machine
-from magicdec.hardware.threads import use_threads
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.memory.check import Room, add_up, largest
 from magicdec.memory.plan import MemoryPlan, Models, max_tokens, plan_rank
@@ -225,16 +223,12 @@ class Batching(System):
         config = settle(run.config, run.source.config, draft_model, groups.target, device)
         self.run = run = replace(run, config=config)
         tokens, self.models = max_tokens(config), self.models or LoadedModels(device, progress)
-        with self._threads():
-            self.runner = runner = make_target(
-                config, run.source, groups.target, self.models, tokens, self.options.block_tokens,
-                self.options.cache_tokens,
-            )  # fmt: skip
-            self.draft = make_draft(run, groups, tokens, self.models)
+        self.runner = runner = make_target(
+            config, run.source, groups.target, self.models, tokens, self.options.block_tokens,
+            self.options.cache_tokens,
+        )  # fmt: skip
+        self.draft = make_draft(run, groups, tokens, self.models)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
-
-    def _threads(self) -> AbstractContextManager[None]:
-        return use_threads(self.expected_threads(self.passes[0]))
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
@@ -259,7 +253,7 @@ class Batching(System):
         def serve(batch: Sequence[Request]) -> None:
             engine.serve(strategy, batch, observe, watch.step)
 
-        with self._threads(), watch.threads.during():
+        with watch.threads.during():
             BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)
         return Extras()
 

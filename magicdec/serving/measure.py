@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from magicdec.console import Progress, Silent, make_progress
 from magicdec.distributed.start import close_groups, start_process_group
 from magicdec.hardware.environment import release_memory
@@ -139,14 +141,15 @@ class Experiment:
             sustained.append((rate, is_good))
 
     def open(self, each: Pass) -> System:
-        """The system of the pass, with what the pass needs. A system that serves no longer gives
-        its memory back before."""
+        """The system of the pass, with what the pass needs and with its number of threads. A
+        system that serves no longer gives its memory back before."""
         system = self.prepared.system_of(each)
         if system is not self.system:
             self.close()
             if self.launch.world_size > 1:  # all ranks have given back what they do not use
                 all_gather(None, self.launch.world_size)
             self.system = system
+            torch.set_num_threads(system.run.config.parallel.threads_of(self.launch.rank))
         system.open(each, self.session.device, self.loading)
         return system
 

@@ -80,8 +80,10 @@ class ServeOptions(StagesSection):
     gen_len: str | None = same(WorkloadSection, "gen_len")
     modes: tuple[str, ...] | None = setting(
         None,
-        "Ways to serve the requests, or to decode, that are compared. The tokens of the first are "
+        f"Ways to serve the requests that are compared, of {', '.join(MODES)}; with {WITH_DRAFT} "
+        "behind its name, a mode that can do without a draft has one. The tokens of the first are "
         "the reference of the others. Default: all that these ranks can run.",
+        metavar="MODE",
         choices=NAMES,
     )
     arrival: str = setting(

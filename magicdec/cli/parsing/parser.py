@@ -118,7 +118,8 @@ class Parser(argparse.ArgumentParser):
                 options["nargs"] = "*" if each.setting.can_be_empty else "+"
             if each.setting.choices:
                 options["choices"] = each.setting.choices
-                options["metavar"] = None if each.flag.startswith("-") else each.metavar
+                is_listed = each.flag.startswith("-") and not each.setting.metavar
+                options["metavar"] = None if is_listed else each.metavar
         group.add_argument(*flags, **options)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
