@@ -39,7 +39,15 @@ from magicdec.figures import check_picture
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.writing import append_line, check_files, to_json, write_text
-from magicdec.serving.modes import MODES, SPECULATIVE, Pass, Ranks, default_names
+from magicdec.serving.modes import (
+    BATCHING,
+    MODES,
+    RING,
+    SPECULATIVE,
+    Pass,
+    Ranks,
+    default_names,
+)
 from magicdec.serving.options import SWEPT, WINDOWED, ServeOptions, check_passes
 from magicdec.tables import print_tables
 from magicdec.workload.arrivals import BURST, TRACE
@@ -139,6 +147,7 @@ class Command:
             config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
         config = config.with_draft(draft)
         config.check(world_size)
+        refuse_unused(values, passes)
         used = ["decoding.num_draft_tokens"] if drafting else []
         refuse_ignored(config, values, used)
         options = self.settle(options, values, passes, config, world_size)
@@ -192,6 +201,27 @@ class Command:
             speculation = replace(speculation, gamma=gamma)
         options = replace(options, speculation=speculation)
         return options.settle(passes, config.workload.seed, world_size)
+
+
+# What only some modes use, by the beginnings of names of settings.
+USED_BY = {
+    "speculation.": lambda each: each.system == SPECULATIVE,
+    "serving.window_ms": lambda each: each.mode == WINDOWED,
+    "serving.block_tokens": lambda each: each.system == BATCHING,
+    "serving.cache_tokens": lambda each: each.system == BATCHING,
+    "serving.batch_ranks": lambda each: each.ranks is Ranks.FIRST,
+    "serving.prefill_tokens": lambda each: each.system != SPECULATIVE,
+    "serving.pad_stage_ms": lambda each: each.system == RING,
+}
+
+
+def refuse_unused(values: Values, passes: Sequence[Pass]) -> None:
+    """Raises ValueError for a flag that was given and that no mode uses."""
+    modes = " ".join(each.name for each in passes)
+    for beginning, uses in USED_BY.items():
+        if not any(map(uses, passes)):
+            names = [name for name in sorted(values.given) if name.startswith(beginning)]
+            values.refuse_given(names, f"no mode of --modes {modes} uses it")
 
 
 def has_script(each: Pass, options: ServeOptions) -> bool:
