@@ -167,8 +167,6 @@ class Command:
         if names is None:
             every = default_names(self.modes, world_size, has_draft)
             names = (*every, *(self.drafting if draft != NONE and is_named else ()))
-            if options.emulate_stage_ms is not None:
-                names = tuple(n for n in names if Pass.named(n).ranks is Ranks.STAGES)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"--modes names {twice} twice; name each mode once")

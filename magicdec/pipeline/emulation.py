@@ -1,7 +1,5 @@
-"""What stands in for machines that are not there: stages that sleep, in place of computing
-(`EmulatedStage`) or after it (`PaddedStage`), and links with a delay and a bandwidth.
-
-Owns what the first kind returns: zeros, from which every next token is the first of the vocabulary.
+"""What stands in for slower machines: stages that sleep after computing (`PaddedStage`), and links
+with a delay and a bandwidth. Models that sleep in place of computing are `model/emulated.py`.
 """
 
 from __future__ import annotations
@@ -16,34 +14,9 @@ from torch import Tensor
 
 from magicdec.distributed.channels.message import Form, Message, Sender
 from magicdec.hardware.environment import wait_for_stream
+from magicdec.model.emulated import sleep_until
 from magicdec.pipeline.stage import Stage
 from magicdec.runner import ModelRunner
-
-
-def sleep_until(due_s: float) -> None:
-    """Return at that time of `time.perf_counter`, or at once if it is over."""
-    time.sleep(max(0.0, due_s - time.perf_counter()))
-
-
-@dataclass
-class EmulatedStage(Stage):
-    """Takes `seconds` for a message of any size. Rows have the lengths and the memory that they
-    have in a stage that computes."""
-
-    seconds: float = 0.0
-
-    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
-        time.sleep(self.seconds)
-        config, cache = self.runner.model.config, self.runner.cache
-        cache.advance(rows, x.shape[1])
-        width = config.vocab_size if self.is_whole else config.hidden_size
-        num_tokens = 1 if self.is_last and last_only else x.shape[1]
-        weight = next(self.runner.model.parameters())
-        return weight.new_zeros(x.shape[0], num_tokens, width)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        first, last = self.runner.model.head_rows
-        return hidden.new_zeros(*hidden.shape[:2], last - first)
 
 
 @dataclass
@@ -60,14 +33,12 @@ class PaddedStage(Stage):
         return out
 
 
-def emulated(runner: ModelRunner, emulate_ms: float | None, pad_ms: float | None) -> Stage:
-    """The stage of `runner`, which sleeps as `--emulate_stage_ms` or `--pad_stage_ms` says."""
+def padded(runner: ModelRunner, pad_ms: float | None) -> Stage:
+    """The stage of `runner`, which sleeps as `--pad_stage_ms` says."""
     is_last = runner.model.is_last
-    if emulate_ms is not None:
-        return EmulatedStage(runner, is_last, seconds=emulate_ms / 1e3)
-    if pad_ms is not None:
-        return PaddedStage(runner, is_last, seconds=pad_ms / 1e3)
-    return Stage(runner, is_last)
+    if pad_ms is None:
+        return Stage(runner, is_last)
+    return PaddedStage(runner, is_last, seconds=pad_ms / 1e3)
 
 
 @dataclass(frozen=True)

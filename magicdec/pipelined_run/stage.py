@@ -21,11 +21,10 @@ from torch import Tensor
 from magicdec.config.sections import SamplingSection
 from magicdec.distributed.channels.connect import to_device
 from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
-from magicdec.executor.executor import Cancellation, Cancelled, check
+from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
-from magicdec.pipeline.emulation import sleep_until
 from magicdec.pipeline.tracing import Spans, What
 from magicdec.pipelined_run.channels import (
     CancelBoard,
@@ -187,27 +186,3 @@ def predict(logits: Tensor) -> Predictions:
     # A token is exact in float64, so that one copy to the host brings both.
     both = torch.stack([best.double(), largest[:, 0] - largest[:, 1]]).cpu()
     return Predictions(both[0].long().tolist(), both[1])
-
-
-class EmulatedPart:
-    """Takes `seconds` for a run of any size, in equal shares for each layer. If it is the last
-    stage, it predicts token p + 1 after position p."""
-
-    def __init__(self, num_layers: int, seconds: float, is_last: bool) -> None:
-        self.num_layers, self.seconds, self.is_last = num_layers, seconds, is_last
-
-    def prepare(self, launch: Launch) -> None:
-        """There is no cache."""
-
-    def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
-    ) -> Tensor | Predictions:
-        begin_s = time.perf_counter()
-        for layer in range(1, self.num_layers + 1):
-            check(cancellation, layer - 1)
-            sleep_until(begin_s + self.seconds * layer / self.num_layers)
-        if not self.is_last:
-            return torch.zeros(0)
-        positions = launch.positions[launch.num_rows - launch.num_outputs :]
-        margins = torch.full((len(positions),), torch.inf, dtype=torch.float64)
-        return Predictions([p + 1 for p in positions], margins)

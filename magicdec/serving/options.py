@@ -39,6 +39,7 @@ from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
 from magicdec.workload.request_shapes import RequestShape, make_shapes
 
 if TYPE_CHECKING:
+    from magicdec.memory.plan import MemoryPlan
     from magicdec.pipeline.emulation import Link
 
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
@@ -222,6 +223,14 @@ class ServeOptions(StagesSection):
         rate = self.emulate_link_mbps
         bytes_per_s = None if rate is None else rate * BYTES_PER_MBIT
         return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
+
+    @property
+    def emulated_stage_s(self) -> float | None:
+        return None if self.emulate_stage_ms is None else self.emulate_stage_ms / 1e3
+
+    def without_weights(self, plan: MemoryPlan) -> MemoryPlan:
+        """A plan of a rank, whose stages have no weights if they sleep."""
+        return plan if self.emulate_stage_ms is None else replace(plan, weights=0, working=0)
 
     @property
     def on_host(self) -> str | None:
@@ -442,9 +451,12 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
             f"{FLAG} {options.layer_split}: with {flag} a stage takes the same time with any "
             "layers; give layer counts or shares"
         )
-    whole = [each.name for each in options.passes if each.ranks is not Ranks.STAGES]
-    if whole:
-        raise ValueError(f"{flag}: {' '.join(whole)} has no stages; leave it out of --modes")
+    real = [each.name for each in options.passes if each.is_drafting and each.system != SPECULATIVE]
+    if real:
+        raise ValueError(
+            f"{flag}: --modes {real[0]} drafts by the model, and stages that sleep emit no tokens "
+            "that it could guess; choose from sync, async"
+        )
     if any(each.is_drafting for each in options.passes) and acceptance is None:
         raise ValueError(
             f"{flag}: stages that sleep emit no tokens that a draft could guess; give "

@@ -37,7 +37,7 @@ from magicdec.hardware.environment import probe_machine
 from magicdec.memory.plan import MemoryPlan, Models, max_tokens, plan_rank, plan_stage
 from magicdec.model.checkpoint.source import check_part
 from magicdec.pipeline.auto_split import DecodeStep, RingTiming, choose_split, describe_origin
-from magicdec.pipeline.emulation import DelayedSender, emulated
+from magicdec.pipeline.emulation import DelayedSender, padded
 from magicdec.pipeline.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation, make_speculation, num_drafts_of
@@ -145,7 +145,7 @@ class Ring(System):
                 plan = replace(
                     plan, draft_weights=with_draft.draft_weights, draft_kv=with_draft.draft_kv
                 )
-            yield plan
+            yield self.options.without_weights(plan)
 
     def config_of(self, each: Pass) -> Mapping[str, Any]:
         config = self.run.config
@@ -166,7 +166,7 @@ class Ring(System):
         if self.groups is None:
             collectives = self.run.config.parallel.collectives
             self.groups = make_stage_groups(self.launch, self.grid, device, collectives)
-            self.models = LoadedModels(device, progress)
+            self.models = LoadedModels(device, progress, self.options.emulated_stage_s)
         if self.opened is None or self.opened.is_drafting != each.is_drafting:
             assert self.models is not None, "it is made with the groups"
             self.opened = None  # its memory is free before the next is allocated
@@ -232,7 +232,7 @@ class OpenRing:
             run.config, run.source, self.groups.target, self.models, part, self.ring.num_samples,
             max_tokens(without_drafts(run.config)) + self.num_drafts,
         )  # fmt: skip
-        return emulated(runner, options.emulate_stage_ms, options.pad_stage_ms)
+        return padded(runner, options.pad_stage_ms)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, CountingEnds]:
         """The ends of this rank, and the form of messages. At most `depth` of them are under way,

@@ -44,6 +44,7 @@ from magicdec.memory.plan import (
 )
 from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
+from magicdec.model.emulated import following_tokens
 from magicdec.pipeline.auto_split import (
     STEPS,
     DecodeStep,
@@ -60,7 +61,7 @@ from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter,
 from magicdec.pipelined_run.head import Head, PipelineRank
 from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout, read_split
 from magicdec.pipelined_run.metrics import Observed, speculation_metrics
-from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, Part, StageLoop
+from magicdec.pipelined_run.stage import ModelPart, Part, StageLoop
 from magicdec.pipelined_speculation import messages
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
@@ -163,8 +164,10 @@ class SpeculativePipeline(System):
         model, draft_ranks = self.run.source.config, self.layout.draft_ranks
         for rank in ranks:
             layers = self.layout.layers[rank]
-            if self.options.emulate_stage_ms is None and len(layers):
-                yield plan_stage(self.run.config, model, len(layers), self._has_end(layers), 0)
+            if len(layers):
+                has_end = self._has_end(layers)
+                plan = plan_stage(self.run.config, model, len(layers), has_end, 0)
+                yield self.options.without_weights(plan)
             if (drafting := self.drafting) is not None and rank in draft_ranks:
                 config, draft = drafting.config, drafting.draft_source
                 assert draft is not None, "a model drafts"
@@ -195,7 +198,7 @@ class SpeculativePipeline(System):
         if self.member is not None:
             return
         run, launch, layout = self.run, self.launch, self.layout
-        models = LoadedModels(device, progress)
+        models = LoadedModels(device, progress, self.options.emulated_stage_s)
         groups = make_stage_groups(
             launch, StageGrid(launch.world_size), device, run.config.parallel.collectives,
             None if self.drafting is None else layout.draft_ranks,
@@ -252,9 +255,6 @@ class SpeculativePipeline(System):
 
     def _load_part(self, models: LoadedModels) -> Part:
         run, options, layers = self.run, self.options, self.layout.layers[self.rank]
-        if options.emulate_stage_ms is not None:
-            is_last = self.rank == self.layout.stages[-1]
-            return EmulatedPart(len(layers), options.emulate_stage_ms / 1e3, is_last)
         runner = load_part(
             run.config, run.source, Group((0,), 0), models, StagePart(layers, None),
             options.speculation.lanes, max_tokens(run.config),
@@ -277,7 +277,8 @@ class SpeculativePipeline(System):
     def _scripted(self, acceptance: float) -> ScriptedDrafter:
         shapes, outputs = self.options.shapes, self.expected
         if outputs is None:  # of emulated stages
-            outputs = [[s.prompt_len + i for i in range(s.output_len)] for s in shapes]
+            vocab_size = self.run.source.config.vocab_size
+            outputs = [following_tokens(s.prompt_len, s.output_len, vocab_size) for s in shapes]
         ranks = [
             draw_ranks([acceptance], shape.output_len, self.run.workload.seed + index)
             for index, shape in enumerate(shapes)
