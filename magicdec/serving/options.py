@@ -405,14 +405,10 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
 def _check_stages(options: ServeOptions, world_size: int) -> None:
     staged = [each.name for each in options.passes if each.ranks is Ranks.STAGES]
     if not staged:
-        given = {
-            FLAG: options.layer_split,
-            "--machine": options.machine,
-            "--emulate_stage_ms": options.emulate_stage_ms,
-            "--emulate_link_ms": options.emulate_link_ms,
-            "--emulate_link_mbps": options.emulate_link_mbps,
-            "--pad_stage_ms": options.pad_stage_ms,
-        }
+        given: dict[str, object] = {"--machine": options.machine}
+        given["--emulate_link_mbps"] = options.emulate_link_mbps
+        if options.emulate_stage_ms is None:  # with which every mode takes the time of all stages
+            given |= {FLAG: options.layer_split, "--emulate_link_ms": options.emulate_link_ms}
         for flag, value in given.items():
             if value is not None:
                 raise ValueError(f"{flag} {value} does nothing here: no mode of --modes has stages")
