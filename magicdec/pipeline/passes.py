@@ -15,17 +15,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from magicdec.config.choices.transport import HOST_COPIES, NCCL
+from magicdec.config.choices.transport import NCCL
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.distributed.channels.connect import (
-    DevicePayloads,
-    connect_ring,
-    through_host,
-    time_round,
-)
-from magicdec.distributed.channels.message import MessageForm
+from magicdec.distributed.channels.connect import connect_ring, time_round
+from magicdec.distributed.channels.message import Ends, MessageForm, Traffic
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.start import make_groups, make_stage_groups
 from magicdec.engine import Engine
@@ -47,13 +42,13 @@ from magicdec.pipeline.options import (
 from magicdec.pipeline.prepare import PreparedRing, expected_threads, of_one_process
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation, make_speculation, num_drafts_of
-from magicdec.pipeline.stage import Occupancy, Stage, load_part
+from magicdec.pipeline.stage import Stage, StageLoop, load_part
 from magicdec.pipeline.tracing import (
-    CountingEnds,
     RingTrace,
+    Spans,
     clocks_of,
-    gather,
     gather_memory,
+    gather_ring,
     gather_threads,
 )
 from magicdec.request import Request
@@ -79,7 +74,7 @@ class RingUse:
     uses: list[StageUse]  # of the stages in order
     hop_bytes: int
     link_s: float | None
-    trace: RingTrace | None = None
+    trace: RingTrace
     drafts: DraftCounts | None = None
 
 
@@ -243,25 +238,24 @@ class RingPass:
             step_tokens=1 + self.num_drafts,
         )
         depth = most_under_way(options.num_lanes, lane_size, limits, chunk)
-        form, counting = self._connect(stage, depth, chunk)
+        form, ends = self._connect(stage, depth, chunk)
         if self.stages.stage == 0:
             speculation = None
             if self.drafting is not None:
                 runner = stage.runner
                 speculation = make_speculation(self.drafting, runner, self.stages, self.models)
             pipeline = RecurrentPipeline(
-                stage, counting.ends, options.num_lanes, lane_size, limits, chunk,
-                speculation=speculation,
-            )  # fmt: skip
-            return self._lead(pipeline, speculation, counting, form, observe)
+                stage, ends, options.num_lanes, lane_size, limits, chunk, speculation=speculation
+            )
+            return self._lead(pipeline, speculation, form, observe)
         for _ in ("warm-up", "links"):
-            stage.serve(counting.ends)
-        self._restart(stage, counting)
-        stage.serve(counting.ends)
-        gather(prepared.run.launch, prepared.grid, stage.occupancy, counting)
+            StageLoop(stage, ends, Spans()).serve()
+        spans, before = Spans(), ends.outbound.traffic
+        StageLoop(stage, ends, spans).serve()
+        gather_ring(prepared.run.launch, prepared.grid, spans, ends.outbound.traffic.since(before))
         return None
 
-    def _connect(self, stage: Stage, depth: int, chunk: int) -> tuple[MessageForm, CountingEnds]:
+    def _connect(self, stage: Stage, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
         """The ends of this rank, and the form of messages. At most `depth` of them are under way,
         whose prompts are of `chunk` tokens at most."""
         prepared, transport = self.prepared, self.prepared.transport
@@ -269,46 +263,41 @@ class RingPass:
         dtype = next(stage.runner.model.parameters()).dtype
         lane_size = prepared.options.flags.lane_size
         form = MessageForm(width, dtype, lane_size if self.drafting is None else 2 * lane_size)
-        payloads: DevicePayloads | None = None
-        if transport is not None and transport.payloads == NCCL:
-            payloads = DevicePayloads(self.device, NCCL, width, dtype)
-            form = payloads.header_form(form)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
         ends = connect_ring(
             prepared.grid, prepared.run.launch, form, depth,
             max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY)),
-            None if transport is None else transport.headers, payloads,
+            None if transport is None else transport.headers, self.device,
+            NCCL if transport is not None and transport.payloads == NCCL else None,
         )  # fmt: skip
         if (link := prepared.options.flags.link) is not None:
             ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
-        if transport is not None and transport.payloads == HOST_COPIES:
-            ends = through_host(ends, self.device)
-        return form, CountingEnds(ends, is_first=self.stages.stage == 0)
+        return form, ends
 
     def _lead(
         self,
         pipeline: RecurrentPipeline,
         speculation: Speculation | None,
-        counting: CountingEnds,
         form: MessageForm,
         observe: Observe,
     ) -> Outcome:
         """The part of the first stage."""
-        prepared, options, stage = self.prepared, self.prepared.options, pipeline.stage
+        prepared, options = self.prepared, self.prepared.options
         num_stages, rounds = prepared.grid.num_stages, list[float]()
+        before = Traffic()
 
         def serve(requests: list[Request], counts: StepCounts, observe: Observe) -> None:
             pipeline.serve(requests, observe, counts.watch)
             pipeline.close()
 
         def time_links() -> None:
+            nonlocal before
             if num_stages > 1:
                 ends, num_tokens = pipeline.ends, self.lane_tokens
                 rounds.extend(time_round(ends, form, num_tokens, PROBES, self.device))
             pipeline.close()
-            self._restart(stage, counting)
-            pipeline.on_send = counting.begin
+            before = pipeline.ends.outbound.traffic
             if speculation is not None:
                 speculation.counts = DraftCounts()
 
@@ -316,16 +305,14 @@ class RingPass:
             prepared.run, options.flags.shapes, serve, options.n_samples, observe, time_links,
             clock=pipeline.shared_clock,
         )  # fmt: skip
-        uses, trace = gather(prepared.run.launch, prepared.grid, stage.occupancy, counting)
+        uses, trace = gather_ring(
+            prepared.run.launch, prepared.grid, pipeline.spans,
+            pipeline.ends.outbound.traffic.since(before), pipeline.samples, pipeline.are_prompts,
+        )  # fmt: skip
         link_s = statistics.median(rounds) / num_stages if rounds else None
         drafts = None if speculation is None else speculation.counts
         ring = RingUse(uses, form.num_bytes(self.lane_tokens), link_s, trace, drafts)
         return replace(outcome, ring=ring)
-
-    def _restart(self, stage: Stage, counting: CountingEnds) -> None:
-        """Begin to count what is measured."""
-        stage.occupancy = Occupancy()
-        counting.restart(self.prepared.options.flags.has_spans)
 
     def _load_stage(self) -> Stage:
         prepared, options = self.prepared, self.prepared.options

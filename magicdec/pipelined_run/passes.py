@@ -13,7 +13,7 @@ import torch
 
 from magicdec.config.choices.transport import NCCL
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import DevicePayloads
+from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import make_stage_groups
@@ -30,7 +30,7 @@ from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter,
 from magicdec.pipelined_run.head import Drafted, Head, PipelineRank
 from magicdec.pipelined_run.options import SCRIPTED_PROBABILITY
 from magicdec.pipelined_run.prepare import PreparedPipeline
-from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, Part
+from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, RunPart
 from magicdec.pipelined_speculation.options import Counts
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
@@ -63,12 +63,12 @@ class Passes:
             launch, StageGrid(launch.world_size), device, prepared.whole.parallel.collectives,
             None if prepared.drafting is None else layout.draft_ranks,
         ).draft  # fmt: skip
-        payloads: DevicePayloads | None = None
-        if transport is not None and transport.payloads == NCCL:
-            width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
-            payloads = DevicePayloads(device, NCCL, width, dtype)
-        headers = None if transport is None else transport.headers
-        self.connections = Connections(layout, launch, headers, prepared.options.link, payloads)
+        width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
+        self.connections = Connections(
+            layout, launch, None if transport is None else transport.headers,
+            prepared.options.link, MessageForm(width, dtype, 0), device,
+            NCCL if transport is not None and transport.payloads == NCCL else None,
+        )  # fmt: skip
         self.models = LoadedModels(device, progress)
         self.sampling = CoupledSampling(run.config.sampling)
         self.expected: list[list[int]] | None = None  # the tokens of the baseline
@@ -148,7 +148,7 @@ class Passes:
         wires = self.connections.connect(options.needs_drafts)
         return PipelineRank(self.rank, wires, part, drafter, self.device)
 
-    def _load_part(self) -> Part:
+    def _load_part(self) -> RunPart:
         prepared, run = self.prepared, self.prepared.run
         layers, options = prepared.layout.layers[self.rank], prepared.options
         if options.emulate_stage_ms is not None:

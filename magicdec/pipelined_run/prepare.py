@@ -20,8 +20,7 @@ from magicdec.attention.backend import check_trees
 from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
-from magicdec.distributed.channels.connect import Loopback
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
 from magicdec.distributed.groups import Launch, ParallelGroups
 from magicdec.distributed.layer_split import AUTO, FLAG
 from magicdec.distributed.tensor_parallel import Shard
@@ -48,11 +47,12 @@ from magicdec.pipeline.prepare import (
     of_one_process,
     without_drafts,
 )
+from magicdec.pipeline.stage import StageLoop
 from magicdec.pipeline.tracing import Spans
 from magicdec.pipelined_run.channels import CancelBoard
 from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout, read_split
 from magicdec.pipelined_run.options import SpeculationOptions
-from magicdec.pipelined_run.stage import ModelPart, StageLoop
+from magicdec.pipelined_run.stage import CancellableStage, ModelPart
 from magicdec.pipelined_speculation import messages
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
@@ -299,5 +299,6 @@ def time_part(part: ModelPart, step: DecodeStep) -> float:
     for _ in range(STEPS + 1):
         inbound.send(message)
     inbound.send(Message(Kind.END))
-    StageLoop(part, inbound, Loopback(), CancelBoard(), spans).serve()
+    stage = CancellableStage(part, CancelBoard())
+    StageLoop(stage, Ends(inbound, Loopback()), spans).serve()
     return statistics.median(b.end_s - a.end_s for a, b in pairwise(spans))

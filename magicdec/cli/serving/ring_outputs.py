@@ -122,6 +122,5 @@ class RingOutputs:
 
         path = self.files.plot
         assert path is not None and outcome.ring is not None
-        assert outcome.ring.trace is not None, "it was asked for"
         path = path if name == RING else path.with_stem(f"{path.stem}_{name}")
         draw_ring("--plot", path, outcome.ring.trace, self.files.plot_ms)
