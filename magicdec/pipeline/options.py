@@ -30,10 +30,9 @@ BYTES_PER_MBIT = 1e6 / 8
 
 @dataclass(frozen=True)
 class RingOptions(ShapedOptions, StagesSection):
-    """The options of `magicdec recurrent`. `baselines` serve the requests beside the ring,
-    `has_spans` says whether every stage notes when it computes what, and `has_memory` whether every
-    rank notes how much memory it uses. None stands for a default that follows from the number of
-    stages."""
+    """The options of `magicdec recurrent`. `baselines` serve the requests beside the ring, and
+    `has_memory` says whether every rank notes how much memory it uses. None stands for a default
+    that follows from the number of stages."""
 
     modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=MODES)
     draft: str = same(DraftChoice, "draft", NO_DRAFT)
@@ -58,7 +57,6 @@ class RingOptions(ShapedOptions, StagesSection):
         above=0,
     )
     baselines: tuple[str, ...] = ()
-    has_spans: bool = False
     has_memory: bool = False
 
     def __post_init__(self) -> None:

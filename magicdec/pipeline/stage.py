@@ -2,11 +2,12 @@
 on. What a message says is a matter of the part of the model that answers. `Stage` is the part of a
 ring, which computes rows and frees them.
 
-A HIDDEN message of a ring holds the hidden states of new tokens of some rows, which its `words` name. Its
-status says what is wanted of the last stage. WANTED: the hidden state of the last of these tokens.
-VERIFY: those of all these tokens, which are a row's newest token and drafts. Otherwise the last
-stage sends VOID home. The words of a VERIFY message also say how many tokens each row keeps of
-those that it holds so far, so that every stage forgets the drafts that were rejected last.
+A HIDDEN message of a ring holds the hidden states of new tokens of some rows, which its `words`
+name. Its status says what is wanted of the last stage. WANTED: the hidden state of the last of
+these tokens. VERIFY: those of all these tokens, which are a row's newest token and drafts.
+Otherwise the last stage sends VOID home. The words of a VERIFY message also say how many tokens
+each row keeps of those that it holds so far, so that every stage forgets the drafts that were
+rejected last.
 """
 
 from __future__ import annotations

@@ -274,9 +274,7 @@ def uses_of(
     for stage, runs in enumerate(computed):
         turns = runs if stage else heads
         taken = runs if stage else [span for span in heads if span.run >= 0]
-        decoded = [
-            span.seconds for span in turns if (span.run in decodes if stage else span.value)
-        ]
+        decoded = [span.seconds for span in turns if (span.run in decodes if stage else span.value)]
         total_s = heads[-1].end_s - turns[0].begin_s if turns else 0.0
         uses.append(
             StageUse(

@@ -132,7 +132,6 @@ def parse(words: Sequence[str], launch: Launch) -> Recurrent:
         baselines=read_modes(options.modes, world_size, is_emulated),
         gen_len=options.gen_len or str(DEFAULT_GEN_LEN),
         shapes=tuple(shapes),
-        has_spans=files.plot is not None,
         has_memory=files.curves is not None,
     )
     files.check(Path(config.output.results), launch.rank == 0)
