@@ -26,8 +26,7 @@ from magicdec.console import make_progress
 from magicdec.cost_model import stage_plan
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
-from magicdec.distributed.channels.connect import Loopback, RingEnds
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
 from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
 from magicdec.distributed.layer_split import AUTO, FLAG, StageTimes, is_auto, split_layers
 from magicdec.distributed.stages import StageGrid
@@ -41,7 +40,8 @@ from magicdec.model.checkpoint.chunks import ChunkedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation, make_speculation
-from magicdec.pipeline.stage import VERIFY, WANTED, Occupancy, Stage, load_part
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop, load_part
+from magicdec.pipeline.tracing import Spans, What
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -385,12 +385,11 @@ class RingTiming(Timing):
             step_tokens=step.num_tokens,
         )
         pipeline = RecurrentPipeline(
-            stage, RingEnds(loop, loop), 1, step.rows, limits, step.context, speculation=speculation
+            stage, Ends(loop, loop), 1, step.rows, limits, step.context, speculation=speculation
         )
         params = make_params(self.config.sampling, STEPS * step.num_tokens + 1, (), 0)
-        stage.occupancy = Occupancy()
         pipeline.serve([Request(i, (1,) * step.context, params) for i in range(step.rows)])
-        return stage.occupancy.decode_s
+        return median(span.seconds for span in pipeline.spans.of(What.HEAD) if span.value)
 
 
 def time_passing(stage: FilledStage, step: DecodeStep) -> float:
@@ -409,6 +408,6 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
             inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
     inbound.send(Message(Kind.FREE, words=rows))
     inbound.send(Message(Kind.END))
-    stage.occupancy = Occupancy()
-    stage.serve(RingEnds(inbound, Loopback()))
-    return stage.occupancy.decode_s
+    spans = Spans()
+    StageLoop(stage, Ends(inbound, Loopback()), spans).serve()
+    return median(span.seconds for span in spans[1:])

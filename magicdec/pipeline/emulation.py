@@ -12,7 +12,7 @@ from threading import Thread
 
 from torch import Tensor
 
-from magicdec.distributed.channels.message import Form, Message, Sender
+from magicdec.distributed.channels.message import Message, MessageForm, Sender, Traffic
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.model.emulated import sleep_until
 from magicdec.pipeline.stage import Stage
@@ -57,22 +57,24 @@ class Link:
 class DelayedSender:
     """Sends through `sender`, which only its thread uses, as if over `link`."""
 
-    def __init__(self, sender: Sender, link: Link, form: Form) -> None:
+    def __init__(self, sender: Sender, link: Link, form: MessageForm) -> None:
         self.sender, self.link, self.form = sender, link, form
         self._free_at, self._error = 0.0, list[RuntimeError]()
         self._queue: Queue[tuple[float, Message]] = Queue()
         Thread(target=self._run, name="emulated link", daemon=True).start()
 
     @property
-    def num_bytes(self) -> int:
-        return self.sender.num_bytes
+    def traffic(self) -> Traffic:
+        return self.sender.traffic
 
     def send(self, message: Message) -> None:
         self._raise()
-        num_bytes = sum(tensor.nbytes for tensor in self.form.tensors(message))
+        payload = message.payload
+        num_tokens = 0 if payload is None else payload.shape[0] * payload.shape[1]
+        num_bytes = self.form.num_bytes(num_tokens, len(message.words))
         begin = max(time.perf_counter(), self._free_at)
         self._free_at = begin + self.link.seconds(num_bytes)
-        self._queue.put((self._free_at + self.link.delay_s, message))
+        self._queue.put((self._free_at + self.link.delay_s, message.on_host()))
 
     def close(self) -> None:
         self._queue.join()

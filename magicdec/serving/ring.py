@@ -14,22 +14,12 @@ from typing import Any
 
 import torch
 
-from magicdec.config.choices.transport import (
-    HOST_COPIES,
-    NCCL,
-    check_stage_group,
-    choose_transport,
-)
+from magicdec.config.choices.transport import NCCL, check_stage_group, choose_transport
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import (
-    DevicePayloads,
-    connect_ring,
-    through_host,
-    time_round,
-)
-from magicdec.distributed.channels.message import MessageForm
+from magicdec.distributed.channels.connect import connect_ring, time_round
+from magicdec.distributed.channels.message import Ends, MessageForm
 from magicdec.distributed.groups import Launch, ParallelGroups
 from magicdec.distributed.layer_split import FLAG
 from magicdec.distributed.start import make_stage_groups
@@ -41,8 +31,8 @@ from magicdec.pipeline.emulation import DelayedSender, padded
 from magicdec.pipeline.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation, make_speculation, num_drafts_of
-from magicdec.pipeline.stage import Occupancy, Stage, load_part
-from magicdec.pipeline.tracing import CountingEnds, RingTrace, Span, What, gather
+from magicdec.pipeline.stage import Stage, StageLoop, load_part
+from magicdec.pipeline.tracing import RingTrace, Span, Spans, What, gather_ring
 from magicdec.records.metrics import percentile
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
@@ -213,7 +203,7 @@ class OpenRing:
         )
         self.num_lanes = ring.num_samples // options.batch_size
         depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)
-        self.form, self.counting = self._connect(depth, chunk)
+        self.form, self.ends = self._connect(depth, chunk)
         self.pipeline: RecurrentPipeline | None = None
         self.speculation: Speculation | None = None
         self.has_timed_links = ring.grid.num_stages == 1
@@ -221,7 +211,7 @@ class OpenRing:
             if is_drafting:
                 self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
             self.pipeline = RecurrentPipeline(
-                self.stage, self.counting.ends, self.num_lanes, options.batch_size, limits, chunk,
+                self.stage, self.ends, self.num_lanes, options.batch_size, limits, chunk,
                 speculation=self.speculation,
             )  # fmt: skip
 
@@ -234,7 +224,7 @@ class OpenRing:
         )  # fmt: skip
         return padded(runner, options.pad_stage_ms)
 
-    def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, CountingEnds]:
+    def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
         """The ends of this rank, and the form of messages. At most `depth` of them are under way,
         whose prompts are of `chunk` tokens at most."""
         ring, transport = self.ring, self.ring.transport
@@ -242,46 +232,43 @@ class OpenRing:
         dtype = next(self.stage.runner.model.parameters()).dtype
         num_words = ring.options.batch_size * (2 if self.is_drafting else 1)
         form = MessageForm(width, dtype, num_words)
-        payloads: DevicePayloads | None = None
-        if transport is not None and transport.payloads == NCCL:
-            payloads = DevicePayloads(self.models.device, NCCL, width, dtype)
-            form = payloads.header_form(form)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
         ends = connect_ring(
             ring.grid, ring.launch, form, depth,
             max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY)),
-            None if transport is None else transport.headers, payloads,
+            None if transport is None else transport.headers, self.models.device,
+            NCCL if transport is not None and transport.payloads == NCCL else None,
         )  # fmt: skip
         if (link := ring.options.link) is not None:
             ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
-        if transport is not None and transport.payloads == HOST_COPIES:
-            ends = through_host(ends, self.models.device)
-        return form, CountingEnds(ends, is_first=self.groups.stage == 0)
+        return form, ends
 
     def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:
         """Serve all requests. The first time, the links are timed afterwards."""
-        self.stage.occupancy = Occupancy()
-        self.counting.restart(self.ring.options.has_trace and watch.is_measured)
+        spans, before = Spans(), self.ends.outbound.traffic
+        launch, grid, pipeline = self.ring.launch, self.ring.grid, self.pipeline
+        samples, are_prompts = list[list[int]](), list[bool]()
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
-        if self.pipeline is not None:
-            self.pipeline.on_send = self.counting.begin
-            self.pipeline.serve(requests, watch.tokens, watch.step)
-            self.pipeline.close()
+        if pipeline is None:
+            StageLoop(self.stage, self.ends, spans).serve()
         else:
-            self.stage.serve(self.counting.ends)
-        uses, trace = gather(self.ring.launch, self.ring.grid, self.stage.occupancy, self.counting)
+            pipeline.serve(requests, watch.tokens, watch.step)
+            pipeline.close()
+            spans, samples, are_prompts = pipeline.spans, pipeline.samples, pipeline.are_prompts
+        sent = self.ends.outbound.traffic.since(before)
+        uses, trace = gather_ring(launch, grid, spans, sent, samples, are_prompts)
         if not self.has_timed_links:
             self.has_timed_links = True
             self._time_links()
-        if self.ring.launch.rank != 0 or not watch.is_measured:
+        if launch.rank != 0 or not watch.is_measured:
             return Extras()
         return Extras(ring=self._metrics(uses, requests), trace=trace_of(trace))
 
     def _time_links(self) -> None:
         if self.pipeline is None:
-            self.stage.serve(self.counting.ends)
+            StageLoop(self.stage, self.ends, Spans()).serve()
             return
         ends, device = self.pipeline.ends, self.models.device
         self.rounds_s = time_round(ends, self.form, self.lane_tokens, PROBES, device)
@@ -304,10 +291,8 @@ class OpenRing:
         )
 
 
-def trace_of(trace: RingTrace | None) -> Trace | None:
+def trace_of(trace: RingTrace) -> Trace:
     """The spans of the stages; the head of the ring is a part of the first."""
-    if trace is None:
-        return None
     rows = [
         [Span(What.STAGE, number, begin, end) for number, (begin, end) in enumerate(intervals)]
         for intervals in trace.stages

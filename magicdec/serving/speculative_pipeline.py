@@ -26,8 +26,7 @@ from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import DevicePayloads, Loopback
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, MessageForm
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.layer_split import FLAG
 from magicdec.distributed.stages import StageGrid
@@ -54,14 +53,14 @@ from magicdec.pipeline.auto_split import (
     choose_split,
     describe_origin,
 )
-from magicdec.pipeline.stage import load_part
+from magicdec.pipeline.stage import StageLoop, load_part
 from magicdec.pipeline.tracing import Spans, What, clocks_of, gather_spans
 from magicdec.pipelined_run.channels import CancelBoard, Connections
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
 from magicdec.pipelined_run.head import Head, PipelineRank
 from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout, read_split
 from magicdec.pipelined_run.metrics import Observed, speculation_metrics
-from magicdec.pipelined_run.stage import ModelPart, Part, StageLoop
+from magicdec.pipelined_run.stage import CancellableStage, ModelPart, RunPart
 from magicdec.pipelined_speculation import messages
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
@@ -203,16 +202,17 @@ class SpeculativePipeline(System):
             launch, StageGrid(launch.world_size), device, run.config.parallel.collectives,
             None if self.drafting is None else layout.draft_ranks,
         )  # fmt: skip
-        payloads: DevicePayloads | None = None
-        if self.transport is not None and self.transport.payloads == NCCL:
-            width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
-            payloads = DevicePayloads(device, NCCL, width, dtype)
         part = self._load_part(models) if self.rank in layout.stages else None
         drafter = None
         if self.needs_drafts and self.rank in layout.draft_ranks:
             drafter = self._make_drafter(groups.draft, models)
-        headers = None if self.transport is None else self.transport.headers
-        connections = Connections(layout, launch, headers, self.options.link, payloads)
+        width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
+        transport = self.transport
+        connections = Connections(
+            layout, launch, None if transport is None else transport.headers, self.options.link,
+            MessageForm(width, dtype, 0), device,
+            NCCL if transport is not None and transport.payloads == NCCL else None,
+        )  # fmt: skip
         wires = connections.connect(self.needs_drafts)
         self.member = PipelineRank(self.rank, wires, part, drafter, device)
 
@@ -253,7 +253,7 @@ class SpeculativePipeline(System):
             self.member.close()
         self.member = None
 
-    def _load_part(self, models: LoadedModels) -> Part:
+    def _load_part(self, models: LoadedModels) -> RunPart:
         run, options, layers = self.run, self.options, self.layout.layers[self.rank]
         runner = load_part(
             run.config, run.source, Group((0,), 0), models, StagePart(layers, None),
@@ -403,5 +403,6 @@ def time_part(part: ModelPart, step: DecodeStep) -> float:
     for _ in range(STEPS + 1):
         inbound.send(message)
     inbound.send(Message(Kind.END))
-    StageLoop(part, inbound, Loopback(), CancelBoard(), spans).serve()
+    stage = CancellableStage(part, CancelBoard())
+    StageLoop(stage, Ends(inbound, Loopback()), spans).serve()
     return statistics.median(b.end_s - a.end_s for a, b in pairwise(spans))

@@ -16,7 +16,7 @@ from several_ranks import arrive_over_time
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.connect import DevicePayloads
+from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
@@ -128,11 +128,11 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
         part = ModelPart(runner, sampling)
     if group is not None:
         drafter = make_drafter(case, target, draft, group)
-    payloads = None
-    if case.goes_apart:
-        width = find_model("--model", target).config.hidden_size
-        payloads = DevicePayloads(torch.device("cpu"), "gloo", width, torch.float32)
-    connections = Connections(layout, launch, case.collectives, None, payloads)
+    form = MessageForm(find_model("--model", target).config.hidden_size, torch.float32, 0)
+    apart = "gloo" if case.goes_apart else None
+    connections = Connections(
+        layout, launch, case.collectives, None, form, torch.device("cpu"), apart
+    )
     member = PipelineRank(launch.rank, connections.connect(has_drafter=True), part, drafter)
     found: dict[str, Any] = {"tokens": [], "drafted": []}
     for mode in MODES:

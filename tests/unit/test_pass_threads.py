@@ -41,9 +41,9 @@ from magicdec.hardware.threads import (
 from magicdec.pipeline import tracing
 from magicdec.pipeline.passes import RingPass
 from magicdec.pipeline.prepare import expected_threads
+from magicdec.pipeline.stage import StageLoop
 from magicdec.pipeline.tracing import gather_threads
 from magicdec.pipelined_run.drafter import DraftLoop
-from magicdec.pipelined_run.stage import StageLoop
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run.run import Run, execute
