@@ -250,7 +250,7 @@ def gather_ring(
     it; it is right on rank 0 alone."""
     leaders = [grid.ranks_of(stage)[0] for stage in range(grid.num_stages)]
     clocks = clocks_of(launch)
-    by_rank, sent_by_rank = gather_spans(spans, clocks), all_gather(sent, grid.world_size)
+    by_rank, sent_by_rank = gather_spans(spans, clocks), all_gather(sent, launch.world_size)
     stages = [by_rank[leader] for leader in leaders]
     decodes = {run for run, is_prompt in enumerate(are_prompts) if not is_prompt}
     uses = uses_of(stages, [sent_by_rank[leader] for leader in leaders], decodes)

@@ -109,8 +109,7 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
             f"{FLAG} {text}: {MDI_LLM} divides the layers of a ring (`magicdec recurrent`); choose "
             "from counts, shares and auto"
         )
-    is_apart, is_headless = split.draft not in (None, ON_HEAD), split.head != ""
-    num_apart = count_shares(str(text), str(split.draft)) if is_apart else 0
+    num_apart, is_headless = count_draft_ranks(text), split.head != ""
     num_others = num_apart + is_headless
     num_stages = max(1, count_stages(split.stages, world_size - num_others))
     if (count := num_stages + num_others) != world_size:
@@ -122,6 +121,12 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     empty = (range(0),)
     layers = (*(empty if is_headless else ()), *layers, *(empty * num_apart))
     return Layout(layers, tuple(range(world_size - num_apart, world_size)) or (0,))
+
+
+def count_draft_ranks(text: str | None) -> int:
+    """The ranks of a split that only draft. Raises ValueError, naming the flag."""
+    draft = read_split(text).draft
+    return 0 if draft in (None, ON_HEAD) else count_shares(str(text), str(draft))
 
 
 def count_shares(text: str, draft: str) -> int:

@@ -21,7 +21,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import FLAG, count_stages, is_auto
 from magicdec.distributed.stages import StageGrid, make_grid
-from magicdec.pipelined_run.layout import read_split
+from magicdec.pipelined_run.layout import count_draft_ranks, read_split
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
@@ -307,14 +307,18 @@ class ServeOptions(StagesSection):
         return count_stages(read_split(self.layer_split).stages, world_size)
 
     def grid(self, world_size: int) -> StageGrid:
-        """The stages of a ring on so many ranks. Raises ValueError, naming the flag."""
-        split = read_split(self.layer_split)
-        if split.head or split.draft is not None:
+        """The stages of a ring on so many ranks, without those that draft in other modes. Raises
+        ValueError, naming the flag."""
+        split, flag_text = read_split(self.layer_split), f"{FLAG} {self.layer_split}"
+        if split.head:
             raise ValueError(
-                f"{FLAG} {self.layer_split}: a ring has no draft rank and no head without layers; "
-                "leave the slash and a first share of 0 out, or ring out of --modes"
+                f"{flag_text}: a ring has no head without layers; leave the first share of 0 out, "
+                "or ring out of --modes"
             )
-        return make_grid(f"{FLAG} {self.layer_split}", self.num_stages(world_size), world_size)
+        num_ranks = world_size - count_draft_ranks(self.layer_split)
+        if num_ranks < 1:
+            raise ValueError(f"{flag_text} leaves no rank for a stage of the {world_size} ranks")
+        return make_grid(flag_text, count_stages(split.stages, num_ranks), num_ranks)
 
     @property
     def rows(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation, make_speculation, num_drafts_of
 from magicdec.pipeline.stage import Stage, StageLoop, load_part
 from magicdec.pipeline.tracing import RingTrace, Span, Spans, What, gather_ring
+from magicdec.pipelined_run.layout import read_split
 from magicdec.records.metrics import percentile
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
@@ -92,7 +94,14 @@ class Ring(System):
         models = find(replace(run_config, workload=workload), launch, known, is_part=True)
         options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
         machine = known.get(("machine",), lambda: probe_machine(launch))
-        check_split(options.layer_split, grid, models.source)
+        split = read_split(options.layer_split)
+        check_split(split.stages, grid, models.source)
+        has_others = grid.world_size < launch.world_size
+        if options.is_measured and has_others and grid.tensor_parallel > 1:
+            raise ValueError(
+                f"{FLAG} {options.layer_split}: stages of several ranks are not timed beside ranks "
+                "without a stage; give layer counts or shares"
+            )
         if grid.tensor_parallel > 1:
             check_stage_group(f"{FLAG} {options.layer_split}", models.config.parallel)
         transport = choose_transport(models.config.parallel, machine, options.on_host)
@@ -103,19 +112,28 @@ class Ring(System):
         tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
         timing = RingTiming(run, [grid.ranks_of(stage) for stage in range(grid.num_stages)], step)
         chosen = choose_split(
-            options.layer_split, timing.stages, run.source.config.num_layers, launch,
+            split.stages, timing.stages, run.source.config.num_layers, launch,
             f"{describe_origin(options.machine)} for messages of {step.rows} with {step.context} "
             f"cached tokens{tokens} each",
             lambda: timing.find_times(options.machine),
         )  # fmt: skip
-        options = replace(options, layer_split=chosen.layer_split)
+        chosen_split = str(replace(split, stages=chosen.layer_split))
         ring = cls(run, options, passes, launch, chosen.layers)
-        ring.transport, ring.layer_split = transport, chosen.layer_split
-        ring.split = chosen.reason and f"{FLAG} {chosen.layer_split}: {chosen.reason}"
+        ring.transport = transport
+        if chosen.layer_split is not None:
+            ring.layer_split = chosen_split
+        ring.split = chosen.reason and f"{FLAG} {chosen_split}: {chosen.reason}"
         return ring
+
+    @property
+    def computes(self) -> bool:
+        """Whether this rank is in a stage."""
+        return self.launch.rank < self.grid.world_size
 
     def check_files(self) -> None:
         number = self.stage_number
+        if not self.computes:
+            return
         check_part(self.run.source, self.layers[number], has_ends=number == 0)
         if number == 0 and self.run.draft_source is not None:
             draft = self.run.draft_source
@@ -125,6 +143,8 @@ class Ring(System):
         target, draft = self.run.source.config, self.run.draft_source
         for rank in ranks:
             stage = self.grid.stage_of(rank)
+            if stage >= self.grid.num_stages:
+                continue
             whole = of_stage(self.run.config, self.grid.ranks_of(stage))
             config = whole if each.is_drafting else without_drafts(whole)
             plan = plan_stage(
@@ -166,11 +186,11 @@ class Ring(System):
         return self.num_samples
 
     def expected_threads(self, each: Pass) -> int:
-        return self.run.config.parallel.threads_of(self.launch.rank)
+        return self.run.config.parallel.threads_of(self.launch.rank) if self.computes else 0
 
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
         assert self.opened is not None, "it was opened"
-        with watch.threads.during():
+        with watch.threads.during() if self.computes else nullcontext():
             return self.opened.serve(requests, watch)
 
     def now(self) -> float:
@@ -183,8 +203,8 @@ class Ring(System):
 
 
 class OpenRing:
-    """This rank's stage, loaded and connected, for passes with drafts or for those without. On the
-    ranks of the first stage, `pipeline` leads."""
+    """This rank's stage, loaded and connected, for passes with drafts or for those without; None on
+    a rank that waits. On the ranks of the first stage, `pipeline` leads."""
 
     def __init__(
         self, ring: Ring, is_drafting: bool, groups: ParallelGroups, models: LoadedModels
@@ -194,9 +214,11 @@ class OpenRing:
         self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = options.batch_size * (1 + self.num_drafts)
-        self.stage, self.rounds_s = self._load_stage(), list[float]()
+        self.max_tokens = max_tokens(without_drafts(ring.run.config)) + self.num_drafts
+        self.stage = self._load_stage() if ring.computes else None
+        self.rounds_s: list[float] = []
         limits = Limits(
-            self.stage.runner.max_tokens,
+            self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
             prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,
             step_tokens=1 + self.num_drafts,
@@ -207,7 +229,7 @@ class OpenRing:
         self.pipeline: RecurrentPipeline | None = None
         self.speculation: Speculation | None = None
         self.has_timed_links = ring.grid.num_stages == 1
-        if groups.stage == 0:
+        if self.stage is not None and ring.stage_number == 0:
             if is_drafting:
                 self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
             self.pipeline = RecurrentPipeline(
@@ -216,11 +238,11 @@ class OpenRing:
             )  # fmt: skip
 
     def _load_stage(self) -> Stage:
-        run, options, number = self.ring.run, self.ring.options, self.groups.stage
+        run, options, number = self.ring.run, self.ring.options, self.ring.stage_number
         part = StagePart(self.ring.layers[number], has_ends=number == 0)
         runner = load_part(
             run.config, run.source, self.groups.target, self.models, part, self.ring.num_samples,
-            max_tokens(without_drafts(run.config)) + self.num_drafts,
+            self.max_tokens,
         )  # fmt: skip
         return padded(runner, options.pad_stage_ms)
 
@@ -229,7 +251,7 @@ class OpenRing:
         whose prompts are of `chunk` tokens at most."""
         ring, transport = self.ring, self.ring.transport
         width = ring.run.source.config.hidden_size
-        dtype = next(self.stage.runner.model.parameters()).dtype
+        dtype = getattr(torch, ring.run.config.model.dtype)
         num_words = ring.options.batch_size * (2 if self.is_drafting else 1)
         form = MessageForm(width, dtype, num_words)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
@@ -251,12 +273,12 @@ class OpenRing:
         samples, are_prompts = list[list[int]](), list[bool]()
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
-        if pipeline is None:
-            StageLoop(self.stage, self.ends, spans).serve()
-        else:
+        if pipeline is not None:
             pipeline.serve(requests, watch.tokens, watch.step)
             pipeline.close()
             spans, samples, are_prompts = pipeline.spans, pipeline.samples, pipeline.are_prompts
+        elif self.stage is not None:
+            StageLoop(self.stage, self.ends, spans).serve()
         sent = self.ends.outbound.traffic.since(before)
         uses, trace = gather_ring(launch, grid, spans, sent, samples, are_prompts)
         if not self.has_timed_links:
@@ -267,12 +289,12 @@ class OpenRing:
         return Extras(ring=self._metrics(uses, requests), trace=trace_of(trace))
 
     def _time_links(self) -> None:
-        if self.pipeline is None:
+        if self.pipeline is not None:
+            ends, device = self.pipeline.ends, self.models.device
+            self.rounds_s = time_round(ends, self.form, self.lane_tokens, PROBES, device)
+            self.pipeline.close()
+        elif self.stage is not None:
             StageLoop(self.stage, self.ends, Spans()).serve()
-            return
-        ends, device = self.pipeline.ends, self.models.device
-        self.rounds_s = time_round(ends, self.form, self.lane_tokens, PROBES, device)
-        self.pipeline.close()
 
     def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
         ring = self.ring

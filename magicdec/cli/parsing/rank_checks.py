@@ -29,7 +29,7 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
     """Raises ValueError if the ranks cannot divide the model as the modes of `magicdec serve`
     need."""
     from magicdec.model.checkpoint.source import find_model
-    from magicdec.pipelined_run.layout import make_layout
+    from magicdec.pipelined_run.layout import make_layout, read_split
     from magicdec.serving.configs import check_split
 
     flag, name, split = flag_of(config.model, "model"), config.model.model, options.layer_split
@@ -39,7 +39,7 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
         source = find_model(flag, name, is_part=True)
         with _named(nproc):
             grid = options.grid(nproc)
-            check_split(split, grid, source)
+            check_split(read_split(split).stages, grid, source)
             model = source.config
             Shard(0, grid.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
     if options.of_system(SPECULATIVE):

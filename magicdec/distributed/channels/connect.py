@@ -48,8 +48,9 @@ def connect_ring(
     device: torch.device,
     apart: str | None = None,
 ) -> Ends:
-    """Connect the ranks of `grid` along its edges. All ranks must call it together. The rest as in
-    `connect_edge`; `headers` is None for one stage."""
+    """Connect the ranks of `grid` along its edges. All ranks must call it together, also those that
+    are in no stage, whose ends lead nowhere. The rest as in `connect_edge`; `headers` is None for
+    one stage."""
     if grid.num_stages == 1:
         loop = Loopback()
         return Ends(loop, loop)
@@ -61,7 +62,9 @@ def connect_ring(
             edge, launch.rank, form, depth, capacity, headers, processes, device, apart
         )
         outbound, inbound = outbound or sender, inbound or receiver
-    assert inbound is not None and outbound is not None, "every rank has both ends"
+    if inbound is None or outbound is None:
+        assert launch.rank >= grid.world_size, "every rank of a stage has both ends"
+        return Ends(Loopback(), Loopback())
     return Ends(inbound, outbound)
 
 
