@@ -22,7 +22,7 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flashinfer import FlashInferBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend
+from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.attention.varlen import VarlenBackend
@@ -47,8 +47,9 @@ BACKENDS = ON_CPUS | {
 }
 LIBRARIES = (VarlenBackend, FlashAttnBackend, FlashInferBackend)  # bfloat16, on a GPU
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.int8: 3e-2}
 DTYPES = [torch.float32, torch.bfloat16]
+KV_DTYPES = [*DTYPES, torch.int8]  # int8: bfloat16 numbers in an int8 cache
 HAS_CUDA = torch.cuda.is_available()
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 NO_AVX512 = ("-mno-avx512f",)  # compiled as for a CPU whose vectors have 8 numbers
@@ -67,7 +68,7 @@ def cases(
         kind, _, _ = name.partition(",")
         if kind in without:
             continue
-        served = [values for values in itertools.product(*axes) if is_served(kind, values)]
+        served = [values for values in itertools.product(*axes) if is_served(name, values)]
         is_slow = kind == "triton" and not HAS_CUDA
         if is_slow:
             # Few KV heads first, which are few programs. Both dtypes occur, since 7 is odd.
@@ -85,8 +86,11 @@ def kv_heads(values: Sequence[object]) -> int:
     return next((value[1] for value in values if isinstance(value, tuple)), 0)
 
 
-def is_served(kind: str, values: Sequence[object]) -> bool:
+def is_served(name: str, values: Sequence[object]) -> bool:
     """Whether the backend supports the heads and the dtype among `values`."""
+    if torch.int8 in values:
+        return name == "native" and has_bfloat16_path()
+    kind, _, _ = name.partition(",")
     size = next((value[2] for value in values if isinstance(value, tuple)), 64)
     dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.bfloat16)
     capabilities, machine = capabilities_of(kind), Machine(1, has_compiler=True)
@@ -182,17 +186,33 @@ class Case:
     k: Tensor  # all tokens of all rows, [B, S, G, D]
     v: Tensor
 
-    def new(self, x: Tensor) -> Tensor:
-        """The part of k or v that the forward appends, [rows, T, G, D]."""
-        spans = zip(self.view.rows, self.view.lengths, strict=True)
-        return torch.stack([x[r, n : n + self.view.num_new] for r, n in spans])
-
     def run(self, backend: AttentionBackend, method: str = "run") -> Any:
-        """What that method of the backend returns: the output, and what comes with it."""
+        """What that method of the backend returns: the output, and what comes with it. The new keys
+        and values, which are strided, must be in the cache afterwards."""
         backend.plan(self.view)
+        spans = [
+            (row, slice(length, length + self.view.num_new))
+            for row, length in zip(self.view.rows, self.view.lengths, strict=True)
+        ]
+        new = torch.stack([torch.stack([x[span] for span in spans]) for x in (self.k, self.v)], 2)
         layer = self.view.cache.shape.num_layers - 1
-        new = self.new(self.k), self.new(self.v)
-        return getattr(backend, method)(layer, self.q, *new, self.view)
+        result = getattr(backend, method)(layer, self.q, *new.unbind(2), self.view)
+        is_int8 = self.view.cache.k.dtype == torch.int8
+        for appended, stored in zip(new.unbind(2), self.read(), strict=True):
+            for i, span in enumerate(spans):
+                scale = appended[i].float().abs().amax(2, keepdim=True) / 127 * is_int8
+                assert ((stored[span] - appended[i].float()).abs() <= scale / 2 * 1.001).all()
+        return result
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """K and V as the cache stores them, [B, S, G, D]: in int8 they are rounded."""
+        cache, (num_rows, total) = self.view.cache, self.k.shape[:2]
+        slots = cache.slots(
+            torch.arange(num_rows, device=self.k.device),
+            torch.arange(total, device=self.k.device).expand(num_rows, -1),
+        )
+        k, v = cache.read(cache.shape.num_layers - 1, slots)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def make_case(

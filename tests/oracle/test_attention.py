@@ -10,6 +10,7 @@ from attention_cases import (
     BACKENDS,
     DTYPES,
     HEADS,
+    KV_DTYPES,
     LIBRARIES,
     NO_AMX,
     NO_AVX512,
@@ -36,7 +37,7 @@ WINDOWED: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)]
 
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
-    ("name", "heads", "policy", "dtype"), cases(HEADS, POLICIES, DTYPES), ids=str
+    ("name", "heads", "policy", "dtype"), cases(HEADS, POLICIES, KV_DTYPES), ids=str
 )
 def test_backend_equals_attention_written_out(
     name: str, heads: tuple[int, int, int], policy: KVPolicy, dtype: torch.dtype
@@ -45,19 +46,17 @@ def test_backend_equals_attention_written_out(
     for num_new, rows in ((1, [0, 1, 2, 3]), (5, [2, 0, 1]), (3, [1, 3]), (40, [2]), (33, [0, 3])):
         backend = BACKENDS[name]()
         case = make_case(backend, heads, policy, num_new, rows, dtype)
-        out = case.run(backend)
+        out, (k, v) = case.run(backend), case.read()
         for i, keys in enumerate(case.view.key_positions()[:, 0].tolist()):
             row, seen = rows[i], [s for s in keys if s >= 0]
-            exact = exact_attention(
-                case.q[i], case.k[row], case.v[row], seen, case.view.lengths[i]
-            )
+            exact = exact_attention(case.q[i], k[row], v[row], seen, case.view.lengths[i])
             assert (out[i].double() - exact.out).abs().max() < TOLERANCE[dtype], (num_new, row)
 
 
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("name", "policy", "window", "dtype"),
-    cases(WINDOWED, [1, 5, 36, 100], DTYPES, without=list_backends(lambda c: not c.keeps_window)),
+    cases(WINDOWED, [1, 5, 36, 100], KV_DTYPES, without=list_backends(lambda c: not c.keeps_window)),
     ids=str,
 )
 def test_a_token_sees_only_its_window(
@@ -70,16 +69,14 @@ def test_a_token_sees_only_its_window(
     for num_new, rows in batches:
         backend, sizes = BACKENDS[name](), (dtype, window, lengths, committed)
         case = make_case(backend, (6, 2, 16), policy, num_new, rows, *sizes)
-        out = case.run(backend)
+        out, (k, v) = case.run(backend), case.read()
         for i, row in enumerate(rows):
             length, visible = lengths[row], policy.ranges(torch.tensor(committed))[row].tolist()
             keys = {s for first, last in visible for s in range(first, last)}
             keys |= set(range(committed[row], length + num_new))
             keys = {s for s in keys if s > length - window}
             assert case.view.num_visible[i] + num_new == len(keys)
-            exact = exact_attention(
-                case.q[i], case.k[row], case.v[row], sorted(keys), length, window
-            )
+            exact = exact_attention(case.q[i], k[row], v[row], sorted(keys), length, window)
             assert (out[i].double() - exact.out).abs().max() < TOLERANCE[dtype], (num_new, row)
 
 
@@ -141,19 +138,30 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
 
 
 @pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
-@pytest.mark.parametrize("heads", [2, 6, 32])  # 32: the queries of five tokens fill several blocks
-@pytest.mark.parametrize("window", [None, 62, 66, 700, 1237])
-@pytest.mark.parametrize("flags", [(), NO_AMX], ids=["any", "dot products"])
+@pytest.mark.parametrize(
+    ("flags", "window", "heads", "dtype"),
+    [
+        # With 32 heads, the queries of five tokens fill several blocks.
+        *itertools.product(
+            [(), NO_AMX], [None, 62, 66, 700, 1237],
+            [(2, 2, 64), (6, 2, 64), (32, 2, 64)], [torch.bfloat16],
+        ),
+        *itertools.product([()], [None, 66], HEADS, [torch.int8]),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_native_gives_a_token_the_same_bits_alone_and_with_others(
-    flags: tuple[str, ...], window: int | None, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    flags: tuple[str, ...], window: int | None, heads: tuple[int, int, int], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Decoding computes one token at a time, verification five at once."""
     build = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
     torch.manual_seed(0)
     backend, num_new = NativeBackend(), 5
-    cache, k, v = fill(backend, 2, 64, [1300, 63], torch.bfloat16, 1400, layers=1)
-    q = torch.randn(2, num_new, heads, 64).bfloat16()
+    num_heads, kv_heads, size = heads
+    cache, k, v = fill(backend, kv_heads, size, [1300, 63], dtype, 1400, layers=1)
+    q = torch.randn(2, num_new, num_heads, size).bfloat16()
 
     def attend(rows: list[int], first: int, count: int) -> Tensor:
         view = make_view(cache, rows, FullKV(), count, window=window)

@@ -11,6 +11,7 @@ from attention_cases import (
     BACKENDS,
     DTYPES,
     HEADS,
+    KV_DTYPES,
     TOLERANCE,
     Case,
     Exact,
@@ -71,7 +72,7 @@ def exact_heads(case: Case, window: int | None = None) -> list[tuple[int, int, s
     over the keys that they see, whose number is checked."""
     view, groups, num_heads = case.view, case.k.shape[2], case.q.shape[2]
     ranges = view.ranges[1] if view.per_head else view.ranges[:, None].expand(-1, groups, -1, -1)
-    found = []
+    found, (keys_read, values_read) = [], case.read()
     for i, of_heads in enumerate(ranges.tolist()):
         row, length = view.rows[i], view.lengths[i]
         tail = range(int(view.committed[i]), length + view.num_new)
@@ -79,13 +80,13 @@ def exact_heads(case: Case, window: int | None = None) -> list[tuple[int, int, s
             queries = slice(g * num_heads // groups, (g + 1) * num_heads // groups)
             keys = [s for a, b in own for s in range(a, b)] + [*tail]
             assert window is not None or len(keys) == view.num_visible[i] + view.num_new
-            k, v = case.k[row, :, g : g + 1], case.v[row, :, g : g + 1]
+            k, v = (x[row, :, g : g + 1] for x in (keys_read, values_read))
             place = keys, length, window, view.num_weight_blocks
             found.append((i, g, queries, exact_attention(case.q[i, :, queries], k, v, *place)))
     return found
 
 
-@pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, DTYPES, interpreted=0), ids=str)
+@pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, KV_DTYPES, interpreted=0), ids=str)
 def test_every_head_reads_its_own_ranges(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -100,7 +101,7 @@ def test_every_head_reads_its_own_ranges(
 
 @pytest.mark.parametrize(
     ("name", "heads", "dtype"),
-    cases(HEADS, DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
+    cases(HEADS, KV_DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
 def test_weights_are_the_softmax_summed_by_block(
@@ -131,7 +132,7 @@ def check_mass(mass: Tensor, exact: Exact, total: float, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(
     ("name", "window", "dtype"),
-    cases([2, 21], DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
+    cases([2, 21], KV_DTYPES, without=WITHOUT_WEIGHTS, interpreted=0),
     ids=str,
 )
 def test_weights_and_ranges_by_head_under_a_window(
