@@ -61,7 +61,7 @@ FULL = Scale(
         *("tests/oracle/test_cuda_tokens.py", "tests/oracle/test_attention.py"),
         *("tests/oracle/test_cuda_libraries.py", "tests/oracle/test_attention_weights.py"),
         *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
-        *("tests/oracle/test_elementwise.py", "tests/oracle/test_elementwise_launches.py"),
+        "tests/oracle/test_elementwise.py",
         *("tests/oracle/test_replay.py", "tests/unit/test_timing.py"),
     ),
     demo_prefix=16384,

@@ -32,6 +32,7 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.view import make_view
 
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(0, 1), StreamingLLM(2, 500)]
+WITHOUT_WINDOWS = list_backends(lambda c: not c.keeps_window)
 WINDOWED: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)]
 
 
@@ -56,7 +57,9 @@ def test_backend_equals_attention_written_out(
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize(
     ("name", "policy", "window", "dtype"),
-    cases(WINDOWED, [1, 5, 36, 100], KV_DTYPES, without=list_backends(lambda c: not c.keeps_window)),
+    cases(
+        WINDOWED, [1, 5, 36, 100], KV_DTYPES, without=list_backends(lambda c: not c.keeps_window)
+    ),
     ids=str,
 )
 def test_a_token_sees_only_its_window(

@@ -86,7 +86,9 @@ def exact_heads(case: Case, window: int | None = None) -> list[tuple[int, int, s
     return found
 
 
-@pytest.mark.parametrize(("name", "heads", "dtype"), cases(HEADS, KV_DTYPES, interpreted=0), ids=str)
+@pytest.mark.parametrize(
+    ("name", "heads", "dtype"), cases(HEADS, KV_DTYPES, interpreted=0), ids=str
+)
 def test_every_head_reads_its_own_ranges(
     name: str, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:

@@ -3,6 +3,7 @@ unusual block sizes, strided inputs, and a whole run. Without a GPU, the kernels
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -150,17 +151,22 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
 def test_the_driver_interprets_the_kernels_on_a_cpu_and_says_so(
-    launch: Launch, tiny_checkpoint: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A user who asks for Triton on a CPU need not set anything."""
     monkeypatch.delenv("TRITON_INTERPRET")
-    asked = "--attention triton --device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 3"
-    few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18"
-    place = ("--model", tiny_checkpoint, "--dataset", text_file)
-    done = launch("selfspec_benchmark.py", *asked.split(), *few.split(), *place)
+    kinds = "--attention triton --elementwise triton --device cpu --dtype float32"
+    few = "--B 1 --prefix_len 20 --gen_len 3 --num_batches 1 --warmup_batches 0 --gamma 1"
+    place = ("--model", tiny_checkpoint, "--dataset", text_file, "--draft_budget", 18)
+    words = (*kinds.split(), *few.split(), *place, "--out", "r.jsonl")
+    done = launch("selfspec_benchmark.py", *words)
     assert done.returncode == 0, done.stderr
-    assert "--attention triton: asked for; interpreted on a CPU" in done.stderr
+    for flag in ("attention", "elementwise"):
+        assert f"--{flag} triton: asked for; interpreted on a CPU" in done.stderr
     assert "no difference" in done.stdout + done.stderr
+    model = json.loads((tmp_path / "r.jsonl").read_text())["config"]["model"]
+    assert model["elementwise"] == "triton" and "interpreted" in model["elementwise_reason"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
