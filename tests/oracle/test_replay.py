@@ -20,7 +20,7 @@ from conftest import (
     tiny_transformer,
 )
 from recorder import HostTouched, Recorder
-from test_standalone import SMALL
+from test_lossless import SMALL
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend

@@ -18,9 +18,9 @@ import test_replay
 import torch
 from conftest import TINY, make_draft, make_runner, random_prompts, served_pairs, tiny_transformer
 from recorder import Recorder
+from test_lossless import SMALL
 from test_replay import run, section_of
 from test_sampled_speculation import SECTION, emitted, exact_distribution, p_value
-from test_standalone import SMALL
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend

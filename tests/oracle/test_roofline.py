@@ -66,3 +66,22 @@ def test_kv_bytes_are_what_the_kernel_counts(
     assert bytes_counted == used.kv_tokens_read * kv_bytes_per_token(model) > 0
     expected = bytes_counted + used.num_forwards * weight_bytes(model)
     assert bytes_read(model, used) == expected
+
+
+@pytest.mark.skipif(not has_bfloat16_path(), reason="no bfloat16 dot products")
+def test_bytes_read_are_those_of_each_cache() -> None:
+    """The kernel counts keys. A key takes one byte for each number and a scale in int8, otherwise
+    two bytes for each number."""
+    model = tiny_transformer(dtype=torch.bfloat16)
+    runner = make_runner(model, 2, 70, NativeBackend())
+    for each, size in ((runner, 2 * TINY.head_dim), (runner.with_cache(70, torch.int8), 20)):
+        for row in range(2):
+            each.cache.allocate(row, 70)
+        for ids in (torch.ones(2, 40, dtype=torch.long), torch.ones(2, 1, dtype=torch.long)):
+            counts, keys = each.counts.copy(), kernel(TINY.head_dim).magicdec_keys_read()
+            each.forward(ids, [0, 1])
+            keys = kernel(TINY.head_dim).magicdec_keys_read() - keys
+            used = each.counts.minus(counts)
+            if ids.shape[1] == 1:  # a long chunk reads a key once for several tokens
+                assert used.kv_bytes_read == keys * 2 * size > 0
+            assert bytes_read(model, used) == used.kv_bytes_read + weight_bytes(model)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import (
     TINY,
-    decode_both,
     make_requests,
     make_runner,
     pack,
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
-from magicdec.config.sections import KVSection
 from magicdec.decoding.speculative import Speculative
 from magicdec.decoding.steps import Steps
 from magicdec.drafting.draft_length import FixedLength
@@ -207,26 +205,6 @@ def test_a_step_without_drafts_watches_nothing() -> None:
     engine.scheduler.commit(batch, output, 0.0)
     assert [len(t) for t in output.token_ids] == [1, 1]
     assert output.num_accepted is None and torch.equal(before, reader._weights)
-
-
-@pytest.mark.parametrize("num_draft_tokens", [1, 30])
-def test_a_full_budget_accepts_everything(num_draft_tokens: int) -> None:
-    runner = make_runner(tiny_transformer(), 3, 100 + 40 + 30, NativeBackend())
-    requests = make_requests(random_prompts([100, 3, 60], TINY.vocab_size), 40)
-    kv = KVSection("verified", 5000, 16)
-    baseline, ours, accepted = decode_both(runner, requests, kv, num_draft_tokens)
-    assert ours == baseline
-    assert all(a == num_draft_tokens for step in accepted for a in step)
-
-
-def test_a_row_that_outgrows_its_budget_begins_to_choose() -> None:
-    """Rows of unlike lengths pass the budget at unlike steps, and end at unlike steps."""
-    requests = make_requests(random_prompts([10, 40, 2], TINY.vocab_size), [90, 30, 60])
-    runner = make_runner(tiny_transformer(), 3, 140, NativeBackend())
-    baseline, ours, accepted = decode_both(runner, requests, KVSection("verified", 50, 4), 4)
-    assert ours == baseline and [len(t) for t in ours] == [90, 30, 60]
-    counts = {a for step in accepted for a in step}
-    assert len(counts) > 1 and accepted[0] == [4, 4, 4], "at first everything is visible"
 
 
 @pytest.mark.parametrize("window", [None, 30, 48, 64, 300])
