@@ -45,6 +45,7 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
 from magicdec.hardware import timing
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.checkpoint.weight_map import expected_shapes, weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.native import NativeElementwise
@@ -116,6 +117,19 @@ def tiny_transformer(
     return model.to(dtype).eval()
 
 
+def load(
+    path: Path | str,
+    shard: Shard = Shard(),
+    layers: range | None = None,
+    has_ends: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """A part of the checkpoint in a directory, on the CPU."""
+    source, cpu = find_model("--model", str(path)), torch.device("cpu")
+    place = source.config, source.weights, shard, layers, dtype, cpu
+    return load_transformer(*place, has_ends=has_ends)
+
+
 def pack(model: Transformer) -> Transformer:
     """As `--linear packed` loads it."""
     model.pack()
@@ -130,8 +144,8 @@ def make_runner(
     backend: AttentionBackend | None = None,
     max_following: int | None = None,
 ) -> ModelRunner:
-    place = model, backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens
-    return ModelRunner(*place, max_following=max_following)
+    place = backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens
+    return ModelRunner(model, *place, max_following=max_following)
 
 
 def make_draft(

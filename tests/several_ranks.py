@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from conftest import Launch, decode, make_runner
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
-from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.request import Request
 
@@ -34,11 +31,6 @@ def answer_of(launch: Launch, script: str, *args: object, num_ranks: int) -> Any
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def load_whole(path: Path) -> Transformer:
-    source, cpu = find_model("--model", str(path)), torch.device("cpu")
-    return load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
 
 
 def generate_alone(

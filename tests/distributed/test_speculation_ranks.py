@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Launch, make_runner, save_checkpoint, tiny_transformer
+from conftest import TINY, Launch, load, make_runner, save_checkpoint, tiny_transformer
 from distributed.speculation import (
     CASES,
     CHUNK,
@@ -25,7 +25,7 @@ from distributed.speculation import (
     options_of,
     served_requests,
 )
-from several_ranks import answer_of, check_killed, generate_alone, load_whole, read_records
+from several_ranks import answer_of, check_killed, generate_alone, read_records
 from threaded_pipeline import serve
 
 from magicdec.config.sections import SamplingSection
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @cache
 def one_process(path: Path, temperature: float) -> list[list[int]]:
-    return generate_alone(load_whole(path), served_requests(temperature), MAX_TOKENS)
+    return generate_alone(load(path), served_requests(temperature), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.wide), 4])
@@ -73,7 +73,7 @@ def drafted_by_one_rank(case: Case, models: list[Path]) -> list[Drafted]:
     target, draft = map(str, models)
     sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
     options = options_of(case, "sync")
-    part = ModelPart(make_runner(load_whole(models[0]), LANES, MAX_TOKENS), sampling)
+    part = ModelPart(make_runner(load(models[0]), LANES, MAX_TOKENS), sampling)
     requests = served_requests(case.temperature)
     return serve([part], make_drafter(case, target, draft), options, requests, CHUNK).drafted
 
