@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -329,6 +330,41 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Launch:
             return subprocess.CompletedProcess(
                 [script, *words], returncode, out.read_text(), err.read_text()
             )
+
+    return run
+
+
+@dataclass(frozen=True)
+class Driven:
+    """What a driver said, and the records and samples that it left."""
+
+    stdout: str
+    stderr: str
+    records: list[dict[str, Any]]
+    saved: list[dict[str, Any]]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [sample["output_ids"] for sample in self.saved]
+
+
+Drive = Callable[..., Driven]
+
+
+@pytest.fixture
+def drive(launch: Launch, tmp_path: Path) -> Drive:
+    """Run a driver in a folder of its own, which must end well."""
+
+    def run(driver: str, *args: object, num_ranks: int = 1, torchrun: bool = False) -> Driven:
+        files = [tmp_path / name for name in ("r.jsonl", "t.jsonl")]
+        for file in files:
+            file.unlink(missing_ok=True)
+        words = *args, "--out", files[0], "--save_tokens", files[1], "--threads", 1
+        name = f"{driver}_benchmark.py"
+        done = launch(name, *words, num_ranks=num_ranks, torchrun=torchrun)
+        assert done.returncode == 0, done.stderr
+        read = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        return Driven(done.stdout, done.stderr, *read)
 
     return run
 

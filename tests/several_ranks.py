@@ -8,15 +8,20 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from conftest import Launch, decode, make_runner
+from conftest import Launch, decode, make_runner, tiny_transformer
+from identities import check_record
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
+from magicdec.records.metrics import check_metrics
+from magicdec.records.reading import parse_line
+from magicdec.records.record import RunRecord
 from magicdec.request import Request
 
 PROMISED_S = 30  # until all ranks have ended after one was killed
@@ -31,6 +36,20 @@ def answer_of(launch: Launch, script: str, *args: object, num_ranks: int) -> Any
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def disturbed(model: Transformer) -> Transformer:
+    """A draft of which some is accepted: the same weights with a little noise."""
+    noise, draft = tiny_transformer(model.config, seed=1).state_dict(), deepcopy(model)
+    draft.load_state_dict({n: w + 0.04 * noise[n] for n, w in model.state_dict().items()})
+    return draft
+
+
+def check_numbers(raw: dict[str, Any]) -> None:
+    """The metrics of a record are those of its samples."""
+    record = parse_line(json.dumps(raw), RunRecord)
+    assert check_metrics(record) == []
+    check_record(record)
 
 
 def generate_alone(
