@@ -62,7 +62,7 @@ FULL = Scale(
         *("tests/oracle/test_cuda_libraries.py", "tests/oracle/test_attention_weights.py"),
         *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
         "tests/oracle/test_elementwise.py",
-        *("tests/oracle/test_replay.py", "tests/unit/test_timing.py"),
+        *("tests/oracle/test_replay.py", "tests/unit/test_step_times.py"),
     ),
     demo_prefix=16384,
     demo_backends=("auto", *GPU_BACKENDS),
