@@ -1,5 +1,5 @@
 """A command in which rank KILLED_RANK is killed; KILLED_IN is the command's name and a phase of it.
-Started by test_killed_ranks.py, test_recurrent.py and test_speculation_ranks.py with its flags."""
+Started by test_killed_ranks.py with its flags."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """One rank of a check of channels: messages of every kind around a ring, through gloo or shared
 memory, with payloads behind their headers, and apart from them (gloo in the place of NCCL). Started
-by test_channel.py; rank 0 prints OK, or the microseconds of a hop."""
+by test_collectives.py; rank 0 prints OK, or the microseconds of a hop."""
 
 import os
 import signal

@@ -5,11 +5,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_draft, make_requests, random_prompts
 from several_ranks import arrive_over_time
 
