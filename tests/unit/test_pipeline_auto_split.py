@@ -18,10 +18,8 @@ from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.check import Room
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
-from magicdec.pipeline import auto_split
 from magicdec.pipeline.auto_split import STEPS, DecodeStep, RankTimes
 from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_run.prepare import (
@@ -162,12 +160,6 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     computed.clear()
     assert timing.find_times(None) is None, "the head has no layers"
     assert computed == []
-    plans = [plan for rank in range(5) for plan in timing.plans(rank)]
-    first, middle, last = (plan.weights for plan in plans)
-    assert first == last > middle > 0
-    layer_kv = plans[0].kv / 6
-    assert [plan.kv / layer_kv for plan in plans] == [6, 5, 6], "of 1, 4 and mostly 1 more"
-    assert layer_kv > 0
 
 
 def test_times_come_from_a_machine_file(found: PreparedPipeline, tmp_path: Path) -> None:
@@ -188,17 +180,10 @@ def test_times_come_from_a_machine_file(found: PreparedPipeline, tmp_path: Path)
         timing_of(found, layout).find_times(path)
 
 
-def test_what_does_not_fit_and_files_with_a_split_are_refused(
-    found: PreparedPipeline,
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_files_with_a_split_are_refused(
+    found: PreparedPipeline, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(auto_split, "find_room", lambda *place: Room((0,), "on this host", 9))
-    layout = make_layout("auto", 2, 6)
-    with pytest.raises(ValueError, match=r"--layer_split auto: timing a few layers needs .* free"):
-        timing_of(found, layout).find_times(None)
     split_checkpoint(find_model("--model", str(tiny_checkpoint)), tmp_path, [range(1), range(1, 2)])
-    options = replace(found.options, layer_split="auto/head")
+    layout, options = make_layout("auto", 2, 6), replace(found.options, layer_split="auto/head")
     with pytest.raises(ValueError, match=r"--layer_split auto/head: .* made with --layer_split"):
         check_auto(options, layout, find_model("--model", str(tmp_path)))
