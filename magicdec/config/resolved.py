@@ -16,7 +16,14 @@ from typing import Any
 from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, OutputSection, SamplingSection
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    DecodingSection,
+    KVSection,
+    OutputSection,
+    SamplingSection,
+    WorkloadSection,
+)
 from magicdec.config.threads import Threads, threads_of
 
 
@@ -112,29 +119,11 @@ class ResolvedDecoding(DecodingSection):
 
 
 @dataclass(frozen=True)
-class ResolvedWorkload:
-    dataset: str
-    batch_size: int
-    prefix_len: int
-    gen_len: int
-    num_batches: int
-    warmup_batches: int
-    seed: int
-    extra_new_tokens: int
+class ResolvedWorkload(WorkloadSection):
+    """`gen_len` is the generated length, whichever of its two flags the user gave."""
 
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens to generate in each sequence."""
-        return self.gen_len
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of a finished sequence, its prompt included."""
-        return self.prefix_len + self.gen_len
-
-    @property
-    def num_prompts(self) -> int:
-        return self.batch_size * self.num_batches
+    gen_len: int = DEFAULT_GEN_LEN
+    max_len: None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -142,7 +131,7 @@ class ResolvedWorkload:
             "batch_size": self.batch_size,
             "prefix_len": self.prefix_len,
             "gen_len": self.gen_len,
-            "max_len": self.max_len,
+            "max_len": self.prefix_len + self.gen_len,
             "num_batches": self.num_batches,
             "warmup_batches": self.warmup_batches,
             "seed": self.seed,
