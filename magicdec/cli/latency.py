@@ -54,12 +54,9 @@ EVERYDAY = (
     *("--model", "--nproc", "--B", "--prefix_len", "--T", "--kv_policy", "--budget", "--repeats"),
     *("--out", "--csv"),
 )
+SECTIONS = ("model", "parallel", "attention", "decoding", "kv")
 # Sections of which only some settings have a flag here.
-ONLY = {
-    "attention": ("backend",),
-    "decoding": ("cuda_graphs",),
-    "kv": KV_FIELDS,
-}
+ONLY = {"attention": ("backend",), "decoding": ("cuda_graphs",), "kv": KV_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -95,6 +92,15 @@ class Experiment:
     out: Path
     csv_path: Path | None
 
+    def write(self, record: LatencyRecord) -> None:
+        """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
+        cannot be written."""
+        append_records("--out", self.out, [record])
+        print(f"record appended to {self.out}", file=sys.stderr)
+        if self.csv_path is not None:
+            write_text("--csv", self.csv_path, raw_table(record.rows).csv())
+            print(f"written to {self.csv_path}", file=sys.stderr)
+
 
 def main() -> NoReturn:
     """Measure on all ranks; the first prints the table and writes the files."""
@@ -120,7 +126,7 @@ def main() -> NoReturn:
     if launch.rank == 0:
         record = make_record(config, experiment.grid, source, environment, rows)
         try:
-            write_files(record, experiment)
+            experiment.write(record)
         except ValueError as error:
             refuse(error, launch)
         finally:
@@ -128,31 +134,12 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def write_files(record: LatencyRecord, experiment: Experiment) -> None:
-    """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
-    cannot be written."""
-    append_records("--out", experiment.out, [record])
-    print(f"record appended to {experiment.out}", file=sys.stderr)
-    if experiment.csv_path is not None:
-        write_text("--csv", experiment.csv_path, raw_table(record.rows).csv())
-        print(f"written to {experiment.csv_path}", file=sys.stderr)
-
-
 def build_parser() -> Parser:
-    config = RunConfig()
-    sections = {
-        "file": ConfigFile(),
-        "model": config.model,
-        "parallel": config.parallel,
-        "attention": config.attention,
-        "decoding": config.decoding,
-        "kv": config.kv,
-        "grid": GridSection(),
-    }
+    sections = {name: getattr(RunConfig(), name) for name in SECTIONS}
     return Parser(
         "Time single forwards at fixed cache lengths. With --nproc or under torchrun the model is "
         "spread over all ranks.",
-        sections,
+        {"file": ConfigFile(), **sections, "grid": GridSection()},
         ONLY,
         everyday=EVERYDAY,
     )

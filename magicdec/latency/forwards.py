@@ -30,7 +30,7 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.hardware.timing import read_bandwidth, synchronize
-from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.latency.record import Cell, Grid, Row, Timing, summarise
 from magicdec.model.checkpoint.source import ModelSource
@@ -144,23 +144,18 @@ def fill(runner: ModelRunner, context: int) -> Batch:
     vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
     generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
     ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
-    fill_cache(runner.cache)
+    # Normal numbers, the same in every layer. Pages that were never written would all be one page
+    # of zeros, which is read from the processor's cache; equal keys would give a policy no choice.
+    cache = runner.cache
+    cache.k[0].normal_(generator=torch.Generator(cache.k.device).manual_seed(0))
+    cache.k[1:] = cache.k[0]
+    cache.v[:] = cache.k[0]
     requests = []
     for row, tokens in zip(rows, ids, strict=True):
         runner.allocate(row)
         requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
-    runner.cache.advance(rows, context)
+    cache.advance(rows, context)
     return Batch(tuple(requests))
-
-
-def fill_cache(cache: KVCache) -> None:
-    """Fill K and V with normal numbers, the same in every layer. Pages that were never written
-    would all be one page of zeros, which is read from the processor's cache; and equal keys would
-    give a policy nothing to choose by."""
-    generator = torch.Generator(cache.k.device).manual_seed(0)
-    cache.k[0].normal_(generator=generator)
-    cache.k[1:] = cache.k[0]
-    cache.v[:] = cache.k[0]
 
 
 @dataclass
@@ -177,11 +172,7 @@ class Forward:
 
 
 def make_forwards(
-    runner: ModelRunner,
-    batch: Batch,
-    grid: Grid,
-    context: int,
-    recorder: Recorder = Eager(),
+    runner: ModelRunner, batch: Batch, grid: Grid, context: int, recorder: Recorder = Eager()
 ) -> Iterator[Forward]:
     """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
     has forwards of its own: a verify forward that also returns them, and a draft's first forward
@@ -227,24 +218,16 @@ def target_forward(
         logits = runner.forward(ids, rows, watch=watch, watch_queries=watch_queries)
         return greedy_tokens(runner, logits, SamplingMetadata())
 
-    return Forward(
-        cell,
-        repeatable(run, runner, recorder),
-        lambda: runner.truncate(batch.rows, held),
-    )
+    repeatable = record_work(run, runner, recorder)
+    return Forward(cell, repeatable, lambda: runner.truncate(batch.rows, held))
 
 
 def draft_forward(
-    draft_kv: DraftKV,
-    batch: Batch,
-    kv: KVSection,
-    context: int,
-    phase: str,
-    recorder: Recorder,
+    draft_kv: DraftKV, batch: Batch, kv: KVSection, context: int, phase: str, recorder: Recorder
 ) -> Forward:
     """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
     and makes the choice."""
-    runner = draft_kv.runner
+    runner, is_first = draft_kv.runner, phase == "first_draft"
     ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
     host_rows = BatchRows.of(batch.rows, runner.device)
     held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)
@@ -253,17 +236,15 @@ def draft_forward(
 
     def run() -> Tensor:
         # The choice belongs to the lengths that it was made for: new ones make a new choice.
-        is_new = phase == "first_draft" and recorder.captures
-        lengths = draft_kv.lengths(rows) if is_new else committed
+        lengths = draft_kv.lengths(rows) if is_first and recorder.captures else committed
         logits = draft_kv.forward(ids, rows, lengths)
         return greedy_tokens(runner, logits, SamplingMetadata())
 
     # What a captured verification showed lies in memory that captures share: it is copied now.
     draft_kv.commit(host_rows, held)
-    forward = Forward(
-        cell, repeatable(run, runner, recorder), lambda: draft_kv.rewind(host_rows, held)
-    )
-    if phase == "first_draft" and not recorder.captures:
+    repeatable = record_work(run, runner, recorder)
+    forward = Forward(cell, repeatable, lambda: draft_kv.rewind(host_rows, held))
+    if is_first and not recorder.captures:
         forward.prepare = lambda: draft_kv.commit(host_rows, held)
     return forward
 
@@ -274,5 +255,5 @@ def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
 
 
 @torch.inference_mode()
-def repeatable(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
+def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
     return record(recorder, run, [runner.cache.seq_lens], [runner.counts])
