@@ -59,9 +59,7 @@ class Cluster:
         layer_s = self.model_s / self.num_layers / width
         layer_s += 2 * self.all_reduce_s if width > 1 else 0.0
         times = tuple(layer_s * (each + (stage < rest)) for stage in range(stages))
-        prefill_s = self.base.prefill_s
-        if prefill_s is not None:
-            prefill_s = prefill_s / nodes
+        prefill_s = None if self.base.prefill_s is None else self.base.prefill_s / nodes
         return replace(self.base, stage_s=times, layers=each, prefill_s=prefill_s)
 
 

@@ -166,11 +166,11 @@ def test_launching_tokens_twice_yields_no_more() -> None:
 
 def test_recorded_counts_are_replayed() -> None:
     # Two of three, none of two, all of two: the token after that is as likely as the others.
-    ranks = replay_ranks([3, 2, 2], [2, 0, 2], 14, seed=0)
+    ranks = replay_ranks([(3, 2), (2, 0), (2, 2)], 14, seed=0)
     assert ranks[:6] == [0, 0, -1, -1, 0, 0] and ranks[7:13] == ranks[:6]
     assert ranks[6] in (0, -1)
     with pytest.raises(ValueError, match="no step"):
-        replay_ranks([0], [0], 5, seed=0)
+        replay_ranks([(0, 0)], 5, seed=0)
 
 
 def test_times_between_tokens_are_defined_as_in_records() -> None:
