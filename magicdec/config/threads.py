@@ -43,16 +43,14 @@ def check_threads(threads: Threads | None, world_size: int) -> None:
     if isinstance(threads, int):
         if threads < 1:
             raise ValueError(f"{flag} is too small; it must be at least 1")
-        return
-    if len(threads) != world_size:
+    elif len(threads) != world_size:
         raise ValueError(
             f"{flag} has {len(threads)} numbers, but {world_size} ranks were started; give one "
             f"number for all of them, or {world_size}"
         )
-    if min(threads) < 1:
-        rank = threads.index(min(threads))
+    elif (least := min(threads)) < 1:
         raise ValueError(
-            f"{flag}: rank {rank} has {threads[rank]} threads; each must have at least 1"
+            f"{flag}: rank {threads.index(least)} has {least} threads; each must have at least 1"
         )
 
 

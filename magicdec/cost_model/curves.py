@@ -17,7 +17,6 @@ from pathlib import Path
 
 from magicdec.names import DEFAULT_KV_POLICY
 from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
 
 Acceptance = float | tuple[float, ...]
 """Either one conditional rate, or the shares of verifications that accept at least 1, 2, ... draft
@@ -50,7 +49,7 @@ def expected_tokens(acceptance: Acceptance, gamma: int) -> float:
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
 
 
-DEFAULT_BUDGET, DEFAULT_POLICY, DEFAULT_GAMMA = 257, DEFAULT_KV_POLICY, 4
+DEFAULT_BUDGET, DEFAULT_GAMMA = 257, 4
 CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"
 
 
@@ -65,11 +64,11 @@ def find_curves(
 
     `values` of `--acceptance` are one value for all budgets, one value per budget, or one file. Of
     a file, records with this `drafter` (`self` or `model`) and this KV policy (None:
-    `DEFAULT_POLICY`) are used. A rate was measured with `gamma` draft tokens. `budgets` None: all
+    the default) are used. A rate was measured with `gamma` draft tokens. `budgets` None: all
     budgets in the file, or the default budget. Raises ValueError for anything else.
     """
     if len(values) == 1 and _is_file(values[0]):
-        return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_POLICY)
+        return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_KV_POLICY)
     parsed = [parse_acceptance(value) for value in values]
     rates = [p if isinstance(p, tuple) else conditional_rate(p, gamma) for p in parsed]
     is_rate = any(not isinstance(p, tuple) for p in parsed)
@@ -144,9 +143,11 @@ def _from_records(
     curves: dict[int, tuple[float, ...]] = {}
     models: dict[int, str] = {}
     for record in load_records(path):
-        budget, curve = _curve(record, drafter, policy)
-        if budget is not None and len(curve) >= len(curves.get(budget, ())):
-            curves[budget], models[budget] = curve, record.config["model"]["model"]
+        config, metrics = record.config, record.metrics
+        budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
+        is_like = config["kv"]["policy"] == policy and config["decoding"]["drafter"] == drafter
+        if is_like and budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
+            curves[budget], models[budget] = tuple(curve), config["model"]["model"]
     if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
@@ -159,17 +160,5 @@ def _from_records(
             choices = " ".join(map(str, sorted(curves)))
             raise ValueError(f"--budget {budget} is not in {path}; choose from {choices}")
     of = ", ".join(sorted({models[budget] for budget in chosen_budgets}))
-    return {
-        budget: curves[budget] for budget in chosen_budgets
-    }, f"{path} (measured with {of}, {policy})"
-
-
-def _curve(record: RunRecord, drafter: str, policy: str) -> tuple[int | None, tuple[float, ...]]:
-    """Budget and acceptance per position; (None, ()) if the record has another drafter or policy,
-    no budget, or no acceptance."""
-    kv, metrics = record.config["kv"], record.metrics
-    curve = tuple((metrics and metrics.acceptance_per_position) or ())
-    is_bounded = kv["policy"] == policy and kv["budget"] > 0
-    if not is_bounded or not curve or record.config["decoding"]["drafter"] != drafter:
-        return None, ()
-    return kv["budget"], curve
+    chosen: dict[int, Acceptance] = {budget: curves[budget] for budget in chosen_budgets}
+    return chosen, f"{path} (measured with {of}, {policy})"
