@@ -8,7 +8,6 @@ generator; the times are in ms after the first arrival. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -32,15 +31,13 @@ def constant(mean_ms: float, count: int, random: Random) -> list[float]:
 
 def uniform(mean_ms: float, count: int, random: Random) -> list[float]:
     """The time between two arrivals is uniform between 0 and twice its mean."""
-    return _after(random.uniform(0, 2 * mean_ms) for _ in range(count - 1))
+    gaps = (random.uniform(0, 2 * mean_ms) for _ in range(count - 1))
+    return list(accumulate(gaps, initial=0.0))
 
 
 def poisson(mean_ms: float, count: int, random: Random) -> list[float]:
     """The time between two arrivals is exponentially distributed (a Poisson process)."""
-    return _after(random.expovariate(1 / mean_ms) for _ in range(count - 1))
-
-
-def _after(gaps: Iterable[float]) -> list[float]:
+    gaps = (random.expovariate(1 / mean_ms) for _ in range(count - 1))
     return list(accumulate(gaps, initial=0.0))
 
 

@@ -82,7 +82,14 @@ def make_shapes(
     trace. Arrivals and lengths are drawn from separate generators with the same `seed`, so that
     each stays the same when the other changes. Raises ValueError, naming the flag."""
     if arrival.trace is not None:
-        return _first(arrival, num_requests)
+        shapes = read_trace(f"--arrival {arrival.process}", arrival.trace)
+        if num_requests is not None and num_requests > len(shapes):
+            raise ValueError(
+                f"--num_requests {num_requests}: {arrival.trace} has {len(shapes)}; "
+                "choose fewer, or leave the flag out for all"
+            )
+        begin_ms = shapes[0].arrival_ms
+        return [replace(s, arrival_ms=s.arrival_ms - begin_ms) for s in shapes[:num_requests]]
     count = num_requests or DEFAULT_NUM_REQUESTS
     prompts = parse_lengths("--prefix_len", prompt_len)
     outputs = parse_lengths("--gen_len", gen_len or str(DEFAULT_GEN_LEN))
@@ -91,18 +98,6 @@ def make_shapes(
         RequestShape(at_ms, of_prompts.randint(*prompts), of_outputs.randint(*outputs))
         for at_ms in arrival.times_ms(count, Random(f"arrival {seed}"))
     ]
-
-
-def _first(arrival: Arrival, count: int | None) -> list[RequestShape]:
-    assert arrival.trace is not None
-    shapes = read_trace(f"--arrival {arrival.process}", arrival.trace)
-    if count is not None and count > len(shapes):
-        raise ValueError(
-            f"--num_requests {count}: {arrival.trace} has {len(shapes)}; "
-            "choose fewer, or leave the flag out for all"
-        )
-    begin_ms = shapes[0].arrival_ms
-    return [replace(s, arrival_ms=s.arrival_ms - begin_ms) for s in shapes[:count]]
 
 
 def parse_lengths(flag: str, text: str) -> tuple[int, int]:
