@@ -14,7 +14,6 @@ from magicdec.config.choices.backend import (
     check_returns_weights,
     choose_backend,
     choose_draft_kv,
-    unmeasured,
 )
 from magicdec.config.choices.choice import Choice, How
 from magicdec.config.choices.collectives import choose_collectives
@@ -65,8 +64,8 @@ def resolve(
     )
     backend_flag, kv = config.attention.backend, config.kv.resolve()
     drafts_trees = config.decoding.tree is not None
-    backend = choose_backend(backend_flag, device, machine, head_dim, dtype, drafts_trees)
-    backend = unmeasured(backend) if is_staged else backend
+    needs = drafts_trees, is_staged
+    backend = choose_backend(backend_flag, device, machine, head_dim, dtype, *needs)
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
     of_draft = [] if config.draft is None else [config.draft.draft_dtype]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
@@ -81,8 +80,7 @@ def resolve(
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
-        drafting = choose_backend(backend_flag, device, machine, size, dtype, drafts_trees)
-        drafting = unmeasured(drafting) if is_staged else drafting
+        drafting = choose_backend(backend_flag, device, machine, size, dtype, *needs)
         parts = dataclasses.replace(parts, backend=drafting)
         drafts_native = choose_native_steps(config.model.native_steps, parts, layer_obstacles[1])
         draft = ResolvedDraft(
@@ -96,7 +94,7 @@ def resolve(
     unresolved = Choice(graphs, "", How.AUTO if graphs == "auto" else How.ASKED)
     workload = _fields(config.workload) | {"gen_len": config.workload.num_new_tokens}
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting.name, machine, size)
-    resolved = ResolvedConfig(
+    return ResolvedConfig(
         run_config=config,
         model=model,
         draft=draft,
@@ -107,17 +105,7 @@ def resolve(
         sampling=config.sampling,
         workload=ResolvedWorkload(**workload | {"max_len": None}),
         output=config.output,
-    ).resolve_graphs()
-    return uncaptured(resolved) if is_staged else resolved
-
-
-def uncaptured(config: ResolvedConfig) -> ResolvedConfig:
-    """The config of stages of a pipeline, whose steps are not captured."""
-    if config.decoding.cuda_graphs == "off":
-        return config
-    choice = Choice("off", "auto: off, the steps of a pipeline are not captured", How.SECOND_BEST)
-    decoding = dataclasses.replace(config.decoding, cuda_graphs="off", graphs_choice=choice)
-    return dataclasses.replace(config, decoding=decoding)
+    ).resolve_graphs(is_staged)
 
 
 def without_collectives(

@@ -153,14 +153,15 @@ class ResolvedConfig:
     workload: ResolvedWorkload
     output: OutputSection
 
-    def resolve_graphs(self) -> ResolvedConfig:
+    def resolve_graphs(self, is_staged: bool = False) -> ResolvedConfig:
         """This config with CUDA graphs chosen again, after a measurement has chosen a backend.
+        `is_staged` as in `resolve`.
         Raises ValueError if the user asked for graphs that cannot be captured."""
         drafts = [] if self.draft is None else [self.draft.backend_choice.settled]
         backends = [self.attention.backend_choice.settled, *drafts]
         d = self.decoding
         flag = "auto" if d.graphs_choice.is_auto else d.cuda_graphs
-        graphs = choose_graphs(flag, self.parallel.device, backends, d.tree is not None)
+        graphs = choose_graphs(flag, self.parallel.device, backends, d.tree is not None, is_staged)
         decoding = dataclasses.replace(d, cuda_graphs=graphs.name, graphs_choice=graphs)
         return dataclasses.replace(self, decoding=decoding)
 
