@@ -4,8 +4,8 @@ a grid of batch sizes, contexts, new tokens and KV budgets.
     magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
     magicdec latency --nproc 2 --csv latency.csv
 
-Owns the flags, the grid and its checks; `latency/forwards.py` measures, and `latency/record.py` has
-the record and its table. Heavy imports happen after the flags are read.
+`latency/forwards.py` measures, and `latency/record.py` has the record and its table. Heavy imports
+happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, Mod
     plan in a line. Raises ValueError as `parse` does."""
     from magicdec.executor.descriptions import layer_obstacle
     from magicdec.hardware.environment import probe_machine
-    from magicdec.latency.memory import check_grid_memory
+    from magicdec.latency.forwards import check_grid_memory
     from magicdec.memory.check import check_together, free_device_memory
     from magicdec.memory.plan import Models
     from magicdec.model.checkpoint.source import find_model

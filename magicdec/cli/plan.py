@@ -1,9 +1,6 @@
 """`magicdec plan`: predicts when speculation is faster, from the shape of the model, the bandwidth
 and speed of the machine and an acceptance rate. It runs no model, reads no weights and imports no
-torch.
-
-Owns the settings and the choice of the predicted cells, for speculation and for stages.
-`cost_model/` does the arithmetic and makes the record and its tables.
+torch. `cost_model/` does the arithmetic and makes the record and its tables.
 """
 
 from __future__ import annotations
@@ -16,11 +13,11 @@ from typing import NoReturn
 from magicdec.cli.flags import refuse
 from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.config.choices.layers import choose_weights
-from magicdec.config.prediction_sections import AcceptanceSection, ClusterSection
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
     SELF,
+    ClusterSection,
     DecodingSection,
     DraftChoice,
     DraftSection,
@@ -34,7 +31,13 @@ from magicdec.config.setting import same, setting
 from magicdec.cost_model import plan as plans
 from magicdec.cost_model import stage_plan as stage_plans
 from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.curves import find_conditional, find_curves, is_rate, longest
+from magicdec.cost_model.curves import (
+    AcceptanceSection,
+    find_conditional,
+    find_curves,
+    is_rate,
+    longest,
+)
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan
 from magicdec.cost_model.speculation import Choice
 from magicdec.cost_model.stage_plan import StagePlan

@@ -4,8 +4,7 @@ that `magicdec plan` reads.
     magicdec probe --out machine.json
     magicdec probe --nproc 2 --out machine.json
 
-Owns the command line and the table; `probe.py` measures. Heavy imports happen after the flags
-are read.
+`probe.py` measures. Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """`magicdec simulate`: what decoding on a pipeline of stages would yield, in virtual time.
-
-Owns the settings, what they must fulfil, and the choice of what is simulated. `simulator/`
-simulates, and makes the records and their tables.
+`simulator/` simulates, and makes the records and their tables.
 """
 
 from __future__ import annotations
@@ -14,10 +12,15 @@ from typing import NoReturn
 
 from magicdec.cli.flags import refuse
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.prediction_sections import AcceptanceSection, ClusterSection
-from magicdec.config.sections import DEFAULT_GEN_LEN, OutputSection, PictureSection, WorkloadSection
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    ClusterSection,
+    OutputSection,
+    PictureSection,
+    WorkloadSection,
+)
 from magicdec.config.setting import same, setting
-from magicdec.cost_model.curves import conditional_rate
+from magicdec.cost_model.curves import AcceptanceSection, conditional_rate
 from magicdec.distributed.groups import read_launch
 from magicdec.figures import check_picture
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Options

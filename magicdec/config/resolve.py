@@ -1,8 +1,5 @@
 """Resolves a config: every `auto`, and every None that means a default, becomes a value. Imports no
 torch itself, but reading the capabilities of an attention backend does.
-
-Owns the order of the choices, which depend on each other. Must not know how any choice is
-implemented.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """ResolvedConfig: the config that runs. No `auto` is left, and no None that means a default.
 Imports no torch.
 
-Owns the resolved sections and their form in a record. `config.resolve` makes them from what the
-user wrote (`RunConfig`). A field that ends in `_choice` holds what was chosen and why; the property
-without that ending is the name of what was chosen.
+`config.resolve` makes the resolved sections from what the user wrote (`RunConfig`). A field that
+ends in `_choice` holds what was chosen and why; the property without that ending is the name of
+what was chosen.
 """
 
 from __future__ import annotations

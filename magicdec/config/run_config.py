@@ -1,8 +1,4 @@
-"""RunConfig: what the user wrote, and the checks of it that need no model and no machine.
-
-Owns which sections a run has and which of their values exclude each other. Must not know how they
-are resolved (`config.resolve`).
-"""
+"""RunConfig: what the user wrote, and the checks of it that need no model and no machine."""
 
 from __future__ import annotations
 

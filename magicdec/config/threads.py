@@ -1,7 +1,5 @@
 """How many CPU threads each rank computes with, as `--threads` says it: one number for all ranks,
 or one for each. Imports no torch.
-
-Owns the form of the flag and the checks of it. Must not know who sets a rank's threads.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from magicdec.config.choices.transport import HOST_COPIES, NCCL
+from magicdec.config.choices.collectives import HOST_COPIES, NCCL
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import Progress
 from magicdec.decoding.strategy import Setup, make_strategy

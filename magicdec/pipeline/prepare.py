@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
+from magicdec.config.choices.collectives import Transport, check_stage_group, choose_transport
 from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig, ResolvedParallel
 from magicdec.config.run_config import RunConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from magicdec.config.choices.transport import NCCL
+from magicdec.config.choices.collectives import NCCL
 from magicdec.console import Progress
 from magicdec.distributed.channels.connect import DevicePayloads
 from magicdec.distributed.groups import Group, ParallelGroups

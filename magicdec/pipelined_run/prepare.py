@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import check_trees
-from magicdec.config.choices.transport import Transport, check_stage_group, choose_transport
+from magicdec.config.choices.collectives import Transport, check_stage_group, choose_transport
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.channels.connect import Loopback

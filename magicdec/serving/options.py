@@ -16,8 +16,7 @@ from magicdec.config.sections import DEFAULT_GEN_LEN, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.names import BATCHINGS
 from magicdec.serving.metrics import GOODPUT_OF
-from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
-from magicdec.workload.request_shapes import ShapedOptions, make_shapes
+from magicdec.workload.request_shapes import FORMS, TRACE, ShapedOptions, make_shapes, parse_arrival
 
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace

@@ -1,7 +1,5 @@
 """Runs a scheduler on a simulated machine, in virtual time: the actions of the scheduler in, the
 times of what they cause out.
-
-Must not know how a scheduler decides.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from magicdec.pipelined_speculation.messages import (
     Stop,
 )
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.simulator.machine import Machine
-from magicdec.simulator.pipeline import Flight, Pipeline
+from magicdec.simulator.machine import Flight, Machine, Pipeline
 
 
 class Models(Protocol):

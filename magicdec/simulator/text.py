@@ -1,7 +1,5 @@
 """What the target would write and what the draft would propose, without models: at each position of
 the output the rank that the target's token has among the draft's candidates.
-
-Must not know time.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from magicdec.pipelined_speculation.messages import Candidates, Draft, Launch
-from magicdec.simulator.pipeline import Flight
+from magicdec.simulator.machine import Flight
 
 SPACING = 16  # between the tokens of two positions: the candidates of one are different tokens
 

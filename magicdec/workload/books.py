@@ -1,7 +1,4 @@
-"""Books: the texts of a named dataset or of a user's file.
-
-Owns the sources of books and the errors for faulty files.
-"""
+"""Books: the texts of a named dataset or of a user's file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Workload: the token prefixes that a benchmark run decodes from, with their known answers, if any.
-
-Owns the choice and order of prefixes, and the hash that shows whether two runs used the same ones.
-"""
+"""Workload: the token prefixes that a benchmark run decodes from, and their known answers."""
 
 from __future__ import annotations
 

@@ -16,8 +16,14 @@ from magicdec.cli.simulate import build_parser
 from magicdec.cost_model.curves import conditional_rate
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts, Options
-from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Cluster, Machine, divisions
-from magicdec.simulator.pipeline import Pipeline
+from magicdec.simulator.machine import (
+    RESULT_BYTES,
+    VOID_BYTES,
+    Cluster,
+    Machine,
+    Pipeline,
+    divisions,
+)
 from magicdec.simulator.run import MODES, SimulatedMetrics, Work, measure, run_mode
 from magicdec.simulator.text import draw_ranks, replay_ranks
 

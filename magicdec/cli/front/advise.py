@@ -4,9 +4,8 @@ runs a few drafts on a short workload, predicts longer contexts, and ends in one
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
 
-Owns the flags and the order of these steps. `magicdec probe` and `magicdec run` measure, each in a
-process of its own, so that advice for several ranks is the same code. The prediction is that of
-`magicdec plan`, and `advise` writes the sentence.
+`magicdec probe` and `magicdec run` measure, each in a process of its own, so that advice for
+several ranks is the same code. The prediction is that of `magicdec plan`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""`magicdec doctor`: what works on this machine, a line each.
-
-Owns the checks and their order. Exit code 1 if something that every run needs does not work.
+"""`magicdec doctor`: what works on this machine, a line each. Exit code 1 if something that
+every run needs does not work.
 """
 
 from __future__ import annotations

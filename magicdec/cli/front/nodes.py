@@ -1,7 +1,4 @@
-"""`magicdec nodes FILE`: the torchrun command of each host of a ring that a node file describes.
-
-Owns the printed lines. Must not know how such a file is read.
-"""
+"""`magicdec nodes FILE`: the torchrun command of each host of a ring that a node file describes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether a model can be divided among as many ranks as `--nproc` asks for, found before any of
 them starts: a hundred ranks would take minutes to say that they are too many.
 
-Must not know how ranks are started. Imports torch when a check is made.
+Imports torch when a check is made.
 """
 
 from __future__ import annotations

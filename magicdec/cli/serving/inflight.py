@@ -36,7 +36,7 @@ from magicdec.figures import check_picture
 from magicdec.records.writing import check_files
 from magicdec.serving.options import DRAFTED, Pass, ServingOptions, make_passes
 from magicdec.tables import print_tables
-from magicdec.workload.arrivals import TRACE
+from magicdec.workload.request_shapes import TRACE
 
 if TYPE_CHECKING:
     from magicdec.serving.record import ServingRecord

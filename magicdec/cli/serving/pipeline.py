@@ -39,8 +39,7 @@ from magicdec.pipelined_run.options import SpeculationOptions
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.writing import check_files, write_text
 from magicdec.tables import print_tables
-from magicdec.workload.arrivals import BURST, Arrival
-from magicdec.workload.request_shapes import make_shapes
+from magicdec.workload.request_shapes import BURST, Arrival, make_shapes
 
 if TYPE_CHECKING:
     from magicdec.pipelined_run.layout import Layout

@@ -30,8 +30,7 @@ from magicdec.pipeline.options import (
     read_modes,
 )
 from magicdec.tables import print_tables
-from magicdec.workload.arrivals import BURST, Arrival
-from magicdec.workload.request_shapes import make_shapes
+from magicdec.workload.request_shapes import BURST, Arrival, make_shapes
 
 if TYPE_CHECKING:
     from magicdec.pipeline.metrics import PipelineRecord

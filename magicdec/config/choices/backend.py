@@ -1,8 +1,6 @@
 """What `--attention auto` means on a machine, and the choices that depend on the backend: the dtype
 of a draft's KV cache, and CUDA graphs. Imports no torch itself, but reading the capabilities of a
-backend does.
-
-Knows a backend only by its `Capabilities`. Must not know how a machine is probed.
+backend does. Knows a backend only by its `Capabilities`.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ from magicdec.request import Request
 from magicdec.serving.measure import measure_passes
 from magicdec.serving.record import OF_DRAFTS, describe_pass
 from magicdec.setup.session import RankSession
-from magicdec.simulator.machine import Machine
-from magicdec.simulator.pipeline import Flight
+from magicdec.simulator.machine import Flight, Machine
 from magicdec.simulator.run import PROMPT
 from magicdec.simulator.run import measure as measure_simulated
 from magicdec.simulator.simulation import Simulation
