@@ -204,11 +204,16 @@ def _time(
 ) -> tuple[float, Tensor]:
     """(median seconds, result) of `work`, recorded after a warm-up."""
     for _ in range(WARMUPS):
-        work()
+        output = work()
     synchronize(device)
-    work = recorder.record(work)
-    seconds = [seconds_of(work, device) for _ in range(REPEATS)]
-    return statistics.median(seconds), work().clone()
+    repeat = recorder.record(work)
+
+    def keep_output() -> None:
+        nonlocal output
+        output = repeat()
+
+    seconds = [seconds_of(keep_output, device) for _ in range(REPEATS)]
+    return statistics.median(seconds), output.clone()
 
 
 def _make_view(cache: KVCache, read: Read, visible: Visible, is_captured: bool) -> KVView:
