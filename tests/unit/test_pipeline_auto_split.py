@@ -4,7 +4,6 @@ times."""
 
 from __future__ import annotations
 
-import datetime
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_pipeline_options import save_machine
 
 from magicdec.cli.serving.pipeline import parse
-from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
-from magicdec.hardware.ceiling_file import MachineFile
-from magicdec.hardware.environment import describe_environment
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split import STEPS, DecodeStep, RankTimes
@@ -163,19 +160,14 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
 
 
 def test_times_come_from_a_machine_file(found: PreparedPipeline, tmp_path: Path) -> None:
-    config, source, launch = found.run.config, found.run.source, Launch(0, 1, 0, 1)
-    here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
-    machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
-    dtype, path = config.model.dtype, tmp_path / "machine.json"
-    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
-    MachineFile(machine, 1e9, *rates).save(path)
-    head_s = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype] / 1e9
+    config, source, path = found.run.config, found.run.source, tmp_path / "machine.json"
+    head_s = save_machine(config, source, path)
     for split, own in (("auto", 0.0), ("1.0/head", head_s)):  # rank 0 of two stages, and alone
         layout = make_layout(split, 2 if split == "auto" else 1, 6)
         known = timing_of(found, layout).find_times(path)
         assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
         assert known.own_fixed_s == (pytest.approx(own, rel=0.01) if own else None)
-    MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
+    save_machine(config, source, path, world_size=2)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
         timing_of(found, layout).find_times(path)
 
