@@ -22,7 +22,6 @@ from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.checks import MOST_WATCHED, check_budget, policy_called
 from magicdec.config.choices.backend import check_returns_weights
-from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, OutputSection, WorkloadSection
@@ -197,33 +196,23 @@ def find_drafts(
 def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
-    from magicdec.executor.descriptions import layer_obstacle
-    from magicdec.hardware.environment import probe_machine
     from magicdec.latency.forwards import check_grid_memory
     from magicdec.memory.check import check_together, free_device_memory
-    from magicdec.memory.plan import Models
-    from magicdec.model.checkpoint.source import find_model
     from magicdec.setup.model_checks import (
         check_interpreter,
         check_length,
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import as_stored, check_threads_equal
+    from magicdec.setup.prepare import Known, check_threads_equal, find
 
     check_threads_equal(launch, experiment.config)
-    source = find_model("--model", experiment.config.model.model)
-    model = source.config
-    config = resolve(
-        as_stored(experiment.config, source),
-        probe_machine(launch),
-        model.cached_head_dim,
-        layer_obstacles=(layer_obstacle(model), None),
-    )
+    run, grid = find(experiment.config, launch, Known()), experiment.grid
+    config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)
-    for kv in experiment.grid.drafts:
+    for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
-    context, T = max(experiment.grid.contexts), max(experiment.grid.new_tokens)
+    context, T = max(grid.contexts), max(grid.new_tokens)
     length = f"--prefix_len {context} + --T {T} = {context + T}"
     check_length(length, context + T, "--model", source)
     backend = config.attention.backend_choice.settled
@@ -232,6 +221,6 @@ def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, Mod
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     free = free_device_memory(config.parallel.device, launch.local_rank)
     memory = check_together(
-        launch, lambda: check_grid_memory(config, experiment.grid, Models(model), launch, free)
+        launch, lambda: check_grid_memory(config, grid, run.models, launch, free)
     )
     return config, source, memory
