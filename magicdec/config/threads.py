@@ -55,9 +55,7 @@ def check_threads(threads: Threads | None, world_size: int) -> None:
 def agreed_threads(value: Threads | None) -> str:
     """What all ranks must have been told alike: which rank has how many. One number, like the
     default, may differ between hosts."""
-    if value is None or isinstance(value, int):
-        return "no number for each rank"
-    return describe_threads(value)
+    return describe_threads(value) if isinstance(value, tuple) else "no number for each rank"
 
 
 def choose_threads(value: Threads | None, machine: Machine) -> Threads:
@@ -68,8 +66,8 @@ def choose_threads(value: Threads | None, machine: Machine) -> Threads:
     most = max(1, cores // len(ranks))
     if value is None:
         return most
-    total = sum(threads_of(value, rank) for rank in ranks)
-    if total > max(cores, len(ranks)):
+    total, limit = sum(threads_of(value, rank) for rank in ranks), max(cores, len(ranks))
+    if total > limit:
         flag = f"--threads {describe_threads(value)}"
         if isinstance(value, int):
             shared = "" if len(ranks) == 1 else f" for {len(ranks)} ranks"
@@ -80,6 +78,6 @@ def choose_threads(value: Threads | None, machine: Machine) -> Threads:
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         raise ValueError(
             f"{flag} has {total} threads for {names} of this host, whose cores are {cores}; give "
-            f"at most {max(cores, len(ranks))} in all"
+            f"at most {limit} in all"
         )
     return value if isinstance(value, int) or len(set(value)) > 1 else value[0]
