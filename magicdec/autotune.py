@@ -100,7 +100,8 @@ def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
 def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
     """The draft forwards of a step, and their name. Each is counted as the first; the few tokens
     that later ones see more are left out."""
-    kv, policy, times = config.kv, make_policy(config.kv), config.decoding.num_draft_steps
+    kv, times = config.kv, config.decoding.num_draft_steps
+    policy = make_policy(kv)
     of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     context, visible = policy.draft_reads(config.workload.prefix_len)
     # The cache of a draft that rolls is no longer than its window.

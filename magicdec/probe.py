@@ -129,7 +129,8 @@ def measure_forwards(
         hardware, kv_bytes_per_s=rate, attention_flops_per_s=attention_rate,
         layer_overhead_s=0.0, token_overhead_s=0.0,
     )  # fmt: skip
-    bare, layers = Deployment(config, hardware, size), config.num_layers
+    bare = Deployment(config, hardware, size)
+    layers = config.num_layers
     alone = fastest("layer_overhead_s", 1, CACHED, 1)
     fixed = max(0.0, alone - bare.seconds(1, 1, CACHED))
     more = short - bare.seconds(num_rows, MANY, CACHED)

@@ -207,7 +207,8 @@ def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, Mod
     from magicdec.setup.prepare import Known, check_threads_equal, find
 
     check_threads_equal(launch, experiment.config)
-    run, grid = find(experiment.config, launch, Known()), experiment.grid
+    run = find(experiment.config, launch, Known())
+    grid = experiment.grid
     config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)
     for kv in grid.drafts:

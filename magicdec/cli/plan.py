@@ -217,15 +217,13 @@ def find_link(args: PlanSection, flag: str, measured: Link | None) -> Link | Non
         raise ValueError(f"--{flag} and --{flag}_latency_us go together; give both or neither")
     if bandwidth is not None:
         return Link(1e-6 * latency, 1e9 * bandwidth)
+    is_needed = args.ranks_per_node > 1
+    reason = "--tp above 1 needs the cost of an all-reduce"
     if flag == "node_link":
-        is_needed, reason = args.nodes > 1, "--nodes above 1 needs the cost of an all-reduce"
-    elif args.stages is None:
-        is_needed, reason = args.ranks_per_node > 1, "--tp above 1 needs the cost of an all-reduce"
-    else:
-        is_needed, reason = (
-            args.ranks_per_node > 1,
-            f"--stages {args.stages} needs the cost of a link",
-        )
+        is_needed = args.nodes > 1
+        reason = "--nodes above 1 needs the cost of an all-reduce"
+    elif args.stages is not None:
+        reason = f"--stages {args.stages} needs the cost of a link"
     if measured is None and is_needed:
         raise ValueError(
             f"{reason}; give --{flag} and --{flag}_latency_us, or a --machine probed with several "
@@ -247,20 +245,20 @@ def check_tp(flag: str, tp: int, model_flag: str, config: ModelConfig) -> None:
 
 def make_stage_plan(args: PlanSection) -> StagePlan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
-    config, stages, tp = find_config("--model", args.model), f"--stages {args.stages}", args.tp
+    config = find_config("--model", args.model)
+    stages, tp, machine = f"--stages {args.stages}", args.tp, args.machine
     assert args.stages is not None, "it chose this prediction"
     check_tp("--tp", tp, "--model", config)
-    if (named := count_stages(args.layer_split, args.stages)) != args.stages:
-        raise ValueError(f"{stages}: --layer_split {args.layer_split} has {named} stages")
+    if (num_stages := count_stages(args.layer_split, args.stages)) != args.stages:
+        raise ValueError(f"{stages}: --layer_split {args.layer_split} has {num_stages} stages")
     per_node = args.ranks_per_node
     if args.stages * tp % args.nodes or (per_node % tp and tp % per_node):
         raise ValueError(
             f"--nodes {args.nodes}: {stages} of --tp {tp} ranks cannot be divided evenly "
             "among so many hosts"
         )
-    target, machine = find_target(args, config, max(1, tp // per_node)), args.machine
     plan = StagePlan(
-        stage=target,
+        stage=find_target(args, config, max(1, tp // per_node)),
         num_stages=args.stages,
         nodes=args.nodes,
         layer_split=args.layer_split,

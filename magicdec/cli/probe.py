@@ -117,7 +117,8 @@ def print_machine(machine: MachineFile, out: Path) -> None:
         ("overhead of a layer, {}, us", "layer_overhead_s", 1, 1e6),
         ("overhead of a layer for each further token, {}, us", "token_overhead_s", 1, 1e6),
     )
-    d, rows = machine.description, list[tuple[object, ...]]()
+    d = machine.description
+    rows: list[tuple[object, ...]] = []
 
     def add(label: str, value: float, digits: int, scale: float, spread: str) -> None:
         spread_cell = fixed(machine.spreads.get(spread), 0, " %", 100)

@@ -223,7 +223,8 @@ class StagePlan:
     def one_process(self) -> Deployment:
         """The model in one process of one host. Where ranks share the host, it has the rates of all
         of them; the overheads of a forward stay."""
-        hardware, ranks = self.stage.hardware, self.num_ranks // self.nodes
+        hardware = self.stage.hardware
+        ranks = self.num_ranks // self.nodes
         if self.shares_host:
             rates = {name: getattr(hardware, name) for name in RATES}
             together = {name: ranks * rate for name, rate in rates.items() if rate is not None}

@@ -229,7 +229,8 @@ def draft_forward(
 ) -> Forward:
     """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
     and makes the choice."""
-    runner, is_first = draft_kv.runner, phase == "first_draft"
+    runner = draft_kv.runner
+    is_first = phase == "first_draft"
     ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
     host_rows = BatchRows.of(batch.rows, runner.device)
     held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)

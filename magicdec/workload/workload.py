@@ -67,7 +67,8 @@ def build_workload(
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
-    skip, name = SKIP_TOKENS_BY_NAME.get(books, SKIP_TOKENS), Path(books).name
+    skip = SKIP_TOKENS_BY_NAME.get(books, SKIP_TOKENS)
+    name = Path(books).name
     texts = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(books, max_books)]
     places = [(b, c) for b, text in enumerate(texts) for c in range(len(text) // prefix_len)]
     if len(places) < num_prompts:

@@ -240,12 +240,12 @@ def measure(words: list[str], out: Path) -> RunRecord:
         if not file.exists():
             raise ValueError(ended.error)
         record = load_records(file)[-1]
-    metrics, shown = record.metrics, ""
+    metrics, speedup = record.metrics, ""
     if metrics is not None and metrics.net_speedup is not None:
         ends = metrics.net_speedup_interval
         between = f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else ""
-        shown = f", {metrics.net_speedup:.2f}x{between}"
-    print(f"{'run':<10} {method(record)}: {record.status}{shown}", flush=True)
+        speedup = f", {metrics.net_speedup:.2f}x{between}"
+    print(f"{'run':<10} {method(record)}: {record.status}{speedup}", flush=True)
     return record
 
 
@@ -257,7 +257,8 @@ def find_advice(args: AdviceSection, records: dict[str, RunRecord]) -> str:
         metrics = record.metrics
         if metrics is None or metrics.net_speedup is None:
             continue
-        ends, predicted = metrics.net_speedup_interval, None
+        ends = metrics.net_speedup_interval
+        predicted = None
         if plan is not None and name.startswith(f"--draft {SELF}"):
             budget = record.config["kv"]["budget"]
             candidate = next(c for c in plan.candidates() if c.budget == budget)

@@ -107,8 +107,8 @@ def choose_graphs(
     """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; None stands for
     one that a measurement will choose. `is_staged`: the ranks are stages of a pipeline. Raises
     ValueError if the user asked for graphs that cannot be captured."""
-    named = [name for name in backends if name is not None]
-    unfit = next((name for name in named if not capabilities_of(name).can_be_recorded), None)
+    names = [name for name in backends if name is not None]
+    unfit = next((name for name in names if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",
         f"--attention {unfit} needs lengths on the host": unfit is not None,
