@@ -34,6 +34,7 @@ from tiers import choose
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.cli.commands import console
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager, Recorder
@@ -95,6 +96,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `magicdec` with these words in this process: (exit code, stdout, stderr)."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["magicdec", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            console()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
 
 
 def tiny_transformer(

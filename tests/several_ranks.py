@@ -24,7 +24,7 @@ from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
 from magicdec.request import Request
-from magicdec.workload.arrivals import poisson
+from magicdec.workload.request_shapes import poisson
 
 PROMISED_S = 30  # until all ranks have ended after one was killed
 

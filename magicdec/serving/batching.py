@@ -20,7 +20,7 @@ import torch
 
 from magicdec.attention.backend import backend_class
 from magicdec.autotune import settle
-from magicdec.config.choices.transport import check_stage_group
+from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE
 from magicdec.console import Progress

@@ -35,8 +35,13 @@ from magicdec.serving.modes import (
     Pass,
     Ranks,
 )
-from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
-from magicdec.workload.request_shapes import RequestShape, make_shapes
+from magicdec.workload.request_shapes import (
+    FORMS,
+    TRACE,
+    RequestShape,
+    make_shapes,
+    parse_arrival,
+)
 
 if TYPE_CHECKING:
     from magicdec.memory.plan import MemoryPlan

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from magicdec.config.choices.transport import NCCL, check_stage_group, choose_transport
+from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE
 from magicdec.console import Progress

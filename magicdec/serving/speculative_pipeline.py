@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import check_trees
-from magicdec.config.choices.transport import NCCL, check_stage_group, choose_transport
+from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-
 from magicdec.cli.serving.pipeline import parse
+from magicdec.pipelined_run.prepare import check_files, prepare, stage_plans
+
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.memory.plan import Models, max_tokens
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipelined_run.layout import make_layout
-from magicdec.pipelined_run.prepare import check_files, prepare, stage_plans
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Known, find
 

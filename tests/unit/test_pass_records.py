@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from magicdec.pipelined_run.measured.bars import labels_of
+from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from test_compare import make
 from test_pipeline_command import finished
 
@@ -17,8 +19,6 @@ from magicdec.cli import compare, table
 from magicdec.cli.commands import console
 from magicdec.cli.parsing.record_files import TABLES, read_commands
 from magicdec.names import RECORDS, load_named
-from magicdec.pipelined_run.measured.bars import labels_of
-from magicdec.pipelined_run.measured.metrics import speculation_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import SCHEMA_VERSION
 from magicdec.serving.metrics import Moves

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import make_requests
-
 from magicdec.cli.serving.pipeline import parse
-from magicdec.distributed.groups import Launch
-from magicdec.pipeline.tracing import Span, What, trace_events
-from magicdec.pipelined_run.head import Drafted
-from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_run.measured.measure import (
     machine_of,
     places_of,
@@ -22,6 +17,11 @@ from magicdec.pipelined_run.measured.measure import (
 )
 from magicdec.pipelined_run.measured.metrics import Observed, pipeline_use, speculation_metrics
 from magicdec.pipelined_run.prepare import prepare
+
+from magicdec.distributed.groups import Launch
+from magicdec.pipeline.tracing import Span, What, trace_events
+from magicdec.pipelined_run.head import Drafted
+from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_speculation.options import Counts, Options
 from magicdec.request import Request
 from magicdec.serving.metrics import Moves

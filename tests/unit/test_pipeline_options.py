@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-
 from magicdec.cli.serving.recurrent import parse
+from magicdec.pipeline.prepare import check_agreement, check_files, plan_pass, prepare
+
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
@@ -22,11 +24,10 @@ from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.check import add_up
 from magicdec.memory.plan import Models, max_tokens
-from magicdec.model.checkpoint.source import find_model, fingerprint
+from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split import DecodeStep, RingTiming, check_source
 from magicdec.pipeline.metrics import DraftCounts, StageUse, predict_round, ring_metrics
-from magicdec.pipeline.prepare import check_agreement, check_files, plan_pass, prepare
 from magicdec.pipeline.stage import Stage
 
 FLAGS = ("--prefix_len", "100", "--gen_len", "8", "--num_requests", "4", "--device", "cpu")
@@ -193,19 +194,27 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     other = RingTiming(second, [(0,), (1,)], step).measure()
     assert other.layer_s > 0 and other.own_fixed_s is None
     assert torch.get_num_threads() == threads
-    here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
-    machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
-    dtype, path = config.model.dtype, tmp_path / "machine.json"
-    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
-    MachineFile(machine, 1e9, *rates).save(path)
-    timing = RingTiming(found.run, [(0,)], step)
+    timing, path = RingTiming(found.run, [(0,)], step), tmp_path / "machine.json"
+    head_s = save_machine(config, source, path)
     known = timing.find_times(path)
     assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
-    head_bytes = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype]
-    assert known.own_fixed_s == pytest.approx(head_bytes / 1e9, rel=0.01)
-    MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
+    assert known.own_fixed_s == pytest.approx(head_s, rel=0.01)
+    save_machine(config, source, path, world_size=2)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
         timing.find_times(path)
+
+
+def save_machine(
+    config: ResolvedConfig, source: ModelSource, path: Path, world_size: int = 1
+) -> float:
+    """A file of this machine, which reads 1 GB/s; the seconds of the head."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    cpu, dtype = describe_environment(Launch(0, 1, 0, 1), "cpu", now).cpu, config.model.dtype
+    description = {"cpu": cpu, "gpu": None, "world_size": world_size}
+    description["threads"] = config.parallel.threads
+    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
+    MachineFile(description, 1e9, *rates).save(path)
+    return source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype] / 1e9
 
 
 def test_auto_is_refused_for_files_that_have_a_split(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -15,15 +15,6 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock
-from test_recurrent_order import CHUNK, LIMITS, Ring
-
-from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.sampler import MemorySampler
-from magicdec.model.transformer import Transformer
-from magicdec.pipeline import tracing
-from magicdec.pipeline.emulation import EmulatedStage
-from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.showing import (
     ALL_SAMPLES,
     EACH_SAMPLE,
@@ -41,6 +32,15 @@ from magicdec.pipeline.showing import (
     panels_of,
     points_of,
 )
+from test_recurrent_order import CHUNK, LIMITS, Ring
+
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.memory.sampler import MemorySampler
+from magicdec.model.transformer import Transformer
+from magicdec.pipeline import tracing
+from magicdec.pipeline.emulation import EmulatedStage
+from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.stage import StageLoop
 from magicdec.pipeline.tracing import Ahead, RingTrace, Span, Spans, What, uses_of, without
 from magicdec.request import Request

@@ -13,6 +13,9 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock, Device
+from magicdec.pipelined_run.measured.measure import observe
+from magicdec.pipelined_run.measured.metrics import pipeline_use
+from magicdec.pipelined_run.passes import Outcome
 from test_pipelined_parts import CHAIN
 from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakePart
@@ -32,9 +35,6 @@ from magicdec.pipeline.tracing import Span, Spans, What, uses_of, without
 from magicdec.pipelined_run import stage as pipelined_stage
 from magicdec.pipelined_run.channels import CancelBoard
 from magicdec.pipelined_run.layout import Layout
-from magicdec.pipelined_run.measured.measure import observe
-from magicdec.pipelined_run.measured.metrics import pipeline_use
-from magicdec.pipelined_run.passes import Outcome
 from magicdec.pipelined_run.stage import CancellableStage, Predictions
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts

@@ -1,7 +1,4 @@
-"""`magicdec nodes FILE`: the torchrun command of each host of a ring that a node file describes.
-
-Owns the printed lines. Must not know how such a file is read.
-"""
+"""`magicdec nodes FILE`: the torchrun command of each host of a ring that a node file describes."""
 
 from __future__ import annotations
 
@@ -18,10 +15,6 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.nodes_file import Ring, device_of, launch_words, read_nodes
 
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
-DESCRIPTION = (
-    "Check a JSON file of nodes in the grammar of MDI-LLM and print the command that each host "
-    "has to start: one process a node, in the order of the ring."
-)
 DEFAULT = ["recurrent"]
 SPLIT = "--"
 
@@ -48,7 +41,8 @@ class NodesSection:
 
 def build_parser() -> Parser:
     return Parser(
-        DESCRIPTION,
+        "Check a JSON file of nodes in the grammar of MDI-LLM and print the command that each host "
+        "has to start: one process a node, in the order of the ring.",
         {"nodes": NodesSection},
         epilog="Words after -- are the command to start and its flags, [recurrent]. The starter's "
         "communication port is where the ranks meet. Its other ports are not needed: gloo and NCCL "
