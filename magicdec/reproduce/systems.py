@@ -2,17 +2,18 @@
 that measures it, the same line at the size of the packaged models, and what the project's models of
 cost predict for it.
 
-A line is a `Row`: its texts by column, empty where nothing is published. Owns what the published
-models and settings are called here. Must not know the files of the tables, but for those that hold
-what a prediction starts from. Sources: MagicDec's project page; Flover (Yao et al. 2023, arXiv
-2305.13484) and the figures of its repository; the figures in the README of MDI-LLM at d647b97
-(Macario et al. 2025, arXiv 2505.18164); and of PipeInfer (Butler et al. 2024, arXiv 2407.11798) the
-README, the models and the launch scripts at 123a824.
+A line is a `Row`: its texts by column, empty where nothing is published. A new table is a line in
+`TABLES` and a file in `results/paper/`; a new system is also a `System`. Sources: MagicDec's
+project page; Flover (Yao et al. 2023, arXiv 2305.13484) and the figures of its repository; the
+figures in the README of MDI-LLM at d647b97 (Macario et al. 2025, arXiv 2505.18164); and of
+PipeInfer (Butler et al. 2024, arXiv 2407.11798) the README, the models and the launch scripts at
+123a824.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from magicdec.distributed.layer_split import MDI_LLM, split_layers
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import SEQUENTIAL
+from magicdec.records.performance import SUFFIX as INTERVAL
 
 Row = dict[str, str]
 DEMO, DEMO_DRAFT = "demo", "demo-draft"  # the packaged models
@@ -71,8 +73,28 @@ class System:
     on_gpus: bool = False  # each rank has a GPU of one host; otherwise each is a host
 
     def at_demo_size(self, row: Row) -> Row:
-        """The line for the packaged models, on a small machine without a GPU."""
+        """The setting of the line for the packaged models, on a small machine without a GPU."""
         return {name: row[name] for name in self.columns} | {"model": DEMO} | self.shrink(row)
+
+    def read(self, row: Row, records: Path) -> tuple[str, str]:
+        """The number of a line in the file that its command wrote, and its 95 % interval, empty if
+        it has none. Raises Missing if the records do not have the number."""
+        metric = self.quantities[row["quantity"]]
+        if isinstance(metric, str):
+            raise Missing(metric)
+        contents = map(json.loads, records.read_text(encoding="utf-8").splitlines())
+        passes = {content.get("name"): content["metrics"] for content in contents}
+        of = metric.of or [*passes][-1]
+        if None in [passes[name] for name in (of, metric.over) if name != ""]:
+            raise Missing("the tokens of its run were wrong")
+        value = passes[of][metric.name]
+        if value is None:
+            raise Missing(f"the run has no {metric.name}")
+        if metric.over:
+            value /= passes[metric.over][metric.name]
+        ends = passes[of].get(f"{metric.name}{INTERVAL}") or ()
+        interval = " to ".join(f"{end:.{metric.digits}f}" for end in ends)
+        return f"{value:.{metric.digits}f}", interval
 
 
 def hub_name(model: str) -> str:
