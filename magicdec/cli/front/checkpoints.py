@@ -242,17 +242,17 @@ def write_one_file(
             f"--dtype {dtype}: {directory} holds int8 weights; leave --dtype out, or give "
             "--quantize int8 too: then --dtype applies to the other tensors"
         )
-    with make_progress(True).task(f"writing {out.name}", len(source.stored_shapes)) as advance:
-        manifest = convert(source, out, dtype, lambda name: advance())
-    types = sorted({entry.dtype for entry in manifest.tensors.values()})
+    with make_progress(True).task(f"writing {out.name}", len(source.tensors)) as advance:
+        tensors = convert(source, out, dtype, lambda name: advance())
+    dtypes = sorted({tensor.dtype for tensor in tensors.values()})
     print(
-        f"{out}: {len(manifest.tensors)} tensors, {' and '.join(types)}, "
-        f"{manifest.size / 1e9:.2f} GB, sha256 {manifest.sha256[:16]}; --model {out} runs it"
+        f"{out}: {len(tensors)} tensors, {' and '.join(dtypes)}, "
+        f"{out.stat().st_size / 1e9:.2f} GB; --model {out} runs it"
     )
 
 
 def verify(file: Path) -> int:
-    from magicdec.model.checkpoint.manifest import find_damage
+    from magicdec.model.checkpoint.convert import find_damage
 
     damage = find_damage(file)
     print(damage or f"{file}: matches its manifest", file=sys.stderr if damage else sys.stdout)
@@ -284,7 +284,7 @@ def run_split(args: SplitSection) -> int:
     if out.resolve() == args.checkpoint_dir.resolve():
         raise ValueError(f"--out {out} is the checkpoint itself; name another directory")
     layers = split_layers(args.layer_split, num_stages, source.config.num_layers)
-    with make_progress(True).task("writing chunks", len(source.stored_shapes)) as advance:
+    with make_progress(True).task("writing chunks", len(source.tensors)) as advance:
         files = split_checkpoint(source, out, layers, lambda name: advance())
     for file, part in zip(files, layers, strict=True):
         size = file.stat().st_size / 1e6
