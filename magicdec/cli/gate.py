@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
+from magicdec.cli.flags import exit_with
 from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -74,19 +75,17 @@ class SaveSection(BaselineSection):
     margin: float | None = same(RuleSection, "margin")
 
 
-def main() -> None:
+def main() -> NoReturn:
     """`magicdec gate` and `magicdec gate save`"""
+    exit_with(run_command)
+
+
+def run_command() -> int:
     words = sys.argv[1:]
-    try:
-        if words[:1] == ["save"]:
-            sys.exit(save(build_save_parser().read(words[1:])))
-        values = build_parser().read(words)
-        sys.exit(gate(values[GateSection], values[RuleSection]))
-    except ValueError as error:
-        print(f"magicdec gate: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if words[:1] == ["save"]:
+        return save(build_save_parser().read(words[1:]))
+    values = build_parser().read(words)
+    return gate(values[GateSection], values[RuleSection])
 
 
 def build_parser() -> Parser:

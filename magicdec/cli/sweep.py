@@ -27,7 +27,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.config.setting import Declared, declared, same, setting
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import find_world_size
+from magicdec.distributed.ranks import INTERRUPTED, find_world_size
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.records.writing import check_writable
@@ -128,7 +128,7 @@ def main() -> NoReturn:
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     from magicdec.study.progress import print_order
     from magicdec.study.sweep import conclude
 

@@ -81,7 +81,7 @@ def run_cases(cases: Sequence[Case]) -> Iterator[tuple[int, Result]]:
     for number, config in cases:
         try:
             config.check(world_size=1)
-            prepared = prepare(config, Launch(0, 1, 0, 1))
+            prepared = prepare(config, Launch())
         except ValueError as error:
             yield number, str(error)
         except Exception as error:  # such as a value of another type, in a file that was edited

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.start import close_groups
 from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
@@ -128,7 +129,9 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
         return 1
     if is_leader:
         say_end(plan, sweep.records, path)
-    return 130 if is_interrupted else int(not all(record.passed for record in sweep.records))
+    return (
+        INTERRUPTED if is_interrupted else int(not all(record.passed for record in sweep.records))
+    )
 
 
 def say_end(plan: StudyPlan, records: Sequence[RunRecord], path: Path) -> None:

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import refuse
+from magicdec.cli.flags import exit_with
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.sections import ModelSection, StagesSection, WrittenSection
 from magicdec.config.setting import same, setting
-from magicdec.distributed.groups import Launch
 from magicdec.distributed.layer_split import count_stages, split_layers
 from magicdec.model.checkpoint.hub import DIRECTORY, announce, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
@@ -43,7 +42,6 @@ ABOUT_SPLIT = (
     "Write a checkpoint as one file for each stage of a pipeline, with checksums beside it. A host "
     "needs its own file alone, the index, the config and, as the first one, the tokenizer."
 )
-ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
@@ -141,21 +139,21 @@ def build_parser() -> Parser:
 
 def model() -> NoReturn:
     """`magicdec model`"""
+    conclude(run_action)
 
-    def run() -> int:
-        if not sys.argv[1:]:
-            raise ValueError(f"an action is missing; choose from {ACTIONS}")
-        action, *words = sys.argv[1:]
-        if action in ("-h", "--help"):
-            print(f"usage: magicdec model get | convert [flags]\n\n{ABOUT_MODEL}")
-            return 0
-        if action == "get":
-            return run_download(build_get_parser().read(words)[DownloadSection])
-        if action == "convert":
-            return run_convert(build_convert_parser().read(words)[ConvertSection], "DIR")
-        raise ValueError(f"{action} is not known; choose from {ACTIONS}")
 
-    conclude(run)
+def run_action() -> int:
+    """Fetch or convert a model, as the first argument says."""
+    action, *words = sys.argv[1:] or [""]
+    if action in ("-h", "--help"):
+        print(f"usage: magicdec model get | convert [flags]\n\n{ABOUT_MODEL}")
+        return 0
+    if action == "get":
+        return run_download(build_get_parser().read(words)[DownloadSection])
+    if action == "convert":
+        return run_convert(build_convert_parser().read(words)[ConvertSection], "DIR")
+    what = f"{action} is not known" if action else "an action is missing"
+    raise ValueError(f"{what}; choose from {ACTIONS}")
 
 
 def download() -> NoReturn:
@@ -176,17 +174,15 @@ def split() -> NoReturn:
 
 
 def conclude(run: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `run` returns, or with 2 and one line that says why it cannot be
-    done."""
-    try:
-        code = run()
-    except ValueError as error:
-        refuse(error, ALONE)
-    except OSError as error:
-        refuse(ValueError(f"{error.filename or '--out'}: {error.strerror or error}"), ALONE)
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    """As `exit_with`; an error of a file is refused too."""
+
+    def refusing() -> int:
+        try:
+            return run()
+        except OSError as error:
+            raise ValueError(f"{error.filename or '--out'}: {error.strerror or error}") from None
+
+    exit_with(refusing)
 
 
 def run_download(args: DownloadSection) -> int:
@@ -201,7 +197,7 @@ def run_download(args: DownloadSection) -> int:
         files = fetch_files(repository, directory, args.hf_token, announce)
     except KeyboardInterrupt:
         print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
-        return 130
+        raise
     size = sum(file.size for file in files)
     print(
         f"{len(files)} files, {size / 1e9:.2f} GB, checksums verified; "

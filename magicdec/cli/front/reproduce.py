@@ -16,19 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import refuse
+from magicdec.cli.flags import exit_with
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
-from magicdec.distributed.groups import Launch
-from magicdec.distributed.ranks import INTERRUPTED, is_launched
+from magicdec.distributed.ranks import is_launched
 from magicdec.records.writing import check_writable
 from magicdec.reproduce.systems import TABLES
 
 if TYPE_CHECKING:
     from magicdec.reproduce.published_table import PublishedTable
 
-ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 PUBLISHED = Path("results/paper")
 DESCRIPTION = (
     "Compare a published table with predictions and with runs, and write the comparison to its CSV "
@@ -39,13 +37,7 @@ DESCRIPTION = (
 
 def main() -> NoReturn:
     """`magicdec reproduce`"""
-    try:
-        args = read(sys.argv[1:])
-        sys.exit(reproduce(args))
-    except ValueError as error:
-        refuse(error, ALONE)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    exit_with(lambda: reproduce(read(sys.argv[1:])))
 
 
 @dataclass(frozen=True)
