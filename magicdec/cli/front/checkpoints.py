@@ -24,7 +24,7 @@ from magicdec.cli.parsing.parser import Parser
 from magicdec.config.sections import ModelSection, StagesSection, WrittenSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import count_stages, split_layers
-from magicdec.model.checkpoint.hub import DIRECTORY, announce, find_repository
+from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
 
 ABOUT_MODEL = "Fetch a model from the Hugging Face hub, or write a checkpoint as one file."
@@ -194,7 +194,7 @@ def run_download(args: DownloadSection) -> int:
     try:
         repository = find_repository(args.repo_id, args.revision, args.hf_token)
         print(f"{args.repo_id} at commit {repository.commit}", flush=True)
-        files = fetch_files(repository, directory, args.hf_token, announce)
+        files = fetch_files(repository, directory, args.hf_token)
     except KeyboardInterrupt:
         print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
         raise
