@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicdec.files import hash_file, removed
+from magicdec.files import complete_file, hash_file
 from magicdec.model.checkpoint.gpt_fast import GptFastWeights
 from magicdec.model.checkpoint.quantization import QuantizedWeights
 from magicdec.model.checkpoint.source import ModelSource, check_weights, find_model
@@ -36,6 +36,7 @@ from magicdec.model.checkpoint.weight_files import (
 )
 from magicdec.model.checkpoint.weight_map import SCALE, Piece
 from magicdec.model.families.hf_config import load_model_config
+from magicdec.records.writing import to_json, write_text
 
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.
 COMPANIONS = (
@@ -45,6 +46,7 @@ COMPANIONS = (
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
 READ_ELEMENTS = 1 << 22  # elements of a tensor in memory at a time
 MANIFEST_VERSION = 1
+FLAG = "--out"  # names what is written
 
 Tensors = Mapping[str, StoredTensor]
 """The tensors to write, as they are to be stored."""
@@ -95,12 +97,12 @@ def convert(
 
     `dtype` None keeps the stored dtypes; int8 matrices and their scales are always kept. `progress`
     is called with each tensor's name. Raises ValueError when `out` is one of the files to read or
-    the disk has too little space, and OSError when writing fails; `out` is then unchanged.
+    the disk has too little space, or when writing fails; `out` is then unchanged.
     """
     tensors = source.tensors
     files = {tensor.file for tensor in tensors.values()}
     if out.exists() and any(file is not None and file.samefile(out) for file in files):
-        raise ValueError(f"--out {out} is a file of the checkpoint to convert; name another file")
+        raise ValueError(f"{FLAG} {out} is a file of the checkpoint to convert; name another file")
     if dtype is not None:
         int8_names = {name for name in tensors if name.endswith(SCALE) or name + SCALE in tensors}
         tensors = {
@@ -124,7 +126,7 @@ def check_disk(out: Path, size: int, directory: Path) -> None:
     free = shutil.disk_usage(directory).free
     if size > free:
         raise ValueError(
-            f"--out {out} needs {size / 1e9:.2f} GB of disk while it is written, "
+            f"{FLAG} {out} needs {size / 1e9:.2f} GB of disk while it is written, "
             f"{free / 1e9:.2f} GB are free there"
         )
 
@@ -139,21 +141,20 @@ def write_checkpoint(
     """Write the tensors to `out`, and the manifest beside it. `metadata` is kept in the header of a
     safetensors file. After a crash `out` may lack a manifest, but never has that of another
     file."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    flat = partial.with_suffix(".tensors") if out.suffix == ".pth" else partial
-    beside = manifest_path(out)
-    partial_manifest = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
-    with removed(partial, flat, out=out), removed(partial_manifest, out=beside):
-        start = _write_safetensors(flat, source, tensors, progress, metadata)
-        if flat != partial:
-            _write_pth(partial, flat, start, tensors)
+    with complete_file(FLAG, out) as partial:
+        if out.suffix == ".pth":
+            flat = partial.with_suffix(".tensors")
+            try:
+                start = _write_safetensors(flat, source, tensors, progress, metadata)
+                _write_pth(partial, flat, start, tensors)
+            finally:
+                flat.unlink(missing_ok=True)
+        else:
+            _write_safetensors(partial, source, tensors, progress, metadata)
         manifest = {"file": out.name, "size": partial.stat().st_size, "sha256": hash_file(partial)}
-        with partial_manifest.open("x", encoding="utf-8") as handle:
-            handle.write(json.dumps({"version": MANIFEST_VERSION, **manifest}, indent=1) + "\n")
-            _sync(handle)
-        beside.unlink(missing_ok=True)
-        partial.replace(out)
-        partial_manifest.replace(beside)
+        manifest_path(out).unlink(missing_ok=True)
+    content = to_json({"version": MANIFEST_VERSION, **manifest}, indent=1)
+    write_text(FLAG, manifest_path(out), content + "\n")
 
 
 def _write_safetensors(
@@ -165,7 +166,7 @@ def _write_safetensors(
 ) -> int:
     """Returns the byte offset of the first tensor."""
     header = safetensors_header(tensors, metadata)
-    with path.open("xb") as handle:
+    with path.open("wb") as handle:
         handle.write(header)
         for name, (shape, dtype, _) in tensors.items():
             progress(name)
@@ -212,7 +213,7 @@ def _write_pth(path: Path, flat: Path, start: int, tensors: Tensors) -> None:
         mapped = np.memmap(flat, np.uint8, "r+", start, (size,))
         saved[name] = torch.from_numpy(mapped).view(_dtype(dtype)).view(shape)
         start += size
-    with path.open("xb") as handle:
+    with path.open("wb") as handle:
         torch.save(saved, handle)
         _sync(handle)
 

@@ -6,14 +6,12 @@ with an index has all its files.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from magicdec.files import removed
 from magicdec.model.checkpoint.chunks import CHUNKS, FINGERPRINT, INDEX, MODEL_SHA256, chunk_name
 from magicdec.model.checkpoint.convert import (
+    FLAG,
     Tensors,
     check_disk,
     copy_companions,
@@ -22,6 +20,7 @@ from magicdec.model.checkpoint.convert import (
 )
 from magicdec.model.checkpoint.source import ModelSource, fingerprint
 from magicdec.model.checkpoint.weight_map import find_pieces
+from magicdec.records.writing import to_json, write_text
 
 
 def split_checkpoint(
@@ -33,7 +32,7 @@ def split_checkpoint(
     """Write a file for each stage into the directory `out`, with checksums beside it, then the
     index, the config and the tokenizer. Returns the files in the order of the stages.
 
-    Raises ValueError when the disk has too little space, and OSError when writing fails.
+    Raises ValueError when the disk has too little space, or when writing fails.
     """
     tensors, model_sha256 = source.tensors, fingerprint(source)
     layers = ",".join(str(len(part)) for part in split)
@@ -61,7 +60,4 @@ def _write_index(
     listing = {name: {"shape": tensors[name].shape, "dtype": tensors[name].dtype} for name in owner}
     metadata = {"total_size": num_bytes(tensors), CHUNKS: {**chunks, "tensors": listing}}
     table = {"metadata": metadata, "weight_map": owner}
-    partial = index.with_name(f".{index.name}.{os.getpid()}.partial")
-    with removed(partial, out=index):
-        partial.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        partial.replace(index)
+    write_text(FLAG, index, to_json(table, indent=1) + "\n")
