@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from magicdec.cli.drivers import RUN
 from magicdec.cli.front import advise as module
-from magicdec.cli.front import config_of, doctor, run
+from magicdec.cli.front import config_of, doctor
 from magicdec.cli.front.advise import Measured, Outlook, advise
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -80,7 +81,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
     speedups = [metrics.net_speedup for metrics in measured if metrics.net_speedup is not None]
     assert f"{max(speedups):.2f} times" in sentence
     assert re.search(r"the plan expects self-speculation to pay (from \d+ tokens|at no)", sentence)
-    configs = [run.read(words[1:]) for words in module.make_commands(args).values()]
+    configs = [RUN.read(words[1:]) for words in module.make_commands(args).values()]
     assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram"]
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
@@ -169,7 +170,7 @@ def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
     for record in load_records(BASELINES):
         file = tmp_path / "run.toml"
         file.write_text(config_of.to_toml(config_of.flags_of(record)))
-        config = run.read(["--config", str(file)])
+        config = RUN.read(["--config", str(file)])
         config.check(1)
         found = resolve(config, machine).to_dict()
         for section in ("decoding", "kv", "sampling", "workload"):

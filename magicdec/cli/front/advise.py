@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from magicdec.cli.drivers import RUN
 from magicdec.cli.flags import refuse
-from magicdec.cli.front import run
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
@@ -187,7 +187,7 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
             flags += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
             flags += ["--gen_len", args.num_new_tokens, "--num_batches", args.num_batches]
             words = [*map(str, flags), "--nproc", str(args.num_ranks), "--ignore_eos"]
-            config = run.read(words)
+            config = RUN.read(words)
             config.check(args.num_ranks)
             with_local_models(config)
             commands[name] = ["run", *words]
@@ -202,7 +202,7 @@ def check_runs(commands: Iterable[list[str]], nproc: int) -> None:
     known, launch = Known(), Launch(0, nproc, 0, nproc)
     with spinner("checking the runs", True):
         for _, *words in commands:
-            inputs = find(with_local_models(run.read(words)), launch, known)
+            inputs = find(with_local_models(RUN.read(words)), launch, known)
             complete(inputs, known, agree=lambda _, check: check())
 
 
