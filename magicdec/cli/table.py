@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser, Values
@@ -21,17 +21,9 @@ from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.writing import check_writable
-from magicdec.report.listing import (
-    FORMATS,
-    SORT_KEYS,
-    Listing,
-    Noted,
-    list_records,
-    noise_lines,
-    print_text,
-)
+from magicdec.report.listing import MOST_RECORDS, NARROW, SORT_KEYS, list_records, noise_lines
 from magicdec.report.settings import SETTINGS
-from magicdec.tables import print_tables
+from magicdec.tables import FORMATS, print_tables
 
 RUN, DRAWN = "run", "speculation"  # kinds of records
 RUN_FLAGS = ("group_by", "sort", "reverse")
@@ -108,9 +100,10 @@ def show(args: TableSection, values: Values) -> None:
     did. Raises ValueError for a flag that has nothing to work on."""
     others = Counter[str]()
     files = read_files(args, can_be_empty=True, others=others)
-    records = Noted(record for _, record in files if args.kind in (None, RUN))
+    records = (record for _, record in files if args.kind in (None, RUN))
+    first = list(islice(records, MOST_RECORDS + 1))
     is_ascending = None if not args.reverse else args.sort not in SETTINGS
-    listing = list_records(records, args.group_by, args.sort, is_ascending)
+    listing = list_records(chain(first, records), args.group_by, args.sort, is_ascending)
     kinds = [kind for kind in others if args.kind in (None, kind)]
     if kinds and not listing.rows:
         reason = "it is for records of runs, and there are none"
@@ -126,7 +119,9 @@ def show(args: TableSection, values: Values) -> None:
         for command in read_commands(kind, args.files, args.strict)
     ]
     if listing.rows or not commands:
-        show_runs(listing, args.format, [] if args.group_by else noise_lines(records.few))
+        is_noted = args.format == "text" and not args.group_by
+        table = listing.table(args.format, noise_lines(first) if is_noted else ())
+        print_tables([table], args.format, NARROW)
     if listing.rows and commands and args.format == "csv":
         counts = " and ".join(f"{others[kind]} of kind {kind}" for kind in kinds)
         print(f"other records are left out, {counts}; see --kind", file=sys.stderr)
@@ -139,13 +134,6 @@ def show(args: TableSection, values: Values) -> None:
         from magicdec.pipelined_run.measured.bars import draw_bars
 
         draw_bars("--plot", args.plot, [command for kind, command in commands if kind == DRAWN])
-
-
-def show_runs(listing: Listing, form: str, notes: Sequence[str]) -> None:
-    if form == "text":
-        print_text(listing, notes)
-    else:
-        print(FORMATS[form](listing), end="")
 
 
 def check(files: dict[Path, list[RunRecord]]) -> int:

@@ -71,7 +71,7 @@ def make_report(
     rows: Sequence[Row],
     predictor: Predictor,
 ) -> Report:
-    """Draw the figures and make the tables of records: rows of `run_rows` and of `served_row`."""
+    """Draw the figures and make the tables of records: rows of `report_rows`."""
     frame = frame_of(rows)
     kinds = dict(iter(frame.groupby("kind", sort=False)))
     sections = []

@@ -31,7 +31,7 @@ from magicdec.report.figures.panels import choose, make_axes, put_title, summari
 from magicdec.report.figures.phases import drafting_share
 from magicdec.report.figures.speedup import position
 from magicdec.report.figures.throughput import pareto
-from magicdec.report.frame import Row, frame_of, run_rows
+from magicdec.report.frame import Row, frame_of, report_rows
 from magicdec.report.prediction import NotPredicted, Predictor
 from magicdec.report.settings import command_of
 from magicdec.report.tables import ranges
@@ -79,7 +79,7 @@ def variant(number: int = 0, **changed: Any) -> Record:
 
 def row(**changed: Any) -> Row:
     """The row of the requested strategy of a run."""
-    return list(run_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
+    return list(report_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
 
 
 def machine(**description: Any) -> MachineFile:
@@ -312,7 +312,9 @@ def test_drift_compares_only_what_was_repeated() -> None:
     slow["baseline_metrics"]["mean_step_ms"] = 3 * step
 
     def relative(*records: Record) -> list[float]:
-        rows = [row for n, raw in enumerate(records) for row in run_rows(n, "", parse_record(raw))]
+        rows = [
+            row for n, raw in enumerate(records) for row in report_rows(n, "", parse_record(raw))
+        ]
         return list(relative_steps(frame_of(rows)))
 
     once = float("nan")

@@ -17,7 +17,7 @@ from magicdec.figures import COLOURS, GREY, Look, look
 from magicdec.names import BASELINE
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.listing import LABELS
-from magicdec.report.settings import Setting
+from magicdec.report.settings import Setting, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,12 +158,6 @@ def each_series(
     for series, rows in table.groupby(column, sort=False):
         if series in looks:
             yield str(series), rows, looks[str(series)]
-
-
-def rank(value: Setting) -> tuple[bool, float, str]:
-    """Orders numbers before text, and numbers by size."""
-    is_number = isinstance(value, int | float)
-    return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
 
 
 def choose(series: Sequence[Iterable[str]], limit: int) -> list[str]:

@@ -13,11 +13,11 @@ from magicdec.report.figures.panels import (
     LeftOut,
     caption_of,
     legend_below,
-    rank,
     richest,
     said,
     shown_of,
 )
+from magicdec.report.settings import rank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
