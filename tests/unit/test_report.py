@@ -26,11 +26,10 @@ from magicdec.cost_model.speculation import Speculation
 from magicdec.figures import styled
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.model.presets.presets import find_config
-from magicdec.report.figures.bandwidth import relative_steps
 from magicdec.report.figures.panels import choose, make_axes, put_title, summarize
-from magicdec.report.figures.phases import drafting_share
+from magicdec.report.figures.passes import pareto
 from magicdec.report.figures.speedup import position
-from magicdec.report.figures.throughput import pareto
+from magicdec.report.figures.steps import drafting_share, relative_steps
 from magicdec.report.frame import Row, frame_of, report_rows
 from magicdec.report.prediction import NotPredicted, Predictor
 from magicdec.report.settings import command_of
