@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.parsing.record_files import FilesSection, read_every_kind
+from magicdec.cli.parsing.record_files import RUN, FilesSection, read_every_kind
 from magicdec.config.sections import DecodingSection, WrittenSection
 from magicdec.config.setting import same, setting
 from magicdec.serving.compared import PASSES
 
-KINDS = ("run", *PASSES)  # of records
+KINDS = (RUN, *PASSES)  # of records
 
 
 @dataclass(frozen=True)

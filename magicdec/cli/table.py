@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser, Values
-from magicdec.cli.parsing.record_files import TABLES, FilesSection, read_commands, read_files
+from magicdec.cli.parsing.record_files import RUN, TABLES, FilesSection, read_commands, read_kind
 from magicdec.config.sections import PictureSection
 from magicdec.config.setting import same, setting
 from magicdec.figures import check_picture
@@ -25,7 +25,7 @@ from magicdec.report.listing import MOST_RECORDS, NARROW, SORT_KEYS, list_record
 from magicdec.report.settings import SETTINGS
 from magicdec.tables import FORMATS, print_tables
 
-RUN, DRAWN = "run", "speculation"  # kinds of records
+DRAWN = "speculation"  # the kind of record that --plot draws
 RUN_FLAGS = ("group_by", "sort", "reverse")
 
 
@@ -99,8 +99,8 @@ def show(args: TableSection, values: Values) -> None:
     """Print the runs as one table, and then the records of each other command as the command itself
     did. Raises ValueError for a flag that has nothing to work on."""
     others = Counter[str]()
-    files = read_files(args, can_be_empty=True, others=others)
-    records = (record for _, record in files if args.kind in (None, RUN))
+    runs = read_kind(args, RUN, others)
+    records = (record for _, record in runs if args.kind in (None, RUN))
     first = list(islice(records, MOST_RECORDS + 1))
     is_ascending = None if not args.reverse else args.sort not in SETTINGS
     listing = list_records(chain(first, records), args.group_by, args.sort, is_ascending)
