@@ -74,9 +74,7 @@ class CompareSection:
 
     new: Path = setting(..., "File with the records of new runs, as JSON lines.", "new")
     baseline: Path = setting(
-        ...,
-        "File with baseline records, such as results/baselines/acceptance.jsonl.",
-        "baseline",
+        ..., "File with baseline records, such as results/baselines/acceptance.jsonl.", "baseline"
     )
     require_all: bool = setting(False, "Also exit with code 3 if a baseline has no new record.")
     strict: bool = same(FilesSection, "strict")

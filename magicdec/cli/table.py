@@ -34,10 +34,7 @@ class TableSection(FilesSection):
     """Which records are printed, and how."""
 
     kind: str | None = setting(
-        None,
-        "Only records of this kind.",
-        choices=tuple(RECORDS),
-        other_defaults="run in config",
+        None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
     )
     group_by: tuple[str, ...] = setting(
         (),

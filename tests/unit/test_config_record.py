@@ -52,11 +52,7 @@ SELFSPEC: dict[str, Any] = {
         "recent_window": None,
         "draft_kv_dtype": "bfloat16",
     },
-    "attention": {
-        "backend": "native",
-        "backend_reason": "auto: native",
-        "prefill_chunk": 512,
-    },
+    "attention": {"backend": "native", "backend_reason": "auto: native", "prefill_chunk": 512},
     "decoding": {
         "strategy": "speculative",
         "drafter": "self",

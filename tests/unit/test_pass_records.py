@@ -78,10 +78,7 @@ def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -
 
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_the_table_is_that_of_the_command(
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "passes.jsonl", record(kind, "one"), record(kind, "two"))
     (records,) = read_commands(kind, [path], is_strict=True)

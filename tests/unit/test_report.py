@@ -216,9 +216,7 @@ def test_the_map_shows_the_best_of_each_place(report: Callable[..., tuple[Path, 
     assert {r["predicted_break_even_prefix_len"] for r in found.values()} == {""}
 
 
-def test_the_files_hold_every_run_and_its_command(
-    report: Callable[..., tuple[Path, str]],
-) -> None:
+def test_the_files_hold_every_run_and_its_command(report: Callable[..., tuple[Path, str]]) -> None:
     out, _ = report([*RAW, failed()])
     runs, commands = rows(out / "runs.csv"), rows(out / "commands.csv")
     assert [r["run"] for r in runs] == [r["run"] for r in commands]
