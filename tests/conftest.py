@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -72,6 +73,34 @@ def start_alike() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
+
+
+class Ended(NamedTuple):
+    """The exit code of a command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the `main` of a module of `magicdec.cli` in this process, with these words."""
+
+    def run(tool: Any, *words: object) -> Ended:
+        program = f"magicdec {tool.__name__.rpartition('.')[2]}"
+        monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
+        code = 0
+        try:
+            tool.main()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)
