@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from magicdec.config.setting import setting
 from magicdec.records.comparison.change import Change, Pair, change_of, pair_of
 from magicdec.records.comparison.conditions import (
     compared_with_nothing,
@@ -41,12 +42,24 @@ EXIT_CODES = {REGRESSION: 1, INCOMPARABLE: 3}
 
 @dataclass(frozen=True)
 class Rule:
-    """What the user may choose. `margin` replaces that of the baselines; `is_exact` lets no change
-    pass; `performance` is the share that a ratio within one run may lose (None: not compared)."""
+    """What the user may choose."""
 
-    margin: float | None = None
-    is_exact: bool = False
-    performance: float | None = None
+    margin: float | None = setting(
+        None,
+        "Share of the acceptance rate whose loss is tolerated, in place of the margins of the "
+        f"baselines; 0: any loss is a regression. Default: {DEFAULT_MARGIN} unless a baseline has "
+        "its own.",
+        least=0,
+        below=1,
+    )
+    exact: bool = setting(False, "A change of the accepted counts is a regression, also a gain.")
+    performance: float | None = setting(
+        None,
+        "Also compare ratios within one run (speedup, roofline fraction); a loss of more than this "
+        "share is a regression. Default: they are not compared.",
+        least=0,
+        below=1,
+    )
 
     def margin_of(self, baseline: RunRecord) -> float:
         margin = baseline.margin if self.margin is None else self.margin
@@ -108,7 +121,7 @@ def compare(
         if rule.performance is not None:
             comparisons += judge_ratios(each[-1], rule.performance)
     comparisons += compare_methods(matches, rule, level)
-    return [exactly(c) for c in comparisons] if rule.is_exact else comparisons
+    return [exactly(c) for c in comparisons] if rule.exact else comparisons
 
 
 def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Comparison:
