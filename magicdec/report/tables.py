@@ -4,7 +4,7 @@ commands."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -45,6 +45,12 @@ class PageTable(Table):
             return super().csv()
         return str(self.frame.to_csv(index=False, lineterminator="\n"))
 
+    @classmethod
+    def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:
+        """The first rows of a frame."""
+        rows, note = frame[:MOST_ROWS].to_numpy().tolist(), _note([], len(frame))
+        return cls(list(frame), rows, title, name=name, note=note, frame=frame)
+
     @property
     def cells(self) -> Iterator[list[tuple[str, object]]]:
         """The text of each cell, and the value that it is sorted by."""
@@ -84,10 +90,9 @@ def failures_table(runs: pd.DataFrame) -> PageTable:
     """The runs without a result."""
     bad = runs[runs["status"].isin(("failed", "diverged"))]
     bad = bad.assign(reason=bad["error"].fillna("outputs differ"))
-    title, frame = "Runs without a result", bad[["run", "method", "status", "reason"]]
-    rows = frame[:MOST_ROWS].to_numpy().tolist()
-    return PageTable(list(frame), rows, title, name="failures", note=_note([], len(bad)),
-                     frame=frame)  # fmt: skip
+    return PageTable.of(
+        "Runs without a result", "failures", bad[["run", "method", "status", "reason"]]
+    )
 
 
 def environments_table(every: pd.DataFrame) -> PageTable:
@@ -107,17 +112,16 @@ def environments_table(every: pd.DataFrame) -> PageTable:
         ])  # fmt: skip
     labels = [name.replace("_", " ") for name in names]
     columns = ["runs", *labels, "host load", "read, GB/s", "first start", "last start"]
-    frame = pd.DataFrame(rows, columns=columns)
-    return PageTable(columns, rows, "Environments", name="environments", frame=frame)
+    return PageTable.of("Environments", "environments", pd.DataFrame(rows, columns=columns))
 
 
 def commands_table(every: pd.DataFrame) -> PageTable:
-    """The exact command of every run, with its commit and start."""
+    """The exact command of every run, with its commit and start. The page has the names of files
+    without their folders."""
     frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
     first = frame[:MOST_ROWS].fillna({"commit": "unknown"})
     first["file"] = first["file"].map(lambda file: Path(file).name)
-    rows, note = first.to_numpy().tolist(), _note([], len(every))
-    return PageTable(list(frame), rows, "Commands", name="commands", note=note, frame=frame)
+    return replace(PageTable.of("Commands", "commands", frame), rows=first.to_numpy().tolist())
 
 
 def metric_cell(run: Row, name: str, described: Recorded) -> Shown:
