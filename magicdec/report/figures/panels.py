@@ -247,19 +247,14 @@ def summarize(runs: pd.DataFrame, metric: str) -> Row:
     return {metric: values.median(), "low": low, "high": high, "runs": len(runs)}
 
 
-def plain_ticks(axis: Any, values: Sequence[Any]) -> None:
-    """Ticks at these values alone, written as plain numbers: for log axes with few values."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:
+    """Plain numbers on an axis, at these values alone. Without values, the axis is logarithmic and
+    may span less than a decade."""
+    from matplotlib import ticker
 
-    axis.set_major_locator(FixedLocator(values))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
-
-
-def log_ticks(axis: Any) -> None:
-    """Plain numbers on a log axis, also where it spans less than a decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    of_log = ticker.LogLocator(subs=(1.0, 2.0, 5.0))
+    axis.set_major_locator(of_log if values is None else ticker.FixedLocator(values))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    if values is not None:
+        axis.set_minor_locator(ticker.NullLocator())

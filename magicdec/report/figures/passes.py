@@ -20,7 +20,6 @@ from magicdec.report.figures.panels import (
     LeftOut,
     Series,
     draw_marks,
-    log_ticks,
     plain_ticks,
     plot_values,
     summarize,
@@ -155,7 +154,7 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
             span = ax.axhspan(roofs.min(), roofs.max(), color="#bbbbbb", alpha=0.4, linewidth=0)
             handles["its range over the runs"] = span
         ax.set(xscale="log", ylim=(0, None))
-        log_ticks(ax.xaxis)
+        plain_ticks(ax.xaxis)
         return handles
 
     form = Form(

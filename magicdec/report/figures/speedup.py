@@ -18,7 +18,6 @@ from magicdec.report.figures.panels import (
     caption_of,
     in_words,
     legend_below,
-    log_ticks,
     make_axes,
     plain_ticks,
     richest,
@@ -221,14 +220,14 @@ def compare(run: Row, predictor: Predictor) -> list[Row]:
 def draw_predictions(pairs: pd.DataFrame) -> Figure:
     """The times of the steps on the left, the speedups on the right."""
     figure, (left, right) = make_axes(2, height=3.5)
-    left.set(xscale="log", yscale="log", xlabel="predicted (ms)", ylabel="measured (ms)")
-    left.set_title("time of a step")
-    right.set(xlabel="predicted (x)", ylabel="measured (x)")
-    right.set_title("speedup of decode steps")
+    left.set(xscale="log", yscale="log", xlabel="predicted (ms)", ylabel="measured (ms)",
+             title="time of a step")  # fmt: skip
+    title = "speedup of decode steps"
+    right.set(xlabel="predicted (x)", ylabel="measured (x)", title=title)
     handles: dict[str, Any] = {}
     for index, (quantity, of) in enumerate(pairs.groupby("quantity", sort=False)):
         is_speedup, style = quantity == "speedup", look(index)
-        ax, label = (right, "speedup of decode steps") if is_speedup else (left, str(quantity))
+        ax, label = (right, title) if is_speedup else (left, str(quantity))
         spans = of.dropna(subset=["low", "high"])
         ax.vlines(spans["predicted"], spans["low"].astype(float), spans["high"].astype(float),
                   color=style.colour, linewidth=0.8, alpha=0.6)  # fmt: skip
@@ -237,8 +236,8 @@ def draw_predictions(pairs: pd.DataFrame) -> Figure:
     is_step = pairs["quantity"] != "speedup"
     for ax, of in ((left, pairs[is_step]), (right, pairs[~is_step])):
         handles |= draw_equality(ax, of[["predicted", "measured"]])
-    for axis in (left.xaxis, left.yaxis):
-        log_ticks(axis)
+    plain_ticks(left.xaxis)
+    plain_ticks(left.yaxis)
     legend_below(figure, handles)
     return figure
 

@@ -34,6 +34,7 @@ ALONG = ["drafter", "kv_policy", "budget", "gamma", "B", "prefix_len"]
 PHASES = {"draft": (COLOURS[4], ""), "verify": (COLOURS[0], "///"), "decode": (COLOURS[5], "..."),
           "other": (COLOURS[7], "xxx")}  # fmt: skip
 SHORT = {"gamma": "g", "budget": "K", "prefix_len": "prefix"}
+TEXTS = {"mean_emitted_tokens": "{:.1f} tokens", "speedup": "{:.2f}x"}  # at the end of a bar
 MOST_BARS = 24
 
 
@@ -103,10 +104,8 @@ def draw_bars(bars: pd.DataFrame) -> Figure:
     ends = left.combine(theirs, max)
     rows = bars.to_dict("records")
     for at, bar in enumerate(rows):
-        tokens, speedup = bar["mean_emitted_tokens"], bar["speedup"]
-        parts = ["" if tokens is None else f"{tokens:.1f} tokens"]
-        parts.append("" if speedup is None else f"{speedup:.2f}x")
-        text = ", ".join(filter(None, parts))
+        texts = [form.format(bar[key]) for key, form in TEXTS.items() if bar[key] is not None]
+        text = ", ".join(texts)
         ax.annotate(text, (ends[at], at), (5, 0), textcoords="offset points", va="center", size=7)
     ax.set_yticks(bars.index, [name_of(bar, keys) for bar in rows])
     ax.invert_yaxis()
@@ -132,13 +131,11 @@ def draw_drift(passes: pd.DataFrame) -> Drawn | LeftOut:
     name, heading = "drift", "The machine over time"
     runs = passes[passes["is_run"].astype(bool)]
     known = runs[runs[READ].notna()]
-    sizes = known.groupby(list(MACHINE), dropna=False)["run"].transform("size")
-    if known.empty or sizes.max() < 2:
+    machines, _ = richest(known, MACHINE, ["run"], 1)
+    if not machines or len(machines[0].runs) < 2:
         reason = "fewer than two runs of one machine have a read bandwidth"
         return LeftOut(name, heading, reason)
-    largest = known.loc[sizes.idxmax(), list(MACHINE)]
-    of = known[(known[list(MACHINE)] == largest).all(axis=1)]
-    of = of.sort_values(f"{ENVIRONMENT}time_utc", kind="stable")
+    of = machines[0].runs.sort_values(f"{ENVIRONMENT}time_utc", kind="stable")
     starts = pd.to_datetime(of[f"{ENVIRONMENT}time_utc"], format="ISO8601")
     table = pd.DataFrame({
         "run": of["run"],
@@ -167,10 +164,10 @@ def draw_sides(table: pd.DataFrame) -> Figure:
         style = look(index)
         ax.plot(table["minutes"], table[column], style.marker, color=style.colour, markersize=4)
         ax.set_xlabel("minutes after the first run")
-    left.set(ylim=(0, None), ylabel="read bandwidth (GB/s)")
-    left.set_title("bandwidth, measured in each run")
-    right.set_ylabel("step time / median of its settings")
-    right.set_title("autoregressive step, where repeated")
+    title = "bandwidth, measured in each run"
+    left.set(ylim=(0, None), ylabel="read bandwidth (GB/s)", title=title)
+    title = "autoregressive step, where repeated"
+    right.set(ylabel="step time / median of its settings", title=title)
     if table["relative_step_time"].isna().all():
         right.text(0.5, 0.5, "no settings were repeated", transform=right.transAxes, ha="center")
     return figure
