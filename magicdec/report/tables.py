@@ -11,7 +11,7 @@ import pandas as pd
 
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX, Metrics
-from magicdec.report.frame import ENVIRONMENT, Row
+from magicdec.report.frame import ENVIRONMENT, Row, frame_of
 from magicdec.report.listing import LABELS, METRICS
 from magicdec.report.settings import SETTINGS
 from magicdec.tables import Shown, Table
@@ -112,7 +112,8 @@ def environments_table(every: pd.DataFrame) -> PageTable:
         ])  # fmt: skip
     labels = [name.replace("_", " ") for name in names]
     columns = ["runs", *labels, "host load", "read, GB/s", "first start", "last start"]
-    return PageTable.of("Environments", "environments", pd.DataFrame(rows, columns=columns))
+    frame = frame_of(dict(zip(columns, row, strict=True)) for row in rows)
+    return PageTable.of("Environments", "environments", frame)
 
 
 def commands_table(every: pd.DataFrame) -> PageTable:
