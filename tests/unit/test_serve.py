@@ -163,12 +163,12 @@ def test_every_mode_serves_the_tokens_of_the_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """With all files that the command can write. The model that drafts is the target itself."""
-    named = "ngram" if draft == "ngram" else f"model:{tiny_checkpoint}"
+    drafter = "ngram" if draft == "ngram" else f"model:{tiny_checkpoint}"
     files = {f"--{kind}": tmp_path / f"{kind}.{end}" for kind, end in KINDS.items()}
     flags = [
-        *("--modes", *ALL, "--draft", named, "--gamma", "3", "--arrival", "poisson:10"),
+        *("--modes", *ALL, "--draft", drafter, "--gamma", "3", "--arrival", "poisson:10"),
         *("--num_requests", "4", "--prefix_len", "uniform:5:40", "--gen_len", "uniform:3:12"),
-        *("--B", "2", "--pa", "0.1", "--ps", "0.1"),
+        *("--B", "2", "--pa", "0", "--ps", "0"),
         *(word for flag, path in files.items() for word in (flag, str(path))),
     ]
     assert COMMANDS["serve"].parse([*words, *flags], ALONE).run([*words, *flags], ALONE) == 0
