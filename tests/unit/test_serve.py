@@ -187,7 +187,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
     by_name = {record["name"]: record for record in records}
     if draft == "model":
         assert by_name["ring+draft"]["ring"]["acceptance_rate"] == 1
-        assert by_name["async"]["speculation"]["acceptance_rate"] == 1
+        assert by_name["sync"]["speculation"]["acceptance_rate"] == 1
     said = capsys.readouterr()
     assert "async: all 4 requests have the tokens of sequential" in said.out
     assert "10 records appended" in said.err
