@@ -63,10 +63,11 @@ EVERYDAY = (
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
 )
+WITHOUT_EOS = ("num_draft_tokens", "cuda_graphs")
 # Sections of which only some settings have a flag here.
 ONLY = {
     "draft": ("rank_group", "draft_dtype"),
-    "decoding": ("num_draft_tokens", "cuda_graphs", "ignore_eos"),
+    "decoding": (*WITHOUT_EOS, "ignore_eos"),
     "workload": ("dataset", "seed"),
     "speculation": ("pa", "ps", "pr", "pd", "np", "max_in_flight", "lanes"),
     "output": ("results",),
@@ -102,7 +103,8 @@ class FilesSection(PictureSection):
 @dataclass(frozen=True)
 class Command:
     """A name of the command: what its help says, and its defaults. `modes` are those that it
-    compares, of which a number of ranks can have some; `drafting` are added with a draft."""
+    compares, of which a number of ranks can have some; `drafting` are added with a draft. With
+    `ignore_eos` it always decodes to the full length."""
 
     description: str
     modes: tuple[str, ...]
@@ -120,7 +122,8 @@ class Command:
             "speculation": Options(),
             "files": FilesSection(),
         }
-        return Parser(self.description, sections, ONLY, everyday=EVERYDAY)
+        only = ONLY if not self.ignore_eos else ONLY | {"decoding": WITHOUT_EOS}
+        return Parser(self.description, sections, only, everyday=EVERYDAY)
 
     @property
     def base(self) -> RunConfig:

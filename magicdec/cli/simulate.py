@@ -38,7 +38,6 @@ from magicdec.simulator.showing import draw_chart, tables
 from magicdec.simulator.simulation import Trace
 from magicdec.simulator.text import draw_ranks, replay_ranks
 from magicdec.tables import print_tables
-from magicdec.workload.request_shapes import ShapedOptions
 
 EVERYDAY = (
     *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--gamma"),
@@ -106,7 +105,9 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
         None, "Requests at the same time in the ring. Default: one for each stage.", least=1
     )
     seed: int = same(WorkloadSection, "seed")
-    modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=MODES)
+    modes: tuple[str, ...] | None = setting(
+        None, "Ways to decode that are simulated. Default: all.", choices=MODES
+    )
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
     def check(self, given: Collection[str]) -> None:

@@ -1,6 +1,5 @@
 """The shapes of all requests of a serving workload: arrival, prompt length and output length, by a
-process and a distribution or from a trace, and what follows from them (`ShapedOptions`). Imports no
-torch.
+process and a distribution or from a trace. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from magicdec.config.sections import DEFAULT_GEN_LEN, WorkloadSection
-from magicdec.config.setting import same, setting
+from magicdec.config.sections import DEFAULT_GEN_LEN
 from magicdec.workload.arrivals import Arrival
 
 DEFAULT_NUM_REQUESTS = 8
@@ -123,48 +121,3 @@ def parse_lengths(flag: str, text: str) -> tuple[int, int]:
     if not 1 <= lengths[0] <= lengths[1]:
         raise ValueError(f"{flag} {text}: lengths are at least 1, and LOW is at most HIGH")
     return lengths
-
-
-@dataclass(frozen=True)
-class ShapedOptions:
-    """A base of the options of commands that serve requests: how many requests there are and how
-    long they are, and the `shapes` that follow, which are all requests in the order of arrival."""
-
-    num_requests: int | None = setting(
-        None, "Requests to serve. Default: 8, or all of a trace.", least=1
-    )
-    prefix_len: str = same(WorkloadSection, "prefix_len", str(WorkloadSection.prefix_len))
-    gen_len: str | None = same(WorkloadSection, "gen_len")
-    modes: tuple[str, ...] | None = setting(
-        None,
-        "Ways to serve the requests, or to decode, that are compared. The tokens of the first are "
-        "the reference of the others. Default: all that these ranks can run.",
-    )
-    shapes: tuple[RequestShape, ...] = ()
-
-    @property
-    def longest_prompt(self) -> int:
-        return max(shape.prompt_len for shape in self.shapes)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, output included."""
-        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
-
-    @property
-    def mean_context(self) -> int:
-        """Cached tokens of a request, halfway through its output, in the mean over requests."""
-        total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
-        return total // len(self.shapes)
-
-    def batch_of(self, workload: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
-        """`workload` with one batch of so many rows. A row has room for the longest request, which
-        need not have the longest prompt, and for `spare` tokens. The longest output may be that of
-        another request."""
-        prompt = self.longest_prompt
-        new = self.longest - prompt
-        extra = max(shape.output_len for shape in self.shapes) - new
-        return replace(
-            workload, batch_size=rows, prefix_len=prompt, gen_len=new + spare, num_batches=1,
-            extra_new_tokens=extra,
-        )  # fmt: skip
