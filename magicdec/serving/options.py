@@ -15,11 +15,12 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     SELF,
+    DraftSection,
     StagesSection,
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.distributed.layer_split import FLAG, count_stages, is_auto
+from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.stages import StageGrid, make_grid
 from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import Options
@@ -71,7 +72,7 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 class ServeOptions(StagesSection):
     """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
     `passes` the modes in which they are served, and `speculation` how pipelined speculation
-    drafts. `gen_len` is None if a trace has the lengths."""
+    drafts. `own_draft_dtype` is that of a draft that is the target itself. `gen_len` is None if a trace has the lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -176,6 +177,7 @@ class ServeOptions(StagesSection):
     passes: tuple[Pass, ...] = ()
     speculation: Options = Options()
     draft: str = "none"
+    own_draft_dtype: str = DraftSection.draft_dtype
     has_rows_of_ring: bool = False  # batches have as many rows as circulate in a ring
     has_trace: bool = False  # every rank notes what it does when
 
@@ -295,7 +297,7 @@ class ServeOptions(StagesSection):
         return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
 
     def num_stages(self, world_size: int) -> int:
-        return count_stages(read_split(self.layer_split).stages, world_size)
+        return read_split(self.layer_split).num_stages(world_size)
 
     def grid(self, world_size: int) -> StageGrid:
         """The stages of a ring on so many ranks. Raises ValueError, naming the flag."""
@@ -339,7 +341,7 @@ class ServeOptions(StagesSection):
         values = asdict(self) | asdict(self.speculation)
         for name in (
             *("shapes", "passes", "speculation", "mode", "sweep_rate", "has_rows_of_ring"),
-            "has_trace",
+            *("has_trace", "own_draft_dtype"),
         ):
             del values[name]
         if self.gen_len is None:  # a trace has the lengths
