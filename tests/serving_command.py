@@ -14,7 +14,7 @@ from magicdec.serving.prepare import PreparedServing, prepare
 
 SMALL = ("--prefix_len", "100", "--gen_len", "8", "--device", "cpu")
 EXCHANGES = ("magicdec.distributed.groups", "magicdec.pipeline.auto_split")
-Exchange = Callable[[Launch, str, str], list[str]]
+Exchange = Callable[..., list[str]]
 
 
 def parse_as(
@@ -24,17 +24,21 @@ def parse_as(
     return COMMANDS[command].parse([*SMALL, "--out", str(tmp_path / "r.jsonl"), *words], launch)
 
 
-def all_alike(launch: Launch, text: str, topic: str) -> list[str]:
+def all_alike(launch: Launch, text: str, topic: str = "") -> list[str]:
     return [text] * launch.world_size
 
 
 def prepare_as(
-    command: str, tmp_path: Path, *words: str, world_size: int = 1, exchange: Exchange = all_alike
+    command: str,
+    tmp_path: Path,
+    *words: str,
+    rank: int = 0,
+    world_size: int = 1,
+    exchange: Exchange = all_alike,
 ) -> PreparedServing:
-    """As the first of `world_size` ranks."""
-    experiment = parse_as(command, tmp_path, *words, world_size=world_size)
+    experiment = parse_as(command, tmp_path, *words, rank=rank, world_size=world_size)
     with pytest.MonkeyPatch.context() as patch:
         for module in EXCHANGES:
             patch.setattr(f"{module}.exchange_texts", exchange)
-        launch = Launch(0, world_size, 0, world_size)
+        launch = Launch(rank, world_size, rank, world_size)
         return prepare(experiment.config, experiment.options, launch)
