@@ -173,9 +173,6 @@ class Command:
             names = (*every, *(self.drafting if draft != NONE and is_named else ()))
             if options.emulate_stage_ms is not None:
                 names = tuple(n for n in names if Pass.named(n).ranks is Ranks.STAGES)
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"--modes names {twice} twice; name each mode once")
         if options.sweep_rate is not None and len(names) > 1:
             raise ValueError(
                 f"--sweep_rate serves in one mode; --modes names {len(names)}: {' '.join(names)}"

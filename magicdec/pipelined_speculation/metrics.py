@@ -45,9 +45,9 @@ class SpeculationMetrics(Part):
         null="of stages that sleep",
     )  # fmt: skip
     mean_in_flight: float = recorded(
-        "runs that are under way; mean over the time", label="in flight, mean", digits=2
+        "runs that are under way; mean over the time", label="runs in flight, mean", digits=2
     )
-    most_in_flight: int = recorded("the most of them at one time", label="in flight, most")
+    most_in_flight: int = recorded("the most of them at one time", label="runs in flight, most")
     num_layers: list[int] = recorded("layers of the target on each rank")
     draft_rank: int | None = recorded(
         "the rank that drafts; of several, the first", null="if no mode drafts"
